@@ -1,0 +1,1 @@
+"""Translators of a recipe: AQT, Qwix and native. AQT and Qwix are imported here and nowhere else."""

@@ -1,0 +1,95 @@
+"""Calibration: the statistic of a tensor that becomes its scale, and the grammar that users write it in."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import Literal
+
+from jaxquant.core.dtypes import element
+
+METHODS = ("absmax", "minmax", "rms", "fixed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calibration:
+    """One statistic. Written ``absmax[,s]``, ``minmax[,s]``, ``rms,s``, ``fixed,max`` or ``fixed,min,max``.
+
+    Attributes:
+      method: ``absmax`` (largest magnitude), ``minmax`` (asymmetric range, integers only), ``rms`` (root mean square
+        times ``factor``) or ``fixed`` (a constant range, always per tensor).
+      factor: share of the statistic that is covered; below 1 it clips.
+      minimum, maximum: the range of ``fixed``.
+    """
+
+    method: Literal["absmax", "minmax", "rms", "fixed"] = "absmax"
+    factor: float = 1.0
+    minimum: float = 0.0
+    maximum: float = 0.0
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.method in ("absmax", "rms") or (self.method == "fixed" and self.minimum == -self.maximum)
+
+    @property
+    def clips(self) -> bool:
+        """Whether values can lie outside the covered range, so that their gradient is zero."""
+        return self.method in ("rms", "fixed") or self.factor < 1.0
+
+    def check_dtype(self, dtype: str) -> None:
+        """Refuse an asymmetric range for a float element, which has no zero point.
+
+        Raises:
+          ValueError: naming the calibration and the dtype.
+        """
+        if not self.is_symmetric and element(dtype).kind == "float":
+            raise ValueError(f"calibration {self} is asymmetric and {dtype} has no zero point; use absmax or fixed,max")
+
+    def __str__(self) -> str:
+        if self.method == "fixed":
+            if self.is_symmetric:
+                return f"fixed,{self.maximum:g}"
+            return f"fixed,{self.minimum:g},{self.maximum:g}"
+        return self.method if self.factor == 1.0 and self.method != "rms" else f"{self.method},{self.factor:g}"
+
+
+def parse_calibration(text: str) -> Calibration:
+    """Read a calibration string.
+
+    Args:
+      text: ``absmax[,s]``, ``minmax[,s]``, ``rms,s``, ``fixed,max`` or ``fixed,min,max``, in any case, s > 0.
+
+    Raises:
+      ValueError: unknown method, wrong number of arguments, or a range that is empty or leaves out 0.
+      TypeError: not a string.
+
+    Source: Qwix's calibration grammar; ``fixed`` with one number is symmetric.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"calibration {text!r} must be a string such as 'absmax', got {type(text).__name__}")
+    method, *words = [part.strip() for part in text.lower().split(",")]
+    if method not in METHODS:
+        near = difflib.get_close_matches(method, METHODS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known methods are {', '.join(METHODS)}"
+        raise ValueError(f"calibration {text!r} names no known method; {hint}")
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        raise ValueError(f"calibration {text!r} has an argument that is not a number") from None
+    if not all(math.isfinite(number) for number in numbers):
+        raise ValueError(f"calibration {text!r} has an argument that is not finite")
+    if method == "fixed":
+        if len(numbers) not in (1, 2):
+            raise ValueError(f"calibration {text!r} needs a range: write 'fixed,max' or 'fixed,min,max'")
+        low, high = numbers if len(numbers) == 2 else (-numbers[0], numbers[0])
+        if not low <= 0 <= high or low >= high:
+            raise ValueError(f"calibration {text!r} has a range that is empty or does not contain 0")
+        return Calibration("fixed", 1.0, low, high)
+    if method == "rms" and not numbers:
+        raise ValueError(f"calibration {text!r} needs a factor: write 'rms,4'")
+    if len(numbers) > 1:
+        raise ValueError(f"calibration {text!r} takes one factor, got {len(numbers)}")
+    if numbers and numbers[0] <= 0:
+        raise ValueError(f"calibration {text!r} needs a factor above 0")
+    return Calibration(method, *numbers)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,71 @@
+"""Element types: the largest value, bits and rounding grid of each dtype that a recipe may name, each fact once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Element:
+    """One quantized element type.
+
+    Attributes:
+      name: dtype name as recipes and configs spell it.
+      bits: bits of one element.
+      kind: "int" (a uniform grid) or "float" (exponent and mantissa).
+      max: largest representable magnitude.
+      bound: magnitude that absmax is mapped to. Integers use ``max + 0.5``, the outer edge of the last rounding
+        bucket, as AQT and Qwix do; floats use ``max``.
+      mantissa_bits: explicit mantissa bits (0 for integers).
+      min_exponent: exponent of the smallest normal number (0 for integers).
+    """
+
+    name: str
+    bits: int
+    kind: str
+    max: float
+    bound: float
+    mantissa_bits: int = 0
+    min_exponent: int = 0
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The numpy dtype object, made only where an array is made."""
+        return jnp.dtype(self.name)
+
+
+def _integer(name: str, bits: int) -> Element:
+    qmax = float(2 ** (bits - 1) - 1)
+    return Element(name, bits, "int", qmax, qmax + 0.5)
+
+
+def _floating(name: str) -> Element:
+    info = jnp.finfo(name)
+    return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp)
+
+
+ELEMENTS: dict[str, Element] = {
+    element.name: element
+    for element in (
+        _integer("int8", 8),
+        _integer("int4", 4),
+        _floating("float8_e4m3fn"),
+        _floating("float8_e5m2"),
+        _floating("float8_e4m3fnuz"),
+        _floating("float8_e5m2fnuz"),
+        _floating("float4_e2m1fn"),
+    )
+}
+
+
+def element(name: str) -> Element:
+    """Look up an element type by dtype name.
+
+    Raises:
+      ValueError: the name is no quantized element type.
+    """
+    if name not in ELEMENTS:
+        raise ValueError(f"{name!r} is not a quantized element type; known ones are {', '.join(ELEMENTS)}")
+    return ELEMENTS[name]

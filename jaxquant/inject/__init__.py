@@ -1,0 +1,1 @@
+"""Put a backend's op into a model that knows nothing of jaxquant."""

@@ -1,0 +1,1 @@
+"""Training ops: quantized contractions with their backward passes."""
