@@ -47,8 +47,8 @@ class Corpus:
 def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_path: str = "") -> Corpus:
     """Read, tokenize and split a dataset.
 
-    The split orders the documents by the SHA-256 of their name (``stdlib``: relative path) or text (the others) and holds
-    out the first 5 %, at least one. Equal texts share a hash and therefore a part.
+    The split orders the documents by the SHA-256 of their name (``stdlib``: relative path) or text (the others) and
+    holds out the first 5 %, at least one. Equal texts share a hash and therefore a part.
 
     Args:
       dataset, path, field: as in ``sources.open_source``.
@@ -65,8 +65,8 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
     distinct = np.unique(digests)
     if len(distinct) < 2:
         raise ValueError(
-            f"dataset {source.label} has {len(starts) - 1} documents, {len(distinct)} of them different, and the held-out "
-            "part would be empty; give at least 2 different documents"
+            f"dataset {source.label} leaves the held-out part empty: it has {len(starts) - 1} documents, "
+            f"{len(distinct)} of them different; give at least 2 different documents"
         )
     last = distinct[max(1, round(HELD_OUT_SHARE * len(distinct))) - 1]
     held_out, train = np.flatnonzero(digests <= last), np.flatnonzero(digests > last)
@@ -88,10 +88,15 @@ def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndar
     """Tokenize into one growing buffer. Documents of fewer than two tokens predict nothing and are left out."""
     flat, starts, digests = bytearray(), array("q", [0]), array("Q")
     item = np.dtype(tokenizer.dtype).itemsize
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
     console = Console(file=sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"tokenizing {source.label}", total=source.total)
+        task = progress.add_task(f"tokenizing {source.files:,} files", total=source.total)
         for documents in _batches(source.documents()):
             texts = [document.text for document in documents]
             for document, tokens in zip(documents, tokenizer.encode(texts), strict=True):

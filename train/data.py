@@ -87,9 +87,10 @@ class TrainIterator:
 class Data:
     """The data of a run.
 
-    A batch holds, each ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; the documents, or pieces of one,
-    of a row from 1; 0 is padding), ``positions`` (int32, from 0 in each segment), ``loss_mask`` (float32; 1 where there is a
-    target, that is where segment_ids > 0). ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**.
+    A batch holds, each ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; the documents, or pieces of
+    one, of a row from 1; 0 is padding), ``positions`` (int32, from 0 in each segment), ``loss_mask`` (float32; 1 where
+    there is a target, that is where segment_ids > 0). ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the
+    same document**, so no target crosses into another one.
 
     Attributes:
       train: endless batches.
@@ -142,7 +143,9 @@ def make_iterators(config: DataConfig, batch_size: int, *, shard_index: int = 0,
     # Grain's shuffle of epoch e is seeded with seed + e: spread the seeds, or run 1 would be run 0 an epoch later.
     seed = int(np.random.SeedSequence(config.data_seed).generate_state(1)[0])
     shuffled = grain.MapDataset.source(chunks).shuffle(seed=seed)
-    held_out = grain.MapDataset.source(Chunks(corpus, corpus.held_out, config.sequence_length)).shuffle(seed=_HELD_OUT_SEED)
+    held_out = grain.MapDataset.source(Chunks(corpus, corpus.held_out, config.sequence_length)).shuffle(
+        seed=_HELD_OUT_SEED
+    )
     identity = {
         "corpus": corpus.fingerprint,
         "sequence_length": config.sequence_length,
@@ -229,6 +232,7 @@ def _check_size(chunks: Chunks, rows: int, config: DataConfig, corpus: Corpus) -
     need = rows * config.sequence_length if config.packing else rows
     if have < need:
         raise ValueError(
-            f"dataset {corpus.description} is too small for one batch: {have} {unit}, and {rows} rows of sequence_length "
-            f"{config.sequence_length} need {need}; lower batch_size or sequence_length, or give more text"
+            f"dataset {corpus.description} is too small for one batch: it has {have} {unit}, and {rows} rows of "
+            f"sequence_length {config.sequence_length} need {need}; lower batch_size or sequence_length, "
+            "or give more text"
         )

@@ -6,15 +6,18 @@ import dataclasses
 import difflib
 import json
 import os
+import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Left out of "stdlib": what is installed beside it, tests, tables and generated files (not prose or code to learn from).
+# Left out of "stdlib": what is installed beside it, tests, tables and generated files.
 _SKIPPED_FOLDERS = frozenset(
-    "site-packages dist-packages test tests idle_test idlelib lib2to3 pydoc_data encodings turtledemo ensurepip "
-    "__phello__ __pycache__".split()
+    (
+        *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"),
+        *("pydoc_data", "encodings", "ensurepip", "__phello__", "__pycache__"),
+    )
 )
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
 # One text file is cut at line ends, so that it can be split into train and held-out: parts of at most this many
@@ -70,9 +73,13 @@ def open_source(dataset: str, path: str, field: str) -> Source:
         near = difflib.get_close_matches(dataset, _SOURCES, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known datasets are {', '.join(_SOURCES)}"
         raise ValueError(f"dataset {dataset!r} is not known; {hint}")
+    if dataset not in _WITH_FIELDS and field != "text":
+        raise ValueError(f"dataset_text_field {field!r} is not read by dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
         if path:
-            raise ValueError(f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, jsonl or parquet")
+            raise ValueError(
+                f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, jsonl or parquet"
+            )
         return _stdlib()
     if not path:
         raise ValueError(f"dataset {dataset!r} needs dataset_path, a file or a folder; got an empty one")
@@ -87,7 +94,9 @@ def _stdlib() -> Source:
         if file.suffix == ".py" and not any(part.startswith(_SKIPPED_PREFIXES) for part in file.relative_to(root).parts)
     ]
     if not files:
-        raise ValueError(f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text with a dataset_path")
+        raise ValueError(
+            f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text with a dataset_path"
+        )
 
     def documents() -> Iterator[Document]:
         for file in files:
@@ -153,11 +162,13 @@ def _json_text(line: bytes, place: str, field: str) -> str:
         raise ValueError(f"{place} is not UTF-8: {error.reason} at byte {error.start}; save it as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}; write one object a line") from None
+    except (ValueError, RecursionError) as error:  # A number of thousands of digits, or nesting as deep.
+        raise ValueError(f"{place} is JSON that Python refuses: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
     if field not in record:
         raise ValueError(
-            f"{place} has no key {field!r}; its keys are {', '.join(map(repr, record)) or 'none'}; set dataset_text_field"
+            f"{place} has no key {field!r}; set dataset_text_field to one of {', '.join(map(repr, record)) or 'none'}"
         )
     return _encodable(record[field], f"{place} key {field!r}")
 
@@ -180,17 +191,20 @@ def _parquet(path: Path, field: str) -> Source:
         if field not in table.schema_arrow.names:
             names = ", ".join(map(repr, table.schema_arrow.names)) or "none"
             table.close()
-            raise ValueError(f"{file} has no column {field!r}; its columns are {names}; set dataset_text_field")
+            raise ValueError(f"{file} has no column {field!r}; set dataset_text_field to one of {names}")
         return table
 
     def documents() -> Iterator[Document]:
         for file in files:
             row = 0
             with opened(file) as table:
-                for batch in table.iter_batches(batch_size=1024, columns=[field]):
-                    for value in batch.column(0).to_pylist():
-                        row += 1
-                        yield Document(_encodable(value, f"{file} row {row} column {field!r}"), None, 1)
+                try:
+                    for batch in table.iter_batches(batch_size=1024, columns=[field]):
+                        for value in batch.column(0).to_pylist():
+                            row += 1
+                            yield Document(_encodable(value, f"{file} row {row} column {field!r}"), None, 1)
+                except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
+                    raise ValueError(f"{file} is damaged after row {row}: {str(error).splitlines()[0]}") from None
 
     rows = 0
     for file in files:
@@ -200,10 +214,11 @@ def _parquet(path: Path, field: str) -> Source:
 
 
 _SOURCES: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "text": _text, "jsonl": _jsonl, "parquet": _parquet}
+_WITH_FIELDS = ("jsonl", "parquet")
 
 
-def read_bytes(file: Path) -> bytes:
-    """Read a file.
+def read_bytes(file: Path, option: str = "") -> bytes:
+    """Read a file, which ``option`` of the config named.
 
     Raises:
       ValueError: naming the file and why it cannot be read.
@@ -211,13 +226,14 @@ def read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        _unreadable(file, error)
+        _unreadable(file, error, option)
 
 
-def _unreadable(file: Path, error: OSError) -> NoReturn:
+def _unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
+    name = f"{option} {str(file)!r}".strip()
     if isinstance(error, FileNotFoundError):
-        raise ValueError(f"{str(file)!r} does not exist; check the path") from None
-    raise ValueError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{name} does not exist; check the path") from None
+    raise ValueError(f"{name} cannot be read: {error.strerror or error}") from None
 
 
 def _decode(data: bytes, file: Path) -> str:
@@ -242,11 +258,9 @@ def _encodable(value: object, place: str) -> str:
 def _files(path: Path, dataset: str, suffix: str) -> list[Path]:
     """List the files of a path in an order that does not depend on the file system."""
     try:
-        is_folder = os.path.isdir(path) if path.stat() else False
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise ValueError(f"dataset_path {str(path)!r} does not exist; give a file or a folder") from None
-        _unreadable(path, error)
+        _unreadable(path, error, "dataset_path")
     if not is_folder:
         return [path]
     files = [file for file in _walk(path) if file.name.endswith(suffix)]

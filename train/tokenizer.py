@@ -24,7 +24,9 @@ class Tokenizer(Protocol):
     label: str
     vocab_size: int
     pad: int
-    dtype: type[np.generic]
+
+    @property
+    def dtype(self) -> type[np.uint16] | type[np.uint32]: ...
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
@@ -51,8 +53,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face ``tokenizer.json``.
 
-    Beginning and end are added where the file has a token of one of ``BOS_NAMES``, ``EOS_NAMES``; a truncation or padding
-    that the file carries is switched off, because it would drop text.
+    Beginning and end are added where the file has a token of one of ``BOS_NAMES``, ``EOS_NAMES``; a truncation or
+    padding that the file carries is switched off, because it would drop text.
 
     Args:
       path: the file.
@@ -68,8 +70,9 @@ class FileTokenizer:
             raise ValueError(
                 f"tokenizer_path {path!r} needs tokenizers, which is not installed; pip install tokenizers"
             ) from None
+        data = read_bytes(Path(path), "tokenizer_path")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(Path(path)))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except ValueError as error:
             raise ValueError(f"tokenizer_path {path!r} is no tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
