@@ -184,12 +184,20 @@ def test_seed_decides_the_order(letters):
     make_iterators(Config(dataset_path=str(letters), data_seed=2**40), 4)
 
 
-def test_epochs_are_shuffled_anew(letters):
-    corpus = load_corpus("text", str(letters))
+def test_epochs_are_shuffled_anew(tmp_path):
+    numbers = iter(range(10**6))
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"{next(numbers):04}" for _ in range(60)))
+    corpus = load_corpus("text", str(tmp_path))
     size = len(Chunks(corpus, corpus.train, 16))
-    data = make_iterators(Config(dataset_path=str(letters), packing=False), 1)
-    rows = [run for batch in take(data.train, 3 * size) for run in segments(batch)]
-    assert rows[:size] != rows[size : 2 * size]
+    data = make_iterators(Config(dataset_path=str(tmp_path), packing=False), 1)
+    # Rows come in groups of 64 in mixed order. The first whole group of the second epoch would, in the order of the first
+    # epoch, be among the first two groups.
+    start = -(-size // 64) * 64
+    rows = [run for batch in take(data.train, start + 64) for run in segments(batch)]
+    assert len(set(rows[:128])) == 128
+    assert set(rows) == set(runs_of(Chunks(corpus, corpus.train, 16)))
+    assert len(set(rows[start:]) - set(rows[:128])) > 16
 
 
 def test_held_out_is_the_same_each_time_and_for_each_seed(letters):
