@@ -191,7 +191,7 @@ def test_epochs_are_shuffled_anew(tmp_path):
     corpus = load_corpus("text", str(tmp_path))
     size = len(Chunks(corpus, corpus.train, 16))
     data = make_iterators(Config(dataset_path=str(tmp_path), packing=False), 1)
-    # Rows come in groups of 64 in mixed order. The first whole group of the second epoch would, in the order of the first
+    # Rows come in mixed groups of 64. The first whole group of the second epoch would, in the order of the first
     # epoch, be among the first two groups.
     start = -(-size // 64) * 64
     rows = [run for batch in take(data.train, start + 64) for run in segments(batch)]
