@@ -11,8 +11,8 @@ BFLOAT16_EPS = 2.0**-8
 def dot_bound(lhs: np.ndarray, rhs: np.ndarray, eps: float = FLOAT32_EPS) -> np.ndarray:
     """Bound a float matmul's error: each of K products and K − 1 sums rounds once, in any order.
 
-    |fl(x·y) − x·y| ≤ K · eps · Σ|x||y| (Higham, Accuracy and Stability, section 3.1), with one more eps each for the two
-    scale products.
+    |fl(x·y) − x·y| ≤ K · eps · Σ|x||y| (Higham, Accuracy and Stability, section 3.1), with one more eps for each of
+    three scale products.
     """
     depth = lhs.shape[-1]
     return (depth + 3) * eps * (np.abs(lhs) @ np.abs(rhs)) + np.finfo(np.float32).tiny
