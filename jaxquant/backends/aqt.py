@@ -268,8 +268,8 @@ def _axis_names(
 ) -> nn.LogicallyPartitioned:
     """Name the axes of a stored qvalue or scale after those of the kernel.
 
-    A tiled axis keeps its name on the part inside the tile. A scale has no name on the axes that it is shared along, and none
-    at all when ``replicate_scale`` is set; only scales have such axes.
+    A tiled axis keeps its name on the part inside the tile. A scale has no name on the axes that it is shared along,
+    and none at all when ``replicate_scale`` is set; only scales have such axes.
     """
     names: list[str | None] = [None] * value.ndim
     for axis, name in enumerate(mesh_axes):
