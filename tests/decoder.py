@@ -9,6 +9,8 @@ parameters: MaxText scans its layers, so that each parameter is one tensor for a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -104,16 +106,19 @@ def relative(value: jax.Array, reference: jax.Array) -> jax.Array:
     return jnp.mean(jnp.abs(value - reference)) / jnp.mean(jnp.abs(reference))
 
 
-def outputs(model: nn.Module, variables: Any, batch: jax.Array, seed: int = 1) -> tuple[jax.Array, Any]:
-    """Give the logits, and the gradient of mean(logits²) with respect to the parameters."""
-    rest = {name: value for name, value in variables.items() if name != "params"}
+def _outputs(model: nn.Module) -> Any:
+    """Give a function of (variables, tokens, key): the logits, and the gradient of mean(logits²) by parameter."""
 
-    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
-        logits = model.apply({"params": params} | rest, batch, rngs={"quant": jax.random.key(seed)})
-        return jnp.mean(jnp.square(logits.astype(jnp.float32))), logits
+    @jax.jit
+    def run(variables: Any, batch: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            logits = model.apply(variables | {"params": params}, batch, rngs={"quant": key})
+            return jnp.mean(jnp.square(logits.astype(jnp.float32))), logits
 
-    (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
-    return logits, grads
+        (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+        return logits, _pooled(grads)
+
+    return run
 
 
 def _pooled(grads: dict[str, Any]) -> dict[str, Any]:
@@ -123,18 +128,33 @@ def _pooled(grads: dict[str, Any]) -> dict[str, Any]:
     return rest | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
 
 
-def measure(
-    model_float: nn.Module, model_quant: nn.Module, variables: Any, batch: jax.Array, seed: int = 1
-) -> tuple[float, float]:
-    """Compare a model with its quantized twin on the same parameters.
+_outputs_of_float = functools.cache(_outputs)
+
+
+@functools.cache
+def _initial_float(model: nn.Module, seed: int) -> Any:
+    return jax.jit(model.init)(jax.random.key(seed), tokens(seed))
+
+
+def measure(model_float: nn.Module, model_quant: nn.Module, seeds: Iterable[int] = (0, 1)) -> tuple[float, float]:
+    """Compare a decoder with its quantized twin on the same parameters.
 
     Args:
-      variables: of the quantized model; ``params`` serves both.
+      seeds: of parameters, tokens and rounding; the distances are averaged over them.
 
     Returns:
       (logits, grad_mean): ``relative`` of the logits, and its mean over the parameters' gradients.
     """
-    logits, grads = outputs(model_quant, variables, batch, seed)
-    logits_float, grads_float = outputs(model_float, {"params": variables["params"]}, batch)
-    distances = jax.tree.leaves(jax.tree.map(relative, _pooled(grads), _pooled(grads_float)))
-    return float(relative(logits, logits_float)), float(jnp.mean(jnp.stack(distances)))
+    run, run_float = _outputs(model_quant), _outputs_of_float(model_float)
+    found = []
+    for seed in seeds:
+        batch, key = tokens(seed), jax.random.key(seed)
+        variables = _initial_float(model_float, seed)
+        if len(jax.eval_shape(model_quant.init, key, batch)) > 1:  # quant state beside the parameters
+            variables = jax.jit(model_quant.init)(key, batch) | variables
+        logits, grads = run(variables, batch, key)
+        logits_float, grads_float = run_float({"params": variables["params"]}, batch, key)
+        distances = jax.tree.leaves(jax.tree.map(relative, grads, grads_float))
+        found.append((relative(logits, logits_float), jnp.mean(jnp.stack(distances))))
+    logits_mean, grad_mean = jnp.mean(jnp.asarray(found), axis=0)
+    return float(logits_mean), float(grad_mean)
