@@ -28,3 +28,8 @@ QDQ_RMSE_RTOL = 0.02
 # Mean of n stochastic roundings with ulp u deviates from x by at most 5 standard deviations, each u / 2 / sqrt(n).
 def stochastic_mean_bound(ulp: float, n: int) -> float:
     return 5 * ulp / 2 / n**0.5
+
+# Training, float32: n terms added in another order differ by at most (n − 1) · eps / 2 of the sum of magnitudes. The
+# longest sum of the tiny model's loss and gradient is over its 8 · 32 tokens, n = 256: 255 · 2⁻²⁴ = 1.5e-5. Loss and
+# gradient norm pass through a few such sums, whose errors are far apart in sign; three steps, doubled: 1e-4.
+TRAIN_SUMMATION_ORDER = 1e-4
