@@ -40,3 +40,7 @@ INTEGER_MATMUL_NULP = 4
 # A float32 sum of K products of numbers of about 1 to 10 in another order, K <= 64: at most K eps of its largest term.
 SMALL_SUM_RTOL = 64 * FLOAT32_EPS
 SMALL_SUM_ATOL = 64 * FLOAT32_EPS * 10
+# Training, float32: n terms added in another order differ by at most (n − 1) · eps / 2 of the sum of magnitudes. The
+# longest sum of the tiny model's loss and gradient is over its 8 · 32 tokens, n = 256: 255 · 2⁻²⁴ = 1.5e-5. Loss and
+# gradient norm pass through a few such sums, whose errors are far apart in sign; three steps, doubled: 1e-4.
+TRAIN_SUMMATION_ORDER = 1e-4
