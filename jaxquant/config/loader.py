@@ -1,0 +1,263 @@
+"""Strict loading of YAML into typed dataclasses: what is not understood is an error that names its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+import yaml
+
+T = TypeVar("T")
+
+_NULLS = ("", "~", "null", "Null", "NULL")
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SPECIAL = re.compile(r"(?P<inf>[-+]?\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML with the scalars of YAML 1.2's core schema (PyYAML's own are 1.1: ``no`` is False, ``4e-4`` a string)."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not a string", problem_mark=key_node.start_mark)
+            if key in seen:
+                problem = f"key {key!r} is given twice, first on line {seen[key]}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def _construct_int(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
+
+
+def _construct_float(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    special = _SPECIAL.fullmatch(node.value)
+    if special is None:
+        return float(node.value)
+    if special["inf"] is None:
+        return math.nan
+    return -math.inf if node.value.startswith("-") else math.inf
+
+
+for _tag, _pattern, _firsts in (
+    ("null", "|".join(re.escape(word) for word in _NULLS), ["", "~", "n", "N"]),
+    ("bool", "|".join(_BOOLS), list("tTfF")),
+    ("int", _INT.pattern, list("-+0123456789")),
+    ("float", f"{_FLOAT.pattern}|{_SPECIAL.pattern}", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _firsts)
+_Loader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: _BOOLS[node.value])
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader: it builds plain data only
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{place}{line}: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def read_text(path: str | os.PathLike[str], what: str = "") -> str:
+    """Read a UTF-8 file.
+
+    Args:
+      path: the file.
+      what: what names the file in an error, such as a field; the path alone if empty.
+
+    Raises:
+      ValueError: the file is missing, unreadable or not UTF-8; names the path.
+    """
+    name = f"{what} {os.fspath(path)!r}" if what else os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a YAML file whose top level is a mapping, with YAML 1.2 scalars; an empty file is an empty mapping.
+
+    Raises:
+      ValueError: unreadable file, bad syntax, a duplicate key or a key that is not a string, with path and line.
+      TypeError: the top level is not a mapping.
+    """
+    content = _parse(read_text(path), os.fspath(path))
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise TypeError(f"{os.fspath(path)}: top level must be a mapping, got {type(content).__name__}")
+    return content
+
+
+def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
+    """Read ``key=value`` words from a command line; of a key given twice the last counts, as in any command.
+
+    Args:
+      items: words such as ``steps=20``, ``a.b=3`` (which nests) or ``quantization=`` (the empty string).
+
+    Raises:
+      ValueError: a word without ``=``, with an empty key, or whose value is not YAML.
+    """
+    result: dict[str, Any] = {}
+    for item in items:
+        dotted, equals, text = item.partition("=")
+        *parents, last = dotted.strip().split(".")
+        if not equals or not all([*parents, last]):
+            raise ValueError(f"override {item!r} is not of the form key=value")
+        place = result
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"override {item!r} puts a key under {parent!r}, which has a value already")
+        place[last] = _parse(text, f"override {item!r}") if text.strip() else ""
+    return result
+
+
+def nearest(name: Any, known: Iterable[str], count: int = 1) -> str:
+    """Give ``did you mean 'x'?`` with the ``count`` nearest known names, or the list of known ones if none is near."""
+    names = [candidate for candidate in known if candidate]
+    near = difflib.get_close_matches(str(name), names, count)
+    if near:
+        return f"did you mean {' or '.join(repr(candidate) for candidate in near)}?"
+    return f"known ones are {', '.join(names)}"
+
+
+@functools.cache
+def type_hints(cls: type) -> Mapping[str, Any]:
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
+def build(cls: type[T], mapping: Mapping[str, Any], place: str = "") -> T:
+    """Construct a dataclass from a mapping, strictly: every key a field, every value of the field's type.
+
+    A class may define ``prepare_mapping(mapping) -> mapping`` to accept other spellings of its values.
+
+    Args:
+      cls: dataclass; fields may be str, int, float (accepts int), bool, None, Optional, Union, Literal, tuple, list,
+        Mapping, Any or a dataclass.
+      mapping: field name to value; what is left out has its default.
+      place: dotted place of the mapping for errors; the class's name if empty.
+
+    Raises:
+      ValueError: unknown key, missing field, value that a Literal does not have; names the dotted place.
+      TypeError: value of another type; names the dotted place, the expected type and the value.
+    """
+    place = place or cls.__name__
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{place} must be a mapping, got {mapping!r} ({type(mapping).__name__})")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
+    for key in mapping:
+        if key not in fields:
+            raise ValueError(f"{place} has no field {key!r}; {nearest(key, fields)}")
+    prepare = getattr(cls, "prepare_mapping", None)
+    if prepare is not None:
+        mapping = prepare(mapping)
+    values = {key: convert(type_hints(cls)[key], value, f"{place}.{key}") for key, value in mapping.items()}
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{place} needs field {name!r}, which has no default")
+    return cls(**values)
+
+
+def _spell(hint: Any) -> str:
+    if hint is type(None):
+        return "null"
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_spell(member) for member in typing.get_args(hint))
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def convert(hint: Any, value: Any, place: str) -> Any:
+    """Check one value against a type hint; lists become tuples, ints floats and mappings dataclasses where asked.
+
+    Raises:
+      ValueError, TypeError: as ``build``.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    wrong = TypeError(f"{place} must be {_spell(hint)}, got {value!r} ({type(value).__name__})")
+    if hint is Any:
+        return value
+    if origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in args):
+            return value
+        if not isinstance(value, tuple({type(choice) for choice in args})):
+            raise wrong
+        words = [str(choice) for choice in args]
+        choices = ", ".join(repr(choice) for choice in args)
+        raise ValueError(f"{place} must be one of {choices}, got {value!r}; {nearest(value, words)}")
+    if origin in (Union, types.UnionType):
+        return _convert_union(args, value, place, wrong)
+    if origin in (tuple, list):
+        if not isinstance(value, (list, tuple)):
+            raise wrong
+        if origin is tuple and args[-1] is not Ellipsis:
+            if len(args) != len(value):
+                raise ValueError(f"{place} must have {len(args)} items, got {len(value)}")
+        else:
+            args = (args[0],) * len(value)
+        items = zip(args, value, strict=True)
+        return origin(convert(arg, item, f"{place}[{index}]") for index, (arg, item) in enumerate(items))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise wrong
+        return {
+            convert(args[0], key, f"{place} key"): convert(args[1], item, f"{place}.{key}")
+            for key, item in value.items()
+        }
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
+        return build(hint, value, place)
+    if hint is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise wrong
+    return value
+
+
+def _convert_union(members: tuple[Any, ...], value: Any, place: str, wrong: TypeError) -> Any:
+    if value is None and type(None) in members:
+        return None
+    exact = [member for member in members if member is type(value)]
+    others = [member for member in members if member is not type(None)]
+    if exact or len(others) == 1:
+        return convert((exact or others)[0], value, place)
+    for member in others:
+        try:
+            return convert(member, value, place)
+        except TypeError:
+            continue
+    raise wrong
+
+
+def to_mapping(obj: Any) -> Any:
+    """Give a dataclass as plain data that YAML can write and ``build`` reads back: dicts, lists and scalars."""
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return {field.name: to_mapping(getattr(obj, field.name)) for field in dataclasses.fields(obj) if field.init}
+    if isinstance(obj, Mapping):
+        return {key: to_mapping(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [to_mapping(value) for value in obj]
+    return obj

@@ -1,0 +1,145 @@
+"""``intmp`` files: a regex on the layer's path to bits, clipping scales and tile size of its forward matmul."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from jaxquant.config.loader import build, load_yaml, read_text
+from jaxquant.core.calibration import Calibration
+from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+
+DEFAULT = "__default__"
+_DTYPES = {4: "int4", 8: "int8"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedPrecisionEntry:
+    """One value of an ``intmp`` file, with the hard defaults of the format.
+
+    Attributes:
+      w_bits, a_bits: bits of the weight and of the activation, 4 or 8; None is float.
+      w_scale, a_scale: share of absmax that is covered; below 1 clips, 1 and above does not.
+      tile_size: neighbours along every contraction axis that share a scale; -1 for all of them.
+    """
+
+    w_bits: int | None = None
+    a_bits: int | None = None
+    w_scale: float = 1.0
+    a_scale: float = 1.0
+    tile_size: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """A resolved ``intmp`` file.
+
+    Attributes:
+      path: the file.
+      entries: (regex, recipe or None for float), **first match wins**: the file's own order reversed.
+      default: recipe of the layers that no regex matches; None is float.
+    """
+
+    path: str
+    entries: tuple[tuple[str, Recipe | None], ...]
+    default: Recipe | None
+
+
+def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
+    """Read an ``intmp`` file, JSON or YAML by its suffix, and resolve it to first-match rules.
+
+    Every entry inherits from ``__default__`` what it leaves out, and ``__default__`` from the hard defaults. In the
+    file the **last** match wins, as in MaxText, so the entries come out reversed.
+
+    Args:
+      path: a .json, .yml or .yaml file, relative to the working directory.
+
+    Raises:
+      ValueError: missing or malformed file, unknown key, bits or scale or tile out of range; names file and entry.
+      TypeError: a value of the wrong kind.
+
+    Source: MaxText's mixed-precision configs.
+    """
+    path = os.fspath(path)
+    if not path:
+        raise ValueError("quantization 'intmp' needs quant_cfg_path, the file of its regexes, got ''")
+    content = _read(path)
+    default = _entry(content.get(DEFAULT, {}), MixedPrecisionEntry(), f"{path}: {DEFAULT!r}")
+    entries = [
+        (pattern, _recipe(_entry(value, default, f"{path}: {pattern!r}")))
+        for pattern, value in content.items()
+        if pattern != DEFAULT
+    ]
+    return MixedPrecision(path, tuple(reversed(entries)), _recipe(default))
+
+
+def _read(path: str) -> dict[str, Any]:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in (".json", ".yml", ".yaml"):
+        raise ValueError(f"quant_cfg_path {path!r} must end in .json, .yml or .yaml")
+    text = read_text(path, "quant_cfg_path")
+    if suffix != ".json":
+        return load_yaml(path)
+    try:
+        content = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} line {error.lineno}: {error.msg}") from error
+    except _DuplicateKeyError as error:
+        raise ValueError(f"{path}: key {error.args[0]!r} is given twice") from None
+    if not isinstance(content, dict):
+        raise TypeError(f"{path}: top level must be a mapping, got {type(content).__name__}")
+    return content
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _DuplicateKeyError(key)
+        result[key] = value
+    return result
+
+
+def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:
+    build(MixedPrecisionEntry, value, place)  # unknown keys and wrong types, before inheritance hides where they are
+    entry = build(MixedPrecisionEntry, {**dataclasses.asdict(default), **value}, place)
+    for field in ("w_bits", "a_bits"):
+        bits = getattr(entry, field)
+        if bits is not None and bits not in _DTYPES:
+            raise ValueError(f"{place}.{field} must be 4, 8 or null, got {bits}")
+    for field in ("w_scale", "a_scale"):
+        scale = getattr(entry, field)
+        if not scale > 0:
+            raise ValueError(f"{place}.{field} must be above 0, got {scale:g}")
+        if field in value and scale < 1 and getattr(entry, f"{field[0]}_bits") is None:
+            raise ValueError(f"{place}.{field} {scale:g} has no effect while {field[0]}_bits is null")
+    if entry.tile_size != -1 and entry.tile_size < 1:
+        raise ValueError(f"{place}.tile_size must be -1 (untiled) or at least 1, got {entry.tile_size}")
+    return entry
+
+
+def _operand(bits: int | None, scale: float, tile_size: int) -> TensorSpec | None:
+    if bits is None:
+        return None
+    tiled = tile_size != -1
+    return TensorSpec(
+        _DTYPES[bits],
+        "per_tile" if tiled else "per_channel",
+        Calibration("absmax", min(scale, 1.0)),
+        tile_size=tile_size if tiled else None,
+        reciprocal=True,  # AQT's rounding
+    )
+
+
+def _recipe(entry: MixedPrecisionEntry) -> Recipe | None:
+    lhs = _operand(entry.a_bits, entry.a_scale, entry.tile_size)
+    rhs = _operand(entry.w_bits, entry.w_scale, entry.tile_size)
+    if lhs is None and rhs is None:
+        return None
+    return Recipe("intmp", fwd=MatmulSpec(lhs, rhs, "int32" if lhs and rhs else None))

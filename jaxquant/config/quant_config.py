@@ -1,0 +1,238 @@
+"""The config: what a user writes, read strictly and checked whole before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+
+from jaxquant.config import loader, options
+from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
+from jaxquant.config.recipes import RECIPES, RecipeRow, check_backend, lookup, strings_reading
+from jaxquant.config.rules import Resolver, Rule
+from jaxquant.core.recipe import Recipe
+
+Backend = Literal["aqt", "qwix", "native"]
+
+# Fields of a MaxText config that ask for quantization of a kind that is not here, with the values that ask for none.
+_NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "use_manual_quantization": (False, None),
+    "te_comm_gemm_overlap": ("disabled", "", False, None),
+    "experimental_sa_quant_q_fp8": (False, None),
+    "experimental_sa_quant_k_fp8": (False, None),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantConfig(options.Options):
+    """All that a user can ask of jaxquant, under MaxText's names where MaxText has them. Validated when made.
+
+    Attributes:
+      quantization: config string, a key of ``RECIPES``; "" is none.
+      quant_backend: ``auto`` (the backend of the string's row), ``aqt``, ``qwix`` or ``native``.
+      use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
+      rules: ordered rules, first match wins; a string of theirs must run on the config's backend.
+      strict: raise where a layer that a rule or the base recipe meant to quantize stays float.
+      quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
+        local device count, 0 a float weight gradient.
+      constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
+      per_tensor_scales: six flags in the same order: one scale a tensor (true, the default) or a channel.
+      weight_quantization_calibration_method, act_quantization_calibration_method,
+        bwd_quantization_calibration_method: calibration of weights, activations, output gradients.
+      weight_sparsity_n, weight_sparsity_m: n of every m weights are kept.
+      weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
+      amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
+      quant_cfg_path: file of ``intmp``.
+      replicate_quant_scale: replicate the stored scales of a sharded kernel; training alone stores none.
+      quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache of serving.
+      checkpoint_is_quantized, save_quantized_params_path: serving loads, or conversion writes, quantized parameters.
+
+    Raises:
+      ValueError: a value that is out of range, unknown, or that the recipe does not read.
+      TypeError: a value of the wrong type.
+      NotImplementedError: a block-scaled string.
+    """
+
+    quantization: str = ""
+    quant_backend: Literal["auto", "aqt", "qwix", "native"] = "auto"
+    use_qwix_quantization: bool = False
+    rules: tuple[Rule, ...] = ()
+    strict: bool = False
+    quantize_kvcache: bool = False
+    kv_quant_axis: Literal["", "dkv", "heads_and_dkv"] = "heads_and_dkv"
+    kv_quant_dtype: Literal["int8", "int4", "fp8"] = "int8"
+    checkpoint_is_quantized: bool = False
+    save_quantized_params_path: str = ""
+
+    def __post_init__(self) -> None:
+        hints = loader.type_hints(QuantConfig)
+        for field in dataclasses.fields(QuantConfig):
+            value = loader.convert(hints[field.name], getattr(self, field.name), f"QuantConfig.{field.name}")
+            object.__setattr__(self, field.name, value)
+        options.check(self)
+        object.__setattr__(self, "constant_bound_config", options.read_bounds(self.constant_bound_config))
+        if self.quantize_kvcache and not self.kv_quant_axis:
+            raise ValueError("kv_quant_axis '' leaves quantize_kvcache without an axis; use 'dkv' or 'heads_and_dkv'")
+        lookup(self.quantization)
+        if self.use_qwix_quantization and self.quant_backend not in ("auto", "qwix"):
+            raise ValueError(
+                f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; leave one of them out"
+            )
+        self._check_pairs()
+        self._check_options_are_read()
+        # Build every recipe and read the intmp file, so that their errors come now; without asking for devices, since
+        # a config is often read before jax.distributed is initialized.
+        self._resolver(shards=1)
+
+    # -- what the config means ---------------------------------------------------------------------------------------
+
+    @property
+    def resolved_backend(self) -> Backend | None:
+        """The backend that runs on a Linen model, ``auto`` resolved; None where nothing is quantized.
+
+        Raises:
+          ValueError: ``auto`` with rules alone whose strings go to different backends.
+        """
+        strings = [name for name, _ in self._named_rows()]
+        if not strings:
+            return None
+        if self.use_qwix_quantization:
+            return "qwix"
+        if self.quant_backend != "auto":
+            return self.quant_backend
+        autos = {RECIPES[name].auto for name in ([self.quantization] if self.quantization else strings)}
+        if len(autos) > 1:
+            raise ValueError(
+                f"quant_backend 'auto' is ambiguous for rules with {', '.join(map(repr, strings))}; "
+                f"set it to {_or(_common_backends(strings))}"
+            )
+        return autos.pop()  # pyright: ignore[reportReturnType]
+
+    def recipe(self) -> Recipe | None:
+        """Give the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
+        if self.quantization == "intmp":
+            return self._mixed_precision().default
+        return options.apply(RECIPES[self.quantization], self, options.resolve_shards(self))
+
+    def resolver(self) -> Resolver | None:
+        """Give the decision maker for layers; None where the config quantizes nothing."""
+        return self._resolver(options.resolve_shards(self)) if self._named_rows() else None
+
+    def _resolver(self, shards: int) -> Resolver:
+        rules = [(rule, options.apply(RECIPES[rule.recipe or ""], self, shards)) for rule in self.rules]
+        mixed = self._mixed_precision() if self.quantization == "intmp" else None
+        base = options.apply(RECIPES[self.quantization], self, shards)
+        return Resolver(base, f"quantization {self.quantization!r}", rules, mixed)
+
+    @classmethod
+    def from_any(cls, obj: Any) -> QuantConfig:
+        """Read a config from what a user has.
+
+        Args:
+          obj: a QuantConfig (given back as it is), a mapping (strict: every key must be a field), or any object with
+            an attribute ``quantization``, such as MaxText's config, whose other attributes are ignored.
+
+        Raises:
+          TypeError: none of these. Otherwise as ``QuantConfig``.
+        """
+        if isinstance(obj, QuantConfig):
+            return obj
+        if isinstance(obj, Mapping):
+            return loader.build(cls, obj)
+        if isinstance(obj, (str, type)) or _attribute(obj, "quantization") is _MISSING:
+            hint = f"; write {{'quantization': {obj!r}}}" if isinstance(obj, str) else ""
+            raise TypeError(
+                f"config {obj!r} must be a QuantConfig, a mapping or an object with an attribute 'quantization', "
+                f"got {type(obj).__name__}{hint}"
+            )
+        for name, none in _NOT_HERE.items():
+            value = _plain(_attribute(obj, name))
+            if value is not _MISSING and value not in none:
+                raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {none[0]!r}")
+        names = [field.name for field in dataclasses.fields(cls) if field.init]
+        found = {name: value for name in names if (value := _attribute(obj, name)) is not _MISSING}
+        count = found.get("quantization_local_shard_count")
+        if isinstance(count, int) and count > 0 and count == jax.local_device_count():
+            found["quantization_local_shard_count"] = -1  # MaxText has resolved its -1 already; it means the same
+        return loader.build(cls, found)
+
+    @classmethod
+    def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
+        """Accept MaxText's spellings: enums by value, null for "" in a text field."""
+        result = {key: _plain(value) for key, value in mapping.items()}
+        for key in ("quantization", "quant_cfg_path", "kv_quant_axis", "save_quantized_params_path"):
+            if key in result and result[key] is None:
+                result[key] = ""
+        for key in ("constant_bound_config", "per_tensor_scales", "rules"):
+            if key in result and result[key] is None:
+                result[key] = ()
+        return result
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def _named_rows(self) -> list[tuple[str, str]]:
+        """(string, place) of the base and of every rule that quantizes."""
+        base = [(self.quantization, "quantization")] if self.quantization else []
+        return base + [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules) if rule.recipe]
+
+    def _rows(self) -> list[RecipeRow]:
+        return [RECIPES[name] for name, _ in self._named_rows()]
+
+    def _check_pairs(self) -> None:
+        named = self._named_rows()
+        for name, place in named:
+            lookup(name, place)
+            if name == "intmp" and place != "quantization":
+                raise ValueError(f"{place} 'intmp' has no numbers of its own; set quantization to 'intmp'")
+        if self.use_qwix_quantization and self.quantization in ("fp8_gpu", "fp8_nanoo", "nanoo_fp8"):
+            raise ValueError(
+                f"quantization {self.quantization!r} does not run with use_qwix_quantization true; leave that out: "
+                "quant_backend 'native' gives the numbers that MaxText's Qwix mode gives"
+            )
+        backend = self.resolved_backend
+        for name, place in named:
+            if backend is not None and backend not in RECIPES[name].backends and place != "quantization":
+                both = _common_backends([other for other, _ in named])
+                fix = f"set quant_backend to {_or(both)}" if both else "no backend runs all strings of this config"
+                auto = f" ('auto' for {self.quantization!r})" if self.quant_backend == "auto" else ""
+                raise ValueError(f"{place} {name!r} does not run on quant_backend {backend!r}{auto}; {fix}")
+            if backend is not None:
+                check_backend(name, backend, place)
+
+    def _check_options_are_read(self) -> None:
+        read = frozenset[str]().union(*(row.options for row in self._rows()))
+        for field in dataclasses.fields(options.Options):
+            value = getattr(self, field.name)
+            if field.name not in read and value != field.default:
+                raise ValueError(
+                    f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
+                    f"it is an option of {_or(strings_reading(field.name))}"
+                )
+
+    def _mixed_precision(self) -> MixedPrecision:
+        return load_mixed_precision(self.quant_cfg_path)
+
+
+_MISSING: Any = object()
+
+
+def _attribute(obj: Any, name: str) -> Any:
+    try:
+        return getattr(obj, name)
+    except (AttributeError, KeyError, ValueError):  # MaxText's configs have raised each of them for an unknown name
+        return _MISSING
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _common_backends(strings: list[str]) -> list[str]:
+    return [backend for backend in ("aqt", "qwix", "native") if all(backend in RECIPES[s].backends for s in strings)]
+
+
+def _or(words: Any) -> str:
+    return " or ".join(repr(word) for word in words)

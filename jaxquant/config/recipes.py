@@ -1,0 +1,216 @@
+"""The table: what every config string means, where it runs and which options it reads.
+
+Aliases are rows of their own that share a recipe object. The block-scaled strings are known and refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from jaxquant.config.loader import nearest
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
+
+BACKENDS = ("aqt", "qwix", "native")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecipeRow:
+    """One config string.
+
+    Attributes:
+      recipe: its numbers with every option at its default (one shard where the option says "device count"); None
+        where there are none (``""``) or where they come from a file (``intmp``).
+      auto: backend that ``quant_backend: auto`` means, or "" for none.
+      backends: every backend that runs it.
+      options: names of the QuantConfig fields that it reads.
+      summary: one line for a reader.
+    """
+
+    recipe: Recipe | None
+    auto: str
+    backends: tuple[str, ...]
+    options: frozenset[str]
+    summary: str
+
+
+SHARD_OPTIONS = frozenset({"quantization_local_shard_count"})
+SCALE_OPTIONS = frozenset({"replicate_quant_scale"})
+DELAYED_OPTIONS = frozenset({"amax_history_length", "amax_margin", "amax_init"})
+BOUND_OPTIONS = frozenset({"constant_bound_config", "per_tensor_scales"})
+CALIBRATION_OPTIONS = frozenset(f"{tensor}_quantization_calibration_method" for tensor in ("weight", "act", "bwd"))
+SPARSITY_OPTIONS = frozenset(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
+FILE_OPTIONS = frozenset({"quant_cfg_path"})
+
+
+def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
+    """Quantize activation and weight once, forward, and the output gradient once for each backward matmul."""
+    return Recipe(
+        name,
+        fwd=MatmulSpec(spec, spec, accumulator),
+        dlhs=MatmulSpec(grad, FORWARD, accumulator),
+        drhs=MatmulSpec(FORWARD, grad, accumulator),
+        delayed=DelayedSpec() if spec.scaling == "delayed" else None,
+    )
+
+
+def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
+    """One dtype for weights, activations and gradients."""
+    return _reusing(name, TensorSpec(dtype), TensorSpec(dtype), accumulator)
+
+
+def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: str) -> Recipe:
+    specs = [TensorSpec(each, "per_tensor", scaling=scaling) for each in (dtype, grad_dtype)]  # pyright: ignore[reportArgumentType]
+    return _reusing(name, *specs)
+
+
+def _weight_only(name: str, dtype: str) -> Recipe:
+    """Quantized weight forward and in dlhs; its own gradient passes straight through the rounding."""
+    return Recipe(name, fwd=MatmulSpec(None, TensorSpec(dtype)), dlhs=MatmulSpec(None, FORWARD))
+
+
+def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str) -> Recipe:
+    """Quantize all six operands for themselves, nothing reused."""
+    grad = MatmulSpec(backward, backward, accumulator)
+    return Recipe(name, fwd=MatmulSpec(forward, forward, accumulator), dlhs=grad, drhs=grad)
+
+
+# AQT multiplies by 1/scale and rounds the gradient alone stochastically.
+_INT8 = _reusing(
+    "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
+)
+_AQT_E4M3 = TensorSpec("float8_e4m3fn", reciprocal=True)
+_AQT_FP8 = Recipe("aqt_fp8", fwd=MatmulSpec(_AQT_E4M3, _AQT_E4M3, "bfloat16"))
+_AQT_FP8_FULL = _everywhere(
+    "aqt_fp8_full",
+    TensorSpec("float8_e4m3fn", "per_tensor", reciprocal=True),
+    TensorSpec("float8_e5m2", "per_tensor", reciprocal=True),
+    "bfloat16",
+)
+_FP8_FULL = _reusing("fp8_full", TensorSpec("float8_e4m3fn"), TensorSpec("float8_e5m2"))
+
+_ALL, _AQT, _QWIX, _NATIVE = BACKENDS, ("aqt", "native"), ("qwix", "native"), ("native",)
+
+_FP8 = RecipeRow(
+    _per_tensor("fp8", "float8_e4m3fn", "float8_e5m2", "delayed"),
+    "native",
+    _NATIVE,
+    DELAYED_OPTIONS,
+    "delayed scaling per tensor: e4m3 operands, e5m2 output gradient",
+)
+_NANOO = RecipeRow(
+    _per_tensor("nanoo_fp8", "float8_e4m3fnuz", "float8_e5m2fnuz", "delayed"),
+    "native",
+    _NATIVE,
+    DELAYED_OPTIONS,
+    "delayed scaling per tensor in AMD MI300's e4m3fnuz and e5m2fnuz",
+)
+_FP4 = RecipeRow(_same("fp4", "float4_e2m1fn"), "qwix", _QWIX, SHARD_OPTIONS, "e2m1 everywhere, dynamic per channel")
+_CURRENT = RecipeRow(
+    _per_tensor("fp8_current", "float8_e4m3fn", "float8_e5m2", "dynamic"),
+    "native",
+    _NATIVE,
+    frozenset(),
+    "this step's amax per tensor: e4m3 operands, e5m2 output gradient",
+)
+
+RECIPES: dict[str, RecipeRow] = {
+    "": RecipeRow(None, "", (), frozenset(), "no quantization"),
+    "int8": RecipeRow(
+        _INT8, "aqt", _ALL, SHARD_OPTIONS | SCALE_OPTIONS, "int8 per channel, stochastic output gradient"
+    ),
+    "int4": RecipeRow(
+        _same("int4", "int4", "int32"), "qwix", _QWIX, SHARD_OPTIONS, "int4 weights, activations and gradients"
+    ),
+    "intmp": RecipeRow(
+        None, "aqt", _AQT, FILE_OPTIONS | SCALE_OPTIONS, "mixed precision by layer from quant_cfg_path, forward only"
+    ),
+    "fp8": _FP8,
+    "fp8_gpu": _FP8,
+    "te_fp8_delayedscaling": _FP8,
+    "nanoo_fp8": _NANOO,
+    "fp8_nanoo": _NANOO,
+    "fp8_full": RecipeRow(
+        _FP8_FULL,
+        "qwix",
+        _QWIX,
+        CALIBRATION_OPTIONS | SPARSITY_OPTIONS,
+        "e4m3 operands, e5m2 gradients, calibration strings, N:M weight sparsity",
+    ),
+    "fp8_e4m3": RecipeRow(
+        _same("fp8_e4m3", "float8_e4m3fn"), "qwix", _QWIX, SHARD_OPTIONS, "e4m3 everywhere, dynamic per channel"
+    ),
+    "fp8_e5m2": RecipeRow(
+        _same("fp8_e5m2", "float8_e5m2"), "qwix", _QWIX, SHARD_OPTIONS, "e5m2 everywhere, dynamic per channel"
+    ),
+    "fp4": _FP4,
+    "fp4_e2m1": _FP4,
+    "aqt_fp8": RecipeRow(_AQT_FP8, "aqt", _AQT, SCALE_OPTIONS, "e4m3 forward, float backward, bf16 accumulation"),
+    "aqt_fp8_full": RecipeRow(
+        _AQT_FP8_FULL,
+        "aqt",
+        _AQT,
+        BOUND_OPTIONS | SCALE_OPTIONS,
+        "e4m3 forward, e5m2 on both backward operands, bf16 accumulation, constant bounds",
+    ),
+    "fp8_current": _CURRENT,
+    "te_fp8_currentscaling": _CURRENT,
+    "int8w": RecipeRow(
+        _weight_only("int8w", "int8"), "native", _NATIVE, frozenset(), "int8 weights only, straight-through gradient"
+    ),
+    "int4w": RecipeRow(
+        _weight_only("int4w", "int4"), "native", _NATIVE, frozenset(), "int4 weights only, straight-through gradient"
+    ),
+}
+"""Every config string that runs."""
+
+REFUSED: dict[str, str] = {
+    "fp8_block": "fp8_full",
+    "mxfp8": "fp8_current",
+    "te_mxfp8": "fp8_current",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+    "te_nvfp4": "fp4",
+    "te_nvfp4_no_rht": "fp4",
+}
+"""Block-scaled config strings, known but not implemented, and the string that comes closest."""
+
+
+def lookup(name: str, place: str = "quantization") -> RecipeRow:
+    """Find the row of a config string.
+
+    Args:
+      name: the string.
+      place: where the user wrote it, for errors.
+
+    Raises:
+      ValueError: unknown string; names the nearest known ones.
+      NotImplementedError: one of the block-scaled strings.
+    """
+    if name in REFUSED:
+        raise NotImplementedError(
+            f"{place} {name!r} is a block-scaled recipe, which is not implemented yet; the closest is {REFUSED[name]!r}"
+        )
+    if name not in RECIPES:
+        raise ValueError(f"{place} {name!r} is not a known recipe; {nearest(name, (*RECIPES, *REFUSED), 3)}")
+    return RECIPES[name]
+
+
+def check_backend(name: str, backend: str, place: str = "quantization") -> None:
+    """Refuse a pair of config string and backend that is not in the table.
+
+    Raises:
+      ValueError: names both and what would do.
+    """
+    row = lookup(name, place)
+    if backend in row.backends:
+        return
+    offers = [f"quant_backend {' or '.join(repr(known) for known in ('auto', *row.backends))}"]
+    if backend == "qwix" and row is RECIPES["fp8"]:
+        offers.insert(0, "'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix,")
+    raise ValueError(f"{place} {name!r} does not run on quant_backend {backend!r}; use {' or '.join(offers)}")
+
+
+def strings_reading(option: str) -> Iterable[str]:
+    """Give the config strings that read an option."""
+    return [name for name, row in RECIPES.items() if option in row.options]

@@ -1,0 +1,164 @@
+"""Rules: which recipe each layer gets, and the reason in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from jaxquant.config.mixed_precision import MixedPrecision
+from jaxquant.core.recipe import Recipe
+
+HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
+"""Last path parts that name an output head."""
+ROUTER_ENDINGS = ("gate", "router")
+ROUTER_MAX_OUTPUTS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One user rule.
+
+    Attributes:
+      path: regex, matched in full against the "/"-joined module path.
+      recipe: config string for the layers that it matches; None leaves them in float.
+    """
+
+    path: str
+    recipe: str | None
+
+    def __post_init__(self) -> None:
+        compile_pattern(self.path, "rule path")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What one layer gets.
+
+    Attributes:
+      recipe: its numbers; None is float.
+      reason: why, in words.
+      rule: regex of the rule or ``intmp`` entry that decided, or None.
+    """
+
+    recipe: Recipe | None
+    reason: str
+    rule: str | None = None
+
+
+def compile_pattern(pattern: str, place: str) -> re.Pattern[str]:
+    """Compile a regex.
+
+    Raises:
+      ValueError: not a regex; names it, its place and what is wrong.
+    """
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{place} {pattern!r} is not a regular expression: {error}") from None
+
+
+def default_exclusion(path: str, out_features: int) -> str | None:
+    """Give the reason that a layer is left in float where no rule says otherwise, or None.
+
+    Embeddings, norms and attention scores have no kernel of a linear layer and never come here.
+
+    Args:
+      path: "/"-joined module path.
+      out_features: number of outputs: only a narrow "gate" is a router, a SwiGLU gate is wide.
+    """
+    last = path.rsplit("/", 1)[-1]
+    if last in HEADS:
+        return f"output head ({last!r}), left in float by default"
+    if last.endswith(ROUTER_ENDINGS) and out_features <= ROUTER_MAX_OUTPUTS:
+        return f"router ({last!r} with {out_features} outputs), left in float by default"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    pattern: str
+    recipe: Recipe | None
+    place: str  # as errors name it
+    is_rule: bool
+
+    def matches(self, path: str) -> bool:
+        return re.fullmatch(self.pattern, path) is not None
+
+
+class Resolver:
+    """Decide the recipe of every layer: user rules, ``intmp`` entries, default exclusions, base recipe.
+
+    Within rules and entries the first match wins, with ``re.fullmatch`` on the "/"-joined path.
+
+    Args:
+      base: recipe of the layers that nothing else decides; None is float.
+      base_reason: the reason given for it.
+      rules: user rules with the recipe of each.
+      mixed_precision: an ``intmp`` file; its default takes the place of ``base``.
+
+    Raises:
+      ValueError: a pattern that is not a regex.
+    """
+
+    def __init__(
+        self,
+        base: Recipe | None,
+        base_reason: str,
+        rules: Iterable[tuple[Rule, Recipe | None]] = (),
+        mixed_precision: MixedPrecision | None = None,
+    ) -> None:
+        entries = [
+            _Entry(rule.path, recipe, f"rules[{index}].path", True) for index, (rule, recipe) in enumerate(rules)
+        ]
+        if mixed_precision is not None:
+            base, base_reason = mixed_precision.default, f"default of {mixed_precision.path}"
+            place = f"{mixed_precision.path}: entry"
+            entries += [_Entry(pattern, recipe, place, False) for pattern, recipe in mixed_precision.entries]
+        for entry in entries:
+            compile_pattern(entry.pattern, entry.place)
+        self._entries = tuple(entries)
+        self._base = Decision(base, base_reason if base is not None else f"left in float by {base_reason}")
+
+    def __call__(self, path: str, out_features: int) -> Decision:
+        """Decide one layer.
+
+        Args:
+          path: "/"-joined module path, in the model's own spelling.
+          out_features: number of outputs.
+        """
+        entry = self._first(path)
+        if entry is not None:
+            verb = "left in float by " if entry.recipe is None else ""
+            return Decision(entry.recipe, f"{verb}{entry.place} {entry.pattern!r}", entry.pattern)
+        excluded = default_exclusion(path, out_features)
+        return self._base if excluded is None else Decision(None, excluded)
+
+    def _first(self, path: str) -> _Entry | None:
+        return next((entry for entry in self._entries if entry.matches(path)), None)
+
+    def check_used(self, paths: Iterable[str]) -> None:
+        """Refuse a rule that does nothing in a model.
+
+        Args:
+          paths: paths of all its linear layers.
+
+        Raises:
+          ValueError: a rule or ``intmp`` entry whose regex matches no path, or a rule that earlier rules cover wholly.
+        """
+        paths = list(paths)
+        first = {path: self._first(path) for path in paths}
+        for entry in self._entries:
+            matched = [path for path in paths if entry.matches(path)]
+            if not matched:
+                shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+                raise ValueError(
+                    f"{entry.place} {entry.pattern!r} matches no layer; the model's layers are {shown or 'none'}"
+                )
+            # An intmp file is general first, so that a later entry may cover an earlier one; a rule that never wins
+            # is a slip of the pen.
+            if entry.is_rule and all(first[path] is not entry for path in matched):
+                raise ValueError(
+                    f"{entry.place} {entry.pattern!r} never decides: the first match wins and earlier rules take "
+                    f"every layer that it matches, such as {matched[0]}"
+                )

@@ -1,0 +1,161 @@
+"""contract: multiply two operands, quantized or float, and apply their scales to the result."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.ops.dimensions import Dimensions
+
+Array = jax.Array
+Precision = jax.lax.PrecisionLike
+
+
+def accumulator_dtype(asked: str | None, out_dtype: str) -> str:
+    """Choose ``preferred_element_type`` where a recipe leaves it open: the result's, but never float16.
+
+    A float16 sum of 8-bit products overflows before the scales bring it back.
+    """
+    return asked or ("float32" if out_dtype == "float16" else out_dtype)
+
+
+def contract(
+    lhs: QTensor | Array,
+    rhs: QTensor | Array,
+    dims: Dimensions,
+    *,
+    out_dtype: str,
+    accumulator: str | None = None,
+    precision: Precision = None,
+    default_precision: Precision = None,
+    scale_dtype: str = "float32",
+) -> Array:
+    """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
+
+    A scale that changes along a contraction axis (a tile) cuts that axis; the partial sums of the tiles are scaled and
+    then added in float32. Where one operand is float, the other is dequantized and the matmul is a float one.
+
+    Args:
+      lhs, rhs: operands.
+      dims: what is contracted.
+      out_dtype: dtype of the result.
+      accumulator: dtype that the quantized matmul returns, None for the result's.
+      precision: as in ``lax.dot_general``.
+      default_precision: what None means for a quantized matmul.
+      scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own).
+    """
+    if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
+        if isinstance(lhs, QTensor):
+            lhs = dequantize(lhs, rhs.dtype.name)  # pyright: ignore[reportAttributeAccessIssue]
+        elif isinstance(rhs, QTensor):
+            rhs = dequantize(rhs, lhs.dtype.name)
+        dtype = accumulator_dtype(None, out_dtype)
+        out = jax.lax.dot_general(lhs, rhs, dims.numbers, precision=precision, preferred_element_type=dtype)
+        return out.astype(out_dtype)
+
+    lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
+    out = _multiply(
+        lhs, rhs, dims, accumulator_dtype(accumulator, out_dtype), default_precision if precision is None else precision
+    )
+    if scale_dtype == "float32" or out.dtype == jnp.int32:
+        out = out.astype(jnp.float32)
+    out = _rescale(out, lhs.scale, rhs.scale, dims, scale_dtype)
+    return (out.sum(axis=tuple(range(tiles))) if tiles else out).astype(out_dtype)
+
+
+def _multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, precision: Precision) -> Array:
+    """Contract qvalues, subtracting what the zero points add."""
+
+    def dot(a: Array, b: Array) -> Array:
+        # One integer dtype for both: there is no mixed int4 by int8 matmul.
+        if a.dtype != b.dtype and jnp.issubdtype(a.dtype, jnp.signedinteger):
+            a, b = a.astype(jnp.int8), b.astype(jnp.int8)
+        return jax.lax.dot_general(a, b, dims.numbers, precision=precision, preferred_element_type=dtype)
+
+    out = dot(lhs.qvalue, rhs.qvalue)
+    lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract)
+    rhs_zero = None if rhs.zero_point is None else _along(rhs.zero_point, rhs.shape, dims.rhs_contract)
+    if rhs_zero is not None:
+        out = out - dot(lhs.qvalue, rhs_zero)
+    if lhs_zero is not None:
+        out = out - dot(lhs_zero, rhs.qvalue)
+    if lhs_zero is not None and rhs_zero is not None:
+        out = out + dot(lhs_zero, rhs_zero)
+    return out
+
+
+def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    """Broadcast a zero point along the contraction axes; free axes keep size 1 where it is shared."""
+    target = [shape[axis] if axis in axes else size for axis, size in enumerate(zero_point.shape)]
+    return jnp.broadcast_to(zero_point, target)
+
+
+def _rescale(out: Array, lhs_scale: Array, rhs_scale: Array, dims: Dimensions, dtype: str) -> Array:
+    """Multiply a result by the scales of both operands, laid out as the result."""
+    if lhs_scale.size == 1 and rhs_scale.size == 1:
+        # One rounding of the product of scalars, then one multiplication of the result.
+        return out * (lhs_scale * rhs_scale).reshape(()).astype(dtype)
+    lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
+    left = _layout(lhs_scale, dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
+    right = _layout(rhs_scale, dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
+    return out * left.astype(dtype) * right.astype(dtype)
+
+
+def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before, after) -> Array:
+    if scale.size == 1:
+        return scale.reshape(())
+    kept = (*batch, *free)
+    contracted = tuple(axis for axis in range(scale.ndim) if axis not in kept)
+    moved = scale.transpose(kept + contracted)
+    sizes = moved.shape[: len(kept)]
+    return moved.reshape((*sizes[: len(batch)], *before, *sizes[len(batch) :], *after))
+
+
+def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor, QTensor, Dimensions, int]:
+    """Turn the tiles of each contraction axis into leading batch axes; return how many there are."""
+    lhs_cuts, rhs_cuts = {}, {}
+    for left, right in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
+        count = math.lcm(lhs.scale.shape[left], rhs.scale.shape[right])
+        if count > 1:
+            lhs_cuts[left], rhs_cuts[right] = count, count
+    if not lhs_cuts:
+        return lhs, rhs, dims, 0
+    new_lhs, lhs_place, lhs_tiles = _cut(lhs, lhs_cuts)
+    new_rhs, rhs_place, rhs_tiles = _cut(rhs, rhs_cuts)
+    pairs = [(a, b) for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True) if a in lhs_cuts]
+    new_dims = Dimensions(
+        tuple(lhs_place[axis] for axis in dims.lhs_contract),
+        tuple(rhs_place[axis] for axis in dims.rhs_contract),
+        tuple(lhs_tiles[a] for a, _ in pairs) + tuple(lhs_place[axis] for axis in dims.lhs_batch),
+        tuple(rhs_tiles[b] for _, b in pairs) + tuple(rhs_place[axis] for axis in dims.rhs_batch),
+        new_lhs.ndim,
+        new_rhs.ndim,
+    )
+    return new_lhs, new_rhs, new_dims, len(pairs)
+
+
+def _cut(tensor: QTensor, cuts: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
+    """Split axes in tiles. Returns the tensor, where each old axis went, and where the tile axes stand."""
+    values, place, tiles = [], {}, {}
+    for axis, size in enumerate(tensor.shape):
+        if axis in cuts:
+            tiles[axis] = len(values)
+            values += [cuts[axis], size // cuts[axis]]
+        else:
+            values.append(size)
+        place[axis] = len(values) - 1
+
+    def cut_scale(scale: Array) -> Array:
+        shape: list[int] = []
+        for axis, count in cuts.items():
+            if scale.shape[axis] not in (1, count):
+                scale = jnp.repeat(scale, count // scale.shape[axis], axis=axis)
+        for axis, size in enumerate(scale.shape):
+            shape += [size, 1] if axis in cuts else [size]
+        return scale.reshape(shape)
+
+    zero = None if tensor.zero_point is None else cut_scale(tensor.zero_point)
+    return QTensor(tensor.qvalue.reshape(values), cut_scale(tensor.scale), zero), place, tiles

@@ -1,0 +1,84 @@
+"""Dimension numbers of a contraction and of its two gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Contracting and batch axes of two operands, as ``lax.dot_general`` takes them, hashable.
+
+    The result has the axes (batch, free axes of lhs, free axes of rhs).
+    """
+
+    lhs_contract: tuple[int, ...]
+    rhs_contract: tuple[int, ...]
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+    lhs_ndim: int
+    rhs_ndim: int
+
+    @classmethod
+    def of(cls, numbers: DotDimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> Dimensions:
+        """Normalize ``lax.dot_general`` dimension numbers; negative axes count from the end."""
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+        return cls(
+            tuple(int(axis) % lhs_ndim for axis in lhs_contract),
+            tuple(int(axis) % rhs_ndim for axis in rhs_contract),
+            tuple(int(axis) % lhs_ndim for axis in lhs_batch),
+            tuple(int(axis) % rhs_ndim for axis in rhs_batch),
+            lhs_ndim,
+            rhs_ndim,
+        )
+
+    @property
+    def numbers(self) -> DotDimensionNumbers:
+        return ((self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch))
+
+    @property
+    def lhs_free(self) -> tuple[int, ...]:
+        return _others(self.lhs_ndim, self.lhs_contract, self.lhs_batch)
+
+    @property
+    def rhs_free(self) -> tuple[int, ...]:
+        return _others(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
+
+    def swap(self) -> Dimensions:
+        """Exchange the operands."""
+        return Dimensions(
+            self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch, self.rhs_ndim, self.lhs_ndim
+        )
+
+    @property
+    def out_ndim(self) -> int:
+        return len(self.lhs_batch) + len(self.lhs_free) + len(self.rhs_free)
+
+    def for_dlhs(self) -> tuple[Dimensions, tuple[int, ...]]:
+        """Give the contraction ``grad · rhs`` and the transposition that puts its result in lhs's layout."""
+        return self._backward(first_free=len(self.lhs_free), skip=len(self.lhs_batch))
+
+    def for_drhs(self) -> tuple[Dimensions, tuple[int, ...]]:
+        """Give the contraction ``grad · lhs`` and the transposition that puts its result in rhs's layout."""
+        return self.swap()._backward(first_free=0, skip=len(self.lhs_batch))
+
+    def _backward(self, first_free: int, skip: int) -> tuple[Dimensions, tuple[int, ...]]:
+        """Contract the gradient with rhs over rhs's free axes, which start at ``skip + first_free`` in the gradient."""
+        start = skip + first_free
+        contract = tuple(range(start, start + len(self.rhs_free)))
+        dims = Dimensions(contract, self.rhs_free, tuple(range(skip)), self.rhs_batch, self.out_ndim, self.rhs_ndim)
+        # The result's last axes are rhs's contracted ones in rhs's order.
+        order = np.argsort(self.rhs_contract)
+        contracted = [self.lhs_contract[i] for i in order]
+        permutation = np.argsort([*self.lhs_batch, *self.lhs_free, *contracted])
+        return dims, tuple(int(axis) for axis in permutation)
+
+
+def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+    used = {axis for axes in taken for axis in axes}
+    return tuple(axis for axis in range(ndim) if axis not in used)

@@ -1,0 +1,298 @@
+"""dot_general: the one definition of a quantized contraction with its backward pass.
+
+Data flow of a call, for the operands of ``recipe``:
+
+    lhs, rhs ── quantize ──► qvalues ── contract ──► y
+        └── kept for backward: one byte an element and the scales (see ``_save``)
+    grad ── fold the residual's per-channel scale in ── quantize ── contract ──► dlhs, drhs
+    quant state ── new state ──► leaves as the "gradient" of the state
+
+The forward and the backward pass are each a nested jit: a model with many equal layers traces and lowers them once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxquant.core import delayed
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.quantize import outside_range, quantize, quantize_with_scale
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
+from jaxquant.core.rounding import content_key
+from jaxquant.ops.contract import contract
+from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
+
+Array = jax.Array
+QuantState = dict[str, delayed.TensorState]
+RESIDUAL_NAME = "quantized"
+TENSORS = {"input": "fwd_lhs", "kernel": "fwd_rhs", "output_grad": "dlhs_lhs"}
+"""Tensors with quant state, by flax's names, and the operand whose spec they follow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What of a call is fixed while tracing."""
+
+    recipe: Recipe
+    dims: Dimensions
+    lhs_dtype: str
+    rhs_dtype: str
+    out_dtype: str
+    precision: Any
+
+    @property
+    def is_flax(self) -> bool:
+        return self.recipe.delayed is not None and self.recipe.delayed.amax_init == "flax"
+
+    def compute_dtype(self, x: Array) -> str:
+        """flax divides and multiplies by scales in the operand's dtype, we in float32."""
+        return x.dtype.name if self.is_flax else "float32"
+
+
+def dot_general(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe,
+    state: QuantState | None = None,
+    key: Array | None = None,
+) -> Array:
+    """Contract an activation with a weight in the low precision of a recipe, forward and backward.
+
+    Takes the arguments of ``jax.lax.dot_general``; lhs is the activation, rhs the weight. The operands are quantized
+    along the contraction axes of each of the three matmuls. Gradients pass straight through rounding; values cut off by
+    a clipping calibration get none.
+
+    Args:
+      lhs: activation, any float dtype.
+      rhs: weight, any float dtype.
+      dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
+      precision: passed to the matmuls; None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
+        accumulation on and off.
+      preferred_element_type: dtype of the result, None for the promoted dtype of the operands.
+      recipe: all numbers.
+      state: for a recipe with delayed scaling, the amax state from ``initial_state``. Its gradient is the new state.
+      key: random key for stochastic rounding; None derives one from the output gradient's bits.
+
+    Raises:
+      ValueError: missing state, tiles or shards that do not divide.
+      TypeError: operands that are not float.
+    """
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise TypeError(f"dot_general {name} has dtype {operand.dtype.name}; quantization takes float operands")
+    if recipe.delayed is not None and state is None:
+        raise ValueError(f"recipe {recipe.name!r} scales by past steps and needs state; make one with initial_state")
+    out = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    static = _Static(
+        recipe,
+        Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim),
+        lhs.dtype.name,
+        rhs.dtype.name,
+        jnp.dtype(out).name,
+        None if precision is None else jax.lax.Precision(precision),
+    )
+    return _dot(static, lhs, rhs, state or {}, key)
+
+
+def initial_state(recipe: Recipe) -> QuantState:
+    """Make the quant state of one use of a recipe: a ``delayed.TensorState`` for each tensor with delayed scaling."""
+    if recipe.delayed is None:
+        return {}
+    return {name: delayed.initial_state(recipe.delayed) for name in TENSORS if _is_delayed(recipe.specs[TENSORS[name]])}
+
+
+def _is_delayed(operand: Operand) -> bool:
+    return isinstance(operand, TensorSpec) and operand.scaling == "delayed"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None) -> Array:
+    return _forward(static, lhs, rhs, state, key)[0]
+
+
+def _dot_fwd(static, lhs, rhs, state, key):
+    return _forward(static, lhs, rhs, state, key)
+
+
+def _dot_bwd(static, residuals, grad):
+    return _backward(static, residuals, grad)
+
+
+_dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None):
+    recipe, dims = static.recipe, static.dims
+    q_lhs, lhs_seen = _quantize_forward(static, "input", lhs, recipe.fwd.lhs, dims.lhs_contract, state)
+    q_rhs, rhs_seen = _quantize_forward(static, "kernel", rhs, recipe.fwd.rhs, dims.rhs_contract, state)
+    out = contract(
+        q_lhs,
+        q_rhs,
+        dims,
+        out_dtype=static.out_dtype,
+        accumulator=recipe.fwd.accumulator,
+        precision=static.precision,
+        default_precision=jax.lax.Precision.DEFAULT,
+        scale_dtype=static.out_dtype if static.is_flax else "float32",
+    )
+    residuals = (
+        _save(lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0].rhs_contract),
+        _save(rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0].rhs_contract),
+        _clip_mask(lhs, q_lhs, recipe.fwd.lhs),
+        _clip_mask(rhs, q_rhs, recipe.fwd.rhs),
+        state,
+        lhs_seen,
+        rhs_seen,
+        key,
+    )
+    return out, residuals
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static: _Static, residuals, grad: Array):
+    lhs, rhs, lhs_mask, rhs_mask, state, lhs_seen, rhs_seen, key = residuals
+    recipe = static.recipe
+    if key is None and any(isinstance(s, TensorSpec) and s.rounding == "stochastic" for s in recipe.specs.values()):
+        key = content_key(grad)
+    q_grad, grad_seen = None, None
+    if "output_grad" in state:
+        assert isinstance(recipe.dlhs.lhs, TensorSpec)
+        q_grad, grad_seen = _quantize_delayed(static, grad, recipe.dlhs.lhs, state["output_grad"])
+    keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
+    dims, order = static.dims.for_dlhs()
+    dlhs = _gradient(static, recipe.dlhs, recipe.dlhs.lhs, recipe.fwd.rhs, grad, q_grad, rhs, dims, keys[0])
+    dlhs = _finish(dlhs, order, lhs_mask, static.lhs_dtype)
+    dims, order = static.dims.for_drhs()
+    drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, keys[1])
+    drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype)
+    seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
+    new_state = {}
+    for name, old in state.items():
+        assert recipe.delayed is not None
+        new_state[name] = delayed.next_state(old, *seen[name], recipe.delayed)
+    return dlhs, drhs, new_state, None
+
+
+def _quantize_forward(static: _Static, name: str, x: Array, operand: Operand, axes: tuple[int, ...], state: QuantState):
+    """Quantize a forward operand. Returns it and, for delayed scaling, the (scale, amax) that were used and seen."""
+    if operand is None:
+        return x, None
+    assert isinstance(operand, TensorSpec), "a forward operand has its own spec"
+    if operand.scaling == "delayed":
+        return _quantize_delayed(static, x, operand, state[name])
+    return quantize(x, operand, axes), None
+
+
+def _quantize_delayed(static: _Static, x: Array, spec: TensorSpec, state: delayed.TensorState):
+    assert static.recipe.delayed is not None
+    amax = jnp.max(jnp.abs(x))
+    scale = delayed.current_scale(state, amax, element(spec.dtype), static.recipe.delayed)
+    tensor = quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=static.compute_dtype(x))
+    return tensor, (scale, amax)
+
+
+def _save(x: Array, forward: QTensor | Array, operand: Operand, axes: tuple[int, ...]) -> QTensor | Array:
+    """Choose what backward keeps of a forward operand.
+
+    The forward's qvalues (``FORWARD``), a quantization along the backward's contraction axes made now so that the float
+    tensor can go, or the float tensor (a float backward matmul).
+    """
+    if operand is None:
+        return x
+    kept = forward if operand == FORWARD else quantize(x, operand, axes)
+    if not isinstance(kept, QTensor):
+        return kept
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
+
+
+def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | None:
+    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis."""
+    if not (isinstance(operand, TensorSpec) and operand.calibration.clips and isinstance(tensor, QTensor)):
+        return None
+    outside = outside_range(x, operand, tensor.scale, tensor.zero_point)
+    return checkpoint_name(jnp.packbits(outside, axis=-1), RESIDUAL_NAME)
+
+
+def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: str) -> Array:
+    """Bring a gradient into its operand's layout and dtype, zero where the forward clipped."""
+    gradient = gradient.transpose(order)
+    if mask is not None:
+        outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1])
+        gradient = jnp.where(outside.astype(bool), 0, gradient)
+    return gradient.astype(dtype)
+
+
+def _gradient(
+    static: _Static,
+    matmul: MatmulSpec,
+    grad_spec: Operand,
+    forward_spec: Operand,
+    grad: Array,
+    q_grad: QTensor | None,
+    residual: QTensor | Array,
+    dims: Dimensions,
+    key: Array | None,
+) -> Array:
+    """Contract the output gradient with what was kept of an operand."""
+    out_dtype = grad.dtype.name
+    left: QTensor | Array = grad
+    if isinstance(grad_spec, TensorSpec):
+        if isinstance(residual, QTensor):
+            left, residual = _align(grad, residual, dims, forward_spec, is_delayed=grad_spec.scaling == "delayed")
+        if grad_spec.scaling == "delayed":
+            assert q_grad is not None
+            left = q_grad
+        else:
+            left = quantize(left, grad_spec, dims.lhs_contract, key=key, shards=matmul.shards)
+    elif isinstance(residual, QTensor):
+        residual = dequantize(residual, out_dtype)
+    return contract(
+        left,
+        residual,
+        dims,
+        out_dtype=out_dtype,
+        accumulator=matmul.accumulator,
+        precision=static.precision,
+        default_precision=jax.lax.Precision.HIGHEST,
+        scale_dtype=out_dtype if static.is_flax else "float32",
+    )
+
+
+def _align(
+    grad: Array, residual: QTensor, dims: Dimensions, forward_spec: Operand, is_delayed: bool
+) -> tuple[Array, QTensor]:
+    """Make a residual's scale fit the backward contraction.
+
+    A scale that is shared along the backward's contraction axes stays. One that varies along them but not along the
+    others (per channel in the forward) is multiplied into the gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s)[m,n]
+    q[k,n]``. Any other (forward tiles) is dequantized and quantized again, in the forward's dtype and tiles, along the
+    backward's contraction.
+    """
+    shape = residual.scale.shape
+    if all(shape[axis] == 1 for axis in dims.rhs_contract):
+        return grad, residual
+    if all(shape[axis] == 1 for axis in dims.rhs_free) and not is_delayed and residual.zero_point is None:
+        places = dict(zip(dims.rhs_contract + dims.rhs_batch, dims.lhs_contract + dims.lhs_batch, strict=True))
+        target = [1] * grad.ndim
+        for theirs, ours in places.items():
+            target[ours] = shape[theirs]
+        kept = sorted(places, key=lambda axis: places[axis])
+        others = [axis for axis in range(residual.ndim) if axis not in places]
+        factor = residual.scale.transpose(kept + others).reshape(target)
+        folded = grad.astype(jnp.float32) * factor
+        return folded, QTensor(residual.qvalue, jnp.ones((1,) * residual.ndim, jnp.float32))
+    assert isinstance(forward_spec, TensorSpec)
+    again = dataclasses.replace(forward_spec, rounding="nearest")
+    return grad, quantize(dequantize(residual), again, dims.rhs_contract)
