@@ -1,0 +1,238 @@
+"""Batches for training and evaluation: a corpus, chunked, shuffled, packed and batched by grain."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+
+from train.corpus import Corpus, load_corpus
+
+# First-fit packs into this many open rows at least. More rows waste fewer places and take longer to restore: a restored
+# iterator packs the open rows once more.
+_OPEN_ROWS = 64
+# The held-out sample is the same whatever data_seed is, so that runs can be compared.
+_HELD_OUT_SEED = 0
+
+Batch = dict[str, np.ndarray]
+
+
+class DataConfig(Protocol):
+    """What is read of a training config."""
+
+    @property
+    def dataset(self) -> str: ...
+    @property
+    def dataset_path(self) -> str: ...
+    @property
+    def dataset_text_field(self) -> str: ...
+    @property
+    def tokenizer_path(self) -> str: ...
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def eval_batches(self) -> int: ...
+    @property
+    def data_seed(self) -> int: ...
+    @property
+    def packing(self) -> bool: ...
+
+
+class TrainIterator:
+    """The endless stream of training batches.
+
+    Its position is small and JSON-able, the same on every process, and says which stream it belongs to.
+    """
+
+    def __init__(self, stream: grain.IterDataset, identity: dict[str, Any]):
+        self._iterator = iter(stream)
+        self._identity = identity
+
+    def __iter__(self) -> TrainIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position after the last batch."""
+        return {"stream": dict(self._identity), "position": copy.deepcopy(self._iterator.get_state())}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go to a position; the next batch is the one that followed ``get_state``.
+
+        Raises:
+          ValueError: the position is one of another stream, with what differs.
+        """
+        missing = {"stream", "position"} - set(state)
+        if missing:
+            raise ValueError(f"data position has no {' and no '.join(sorted(missing))}; it is not one of this iterator")
+        saved = state["stream"]
+        names = [name for name in {**self._identity, **saved} if saved.get(name) != self._identity.get(name)]
+        if names:
+            raise ValueError(
+                "data position belongs to another stream: "
+                + ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
+                + "; restore these or start a new run"
+            )
+        self._iterator.set_state(copy.deepcopy(state["position"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    A batch holds, each ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; the documents, or pieces of
+    one, of a row from 1; 0 is padding), ``positions`` (int32, from 0 in each segment), ``loss_mask`` (float32; 1 where
+    there is a target, that is where segment_ids > 0). ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the
+    same document**, so no target crosses into another one.
+
+    Attributes:
+      train: endless batches.
+      vocab_size: a multiple of 64, above every token.
+      description: one line: source, files, tokens, split.
+    """
+
+    train: TrainIterator
+    vocab_size: int
+    description: str
+    _held_out: grain.IterDataset = dataclasses.field(repr=False)
+    _eval_batches: int = dataclasses.field(repr=False)
+
+    def held_out(self) -> Iterator[Batch]:
+        """Return ``eval_batches`` batches of held-out text, the same in each call.
+
+        Where there are fewer, all of them: each token once, the last batch filled up with rows of padding.
+        """
+        return itertools.islice(iter(self._held_out), self._eval_batches)
+
+
+def make_iterators(config: DataConfig, batch_size: int, *, shard_index: int = 0, shard_count: int = 1) -> Data:
+    """Load a config's corpus and set up its batches.
+
+    Every process packs the global stream and takes its rows of each batch, so the global batch and the position do not
+    depend on how many processes there are.
+
+    Args:
+      config: see ``DataConfig``. With ``packing`` a row holds as many documents as fit, else one.
+      batch_size: rows of one process.
+      shard_index, shard_count: this process among those that feed one global batch of batch_size · shard_count rows.
+
+    Raises:
+      ValueError: data that cannot be read or split, less of it than one batch, or sizes out of range.
+    """
+    for name, value in (("sequence_length", config.sequence_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if config.eval_batches < 0 or config.data_seed < 0:
+        name = "eval_batches" if config.eval_batches < 0 else "data_seed"
+        raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")
+    if not 0 <= shard_index < shard_count:
+        raise ValueError(f"shard_index must be in 0..{shard_count - 1}, got {shard_index}")
+    corpus = load_corpus(config.dataset, config.dataset_path, config.dataset_text_field, config.tokenizer_path)
+    rows = batch_size * shard_count
+    chunks = Chunks(corpus, corpus.train, config.sequence_length)
+    _check_size(chunks, rows, config, corpus)
+    shard = slice(shard_index * batch_size, (shard_index + 1) * batch_size)
+    layout = _Layout(rows, config.sequence_length, config.packing, corpus.pad, shard)
+    # Grain's shuffle of epoch e is seeded with seed + e: spread the seeds, or run 1 would be run 0 an epoch later.
+    seed = int(np.random.SeedSequence(config.data_seed).generate_state(1)[0])
+    shuffled = grain.MapDataset.source(chunks).shuffle(seed=seed)
+    held_out = grain.MapDataset.source(Chunks(corpus, corpus.held_out, config.sequence_length)).shuffle(
+        seed=_HELD_OUT_SEED
+    )
+    identity = {
+        "corpus": corpus.fingerprint,
+        "sequence_length": config.sequence_length,
+        "global_batch_rows": rows,
+        "packing": config.packing,
+        "data_seed": config.data_seed,
+    }
+    return Data(
+        TrainIterator(layout.apply(shuffled.repeat(), seed), identity),
+        corpus.vocab_size,
+        corpus.description,
+        layout.apply(held_out, None),
+        config.eval_batches,
+    )
+
+
+class Chunks:
+    """The pieces of some documents, by number: a random-access source for grain.
+
+    A document of n tokens predicts n − 1. Piece k takes inputs k·S … and the targets one further, so each token but the
+    document's first is a target exactly once.
+    """
+
+    def __init__(self, corpus: Corpus, documents: np.ndarray, sequence_length: int):
+        first, last = corpus.starts[documents], corpus.starts[documents + 1] - 1
+        counts = -(-(last - first) // sequence_length)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._tokens = corpus.tokens
+        self._starts = np.repeat(first, counts) + within * sequence_length
+        self._ends = np.minimum(self._starts + sequence_length, np.repeat(last, counts))
+        self.targets = int((last - first).sum())
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Batch:  # Any: grain hands over numpy integers too.
+        start, end = int(self._starts[index]), int(self._ends[index])
+        piece = self._tokens[start : end + 1].astype(np.int32)
+        return {"inputs": piece[:-1], "targets": piece[1:]}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How chunks become batches: rows of S places, ``rows`` of them a global batch, of which ``shard`` is ours."""
+
+    rows: int
+    sequence_length: int
+    packing: bool
+    pad: int
+    shard: slice
+
+    def apply(self, chunks: grain.MapDataset, shuffle_seed: int | None) -> grain.IterDataset:
+        packed = grain.experimental.FirstFitPackIterDataset(
+            # The corpus is in memory: threads would only cost, and the order of reading is the order of the stream.
+            chunks.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+            length_struct={"inputs": self.sequence_length, "targets": self.sequence_length},
+            padding_struct={"inputs": self.pad, "targets": self.pad},
+            num_packing_bins=max(_OPEN_ROWS, self.rows),
+            max_sequences_per_bin=None if self.packing else 1,
+            shuffle_bins=shuffle_seed is not None,
+            seed=shuffle_seed or 0,
+        )
+        return packed.batch(self.rows).map(self._finish)
+
+    def _finish(self, packed: Batch) -> Batch:
+        segment_ids = packed["inputs_segment_ids"]
+        batch = {
+            "inputs": packed["inputs"],
+            "targets": packed["targets"],
+            "segment_ids": segment_ids,
+            "positions": packed["inputs_positions"],
+            "loss_mask": (segment_ids > 0).astype(np.float32),
+        }
+        missing = self.rows - len(segment_ids)  # Only ever in the last held-out batch.
+        if missing:
+            fill = {"inputs": self.pad, "targets": self.pad}
+            widths = ((0, missing), (0, 0))
+            batch = {name: np.pad(value, widths, constant_values=fill.get(name, 0)) for name, value in batch.items()}
+        return {name: value[self.shard] for name, value in batch.items()}
+
+
+def _check_size(chunks: Chunks, rows: int, config: DataConfig, corpus: Corpus) -> None:
+    have, unit = (chunks.targets, "training tokens") if config.packing else (len(chunks), "training rows")
+    need = rows * config.sequence_length if config.packing else rows
+    if have < need:
+        raise ValueError(
+            f"dataset {corpus.description} is too small for one batch: it has {have} {unit}, and {rows} rows of "
+            f"sequence_length {config.sequence_length} need {need}; lower batch_size or sequence_length, "
+            "or give more text"
+        )

@@ -1,0 +1,298 @@
+"""Where text comes from: the standard library, text files, JSONL, Parquet. Each source is a stream of documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Left out of "stdlib": what is installed beside it, tests, tables and generated files.
+_SKIPPED_FOLDERS = frozenset(
+    (
+        *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"),
+        *("pydoc_data", "encodings", "ensurepip", "__phello__", "__pycache__"),
+    )
+)
+_SKIPPED_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
+# One text file is cut at line ends, so that it can be split into train and held-out: parts of at most this many
+# characters, and about this many parts when the file is shorter.
+_PART_CHARS = 16384
+_PARTS = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Document:
+    """One text of a corpus.
+
+    Attributes:
+      text: the text; always encodable as UTF-8.
+      name: what the split is drawn on when the file decides, else None and the text itself decides.
+      read: how far the source has come with this document, in the units of ``Source.total``.
+    """
+
+    text: str
+    name: str | None
+    read: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A readable collection of documents.
+
+    Attributes:
+      label: what it is, for messages: ``text at /data/books``.
+      files: how many files it reads.
+      total: the sum of ``Document.read`` (bytes, or rows of Parquet).
+      documents: starts a pass over the documents, always in the same order.
+    """
+
+    label: str
+    files: int
+    total: int
+    documents: Callable[[], Iterator[Document]]
+
+
+def open_source(dataset: str, path: str, field: str) -> Source:
+    """Find the files of a dataset; nothing is read yet.
+
+    Args:
+      dataset: ``stdlib``, ``text``, ``jsonl`` or ``parquet``.
+      path: a file or a folder (searched recursively, hidden names left out); empty for ``stdlib``.
+      field: the key (JSONL) or column (Parquet) that holds the text.
+
+    Raises:
+      ValueError: an unknown dataset, or a path that is missing, unreadable, superfluous or has no files of the kind.
+    """
+    if dataset not in _SOURCES:
+        near = difflib.get_close_matches(dataset, _SOURCES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known datasets are {', '.join(_SOURCES)}"
+        raise ValueError(f"dataset {dataset!r} is not known; {hint}")
+    if dataset not in _WITH_FIELDS and field != "text":
+        raise ValueError(f"dataset_text_field {field!r} is not read by dataset {dataset!r}; leave it out")
+    if dataset == "stdlib":
+        if path:
+            raise ValueError(
+                f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, jsonl or parquet"
+            )
+        return _stdlib()
+    if not path:
+        raise ValueError(f"dataset {dataset!r} needs dataset_path, a file or a folder; got an empty one")
+    return _SOURCES[dataset](Path(path), field)
+
+
+def _stdlib() -> Source:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        file
+        for file in _walk(root, _SKIPPED_FOLDERS)
+        if file.suffix == ".py" and not any(part.startswith(_SKIPPED_PREFIXES) for part in file.relative_to(root).parts)
+    ]
+    if not files:
+        raise ValueError(
+            f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text with a dataset_path"
+        )
+
+    def documents() -> Iterator[Document]:
+        for file in files:
+            data = read_bytes(file)
+            yield Document(_decode(data, file), file.relative_to(root).as_posix(), len(data))
+
+    return Source(f"stdlib at {root}", len(files), _total_size(files), documents)
+
+
+def _text(path: Path, field: str) -> Source:
+    del field
+    files = _files(path, "text", "")
+
+    def parts(file: Path) -> Iterator[Document]:
+        data = read_bytes(file)
+        text = _decode(data, file)
+        size = min(_PART_CHARS, len(text) // _PARTS)
+        start = end = 0
+        for line in text.splitlines(keepends=True):
+            end += len(line)
+            if end - start >= size:
+                yield _of_text(text[start:end])
+                start = end
+        if start < end:
+            yield _of_text(text[start:end])
+
+    def documents() -> Iterator[Document]:
+        if path.is_file():
+            yield from parts(path)
+            return
+        for file in files:
+            data = read_bytes(file)
+            yield Document(_decode(data, file), None, len(data))
+
+    return Source(f"text at {path}", len(files), _total_size(files), documents)
+
+
+def _of_text(text: str) -> Document:
+    return Document(text, None, len(text.encode()))
+
+
+def _jsonl(path: Path, field: str) -> Source:
+    files = _files(path, "jsonl", ".jsonl")
+
+    def documents() -> Iterator[Document]:
+        for file in files:
+            number = 0
+            try:
+                with file.open("rb") as lines:
+                    for number, line in enumerate(lines, 1):
+                        if line.strip():
+                            yield Document(_json_text(line, f"{file} line {number}", field), None, len(line))
+            except OSError as error:
+                _unreadable(file, error)
+
+    return Source(f"jsonl at {path}", len(files), _total_size(files), documents)
+
+
+def _json_text(line: bytes, place: str, field: str) -> str:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not UTF-8: {error.reason} at byte {error.start}; save it as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}; write one object a line") from None
+    except (ValueError, RecursionError) as error:  # A number of thousands of digits, or nesting as deep.
+        raise ValueError(f"{place} is JSON that Python refuses: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
+    if field not in record:
+        raise ValueError(
+            f"{place} has no key {field!r}; set dataset_text_field to one of {', '.join(map(repr, record)) or 'none'}"
+        )
+    return _encodable(record[field], f"{place} key {field!r}")
+
+
+def _parquet(path: Path, field: str) -> Source:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ValueError("dataset 'parquet' needs pyarrow, which is not installed; pip install pyarrow") from None
+    files = _files(path, "parquet", ".parquet")
+
+    def opened(file: Path) -> Any:
+        try:
+            table = parquet.ParquetFile(file)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from None
+        except OSError as error:
+            _unreadable(file, error)
+        if field not in table.schema_arrow.names:
+            names = ", ".join(map(repr, table.schema_arrow.names)) or "none"
+            table.close()
+            raise ValueError(f"{file} has no column {field!r}; set dataset_text_field to one of {names}")
+        return table
+
+    def documents() -> Iterator[Document]:
+        for file in files:
+            row = 0
+            with opened(file) as table:
+                try:
+                    for batch in table.iter_batches(batch_size=1024, columns=[field]):
+                        for value in batch.column(0).to_pylist():
+                            row += 1
+                            yield Document(_encodable(value, f"{file} row {row} column {field!r}"), None, 1)
+                except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
+                    raise ValueError(f"{file} is damaged after row {row}: {str(error).splitlines()[0]}") from None
+
+    rows = 0
+    for file in files:
+        with opened(file) as table:
+            rows += table.metadata.num_rows
+    return Source(f"parquet at {path}", len(files), rows, documents)
+
+
+_SOURCES: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "text": _text, "jsonl": _jsonl, "parquet": _parquet}
+_WITH_FIELDS = ("jsonl", "parquet")
+
+
+def read_bytes(file: Path, option: str = "") -> bytes:
+    """Read a file, which ``option`` of the config named.
+
+    Raises:
+      ValueError: naming the file and why it cannot be read.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        _unreadable(file, error, option)
+
+
+def _unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
+    name = f"{option} {str(file)!r}".strip()
+    if isinstance(error, FileNotFoundError):
+        raise ValueError(f"{name} does not exist; check the path") from None
+    raise ValueError(f"{name} cannot be read: {error.strerror or error}") from None
+
+
+def _decode(data: bytes, file: Path) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{str(file)!r} is not UTF-8 text: {error.reason} at byte {error.start}; convert it or take it out"
+        ) from None
+
+
+def _encodable(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{place} must be text, got {type(value).__name__}; set dataset_text_field")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} holds half a surrogate pair at character {error.start}, which is no text") from None
+    return value
+
+
+def _files(path: Path, dataset: str, suffix: str) -> list[Path]:
+    """List the files of a path in an order that does not depend on the file system."""
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        _unreadable(path, error, "dataset_path")
+    if not is_folder:
+        return [path]
+    files = [file for file in _walk(path) if file.name.endswith(suffix)]
+    if not files:
+        kind = f"*{suffix} files" if suffix else "files"
+        raise ValueError(f"dataset {dataset!r} is empty: {str(path)!r} holds no {kind}")
+    return files
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
+    found: list[Path] = []
+    seen: set[str] = set()  # Links are followed; a folder that is reached twice is read once.
+
+    def refuse(error: OSError) -> NoReturn:
+        _unreadable(Path(error.filename), error)
+
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _total_size(files: list[Path]) -> int:
+    total = 0
+    for file in files:
+        try:
+            total += file.stat().st_size
+        except OSError as error:
+            _unreadable(file, error)
+    return total

@@ -1,0 +1,104 @@
+"""Text to token numbers: bytes, or a Hugging Face ``tokenizers`` file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from train.sources import read_bytes
+
+# A vocabulary is padded to this, so that the embedding and the head divide over devices and matmul units.
+VOCAB_MULTIPLE = 64
+# tokenizers files do not say which special token begins or ends a text: these are the names that models use.
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "[CLS]")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]")
+PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
+
+
+class Tokenizer(Protocol):
+    """Turns texts into arrays of token numbers, with the beginning and the end of the text marked where it can."""
+
+    label: str
+    vocab_size: int
+    pad: int
+
+    @property
+    def dtype(self) -> type[np.uint16] | type[np.uint32]: ...
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes 0..255, then bos 256, eos 257, pad 258; the vocabulary is padded to 320."""
+
+    label = "byte"
+    bos, eos, pad = 256, 257, 258
+    vocab_size = 320
+    dtype = np.uint16
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = []
+        for text in texts:
+            data = np.frombuffer(text.encode(), np.uint8)
+            tokens = np.empty(len(data) + 2, self.dtype) if len(data) else np.empty(0, self.dtype)
+            if len(data):
+                tokens[0], tokens[1:-1], tokens[-1] = self.bos, data, self.eos
+            encoded.append(tokens)
+        return encoded
+
+
+class FileTokenizer:
+    """A Hugging Face ``tokenizer.json``.
+
+    Beginning and end are added where the file has a token of one of ``BOS_NAMES``, ``EOS_NAMES``; a truncation or
+    padding that the file carries is switched off, because it would drop text.
+
+    Args:
+      path: the file.
+
+    Raises:
+      ValueError: the file is missing or unreadable, is not a tokenizer, or the tokenizers package is not installed.
+    """
+
+    def __init__(self, path: str):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(
+                f"tokenizer_path {path!r} needs tokenizers, which is not installed; pip install tokenizers"
+            ) from None
+        data = read_bytes(Path(path), "tokenizer_path")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except ValueError as error:
+            raise ValueError(f"tokenizer_path {path!r} is no tokenizer.json: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if highest < 0:
+            raise ValueError(f"tokenizer_path {path!r} has an empty vocabulary; give a trained tokenizer")
+        self.label = Path(path).name
+        self.vocab_size = -(-(highest + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+        self.bos, self.eos, pad = (self._find(names) for names in (BOS_NAMES, EOS_NAMES, PAD_NAMES))
+        self.pad = 0 if pad is None else pad  # Which number fills a row does not matter: segment 0 masks it.
+
+    def _find(self, names: Sequence[str]) -> int | None:
+        numbers = (self._tokenizer.token_to_id(name) for name in names)
+        return next((number for number in numbers if number is not None), None)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        first = [] if self.bos is None else [self.bos]
+        last = [] if self.eos is None else [self.eos]
+        return [
+            np.array(first + encoding.ids + last if encoding.ids else [], self.dtype)
+            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
+
+
+def open_tokenizer(path: str) -> Tokenizer:
+    """Return the tokenizer of a file, or bytes for an empty path."""
+    return FileTokenizer(path) if path else ByteTokenizer()
