@@ -46,7 +46,7 @@ def test_smoothing_is_an_exponential_mean_without_start_up_bias():
 
 def test_two_unquantized_runs_are_refused(tmp_path):
     found = load_runs([write_run(tmp_path / "a", ""), write_run(tmp_path / "b", "")])
-    with pytest.raises(ValueError, match="runs a and b are both unquantized; give one, for the gaps"):
+    with pytest.raises(ValueError, match="runs a and b are both unquantized; give one to measure gaps from"):
         find_baseline(found)
 
 
