@@ -1,1 +1,24 @@
 """Quantized training in JAX: one config string, real low-precision matmuls, forward and backward."""
+
+import jax as _jax
+
+from jaxquant import ops, state
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
+from jaxquant.inject.layers import describe_layers, linear_layers
+from jaxquant.inject.linen import maybe_quantize_model
+from jaxquant.ops.dot_general import RESIDUAL_NAME as _RESIDUAL_NAME
+
+save_quantized = _jax.checkpoint_policies.save_only_these_names(_RESIDUAL_NAME)
+"""Remat policy that keeps what quantized layers save for backward (one byte an element) and recomputes the rest."""
+
+__all__ = [
+    "RECIPES",
+    "QuantConfig",
+    "describe_layers",
+    "linear_layers",
+    "maybe_quantize_model",
+    "ops",
+    "save_quantized",
+    "state",
+]

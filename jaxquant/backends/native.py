@@ -11,8 +11,8 @@ import jax
 from flax.errors import ScopeCollectionNotFound
 
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.ops import dot_general as op
 from jaxquant.ops import sparsity
+from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
 from jaxquant.ops.einsum import einsum
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 
@@ -42,8 +42,8 @@ class _Quantized(nn.Module):
                 f"where the layer is under nn.scan, give it variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
             ) from None
 
-    def _state(self) -> op.QuantState:
-        return {name: self._variables(name, values) for name, values in op.initial_state(self.recipe).items()}
+    def _quant_state(self) -> QuantState:
+        return {name: self._variables(name, values) for name, values in initial_state(self.recipe).items()}
 
     def _sparsify(self, weight: Array, axes: tuple[int, ...]) -> Array:
         spec = self.recipe.sparsity
@@ -71,14 +71,14 @@ class DotGeneral(_Quantized):
     ) -> Array:
         lhs, rhs = self._operands(lhs, rhs)
         axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
-        return op.dot_general(
+        return dot_general(
             lhs,
             self._sparsify(rhs, axes),
             dimension_numbers,
             precision,
             preferred_element_type,
             recipe=self.recipe,
-            state=self._state(),
+            state=self._quant_state(),
             key=self._key(),
         )
 
@@ -105,7 +105,7 @@ class Einsum(_Quantized):
             lhs,
             rhs,
             recipe=self.recipe,
-            state=self._state(),
+            state=self._quant_state(),
             key=self._key(),
             precision=precision,
             preferred_element_type=preferred_element_type,

@@ -27,7 +27,7 @@ _SPECIAL = re.compile(r"(?P<inf>[-+]?\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
 class _Loader(yaml.SafeLoader):
     """PyYAML with the scalars of YAML 1.2's core schema (PyYAML's own are 1.1: ``no`` is False, ``4e-4`` a string)."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+    yaml_implicit_resolvers: typing.ClassVar[dict] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -188,6 +188,10 @@ def _spell(hint: Any) -> str:
         return "null"
     if typing.get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_spell(member) for member in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(repr(choice) for choice in typing.get_args(hint))}"
+    if isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Mapping):
+        return "a mapping"
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
@@ -207,8 +211,7 @@ def convert(hint: Any, value: Any, place: str) -> Any:
         if not isinstance(value, tuple({type(choice) for choice in args})):
             raise wrong
         words = [str(choice) for choice in args]
-        choices = ", ".join(repr(choice) for choice in args)
-        raise ValueError(f"{place} must be one of {choices}, got {value!r}; {nearest(value, words)}")
+        raise ValueError(f"{place} must be {_spell(hint)}, got {value!r}; {nearest(value, words)}")
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, place, wrong)
     if origin in (tuple, list):
@@ -228,8 +231,8 @@ def convert(hint: Any, value: Any, place: str) -> Any:
             convert(args[0], key, f"{place} key"): convert(args[1], item, f"{place}.{key}")
             for key, item in value.items()
         }
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
-        return build(hint, value, place)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else build(hint, value, place)
     if hint is float and type(value) is int:
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 
 from jaxquant.config import loader, options
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
-from jaxquant.config.recipes import RECIPES, RecipeRow, check_backend, lookup, strings_reading
+from jaxquant.config.recipes import BACKENDS, RECIPES, RecipeRow, check_backend, lookup, strings_reading
 from jaxquant.config.rules import Resolver, Rule
 from jaxquant.core.recipe import Recipe
 
@@ -193,14 +193,19 @@ class QuantConfig(options.Options):
                 "quant_backend 'native' gives the numbers that MaxText's Qwix mode gives"
             )
         backend = self.resolved_backend
+        if backend is None:
+            return
+        wrote = f"quant_backend {backend!r}"
+        if self.use_qwix_quantization:
+            wrote = "use_qwix_quantization true"
+        elif self.quant_backend == "auto":
+            wrote += f" ('auto' for {self.quantization!r})"
+        if self.quantization:
+            check_backend(self.quantization, backend, wrote=wrote)
         for name, place in named:
-            if backend is not None and backend not in RECIPES[name].backends and place != "quantization":
-                both = _common_backends([other for other, _ in named])
-                fix = f"set quant_backend to {_or(both)}" if both else "no backend runs all strings of this config"
-                auto = f" ('auto' for {self.quantization!r})" if self.quant_backend == "auto" else ""
-                raise ValueError(f"{place} {name!r} does not run on quant_backend {backend!r}{auto}; {fix}")
-            if backend is not None:
-                check_backend(name, backend, place)
+            if backend not in RECIPES[name].backends:
+                fix = f"set quant_backend to {_or(_common_backends([other for other, _ in named]))}"
+                raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
 
     def _check_options_are_read(self) -> None:
         read = frozenset[str]().union(*(row.options for row in self._rows()))
@@ -231,8 +236,8 @@ def _plain(value: Any) -> Any:
 
 
 def _common_backends(strings: list[str]) -> list[str]:
-    return [backend for backend in ("aqt", "qwix", "native") if all(backend in RECIPES[s].backends for s in strings)]
+    return [backend for backend in BACKENDS if all(backend in RECIPES[s].backends for s in strings)]
 
 
-def _or(words: Any) -> str:
+def _or(words: Iterable[str]) -> str:
     return " or ".join(repr(word) for word in words)

@@ -6,7 +6,7 @@ Aliases are rows of their own that share a recipe object. The block-scaled strin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from typing import Literal
 
 from jaxquant.config.loader import nearest
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
@@ -59,9 +59,9 @@ def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
     return _reusing(name, TensorSpec(dtype), TensorSpec(dtype), accumulator)
 
 
-def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: str) -> Recipe:
-    specs = [TensorSpec(each, "per_tensor", scaling=scaling) for each in (dtype, grad_dtype)]  # pyright: ignore[reportArgumentType]
-    return _reusing(name, *specs)
+def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynamic", "delayed"]) -> Recipe:
+    spec, grad = (TensorSpec(each, "per_tensor", scaling=scaling) for each in (dtype, grad_dtype))
+    return _reusing(name, spec, grad)
 
 
 def _weight_only(name: str, dtype: str) -> Recipe:
@@ -196,8 +196,14 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     return RECIPES[name]
 
 
-def check_backend(name: str, backend: str, place: str = "quantization") -> None:
+def check_backend(name: str, backend: str, place: str = "quantization", wrote: str = "") -> None:
     """Refuse a pair of config string and backend that is not in the table.
+
+    Args:
+      name: the string.
+      backend: the backend.
+      place: where the user wrote the string, for errors.
+      wrote: how the user wrote the backend, for errors; ``quant_backend '...'`` if empty.
 
     Raises:
       ValueError: names both and what would do.
@@ -208,9 +214,11 @@ def check_backend(name: str, backend: str, place: str = "quantization") -> None:
     offers = [f"quant_backend {' or '.join(repr(known) for known in ('auto', *row.backends))}"]
     if backend == "qwix" and row is RECIPES["fp8"]:
         offers.insert(0, "'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix,")
-    raise ValueError(f"{place} {name!r} does not run on quant_backend {backend!r}; use {' or '.join(offers)}")
+    raise ValueError(
+        f"{place} {name!r} does not run on {wrote or f'quant_backend {backend!r}'}; use {' or '.join(offers)}"
+    )
 
 
-def strings_reading(option: str) -> Iterable[str]:
+def strings_reading(option: str) -> list[str]:
     """Give the config strings that read an option."""
     return [name for name, row in RECIPES.items() if option in row.options]

@@ -1,0 +1,189 @@
+"""Linear layers of a Linen model: which there are, and what a config makes of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand
+from jaxquant.ops.einsum import plan_einsum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """One linear layer.
+
+    Attributes:
+      path: "/"-joined module path, relative to the model.
+      kind: "dense", "dense_general" or "einsum".
+      kernel_shape: shape of its kernel, without layers that nn.scan stacks.
+      out_features: number of outputs.
+    """
+
+    path: str
+    kind: str
+    kernel_shape: tuple[int, ...]
+    out_features: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What a config makes of one linear layer.
+
+    Attributes:
+      path, kernel_shape: as in ``Layer``.
+      recipe: its config string, None where the layer stays float.
+      backend: "aqt", "qwix" or "native", None for float.
+      fwd, dlhs, drhs: operand dtypes of the three matmuls, such as "int8 × int8".
+      reason: which rule or default decided.
+    """
+
+    path: str
+    recipe: str | None
+    backend: str | None
+    kernel_shape: tuple[int, ...]
+    fwd: str
+    dlhs: str
+    drhs: str
+    reason: str
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Name the kind of a linear layer, None for any other module."""
+    if isinstance(module, nn.Dense):
+        return "dense"
+    if isinstance(module, nn.DenseGeneral):
+        return "dense_general"
+    return "einsum" if isinstance(module, nn.Einsum) else None
+
+
+def out_features(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Count the outputs of a linear layer from its attributes and call."""
+    if isinstance(module, nn.Einsum):
+        equation = einsum_equation(module, args, kwargs)
+        inputs = args[0] if args else kwargs["inputs"]
+        plan = plan_einsum(equation, inputs.ndim, len(module.shape))
+        (_, contract), (_, batch) = plan.dimension_numbers
+        summed = len(plan.rhs_sum)
+        kept = [size for axis, size in enumerate(module.shape) if axis not in plan.rhs_sum]
+        taken = {*contract, *batch}
+        return math.prod(size for axis, size in enumerate(kept) if axis not in taken) if not summed or kept else 1
+    features = module.features  # pyright: ignore[reportAttributeAccessIssue]
+    return math.prod(features) if isinstance(features, (tuple, list)) else int(features)
+
+
+def einsum_equation(module: nn.Einsum, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Find the equation of an nn.Einsum, given to the module or to the call."""
+    called = args[1] if len(args) > 1 else kwargs.get("einsum_str")
+    return nn.merge_param("einsum_str", module.einsum_str, called)
+
+
+def relative_path(module: nn.Module, root: tuple[str, ...]) -> str:
+    """Spell a bound module's path as users write it in rules."""
+    return "/".join(module.path[len(root) :])
+
+
+def linear_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
+    """List the linear layers that a call of a model runs, in order, without computing anything.
+
+    Args:
+      model: an unbound Linen module.
+      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
+    """
+    layers: dict[str, Layer] = {}
+
+    def record(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        module, kind = context.module, kind_of(context.module)
+        out = next_fun(*args, **kwargs)
+        if kind is not None and context.method_name == "__call__":
+            path = relative_path(module, ())
+            kernel = meta.unbox(module.get_variable("params", "kernel"))
+            layers[path] = Layer(path, kind, tuple(kernel.shape), out_features(module, args, kwargs))
+        return out
+
+    with nn.intercept_methods(record):
+        trace_init(model, *example_inputs, **example_kwargs)
+    return list(layers.values())
+
+
+def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Any:
+    """Trace a model's initialization and return the shapes of its variables."""
+    leaves, structure = jax.tree.flatten((example_inputs, example_kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def initialize(key: jax.Array, arrays: list[Any]) -> Any:
+        given: Iterator[Any] = iter(arrays)
+        filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        rngs = {stream: key for stream in ("params", "quant", "dropout")}
+        return model.init(rngs, *args, **kwargs)
+
+    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    return jax.eval_shape(initialize, jax.random.key(0), arrays)
+
+
+def describe_layers(model: nn.Module, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[LayerReport]:
+    """Report what a config makes of every linear layer of a model, float ones with the reason.
+
+    Args:
+      model: the model, before quantization.
+      config: anything that ``QuantConfig.from_any`` takes.
+      example_inputs, example_kwargs: arguments of the model's ``__call__``.
+    """
+    config = QuantConfig.from_any(config)
+    resolver, backend = config.resolver(), config.resolved_backend
+    reports = []
+    for layer in linear_layers(model, *example_inputs, **example_kwargs):
+        decision = None if resolver is None else resolver(layer.path, layer.out_features)
+        recipe = None if decision is None else decision.recipe
+        reason = "quantization is off" if decision is None else decision.reason
+        if recipe is None:
+            reports.append(LayerReport(layer.path, None, None, layer.kernel_shape, "float", "float", "float", reason))
+            continue
+        fwd = recipe.fwd
+        reports.append(
+            LayerReport(
+                layer.path,
+                recipe.name,
+                backend,
+                layer.kernel_shape,
+                _matmul_text(fwd, fwd.lhs, fwd.rhs),
+                _matmul_text(recipe.dlhs, None, fwd.rhs),
+                _matmul_text(recipe.drhs, fwd.lhs, None),
+                reason,
+            )
+        )
+    return reports
+
+
+def _matmul_text(matmul: MatmulSpec, forward_lhs: Operand, forward_rhs: Operand) -> str:
+    """Spell the operand dtypes of a matmul that runs in low precision, "float" for one that does not."""
+    lhs = forward_lhs if matmul.lhs == FORWARD else matmul.lhs
+    rhs = forward_rhs if matmul.rhs == FORWARD else matmul.rhs
+    if lhs is None and rhs is None:
+        return "float"
+    names = ["float" if spec is None or isinstance(spec, str) else spec.dtype for spec in (lhs, rhs)]
+    return " × ".join(names)
+
+
+@contextlib.contextmanager
+def substituted(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    """Set an attribute of one bound module for the length of a call.
+
+    A bound module is a copy that lives for one trace, so nothing outlasts it; Linen freezes attributes, hence
+    ``object.__setattr__``.
+    """
+    before = getattr(module, attribute)
+    object.__setattr__(module, attribute, value)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, attribute, before)

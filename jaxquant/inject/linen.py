@@ -1,0 +1,218 @@
+"""Quantize a Linen model that knows nothing of jaxquant.
+
+The model's class gets a subclass whose methods run under a Linen method interceptor. When a linear layer is called, the
+interceptor asks the resolver for its recipe and lends it a quantized ``dot_general_cls`` for that call. The layer still
+makes its own parameters, so their tree, their names and their initial values are those of the float model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxquant.backends import native
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Decision, Resolver
+from jaxquant.core.recipe import Recipe
+from jaxquant.inject.layers import (
+    einsum_equation,
+    kind_of,
+    linear_layers,
+    out_features,
+    relative_path,
+    substituted,
+)
+
+# jit caches by function and shapes. This is part of their key: a function that was traced for the float model is traced
+# again for the quantized one, and the other way round.
+_active_quantizer = jax.make_user_context(None)
+
+
+def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Any:
+    """Return a model whose linear layers run in the low precision that a config asks for.
+
+    ``init`` and ``apply`` stay as they are, and so do the parameters. A recipe with state (delayed scaling, sparsity)
+    adds the collection ``_overwrite_with_gradient``; see ``jaxquant.state``.
+
+    Args:
+      model: a Linen module. With ``quantization: ""`` it comes back unchanged.
+      config: a QuantConfig, a mapping, or an object with its fields, such as MaxText's config.
+      example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
+        them the rules are checked now, without them at the first call. The qwix backend needs them.
+
+    Raises:
+      ValueError: a rule that matches no layer, or a model without a layer to quantize.
+      NotImplementedError: an NNX model.
+      TypeError: something that is no model.
+    """
+    config = QuantConfig.from_any(config)
+    resolver = config.resolver()
+    if resolver is None:
+        return model
+    if isinstance(model, nnx.Module):
+        raise NotImplementedError(f"{type(model).__name__} is an NNX model; jaxquant quantizes Linen models so far")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"maybe_quantize_model takes a Flax module, got {type(model).__name__}")
+    has_example = bool(example_inputs or example_kwargs)
+    recipes: dict[str, Recipe] = {}
+    if has_example:
+        layers = linear_layers(model, *example_inputs, **example_kwargs)
+        resolver.check_used(layer.path for layer in layers)
+        decisions = {layer.path: resolver(layer.path, layer.out_features) for layer in layers}
+        recipes = {path: d.recipe for path, d in decisions.items() if d.recipe is not None}
+        _refuse_nothing(config, {path: decision.reason for path, decision in decisions.items()}, bool(recipes))
+    if config.resolved_backend == "qwix":
+        if not has_example:
+            raise ValueError(
+                f"quantization {config.quantization!r} on qwix needs to see the model's layers: "
+                "call maybe_quantize_model(model, config, *example_inputs)"
+            )
+        from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
+
+        return qwix.quantize_linen(model, recipes)
+    return _subclass(model, _Quantizer(config, resolver, _op_factory(config), check_at_call=not has_example))
+
+
+def _refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) -> None:
+    """Refuse a model in which a config quantizes nothing: that is never what was asked."""
+    if found:
+        return
+    what = "; ".join(f"{path}: {reason}" for path, reason in reasons.items()) or "it has no linear layer"
+    raise ValueError(f"quantization {config.quantization!r} would quantize no layer of this model ({what})")
+
+
+@dataclasses.dataclass(frozen=True)
+class _OpFactory:
+    """A backend's modules for one recipe."""
+
+    dot_general_cls: Callable[[Recipe], Callable[[], nn.Module]]
+    einsum_cls: Callable[[Recipe], Callable[[], nn.Module]]
+
+
+def _op_factory(config: QuantConfig) -> _OpFactory:
+    if config.resolved_backend == "native":
+        return _OpFactory(native.dot_general_cls, native.einsum_cls)
+    from jaxquant.backends import aqt  # only where it is asked for: the package is an optional extra
+
+    return _OpFactory(aqt.dot_general_cls, aqt.einsum_cls)
+
+
+class _Quantizer:
+    """Intercept the calls of linear layers below one model."""
+
+    def __init__(self, config: QuantConfig, resolver: Resolver, ops: _OpFactory, check_at_call: bool):
+        self._config, self._resolver, self._ops = config, resolver, ops
+        self._check_at_call = check_at_call
+        self._local = threading.local()
+
+    @contextlib.contextmanager
+    def active(self, root: nn.Module, method: str) -> Iterator[None]:
+        """Intercept for the length of one call of a method of the model; a nested call changes nothing."""
+        if getattr(self._local, "root", None) is not None:
+            yield
+            return
+        self._local.root, self._local.decisions = root.path, {}
+        try:
+            with _active_quantizer(self), nn.intercept_methods(self._intercept):
+                yield
+            if self._check_at_call and method == "__call__":
+                decisions: dict[str, Decision] = self._local.decisions
+                self._resolver.check_used(decisions)
+                found = any(decision.recipe is not None for decision in decisions.values())
+                _refuse_nothing(self._config, {path: d.reason for path, d in decisions.items()}, found)
+        finally:
+            self._local.root = None
+
+    def _intercept(
+        self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
+        module, kind = context.module, kind_of(context.module)
+        if kind is None or context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        path = relative_path(module, self._local.root)
+        decision = self._resolver(path, out_features(module, args, kwargs))
+        self._local.decisions[path] = decision
+        if decision.recipe is None:
+            return next_fun(*args, **kwargs)
+        if isinstance(module, nn.Einsum):
+            return _call_einsum(module, self._ops.einsum_cls(decision.recipe)(), args, kwargs)
+        plumbed = getattr(module, "dot_general", None) or getattr(module, "dot_general_cls", None)
+        if plumbed is not None:
+            raise ValueError(
+                f"layer {path!r} has a dot_general of its own ({plumbed}) and config asks for "
+                f"{decision.recipe.name!r} there ({decision.reason}); drop one, or add the rule "
+                f"{{path: {path}, recipe: null}}"
+            )
+        called = []
+
+        def make_op() -> nn.Module:
+            called.append(path)
+            return self._ops.dot_general_cls(decision.recipe)()  # pyright: ignore[reportArgumentType]
+
+        with substituted(module, "dot_general_cls", make_op):
+            out = next_fun(*args, **kwargs)
+        if not called:
+            raise NotImplementedError(
+                f"layer {path!r} ({type(module).__name__}) does not use its dot_general_cls, so "
+                f"{decision.recipe.name!r} cannot reach it; add the rule {{path: {path}, recipe: null}}"
+            )
+        return out
+
+
+def _call_einsum(module: nn.Einsum, op: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Do what ``nn.Einsum.__call__`` does, which has no place for another einsum."""
+    inputs = args[0] if args else kwargs["inputs"]
+    equation = einsum_equation(module, args, kwargs).replace(" ", "")
+    kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+    bias, bias_shape = None, ()
+    if module.use_bias:
+        shape, bias_shape = module._get_bias_shape(equation, inputs, kernel)  # pyright: ignore[reportArgumentType]
+        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+    inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+    out = op(equation, inputs, kernel, module.precision, module.preferred_element_type)
+    return out if bias is None else out + jnp.reshape(bias, bias_shape)
+
+
+def _subclass(model: nn.Module, quantizer: _Quantizer) -> nn.Module:
+    """Copy a model into a subclass of its class, of the same name, whose methods run under the quantizer."""
+    base = type(model)
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with quantizer.active(self, name):
+                return getattr(super(quantized, self), name)(*args, **kwargs)
+
+        method.__name__ = name
+        method.__doc__ = getattr(base, name).__doc__
+        return method
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace["__module__"], namespace["__doc__"] = base.__module__, base.__doc__
+        namespace["__qualname__"] = base.__qualname__
+        namespace.update({name: wrap(name) for name in _model_methods(base)})
+
+    quantized = types.new_class(base.__name__, (base,), {}, fill)
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}  # pyright: ignore[reportArgumentType]
+    return quantized(parent=None, **fields)
+
+
+def _model_methods(base: type) -> list[str]:
+    """Name the methods that a model's own classes define, for which layers may run: ``__call__`` and public ones."""
+    names = {}
+    for cls in reversed(base.__mro__):
+        if cls in nn.Module.__mro__:
+            continue
+        for name, value in vars(cls).items():
+            if inspect.isfunction(value) and name != "setup" and (name == "__call__" or not name.startswith("_")):
+                names[name] = None
+    return list(names)

@@ -1,0 +1,127 @@
+"""Which layer gets which recipe, and the reason."""
+
+import re
+
+import pytest
+
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import HEADS, Decision, Rule
+
+
+def resolver(*rules, quantization="int8", **fields):
+    rules = tuple(Rule(path, recipe) for path, recipe in rules)
+    return QuantConfig(quantization=quantization, rules=rules, **fields).resolver()
+
+
+def test_base():
+    recipe = QuantConfig(quantization="int8").recipe()
+    assert resolver()("any/thing at all", 8) == Decision(recipe, "quantization 'int8'", None)
+    assert resolver()("", 8).recipe == recipe  # a model that is one layer
+    assert QuantConfig().resolver() is None
+    assert QuantConfig(rules=(Rule(".*", None),)).resolver() is None
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_stay_float(head):
+    assert HEADS == ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
+    for path in (head, f"decoder/{head}"):
+        assert resolver()(path, 8) == Decision(None, f"output head ({head!r}), left in float by default", None)
+    for path in (f"{head}/query", f"x_{head}s", f"{head}s"):
+        assert resolver()(path, 8).recipe is not None
+
+
+def test_routers_stay_float():
+    for last in ("gate", "router", "moe_gate", "mlp_router"):
+        reason = f"router ({last!r} with 256 outputs), left in float by default"
+        assert resolver()(f"layers/moe/{last}", 256) == Decision(None, reason, None)
+        assert resolver()(f"layers/moe/{last}", 257).recipe is not None
+    for path in ("mlp/gate_proj", "gate/query"):
+        assert resolver()(path, 8).recipe is not None
+
+
+def test_first_match_wins_and_rules_beat_exclusions():
+    decide = resolver((".*/out", None), (".*/self_attention/.*", "int4"), ("lm_head", "int8"), quant_backend="native")
+    assert decide("l/self_attention/out", 8) == Decision(None, "left in float by rules[0].path '.*/out'", ".*/out")
+    assert decide("l/self_attention/query", 8).recipe == QuantConfig(quantization="int4").recipe()
+    assert decide("l/self_attention/query", 8).reason == "rules[1].path '.*/self_attention/.*'"
+    assert decide("lm_head", 8).recipe == QuantConfig(quantization="int8").recipe()
+    assert decide("l/mlp/wo", 8).rule is None
+
+
+def test_the_whole_path_must_match():
+    decide = resolver(("mlp", None))
+    assert decide("mlp", 8).recipe is None
+    assert decide("layers/mlp", 8).recipe is not None
+    assert decide("mlp/wo", 8).recipe is not None
+
+
+def test_rules_read_the_options_of_their_recipe():
+    decide = resolver((".*/wo", "int4"), quant_backend="native", quantization_local_shard_count=2)
+    assert decide("a/wo", 8).recipe.drhs.shards == 2
+    decide = resolver((".*/wo", "fp8_full"), quant_backend="native", weight_quantization_calibration_method="fixed,224")
+    assert str(decide("a/wo", 8).recipe.fwd.rhs.calibration) == "fixed,224"
+
+
+def test_rules_without_a_base():
+    config = QuantConfig(rules=(Rule("a", "int8"),))
+    assert config.resolved_backend == "aqt"
+    assert config.recipe() is None
+    assert config.resolver()("a", 8).recipe == QuantConfig(quantization="int8").recipe()
+    assert config.resolver()("b", 8) == Decision(None, "left in float by quantization ''", None)
+    with pytest.raises(ValueError, match=r"quant_backend 'auto' is ambiguous for rules with 'int8', 'int4'.*'qwix' or"):
+        QuantConfig(rules=(Rule("a", "int8"), Rule("b", "int4")))
+
+
+def test_rules_over_intmp():
+    decide = resolver((".*/wo", None), quantization="intmp", quant_cfg_path="configs/intmp/int8_weight_only.json")
+    assert decide("a/wo", 8).recipe is None
+    assert decide("a/wi_0", 8).recipe.fwd.rhs.dtype == "int8"
+
+
+def test_check_used():
+    paths = ["layers/mlp/wi_0", "layers/mlp/wo", "lm_head"]
+    resolver((".*/wo", "int8"), (".*/mlp/.*", None)).check_used(paths)
+    with pytest.raises(
+        ValueError, match=re.escape("rules[1].path '.*/w0' matches no layer; the model's layers are lay")
+    ):
+        resolver((".*/wo", None), (".*/w0", None)).check_used(paths)
+    message = "rules[1].path '.*/wo' never decides: the first match wins and earlier rules take every layer"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolver((".*/mlp/.*", None), (".*/wo", "int8")).check_used(paths)
+    resolver().check_used([])
+    with pytest.raises(ValueError, match="the model's layers are none"):
+        resolver(("a", None)).check_used([])
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "message"),
+    [
+        ({"path": "(", "recipe": None}, ValueError, "rule path '(' is not a regular expression: "),
+        ({"path": "a", "recipe": "int9"}, ValueError, "rules[0].recipe 'int9' is not a known recipe; did you mean"),
+        ({"path": "a", "recipe": "mxfp8"}, NotImplementedError, "rules[0].recipe 'mxfp8' is a block-scaled recipe"),
+        ({"path": "a", "recipe": "intmp"}, ValueError, "rules[0].recipe 'intmp' has no numbers of its own"),
+        (
+            {"path": "a", "recipe": "fp8"},
+            ValueError,
+            "rules[0].recipe 'fp8' does not run on quant_backend 'aqt' ('auto' for 'int8'); "
+            "set quant_backend to 'native'",
+        ),
+        ({"path": "a", "recpie": "int8"}, ValueError, "rules[0] has no field 'recpie'; did you mean 'recipe'?"),
+        ({"path": "a"}, ValueError, "rules[0] needs field 'recipe'"),
+        ({"path": 3, "recipe": None}, TypeError, "rules[0].path must be str, got 3 (int)"),
+    ],
+)
+def test_bad_rules(rule, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        QuantConfig.from_any({"quantization": "int8", "rules": [rule]})
+    with pytest.raises(kind, match=re.escape(message)):
+        QuantConfig(quantization="int8", rules=[rule])
+
+
+def test_a_rule_on_a_backend_that_was_asked_for():
+    message = "rules[0].recipe 'int4' does not run on quant_backend 'aqt'; set quant_backend to 'qwix' or 'native'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        QuantConfig(quantization="int8", rules=[{"path": "a", "recipe": "int4"}], quant_backend="aqt")
+    message = "rules[0].recipe 'aqt_fp8' does not run on use_qwix_quantization true; set quant_backend to 'native'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        QuantConfig(quantization="int4", rules=[{"path": "a", "recipe": "aqt_fp8"}], use_qwix_quantization=True)

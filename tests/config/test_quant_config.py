@@ -1,0 +1,274 @@
+"""QuantConfig: MaxText's names and defaults, what from_any takes, every refusal with its message."""
+
+import dataclasses
+import enum
+import re
+import types
+
+import jax
+import pytest
+
+from jaxquant.config.loader import build, to_mapping
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Rule
+
+MAXTEXT_DEFAULTS = {
+    "quantization": "", "use_qwix_quantization": False, "quantization_local_shard_count": -1,
+    "constant_bound_config": (), "weight_quantization_calibration_method": "absmax",
+    "act_quantization_calibration_method": "absmax", "bwd_quantization_calibration_method": "absmax",
+    "quant_cfg_path": "", "replicate_quant_scale": False, "quantize_kvcache": False,
+    "kv_quant_axis": "heads_and_dkv", "kv_quant_dtype": "int8", "checkpoint_is_quantized": False,
+    "save_quantized_params_path": "", "weight_sparsity_n": None, "weight_sparsity_m": None,
+    "weight_sparsity_update_step": 10, "weight_sparsity_start_step": 50,
+}  # fmt: skip
+OUR_DEFAULTS = {
+    "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
+    "amax_init": "warmup", "strict": False,
+}  # fmt: skip
+
+
+class QuantizationType(enum.StrEnum):
+    INT8 = "int8"
+
+
+def test_fields_and_defaults():
+    assert {f.name: f.default for f in dataclasses.fields(QuantConfig)} == MAXTEXT_DEFAULTS | OUR_DEFAULTS
+    config = QuantConfig()
+    assert (config.resolved_backend, config.recipe(), config.resolver()) == (None, None, None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.quantization = "int8"
+
+
+def test_equal_configs_are_equal_and_hash():
+    fields = {"quantization": "fp8_full", "rules": [{"path": "a", "recipe": None}]}
+    one, two = QuantConfig(**fields), QuantConfig.from_any(fields)
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one.recipe() == two.recipe()
+    assert one.rules == (Rule("a", None),)
+
+
+def test_round_trip():
+    config = QuantConfig(
+        quantization="aqt_fp8_full", constant_bound_config="1,2,3,4,5,6", rules=(Rule("a", None),), strict=True
+    )
+    assert build(QuantConfig, to_mapping(config)) == config
+    assert to_mapping(config)["constant_bound_config"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_reading_a_config_does_not_start_jax(monkeypatch):
+    def fail():
+        raise AssertionError("asked for devices")
+
+    monkeypatch.setattr(jax, "local_device_count", fail)
+    config = QuantConfig(quantization="int8")
+    with pytest.raises(AssertionError, match="asked for devices"):
+        config.recipe()
+
+
+def test_from_any_gives_a_config_back():
+    config = QuantConfig(quantization="int8")
+    assert QuantConfig.from_any(config) is config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(QuantConfig):
+    steps: int = 10
+
+
+def test_subclasses():
+    config = build(Training, {"quantization": None, "steps": 3, "constant_bound_config": None})
+    assert (config.quantization, config.steps) == ("", 3)
+    assert QuantConfig.from_any(config) is config
+    with pytest.raises(ValueError, match=r"Training has no field 'step'; did you mean 'steps'\?"):
+        build(Training, {"step": 3})
+
+
+def maxtext(**fields):
+    """An attribute object as MaxText's config is: many other names, enums, None for no quantization."""
+    rest = {"base_emb_dim": 64, "steps": 10, "use_manual_quantization": False, "te_comm_gemm_overlap": "disabled"}
+    return types.SimpleNamespace(**{**MAXTEXT_DEFAULTS, **rest, "quantization": None, **fields})
+
+
+def test_attribute_objects():
+    assert QuantConfig.from_any(maxtext()) == QuantConfig()
+    config = QuantConfig.from_any(maxtext(quantization=QuantizationType.INT8, replicate_quant_scale=True))
+    assert config == QuantConfig(quantization="int8", replicate_quant_scale=True)
+    assert type(config.quantization) is str
+    assert QuantConfig.from_any(maxtext(quantization="fp8_full", use_qwix_quantization=True)).resolved_backend == "qwix"
+    config = QuantConfig.from_any(maxtext(quantization="aqt_fp8_full", constant_bound_config="1,2,3,4,5,6"))
+    assert config.constant_bound_config == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    config = QuantConfig.from_any(maxtext(quantization="aqt_fp8_full", constant_bound_config=[1, 2, 3, 4, 5, 6]))
+    assert config.constant_bound_config == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+
+
+def test_a_shard_count_that_maxtext_has_resolved():
+    count = jax.local_device_count()
+    assert QuantConfig.from_any(maxtext(quantization="fp8", quantization_local_shard_count=count)).recipe() is not None
+    with pytest.raises(ValueError, match="quantization_local_shard_count 77 is not read by quantization 'fp8'"):
+        QuantConfig.from_any(maxtext(quantization="fp8", quantization_local_shard_count=77))
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, ValueError])
+def test_objects_that_know_few_names(error):
+    class Config:
+        def __getattr__(self, name):
+            if name == "quantization":
+                return "int8"
+            raise error(name)
+
+    assert QuantConfig.from_any(Config()) == QuantConfig(quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_manual_quantization", True), ("te_comm_gemm_overlap", "mlp"), ("experimental_sa_quant_q_fp8", True)],
+)
+def test_maxtext_features_that_are_not_here(name, value):
+    with pytest.raises(NotImplementedError, match=f"{name} {value!r} is not implemented"):
+        QuantConfig.from_any(maxtext(quantization="int8", **{name: value}))
+
+
+@pytest.mark.parametrize("thing", ["int8", None, 3, object(), QuantConfig])
+def test_from_any_refuses(thing):
+    with pytest.raises(TypeError, match="must be a QuantConfig, a mapping or an object with an attribute"):
+        QuantConfig.from_any(thing)
+
+
+BOUNDS = "fwd_lhs, fwd_rhs, dlhs_lhs, dlhs_rhs, drhs_lhs, drhs_rhs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"quantisation": "int8"}, ValueError, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
+        ({"quantization": 8}, TypeError, "QuantConfig.quantization must be str, got 8 (int)"),
+        ({"use_qwix_quantization": "no"}, TypeError, "QuantConfig.use_qwix_quantization must be bool, got 'no' (str)"),
+        ({"quant_backend": "qwixx"}, ValueError, "QuantConfig.quant_backend must be one of 'auto', 'aqt', 'qwix', "),
+        ({"quant_backend": "qwixx"}, ValueError, "got 'qwixx'; did you mean 'qwix'?"),
+        (
+            {"quantization": "int8", "use_qwix_quantization": True, "quant_backend": "aqt"},
+            ValueError,
+            "use_qwix_quantization true contradicts quant_backend 'aqt'; leave one of them out",
+        ),
+        (
+            {"quantization": "int8", "weight_quantization_calibration_method": "banana"},
+            ValueError,
+            "weight_quantization_calibration_method: calibration 'banana' names no known method",
+        ),
+        ({"bwd_quantization_calibration_method": "banana"}, ValueError, "bwd_quantization_calibration_method: "),
+        (
+            {"quantization": "fp8_full", "act_quantization_calibration_method": "minmax"},
+            ValueError,
+            "act_quantization_calibration_method: calibration minmax is asymmetric and float8_e4m3fn has no zero point",
+        ),
+        (
+            {"quantization": "aqt_fp8_full", "constant_bound_config": "1,2,3,4,5"},
+            ValueError,
+            f"constant_bound_config needs six bounds ({BOUNDS}) or none, got 5",
+        ),
+        ({"constant_bound_config": [1.0] * 5}, ValueError, "constant_bound_config needs six bounds"),
+        ({"constant_bound_config": "1,2,a,4,5,6"}, ValueError, "constant_bound_config '1,2,a,4,5,6' must be six comma"),
+        (
+            {"quantization": "aqt_fp8_full", "constant_bound_config": [1, 1, 0.0, 1, 1, 1]},
+            ValueError,
+            "constant_bound_config dlhs_lhs must be a finite bound above 0, got 0",
+        ),
+        (
+            {"constant_bound_config": "1,1,1,1,1,-2"},
+            ValueError,
+            "constant_bound_config drhs_rhs must be a finite bound",
+        ),
+        ({"constant_bound_config": "1,1,1,1,inf,1"}, ValueError, "constant_bound_config drhs_lhs must be a finite"),
+        ({"per_tensor_scales": [True]}, ValueError, f"per_tensor_scales needs six flags ({BOUNDS}) or none, got 1"),
+        (
+            {
+                "quantization": "aqt_fp8_full",
+                "constant_bound_config": [1] * 6,
+                "per_tensor_scales": [False] + [True] * 5,
+            },
+            ValueError,
+            "per_tensor_scales has no effect beside constant_bound_config",
+        ),
+        ({"quantization_local_shard_count": -2}, ValueError, "quantization_local_shard_count must be -1 (local device"),
+        ({"amax_history_length": 0}, ValueError, "amax_history_length must be at least 1, got 0"),
+        ({"amax_init": "cold"}, ValueError, "QuantConfig.amax_init must be one of 'warmup', 'flax', got 'cold'"),
+        (
+            {"quantize_kvcache": True, "kv_quant_axis": ""},
+            ValueError,
+            "kv_quant_axis '' leaves quantize_kvcache without",
+        ),
+        ({"kv_quant_axis": "dvk"}, ValueError, "got 'dvk'; did you mean 'dkv'?"),
+        ({"kv_quant_dtype": "int2"}, ValueError, "QuantConfig.kv_quant_dtype must be one of 'int8', 'int4', 'fp8'"),
+        (
+            {"weight_sparsity_n": 2},
+            ValueError,
+            "weight_sparsity_n and weight_sparsity_m belong together, got 2 and None",
+        ),
+        (
+            {"quantization": "fp8_full", "weight_sparsity_n": 4, "weight_sparsity_m": 2},
+            ValueError,
+            "weight_sparsity_n must be above 0 and below weight_sparsity_m, got 4 of 2",
+        ),
+        ({"weight_sparsity_n": 2, "weight_sparsity_m": 2}, ValueError, "got 2 of 2"),
+        ({"weight_sparsity_n": 0, "weight_sparsity_m": 2}, ValueError, "got 0 of 2"),
+        ({"weight_sparsity_update_step": 0}, ValueError, "weight_sparsity_update_step must be at least 1, got 0"),
+        (
+            {"quantization": "fp8_full", "weight_sparsity_start_step": 5},
+            ValueError,
+            "weight_sparsity_start_step 5 has no effect without weight_sparsity_n and weight_sparsity_m",
+        ),
+    ],
+)
+def test_refusals(fields, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        QuantConfig.from_any(fields)
+
+
+OPTION_VALUES = {
+    "quantization_local_shard_count": 0, "replicate_quant_scale": True, "constant_bound_config": "1,1,1,1,1,1",
+    "per_tensor_scales": [True] * 6, "weight_quantization_calibration_method": "absmax,0.9",
+    "act_quantization_calibration_method": "fixed,3", "bwd_quantization_calibration_method": "rms,4",
+    "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax",
+}  # fmt: skip
+DELAYED = {"fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
+READERS = {
+    "quantization_local_shard_count": {"int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1"},
+    "replicate_quant_scale": {"int8", "aqt_fp8", "aqt_fp8_full"},
+    "constant_bound_config": {"aqt_fp8_full"},
+    "per_tensor_scales": {"aqt_fp8_full"},
+    **{f"{tensor}_quantization_calibration_method": {"fp8_full"} for tensor in ("weight", "act", "bwd")},
+    "amax_history_length": DELAYED,
+    "amax_margin": DELAYED,
+    "amax_init": DELAYED,
+}
+STRINGS = [
+    "", "int8", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full", "fp8_e4m3",
+    "fp8_e5m2", "fp4", "fp4_e2m1", "aqt_fp8", "aqt_fp8_full", "fp8_current", "te_fp8_currentscaling", "int8w", "int4w",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTION_VALUES)
+@pytest.mark.parametrize("name", STRINGS)
+def test_an_option_is_read_or_refused(name, option):
+    fields = {"quantization": name, option: OPTION_VALUES[option]}
+    if name in READERS[option]:
+        config = QuantConfig(**fields)
+        # Every option but the placement of stored scales and a flag at its default changes the numbers.
+        if option not in ("replicate_quant_scale", "per_tensor_scales"):
+            assert config.recipe() != QuantConfig(quantization=name).recipe()
+    else:
+        with pytest.raises(ValueError, match=f"{option} .* is not read by quantization '{name}'; it is an option of "):
+            QuantConfig(**fields)
+
+
+def test_other_unread_options():
+    with pytest.raises(ValueError, match=r"weight_sparsity_n 2 is not read by quantization 'int8'.* of 'fp8_full'"):
+        QuantConfig(quantization="int8", weight_sparsity_n=2, weight_sparsity_m=4)
+    with pytest.raises(ValueError, match=r"quant_cfg_path 'a\.json' is not read by quantization 'int8'.* of 'intmp'"):
+        QuantConfig(quantization="int8", quant_cfg_path="a.json")
+
+
+def test_serving_fields_are_kept():
+    config = QuantConfig(quantize_kvcache=True, kv_quant_axis="dkv", kv_quant_dtype="fp8", checkpoint_is_quantized=True)
+    assert (config.quantize_kvcache, config.kv_quant_dtype, config.checkpoint_is_quantized) == (True, "fp8", True)

@@ -1,0 +1,175 @@
+"""quantize against plain numpy, known scales, and the rounding of every element type."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.core.calibration import Calibration, parse_calibration
+from jaxquant.core.dtypes import ELEMENTS
+from jaxquant.core.qtensor import QTensor, dequantize, nbytes
+from jaxquant.core.quantize import fake_quantize, outside_range, quantize
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.rounding import content_key, saturating_cast, stochastic_cast
+from tests import numerics, reference
+
+
+def normal(shape, seed=0):
+    return np.asarray(jax.random.normal(jax.random.key(seed), shape, jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+def test_qvalues_and_scales_are_those_of_plain_numpy(dtype, granularity):
+    x = normal((24, 40)) * np.logspace(-3, 3, 24, dtype=np.float32)[:, None]
+    axis = None if granularity == "per_tensor" else 1
+    expected, scale = reference.quantize(x, dtype, axis)
+    tensor = jax.jit(lambda v: quantize(v, TensorSpec(dtype, granularity), (1,)))(x)
+    np.testing.assert_array_equal(tensor.scale, scale)
+    np.testing.assert_array_equal(tensor.qvalue.astype(jnp.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_representable_values_come_back_exactly(dtype):
+    top = ELEMENTS[dtype].max
+    values = reference.cast(np.linspace(-top, top, 97, dtype=np.float32), dtype)
+    tensor = quantize(
+        jnp.asarray(values),
+        TensorSpec(dtype, "per_tensor", Calibration("fixed", 1.0, *[-ELEMENTS[dtype].bound, ELEMENTS[dtype].bound])),
+        (0,),
+    )
+    assert float(tensor.scale[0]) == 1.0
+    np.testing.assert_array_equal(dequantize(tensor), values)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float8_e4m3fn", 0.5), ("int8", 1.756863)])
+def test_fixed_224(dtype, scale):
+    spec = TensorSpec(dtype, "per_tensor", parse_calibration("fixed,224"))
+    assert float(quantize(jnp.ones(4), spec, (0,)).scale[0]) == pytest.approx(scale, rel=1e-6)
+
+
+def test_relative_rmse_of_normal_values():
+    x = normal((512, 512))
+    error = fake_quantize(jnp.asarray(x), TensorSpec("float8_e4m3fn", "per_tensor"), (0, 1)) - x
+    rmse = float(jnp.sqrt(jnp.mean(error**2)) / np.sqrt(np.mean(x**2)))
+    assert rmse == pytest.approx(numerics.QDQ_RMSE["float8_e4m3fn"], rel=numerics.QDQ_RMSE_RTOL)
+
+
+def test_tiles_share_a_scale_and_nothing_else():
+    x = normal((6, 32))
+    x[:, 8:16] *= 100
+    tensor = quantize(jnp.asarray(x), TensorSpec("int8", "per_tile", tile_size=8), (1,))
+    assert tensor.scale.shape == (6, 4)
+    for tile in range(4):
+        part = quantize(jnp.asarray(x[:, 8 * tile : 8 * tile + 8]), TensorSpec("int8"), (1,))
+        np.testing.assert_array_equal(tensor.qvalue[:, 8 * tile : 8 * tile + 8], part.qvalue)
+        np.testing.assert_array_equal(tensor.scale[:, tile : tile + 1], part.scale)
+    np.testing.assert_allclose(dequantize(tensor), x, atol=float(tensor.scale.max()))
+
+
+def test_shards_have_scales_of_their_own():
+    x = jnp.asarray(normal((8, 5))) * jnp.repeat(jnp.array([1.0, 64.0]), 4)[:, None]
+    tensor = quantize(x, TensorSpec("int8"), (0,), shards=2)
+    assert tensor.scale.shape == (2, 5)
+    np.testing.assert_array_equal(tensor.qvalue[:4], quantize(x[:4], TensorSpec("int8"), (0,)).qvalue)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"spec": TensorSpec("int8", "per_tile", tile_size=7)},
+            r"tile_size 7 does not divide contraction axis 1 of size 32",
+        ),
+        (
+            {"spec": TensorSpec("int8"), "shards": 5},
+            r"quantization_local_shard_count 5 does not divide contraction axis 1",
+        ),
+        ({"spec": TensorSpec("int8", rounding="stochastic")}, r"stochastic rounding to int8 needs a random key"),
+    ],
+)
+def test_refusals(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(jnp.ones((6, 32)), axes=(1,), **kwargs)
+
+
+def test_minmax_represents_zero_exactly_and_uses_all_codes():
+    x = jnp.asarray(normal((3, 200))) * 2 + 5
+    x = x.at[:, 0].set(0.0)
+    tensor = quantize(x, TensorSpec("int8", calibration=parse_calibration("minmax")), (1,))
+    assert tensor.zero_point is not None
+    np.testing.assert_array_equal(dequantize(tensor)[:, 0], 0.0)
+    assert int(tensor.qvalue.min()) == -128
+    assert int(tensor.qvalue.max()) == 127
+    np.testing.assert_allclose(dequantize(tensor), x, atol=float(tensor.scale.max()))
+
+
+@pytest.mark.parametrize("text", ["fixed,1", "absmax,0.5", "rms,1", "fixed,-0.5,1"])
+def test_outside_range_is_what_lies_beyond_the_covered_range(text):
+    calibration = parse_calibration(text)
+    x = normal((4, 64), seed=3)
+    tensor = quantize(jnp.asarray(x), TensorSpec("int8", calibration=calibration), (1,))
+    outside = outside_range(
+        jnp.asarray(x), TensorSpec("int8", calibration=calibration), tensor.scale, tensor.zero_point
+    )
+    if text == "fixed,-0.5,1":
+        # The zero point rounds to an integer, which moves the range by up to half a step.
+        step = float(tensor.scale.max())
+        sure = (x < -0.5 - step) | (x > 1 + step)
+        never = (x > -0.5 + step) & (x < 1 - step)
+        assert outside[sure].all()
+        assert not outside[never].any()
+        return
+    bound = {
+        "fixed,1": np.ones((4, 1)),
+        "absmax,0.5": 0.5 * np.abs(x).max(1, keepdims=True),
+        "rms,1": np.sqrt((x**2).mean(1, keepdims=True)),
+    }[text]
+    clear = np.abs(np.abs(x) - bound) > 1e-5
+    np.testing.assert_array_equal(np.asarray(outside)[clear], (np.abs(x) > bound)[clear])
+    assert 0 < int(outside.sum()) < outside.size
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_casts_saturate_and_keep_nan(dtype):
+    kind = ELEMENTS[dtype]
+    top = jnp.array([kind.max * 1.04, -kind.max * 1.04, jnp.inf, -jnp.inf], jnp.float32)
+    expected = [kind.max, -kind.max, kind.max, -kind.max]
+    np.testing.assert_array_equal(saturating_cast(top, kind).astype(jnp.float32), expected)
+    if kind.kind == "float" and dtype != "float4_e2m1fn":  # e2m1 has no NaN
+        assert jnp.isnan(saturating_cast(jnp.float32(jnp.nan), kind).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_stochastic_rounding_is_unbiased_and_hits_only_neighbours(dtype):
+    kind, n = ELEMENTS[dtype], 20_000
+    for x in (0.3, -1.3, 2.6, 5.1):
+        # The two neighbours of x, found by scanning the grid of the element.
+        grid = np.unique(reference.cast(np.linspace(-6.0, 6.0, 4001), dtype))
+        below, above = grid[grid <= x].max(), grid[grid > x].min()
+        values = np.asarray(stochastic_cast(jnp.full(n, x), kind, jax.random.key(7)).astype(jnp.float32))
+        assert set(np.unique(values)) == {below, above}
+        assert values.mean() == pytest.approx(x, abs=numerics.stochastic_mean_bound(above - below, n))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_stochastic_rounding_of_subnormals(dtype):
+    kind, n = ELEMENTS[dtype], 20_000
+    ulp = 2.0 ** (kind.min_exponent - kind.mantissa_bits)
+    values = np.asarray(stochastic_cast(jnp.full(n, 0.25 * ulp), kind, jax.random.key(1)).astype(jnp.float32))
+    assert set(np.unique(values)) == {0.0, ulp}
+    assert values.mean() == pytest.approx(0.25 * ulp, abs=numerics.stochastic_mean_bound(ulp, n))
+
+
+def test_content_key_depends_on_the_values_and_not_on_their_order():
+    x = jnp.asarray(normal((64,)))
+    data = jax.random.key_data
+    np.testing.assert_array_equal(data(content_key(x)), data(content_key(x[::-1])))
+    assert (data(content_key(x)) != data(content_key(x.at[3].add(1e-3)))).any()
+
+
+def test_nbytes_counts_sub_byte_elements_packed():
+    tensor = QTensor(jnp.zeros((4, 8), jnp.int4), jnp.ones((1, 8)))
+    assert nbytes(tensor) == 16 + 32

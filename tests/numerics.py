@@ -1,0 +1,30 @@
+"""Every tolerance of the test suite, each with the arithmetic that gives it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+FLOAT32_EPS = float(np.finfo(np.float32).eps)
+BFLOAT16_EPS = 2.0**-8
+
+
+def dot_bound(lhs: np.ndarray, rhs: np.ndarray, eps: float = FLOAT32_EPS) -> np.ndarray:
+    """Bound a float matmul's error: each of K products and K − 1 sums rounds once, in any order.
+
+    |fl(x·y) − x·y| ≤ K · eps · Σ|x||y| (Higham, Accuracy and Stability, section 3.1), with one more eps each for the two
+    scale products.
+    """
+    depth = lhs.shape[-1]
+    return (depth + 3) * eps * (np.abs(lhs) @ np.abs(rhs)) + np.finfo(np.float32).tiny
+
+
+# Relative RMSE of quantize-dequantize on N(0, 1), measured on 1e6 samples elsewhere (recipes, section 5). The sampling
+# error of an RMSE over 2^18 values is about 1 / sqrt(2 · 2^18) = 0.14 %; the scale follows the largest sample, which
+# moves fp8 errors by another percent.
+QDQ_RMSE = {"float8_e4m3fn": 0.0265}
+QDQ_RMSE_RTOL = 0.02
+
+
+# Mean of n stochastic roundings with ulp u deviates from x by at most 5 standard deviations, each u / 2 / sqrt(n).
+def stochastic_mean_bound(ulp: float, n: int) -> float:
+    return 5 * ulp / 2 / n**0.5

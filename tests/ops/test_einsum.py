@@ -1,0 +1,90 @@
+"""einsum equations as one contraction, against jnp.einsum on values that int8 holds exactly."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.core.calibration import Calibration
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
+from jaxquant.ops import einsum
+from jaxquant.ops.einsum import plan_einsum
+
+# fixed,127.5 makes the scale 1: small integers pass unchanged, so results are exact.
+SPEC = TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -127.5, 127.5))
+EXACT = Recipe(
+    "exact", MatmulSpec(SPEC, SPEC, "int32"), MatmulSpec(SPEC, FORWARD, "int32"), MatmulSpec(FORWARD, SPEC, "int32")
+)
+SIZES = {"a": 2, "b": 3, "c": 4, "d": 5, "e": 2, "f": 3}
+
+
+def integers(labels, seed, dots=()):
+    shape = [*dots, *(SIZES[label] for label in labels)]
+    return jax.random.randint(jax.random.key(seed), shape, -4, 5).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "ab,bc->ac",
+        "abc,cd->abd",
+        "abc,bcd->ad",
+        "abc,dcb->da",
+        "abc,bcd->bad",
+        "abc,abd->acd",
+        "abc,cd->dab",
+        "ab,cb->ca",
+        "abf,bc->ac",
+        "ab,bcf->ac",
+        "ab,bc",
+        "ba,cb",
+    ],
+)
+def test_equations(equation):
+    inputs = equation.partition("->")[0].split(",")
+    lhs, rhs = integers(inputs[0], 0), integers(inputs[1], 1)
+    out, pull = jax.vjp(lambda a, b: einsum(equation, a, b, recipe=EXACT), lhs, rhs)
+    expected, expected_pull = jax.vjp(lambda a, b: jnp.einsum(equation, a, b), lhs, rhs)
+    np.testing.assert_array_equal(out, expected)
+    grad = jnp.round(jnp.linspace(-3, 3, out.size)).reshape(out.shape)
+    for ours, theirs in zip(pull(grad), expected_pull(grad), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("equation", "lhs_dots", "rhs_dots"),
+    [
+        ("...ab,bc->...ac", (2, 3), ()),
+        ("...a,...ab->...b", (2, 3), (2, 3)),
+        ("...a,...ab->...b", (2, 3), (3,)),
+        ("...a,ab->b...", (2, 3), ()),
+    ],
+)
+def test_ellipsis(equation, lhs_dots, rhs_dots):
+    names = equation.replace("...", "").partition("->")[0].split(",")
+    lhs, rhs = integers(names[0], 0, lhs_dots), integers(names[1], 1, rhs_dots)
+    np.testing.assert_array_equal(einsum(equation, lhs, rhs, recipe=EXACT), jnp.einsum(equation, lhs, rhs))
+
+
+def test_weight_first_quantizes_the_first_operand_as_the_weight():
+    weight_only = Recipe("weight", MatmulSpec(None, TensorSpec("int4")), MatmulSpec(None, FORWARD))
+    x, w = jax.random.normal(jax.random.key(0), (6, 8)), jax.random.normal(jax.random.key(1), (8, 4))
+    first = einsum("kn,mk->mn", w, x, recipe=weight_only, weight=0)
+    np.testing.assert_array_equal(first, einsum("mk,kn->mn", x, w, recipe=weight_only))
+    assert (first != einsum("kn,mk->mn", w, x, recipe=weight_only, weight=1)).any()
+
+
+@pytest.mark.parametrize(
+    ("equation", "error", "message"),
+    [
+        ("ab->a", ValueError, "must have two operands, got 1"),
+        ("aa,ab->b", NotImplementedError, "takes a diagonal"),
+        ("ab,bc->az", ValueError, "unknown or repeated"),
+        ("abc,bc->a", ValueError, "has 3 labels for an operand of rank 2"),
+    ],
+)
+def test_refusals(equation, error, message):
+    with pytest.raises(error, match=message):
+        plan_einsum(equation, 2, 2)

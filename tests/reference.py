@@ -1,0 +1,43 @@
+"""The meaning of a recipe in plain numpy, for ``[M, K] · [K, N]``, written apart from the package's own code."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+BOUNDS = {
+    "int8": 127.5,
+    "int4": 7.5,
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+    "float8_e4m3fnuz": 240.0,
+    "float8_e5m2fnuz": 57344.0,
+    "float4_e2m1fn": 6.0,
+}
+
+
+def cast(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Saturating round-to-nearest-even to a dtype, back in float32."""
+    x = np.asarray(x, np.float32)
+    if dtype.startswith("int"):
+        top = np.floor(BOUNDS[dtype])
+        return np.rint(np.clip(x, -top, top)).astype(np.float32)
+    top = BOUNDS[dtype]
+    return np.clip(x, -top, top).astype(getattr(ml_dtypes, dtype)).astype(np.float32)
+
+
+def absmax_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
+    """Scale shared along ``axis`` (None: by all)."""
+    scale = np.max(np.abs(x), axis=axis, keepdims=True).astype(np.float32) / np.float32(BOUNDS[dtype])
+    return np.where(scale < np.sqrt(np.finfo(np.float32).tiny), np.float32(1), scale).astype(np.float32)
+
+
+def quantize(x: np.ndarray, dtype: str, axis: int | None, reciprocal: bool = False):
+    """Return qvalue (as float32) and scale."""
+    scale = absmax_scale(x, dtype, axis)
+    scaled = x * (np.float32(1) / scale) if reciprocal else x / scale
+    return cast(scaled.astype(np.float32), dtype), scale
+
+
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.asarray(a, np.float64) @ np.asarray(b, np.float64)
