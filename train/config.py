@@ -28,7 +28,7 @@ more steps goes on from the checkpoint along the longer schedule.)
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(QuantConfig):
     """One training run.
 
@@ -103,9 +103,7 @@ class TrainConfig(QuantConfig):
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        parent = getattr(super(), "__post_init__", None)
-        if parent is not None:
-            parent()
+        super().__post_init__()
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
