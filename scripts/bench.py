@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Measure what quantization costs and gains: `steps` (time), `trace` (program size), `memory` (bytes saved), `losses`.
 
 Each prints a table and writes it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.

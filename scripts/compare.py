@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Set training runs against each other: a table here, and one HTML page with curves, bytes and dtypes."""
 
 from __future__ import annotations

@@ -41,11 +41,10 @@ setup_venv() {
   venv="$root/.venv${PYTHON:+-$version}"
   stamp="$venv/.installed"
   wanted="$(cd "$root" && "$base" -c '
-import hashlib, pathlib, sys
-digest = hashlib.sha256(sys.version.encode())
-for name in sys.argv[1:]:
-    digest.update(pathlib.Path(name).read_bytes())
-print(digest.hexdigest())' "$pins" pyproject.toml)"
+import hashlib, json, pathlib, sys, tomllib
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())
+parts = [sys.version, pathlib.Path(sys.argv[1]).read_text(), project["project"], project["build-system"]]
+print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
 
   if [[ ! -x "$venv/bin/python" || "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
     echo "Installing pinned packages for Python $version in ${venv#"$root"/} (a few minutes the first time) ..."

@@ -46,7 +46,7 @@ def test_the_example_trains(quantization):
     assert last < 0.1 * first
     histories = [leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in jax.tree_util.keystr(path)]
     assert bool(histories) == (quantization == "fp8")
-    assert all(jnp.all(history[:100] > 0) for history in histories)
+    assert all(jnp.sum(history > 0) == 200 for history in histories)  # one amax a step
 
 
 def test_the_example_is_short():
