@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from jaxquant import RECIPES
 from scripts import bench
 

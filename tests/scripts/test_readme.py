@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+
 from jaxquant import RECIPES
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -15,7 +16,7 @@ def strings_table():
     """Write the table of recipes as the README has it."""
     groups = {}
     for name, row in RECIPES.items():
-        groups.setdefault(id(row), (row, []))[1].append(f'`{name}`' if name else '`""`')
+        groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
     lines = ["| `quantization` | numbers | `auto` | also on |", "| --- | --- | --- | --- |"]
     for row, names in groups.values():
         others = ", ".join(backend for backend in row.backends if backend != row.auto)
@@ -44,7 +45,9 @@ def test_the_example_trains(quantization):
     first = scope["loss"](start, scope["quant_state"], jax.random.key(0))
     last = scope["loss"](params, state, jax.random.key(0))
     assert last < 0.1 * first
-    histories = [leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in jax.tree_util.keystr(path)]
+    histories = [
+        leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in jax.tree_util.keystr(path)
+    ]
     assert bool(histories) == (quantization == "fp8")
     assert all(jnp.sum(history > 0) == 200 for history in histories)  # one amax a step
 

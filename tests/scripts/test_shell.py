@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,13 @@ def test_the_demo_takes_no_arguments():
 
 @pytest.mark.parametrize("pins", ["py311", "py312"])
 def test_pins_are_exact_and_cover_what_is_declared(pins):
-    import tomllib
-
     lines = (ROOT / f"constraints/{pins}.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower() for line in lines if not line.startswith("#")}
     assert all("==" in line for line in lines if not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
     names = {name.split(">")[0].split("=")[0].split("[")[0].lower() for name in wanted}
     assert names <= pinned
