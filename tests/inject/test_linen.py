@@ -31,7 +31,6 @@ def native(quantization, **fields):
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(x, x)
         return x + nn.Dense(16, name="wo")(nn.silu(nn.Dense(32, name="wi")(x))), None
 
 
@@ -46,14 +45,13 @@ class Model(nn.Module):
         axes = {"params": 0} | ({OWG: 0} if self.state_axis else {})
         stack = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=2)
         x, _ = stack(name="layers")(x, None)
-        x = nn.Einsum((16, 2, 8), "bsd,dhk->bshk", name="mix")(x).reshape(x.shape)
-        x = nn.DenseGeneral((4, 4), name="gate")(x).reshape(x.shape)
+        x = nn.Einsum((16, 2, 8), "bsd,dhk->bshk", name="mix")(x)
+        x = nn.DenseGeneral((2, 8), axis=(-2, -1), name="gate")(x).reshape(*x.shape[:2], 16)
         return nn.Dense(32, name="logits")(x)
 
 
 TOKENS = jnp.arange(16).reshape(2, 8)
-QUANTIZED = ["layers/attention/query", "layers/attention/key", "layers/attention/value", "layers/attention/out"]
-QUANTIZED += ["layers/wi", "layers/wo", "mix"]
+QUANTIZED = ["layers/wi", "layers/wo", "mix"]
 
 
 def init(model, *inputs, seed=3):
@@ -127,11 +125,27 @@ def test_which_layers_and_why():
     assert (reports["layers/wi"].fwd, reports["layers/wi"].dlhs, reports["layers/wi"].drhs) == ("int8 × int8",) * 3
     assert "output head" in reports["logits"].reason
     assert "router" in reports["gate"].reason
-    assert [layer.kernel_shape for layer in linear_layers(Model(), TOKENS)][:1] == [(16, 2, 8)]
+    assert [layer.kernel_shape for layer in linear_layers(Model(), TOKENS)][:3] == [(16, 32), (32, 16), (16, 2, 8)]
     model = maybe_quantize_model(Model(), native("int8"), TOKENS)
     lines = dots(model, init(model, TOKENS))
-    # Equal layers share one lowered function: query, key and value; out; wi; wo; mix.
-    assert sum("xi8>" in line for line in lines) == 3 * 5
+    assert sum("xi8>" in line for line in lines) == 3 * 3
+    assert sum("xi8>" not in line for line in lines) == 3 * 2  # the head and the router
+
+
+def test_attention_quantizes_its_projections_and_not_its_scores():
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(x, x)
+
+    x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+    paths = ["attention/query", "attention/key", "attention/value", "attention/out"]
+    assert [r.path for r in describe_layers(Attention(), native("int8"), x) if r.recipe] == paths
+    model = maybe_quantize_model(Attention(), native("int8"), x)
+    text = jax.jit(model.apply).lower(init(model, x), x).as_text()
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    # Query, key and value share one lowered function; out is another; the two score products stay float.
+    assert [sum("xi8>" in line for line in lines), sum("xf32>, tensor" in line for line in lines)] == [2, 2]
 
 
 def test_rules_choose_by_path_first_match_wins():
@@ -244,7 +258,7 @@ def test_other_methods_and_embedding_in_a_larger_model():
 
 
 def test_state_must_be_carried():
-    message = r"'fp8' at 'layers/attention/query' keeps state in the collection '_overwrite_with_gradient'.*nn\.scan"
+    message = r"'fp8' at 'layers/wi' keeps state in the collection '_overwrite_with_gradient'.*nn\.scan"
     model = maybe_quantize_model(Model(state_axis=False), native("fp8"))
     with pytest.raises(ValueError, match=message):
         model.apply(model.init(jax.random.key(0), TOKENS), TOKENS)
