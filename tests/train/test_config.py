@@ -1,0 +1,85 @@
+"""The run's configuration: what the shipped files say, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxquant.config.loader import build, load_yaml, to_mapping
+from tests.train.conftest import ROOT
+from train.__main__ import main, read_config
+from train.config import RUN_CONTROL, TrainConfig
+from train.model import Decoder
+from train.step import model_config
+
+
+def test_base_file_has_every_field_at_its_default():
+    mapping = load_yaml(ROOT / "configs/base.yml")
+    assert build(TrainConfig, mapping) == TrainConfig()
+    assert set(mapping) == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+SHIPPED = [ROOT / "configs/quickstart.yml", *sorted((ROOT / "configs/models").glob("*.yml"))]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_configs_are_valid(path: Path):
+    build(TrainConfig, load_yaml(path))
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("1b", 1_235_814_400), ("llama3-8b", 8_030_261_248)])
+def test_large_shapes_have_their_models_parameters(name, parameters):
+    config = build(TrainConfig, load_yaml(ROOT / f"configs/models/{name}.yml"))
+    model = Decoder(model_config(config, 128256))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameters
+
+
+def test_resolved_config_survives_the_file(tmp_path: Path, tiny: TrainConfig):
+    assert build(TrainConfig, to_mapping(tiny)) == tiny
+
+
+def test_run_control_names_fields():
+    assert {field.name for field in dataclasses.fields(TrainConfig)} >= RUN_CONTROL
+
+
+def test_run_dir_is_named_after_config_and_quantization():
+    path = str(ROOT / "configs/quickstart.yml")
+    assert read_config(path, []).run_dir == "runs/quickstart-float"
+    assert read_config(path, ["quantization=fp8"]).run_dir == "runs/quickstart-fp8-native"
+    assert read_config(path, ["run_dir=elsewhere"]).run_dir == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("stepz=3", "stepz"),
+        ("steps=many", "steps"),
+        ("steps=0", "steps must be at least 1, got 0"),
+        ("quantization=int9", "int8"),
+        ("dtype=float16", "dtype"),
+        ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
+        ("head_dim=15", "head_dim must be even"),
+        ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
+        ("warmup_steps_fraction=2", "warmup_steps_fraction must lie between 0 and 1"),
+        ("weight_decay=-1", "weight_decay must not be negative"),
+        ("mesh_fsdp=3", "does not make up"),
+        ("mesh_data=-1", "only one of them may be -1"),
+        ("vocab_size=8", "vocab_size 8 is smaller than the tokenizer's"),
+        ("dataset_path=/nonexistent", "/nonexistent"),
+    ],
+)
+def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, capsys):
+    words = ["dataset=text", f"dataset_path={corpus}", f"run_dir={tmp_path / 'run'}", word]
+    assert main([str(ROOT / "configs/models/ci.yml"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_file_is_refused(capsys):
+    assert main(["nowhere.yml"]) == 2
+    assert "nowhere.yml" in capsys.readouterr().err

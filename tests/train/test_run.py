@@ -1,0 +1,210 @@
+"""Whole runs: they learn, stop, resume exactly, survive kill -9 and broken checkpoints, and end in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxquant.config.loader import load_yaml, to_mapping
+from tests.train.conftest import ROOT, STEPS, quantized, read_losses, train
+from train.__main__ import main
+from train.checkpoint import Checkpoints
+from train.config import TrainConfig
+from train.metrics import truncate_metrics
+from train.step import build
+
+STRINGS = ["", "int8", "fp8"]
+
+
+def start(config: TrainConfig, run_dir: Path, folder: Path) -> subprocess.Popen[str]:
+    """Start the command in a process of its own."""
+    import yaml
+
+    file = folder / "config.yml"
+    file.write_text(yaml.safe_dump(to_mapping(config)))
+    words = [sys.executable, "-m", "train", str(file), f"run_dir={run_dir}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    path = run_dir / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run does not advance"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("quantization", STRINGS)
+def test_loss_falls_and_the_summary_says_what_ran(finished: Any, tiny: TrainConfig, quantization: str):
+    run = finished(quantization)
+    losses = read_losses(run)
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert losses[STEPS] < 0.8 * losses[1]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["quantization"] == quantization
+    assert summary["backend"] == ("native" if quantization else "")
+    assert 0 < summary["held_out_loss"] < losses[1]
+    assert summary["step_time_s"] > 0
+    assert summary["tokens_per_s"] > 0
+    assert summary["saved_activation_bytes"] > 0
+    assert (summary["quant_state_bytes"] > 0) == (quantization == "fp8")
+    recipes = {layer["path"]: layer["recipe"] for layer in summary["layers"]}
+    if quantization:
+        assert recipes["layers/mlp/wo"] == quantization
+    assert load_yaml(run / "config.yml")["quantization"] == quantization
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert set(lines[0]) == {"step", "loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s"}
+    assert lines[-1] == {"step": STEPS, "held_out_loss": summary["held_out_loss"]}
+
+
+@pytest.mark.parametrize("quantization", STRINGS)
+def test_killed_at_a_random_step_resumes_bit_identical(finished, tiny, tmp_path, quantization):
+    run = tmp_path / "run"
+    config = quantized(tiny, quantization)
+    process = start(config, run, tmp_path)
+    step = random.randrange(4, STEPS - 4)
+    wait_for_step(process, run, step)
+    process.kill()
+    process.communicate()
+    assert not (run / "summary.json").exists(), "it ended before it was killed"
+    train(config, run)
+    whole = finished(quantization)
+    assert read_losses(run) == read_losses(whole), f"killed at step {step}"
+    held_out = [json.loads((path / "summary.json").read_text())["held_out_loss"] for path in (run, whole)]
+    assert held_out[0] == held_out[1]
+
+
+def test_sigterm_saves_exits_0_and_resumes_bit_identical(finished, tiny, tmp_path):
+    run = tmp_path / "run"
+    process = start(tiny, run, tmp_path)
+    wait_for_step(process, run, 5)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, text
+    assert "stopped by SIGTERM after step" in text
+    reached = max(read_losses(run))
+    assert reached < STEPS
+    assert (run / "checkpoints" / str(reached)).is_dir()
+    assert any("resumed" in line and line.endswith(f"step {reached}") for line in train(tiny, run))
+    assert read_losses(run) == read_losses(finished(""))
+
+
+def _copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def _largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def _truncate(folder: Path) -> None:
+    path = _largest(folder)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES = {
+    "largest file cut in half": _truncate,
+    "largest file gone": lambda folder: _largest(folder).unlink(),
+    "largest file empty": lambda folder: os.truncate(_largest(folder), 0),
+    "state gone": lambda folder: shutil.rmtree(folder / "state"),
+    "data position gone": lambda folder: shutil.rmtree(folder / "data"),
+    "data position cut": lambda folder: os.truncate(_largest(folder / "data"), 5),
+    "all but the folder gone": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_checkpoint_is_passed_over(finished, tiny, tmp_path, damage):
+    run = _copy(finished(""), tmp_path)
+    DAMAGES[damage](run / "checkpoints" / str(STEPS))
+    said: list[str] = []
+    with Checkpoints(run, tiny) as checkpoints:
+        found = checkpoints.restore(build(tiny, 320).abstract_state, said.append)
+    assert found is not None
+    assert int(found[0].step) == STEPS - 3
+    assert said[0].startswith(f"checkpoint {STEPS} does not load (")
+    assert (run / "unreadable_checkpoints" / str(STEPS)).is_dir()
+
+
+def test_training_goes_on_from_before_a_broken_checkpoint(finished, tiny, tmp_path):
+    run = _copy(finished(""), tmp_path)
+    _truncate(run / "checkpoints" / str(STEPS))
+    said = train(tiny, run)
+    assert any(line.endswith(f"at step {STEPS - 3}") for line in said)
+    assert read_losses(run) == read_losses(finished(""))
+    assert (run / "checkpoints" / str(STEPS)).is_dir()
+
+
+def test_no_checkpoint_that_loads_is_an_error(finished, tiny, tmp_path):
+    run = _copy(finished(""), tmp_path)
+    for folder in (run / "checkpoints").iterdir():
+        _truncate(folder)
+    with pytest.raises(ValueError, match=r"none of the checkpoints \[24, 21\]"):
+        train(tiny, run)
+
+
+def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path, capsys):
+    run = _copy(finished(""), tmp_path)
+    with pytest.raises(ValueError, match="does not match the run") as caught:
+        train(tiny, run, learning_rate=0.5, quantization="int8", steps=30, log_every=2)
+    lines = str(caught.value).splitlines()[1:]
+    assert lines == ["  quantization: '' in the run, 'int8' asked", "  learning_rate: 0.01 in the run, 0.5 asked"]
+
+
+def test_a_finished_run_ends_again_and_a_longer_one_goes_on(finished, tiny, tmp_path):
+    run = _copy(finished(""), tmp_path)
+    before = json.loads((run / "summary.json").read_text())["held_out_loss"]
+    train(tiny, run)
+    assert json.loads((run / "summary.json").read_text())["held_out_loss"] == before
+    train(tiny, run, steps=STEPS + 2)
+    assert list(read_losses(run)) == list(range(1, STEPS + 3))
+
+
+def test_divergence_saves_the_last_good_state_and_names_the_layer(finished, tiny, tmp_path, capsys):
+    """A run is led to a poisoned checkpoint; the next step cannot be finite."""
+    run = _copy(finished(""), tmp_path)
+    shutil.rmtree(run / "checkpoints" / str(STEPS))
+    with Checkpoints(run, tiny) as checkpoints:
+        state, position = checkpoints.restore(build(tiny, 320).abstract_state)  # pyright: ignore
+        kernel = state.params["layers"]["self_attention"]["value"]
+        kernel["kernel"] = kernel["kernel"].at[1].set(jnp.nan)
+        checkpoints.save(STEPS - 2, state._replace(step=jnp.int32(STEPS - 2)), position)
+    words = [f"{name}={json.dumps(value)}" for name, value in to_mapping(tiny).items() if name != "run_dir"]
+    assert main([str(ROOT / "configs/models/ci.yml"), *words, f"run_dir={run}"]) == 1
+    message = capsys.readouterr().err
+    assert f"step {STEPS - 1}: loss is nan" in message
+    assert "first non-finite output is that of layers/self_attention/value, layer 1, amax nan" in message
+    assert f"the last good state, step {STEPS - 2}, is saved" in message
+    assert max(read_losses(run)) == STEPS - 2
+
+
+def test_metrics_are_cut_after_the_resumed_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
+    path.write_text("\n".join([*lines, '{"step": 5, "lo']))
+    truncate_metrics(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_initial_parameters_do_not_depend_on_the_quantization(tiny):
+    trees = [build(quantized(tiny, string), 320).init().params for string in STRINGS]
+    for tree in trees[1:]:
+        assert jax.tree.structure(tree) == jax.tree.structure(trees[0])
+        assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), tree, trees[0])))

@@ -1,0 +1,52 @@
+"""``python -m train CONFIG.yml [key=value ...]``: train, or go on with, the run that a YAML file describes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxquant.config.loader import build, load_yaml, parse_overrides
+from train.config import TrainConfig
+
+
+def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
+    """Read a YAML file, lay ``key=value`` words over it, and name the run's folder where neither does.
+
+    Raises:
+      TypeError, ValueError: an unknown or duplicate key, or a value of the wrong type or range.
+      OSError: the file cannot be read.
+    """
+    config: TrainConfig = build(TrainConfig, load_yaml(path) | parse_overrides(overrides))
+    if config.run_dir:
+        return config
+    words = (Path(path).stem, config.quantization or "float", config.resolved_backend)
+    return dataclasses.replace(config, run_dir=f"runs/{'-'.join(word for word in words if word)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; 0 when the run ended or was stopped in order, 1 when it diverged, 2 when it could not start."""
+    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__)
+    parser.add_argument("config", help="YAML file, such as configs/quickstart.yml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
+    words = parser.parse_args(arguments)
+    try:
+        config = read_config(words.config, words.overrides)
+        from train.loop import Diverged, prepare  # after the configuration: a typo is reported before jax loads
+
+        train = prepare(config, lambda text: print(text, flush=True))
+    except (TypeError, ValueError, NotImplementedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        train()
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The configuration of a training run: one flat frozen dataclass, quantization fields included."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxquant.config.quant_config import QuantConfig
+
+RUN_CONTROL = frozenset(
+    {
+        "run_dir",
+        "steps",
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+        "checkpoint_keep",
+        "tensorboard",
+        "mesh_data",
+        "mesh_fsdp",
+    }
+)
+"""Fields that may differ when a run is resumed.
+
+They say how long the run lasts, what it writes down and on how many devices it goes. Everything else decides the
+numbers of the run and must equal the checkpoint's. (``steps`` also places the end of the cosine: a run resumed with
+more steps goes on from the checkpoint along the longer schedule.)
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(QuantConfig):
+    """One training run.
+
+    Attributes:
+      run_dir: folder of the run; empty is ``runs/NAME`` with NAME from the config file and the quantization.
+      seed: of the initial parameters and of stochastic rounding.
+      steps: optimizer steps.
+      vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
+      emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
+      rope_theta: base of the rotary embedding's wavelengths.
+      norm_epsilon: added to the mean square in RMSNorm.
+      logits_via_embedding: the output head is the embedding's transpose (tied).
+      scan_layers: one traced layer, scanned; False gives every layer its own path (``layers_0/mlp/wi_0``).
+      remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: matmul
+        outputs; ``quantized``: the residuals that quantized matmuls name.
+      dtype: of activations and matmuls; parameters are always float32.
+      dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: see ``train.data``.
+      sequence_length: tokens of one sequence.
+      batch_size: sequences of one optimizer step, over all devices and micro-batches.
+      gradient_accumulation_steps: micro-batches of one optimizer step.
+      learning_rate: peak, reached after ``warmup_steps_fraction`` of the steps; then a cosine down to
+        ``learning_rate_final_fraction`` of it.
+      adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only.
+      gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 is no clipping.
+      mesh_data, mesh_fsdp: devices along the two mesh axes; -1 is the rest of those present.
+      log_every: steps between two plain progress lines (every step is in metrics.jsonl).
+      eval_every, eval_batches: steps between two held-out losses (0: at the end only), batches of each.
+      checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
+      tensorboard: whether TensorBoard events are written.
+    """
+
+    run_dir: str = ""
+    seed: int = 0
+    steps: int = 1000
+    vocab_size: int = 0
+    emb_dim: int = 512
+    mlp_dim: int = 1536
+    num_layers: int = 8
+    num_query_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    rope_theta: float = 500000.0
+    norm_epsilon: float = 1e-5
+    logits_via_embedding: bool = True
+    scan_layers: bool = True
+    remat_policy: Literal["none", "full", "dots", "quantized"] = "none"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dataset: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
+    dataset_path: str = ""
+    dataset_text_field: str = "text"
+    tokenizer_path: str = ""
+    data_seed: int = 0
+    packing: bool = True
+    sequence_length: int = 512
+    batch_size: int = 16
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 1e-3
+    learning_rate_final_fraction: float = 0.1
+    warmup_steps_fraction: float = 0.1
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.1
+    gradient_clipping_threshold: float = 1.0
+    mesh_data: int = 1
+    mesh_fsdp: int = -1
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 8
+    checkpoint_every: int = 100
+    checkpoint_keep: int = 2
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("vocab_size", "eval_every", "checkpoint_every", "gradient_clipping_threshold", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("learning_rate_final_fraction", "warmup_steps_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                "every key/value head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} equal micro-batches"
+            )
+
+
+_POSITIVE = (
+    "steps",
+    "emb_dim",
+    "mlp_dim",
+    "num_layers",
+    "num_query_heads",
+    "num_kv_heads",
+    "head_dim",
+    "sequence_length",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "log_every",
+    "eval_batches",
+    "checkpoint_keep",
+)

@@ -1,0 +1,198 @@
+"""The training loop: steps, held-out loss, checkpoints, an orderly stop, and the end of a run that diverged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import math
+import platform
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant
+from train.checkpoint import Checkpoints, check_config, write_config
+from train.config import TrainConfig
+from train.data import Data, make_iterators
+from train.diagnose import explain_non_finite
+from train.metrics import Metrics
+from train.model import Decoder
+from train.step import Batch, Program, TrainState, build, example_inputs, model_config, saved_activation_bytes
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "aqtp", "numpy")
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient norm was not finite; the last good state is saved."""
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A step that was started and whose metrics have not been read."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    batch: Batch
+    data_state: Any
+
+
+class StopRequest:
+    """Notes SIGTERM and Ctrl-C, so that the loop stops after the step at hand; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number).name
+        signal.signal(number, self._before[number])
+
+
+def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], None]:
+    """Check and build all that a run needs, and return the function that trains.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError, OSError: the configuration, the data or the run's folder do not fit.
+    """
+    if not config.run_dir:
+        raise ValueError("run_dir is empty; name the folder of the run")
+    run_dir = Path(config.run_dir)
+    check_config(run_dir, config)
+    data = make_iterators(config, config.batch_size)
+    program = build(config, data.vocab_size)
+    write_config(run_dir, config)
+    say(f"data: {data.description}")
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(run_dir, config))
+        restored = checkpoints.restore(program.abstract_state, say)
+        if restored is None:
+            state = program.init()
+        else:
+            state, data_state = restored
+            data.train.set_state(data_state)
+            say(f"resumed {run_dir} at step {int(state.step)}")
+        stack.pop_all()  # they stay open: the training function closes them
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    scheme = f"quantization {config.quantization}" if config.quantization else "unquantized"
+    say(f"model: {count:,} parameters, {scheme}, {_devices()}")
+    return lambda: _train(program, data, state, checkpoints, run_dir)
+
+
+def _train(program: Program, data: Data, state: TrainState, checkpoints: Checkpoints, run_dir: Path) -> None:
+    config = program.config
+    healthy = jnp.bool_(True)
+    pending: _Pending | None = None
+    first = int(state.step)
+    with checkpoints, Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
+
+        def settle() -> None:
+            """Read the pending step's metrics, which waits for it."""
+            nonlocal pending
+            if pending is None:
+                return
+            values = {name: float(value) for name, value in pending.metrics.items()}
+            if not values["healthy"]:
+                _diverged(program, state, pending, values, checkpoints)
+            metrics.step(pending.step, values)
+            pending = None
+
+        batch: Batch = {}
+        held_out = _held_out(program, data, state) if first >= config.steps else None
+        for step in range(first + 1, config.steps + 1):
+            before = data.train.get_state()
+            batch = next(data.train)
+            state, values = program.step(state, batch, healthy)
+            healthy = values["healthy"]
+            settle()
+            pending = _Pending(step, values, batch, before)
+            last = step == config.steps
+            if last or _due(step, config.eval_every):
+                settle()
+                held_out = _held_out(program, data, state)
+                metrics.held_out(step, held_out)
+                metrics.pause()
+            if last or _due(step, config.checkpoint_every) or stop.signal:
+                settle()
+                checkpoints.save(step, state, data.train.get_state())
+                metrics.pause()
+            if stop.signal and not last:
+                checkpoints.wait()
+                metrics.say(f"stopped by {stop.signal} after step {step}, saved; the same command goes on from there")
+                return
+        checkpoints.wait()
+        batch = batch or next(data.train)
+        assert held_out is not None
+        summary = _summary(program, data, state, batch) | metrics.timing() | {"held_out_loss": held_out}
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {run_dir}")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _held_out(program: Program, data: Data, state: TrainState) -> float:
+    parts = [program.evaluate(state, batch) for batch in data.held_out()]
+    return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
+
+
+def _diverged(
+    program: Program, state: TrainState, failed: _Pending, values: dict[str, float], checkpoints: Checkpoints
+) -> None:
+    """Save the last good state and raise with the layer that went first."""
+    good = int(state.step)
+    checkpoints.save(good, state, failed.data_state)
+    checkpoints.wait()
+    key = jax.random.fold_in(jax.random.key(program.config.seed), good)
+    where = explain_non_finite(program, state, failed.batch, key)
+    what = "loss" if not math.isfinite(values["loss"]) else "gradient norm"
+    value = values["loss"] if what == "loss" else values["grad_norm"]
+    raise Diverged(
+        f"step {failed.step}: {what} is {value}; {where}; the last good state, step {good}, is saved; "
+        "lower learning_rate, or start a new run_dir"
+    )
+
+
+def _summary(program: Program, data: Data, state: TrainState, batch: Batch) -> dict[str, Any]:
+    config = program.config
+    plain = Decoder(model_config(config, data.vocab_size, program.mesh))
+    layers = jaxquant.describe_layers(plain, config, example_inputs(config))
+    return {
+        "steps": config.steps,
+        "quantization": config.quantization,
+        "backend": config.resolved_backend or "",
+        "parameter_bytes": _bytes(state.params),
+        "quant_state_bytes": _bytes(state.quant_state),
+        "saved_activation_bytes": saved_activation_bytes(program, {k: np.asarray(v) for k, v in batch.items()}),
+        "layers": [dataclasses.asdict(layer) for layer in layers],
+        "data": data.description,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "devices": _devices(),
+    }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _devices() -> str:
+    devices = jax.devices()
+    return f"{len(devices)} x {devices[0].device_kind}"

@@ -1,0 +1,42 @@
+"""AdamW with warm-up, cosine decay and global-norm clipping. It sees parameters only, never quant state."""
+
+from __future__ import annotations
+
+import jax
+import optax
+
+from train.config import TrainConfig
+
+DECAYED = frozenset({"kernel", "embedding"})
+"""Parameters that weight decay acts on, by name: under a scan over layers a norm's scale has two axes too."""
+
+
+def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
+    """Return step -> learning rate: linear warm-up from 0, then a cosine down to the final fraction."""
+    warmup = round(config.steps * config.warmup_steps_fraction)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if warmup else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(config.steps, warmup + 1),
+        end_value=config.learning_rate * config.learning_rate_final_fraction,
+    )
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Build the optimizer."""
+    adamw = optax.adamw(
+        learning_rate_schedule(config),
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        mask=_decayed,
+    )
+    if not config.gradient_clipping_threshold:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(config.gradient_clipping_threshold), adamw)
+
+
+def _decayed(params: optax.Params) -> optax.Params:
+    return jax.tree_util.tree_map_with_path(lambda path, _: getattr(path[-1], "key", None) in DECAYED, params)

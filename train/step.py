@@ -1,0 +1,198 @@
+"""The training step: loss, gradients, micro-batches, the update; a step that is not finite changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxquant
+from jaxquant import state as quantization_state
+from train.config import TrainConfig
+from train.model import Decoder, DecoderConfig
+from train.optimizer import learning_rate_schedule, make_optimizer
+from train.sharding import BATCH, make_mesh, state_shardings
+
+Batch = Mapping[str, Any]
+"""``inputs``, ``targets``, ``segment_ids`` (0 is padding) and ``positions``, int32 [batch, sequence]."""
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint holds of the model: ``step`` is the number of updates made."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    quant_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model with its jitted functions.
+
+    Attributes:
+      init: () -> TrainState.
+      step: (state, batch, healthy) -> (state, metrics); donates the state. Once ``healthy`` is False, or when this
+        step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
+        False.
+      evaluate: (state, batch) -> (sum of the tokens' losses, number of tokens).
+      loss: (params, quant_state, batch, key) -> mean loss; not jitted, for looking inside.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    model: nn.Module
+    abstract_state: TrainState
+    init: Any
+    step: Any
+    evaluate: Any
+    loss: Any
+
+
+def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None) -> DecoderConfig:
+    """Take the decoder's shape out of a training configuration.
+
+    Raises:
+      ValueError: ``vocab_size`` is given and smaller than the tokenizer's.
+    """
+    rows = config.vocab_size or -(-vocab_size // 64) * 64
+    if rows < vocab_size:
+        raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size}; use 0 to take it from there")
+    shared = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "activation_sharding"}
+    sharding = NamedSharding(mesh, BATCH) if mesh is not None and mesh.size > 1 else None
+    values = {name: getattr(config, name) for name in shared}
+    return DecoderConfig(vocab_size=rows, activation_sharding=sharding, **values)
+
+
+def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of the cross-entropies of the targets outside padding, and their number."""
+    weights = (batch["segment_ids"] != 0).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return (losses * weights).sum(), weights.sum()
+
+
+def example_inputs(config: TrainConfig) -> jax.Array:
+    """Tokens of the shape of one micro-batch."""
+    return jnp.zeros((config.batch_size // config.gradient_accumulation_steps, config.sequence_length), jnp.int32)
+
+
+def build(config: TrainConfig, vocab_size: int) -> Program:
+    """Put model, quantization, optimizer and mesh together.
+
+    Raises:
+      ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization
+        does not fit the model.
+      NotImplementedError: gradient accumulation under a recipe with quant state.
+    """
+    mesh = make_mesh(config)
+    tokens = example_inputs(config)
+    model = jaxquant.maybe_quantize_model(Decoder(model_config(config, vocab_size, mesh)), config, tokens)
+    optimizer = make_optimizer(config)
+    schedule = learning_rate_schedule(config)
+    key = jax.random.key(config.seed)
+
+    def init() -> TrainState:
+        variables = model.init({"params": key, "quant": key}, tokens)
+        params, quant_state = quantization_state.split(variables)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), quant_state)
+
+    def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        variables = quantization_state.merge(params, quant_state)
+        logits = model.apply(variables, batch["inputs"], batch["segment_ids"], batch["positions"], rngs={"quant": key})
+        return token_losses(logits, batch)  # pyright: ignore[reportArgumentType]
+
+    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
+        total, count = total_loss(params, quant_state, batch, key)
+        return total / jnp.maximum(count, 1)
+
+    def gradients(state: TrainState, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
+        """Mean loss over the batch's tokens and its gradient, whatever the number of micro-batches."""
+        k = config.gradient_accumulation_steps
+        if k == 1:
+            return jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.quant_state, batch, key)
+        # The strided cut keeps the batch axis sharded as it came in.
+        micro = jax.tree.map(lambda x: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1), dict(batch))
+        count = jnp.maximum((batch["segment_ids"] != 0).sum().astype(jnp.float32), 1)
+
+        def share(params: Any, micro_batch: Batch, key: jax.Array) -> jax.Array:
+            return total_loss(params, state.quant_state, micro_batch, key)[0] / count
+
+        def add(carry: Any, item: Any) -> tuple[Any, None]:
+            micro_batch, index = item
+            new = jax.value_and_grad(share)(state.params, micro_batch, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, carry, new), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+        (value, grads), _ = jax.lax.scan(add, zeros, (micro, jnp.arange(k)))
+        return value, (grads, {})
+
+    def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
+        norm = optax.tree.norm(grads)
+        healthy = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updated = TrainState(
+            state.step + 1,
+            optax.apply_updates(state.params, updates),
+            opt_state,
+            quantization_state.update(state.quant_state, state_grads) if state.quant_state else state.quant_state,
+        )
+        metrics = {
+            "loss": value,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "tokens": (batch["segment_ids"] != 0).sum(),
+            "healthy": healthy,
+        }
+        return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), updated, state), metrics
+
+    def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return total_loss(state.params, state.quant_state, batch, key)
+
+    shapes: TrainState = jax.eval_shape(init)
+    if config.gradient_accumulation_steps > 1 and shapes.quant_state:
+        raise NotImplementedError(
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps} with quantization "
+            f"{config.quantization!r}: amax histories over micro-batches are not supported; "
+            "set gradient_accumulation_steps to 1 or choose a recipe without quant state"
+        )
+    shardings = state_shardings(mesh, shapes)
+    batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    return Program(
+        config=config,
+        mesh=mesh,
+        model=model,
+        abstract_state=abstract,
+        init=jax.jit(init, out_shardings=shardings),
+        step=jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(shardings, batch_sharding, replicated),
+            out_shardings=(shardings, replicated),
+        ),
+        evaluate=jax.jit(evaluate, in_shardings=(shardings, batch_sharding), out_shardings=replicated),
+        loss=loss,
+    )
+
+
+def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) -> int:
+    """Count the bytes that the forward pass keeps for the backward pass of one micro-batch, parameters excluded."""
+    k = program.config.gradient_accumulation_steps
+    small = {name: jax.ShapeDtypeStruct((x.shape[0] // k, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    state = program.abstract_state
+
+    def residuals(params: Any, quant_state: Any, batch: Batch) -> list[jax.Array]:
+        _, backward = jax.vjp(lambda *a: program.loss(*a, batch, jax.random.key(0)), params, quant_state)
+        inputs = {id(leaf) for leaf in jax.tree.leaves((params, quant_state, batch))}
+        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in inputs]
+
+    kept = jax.eval_shape(residuals, state.params, state.quant_state, small)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
