@@ -99,7 +99,7 @@ def test_backends_without_a_handle():
 @pytest.mark.parametrize("string", ["int8", "aqt_fp8", "aqt_fp8_full"])
 def test_convert_and_serve_repeat_training_bit_for_bit(string):
     config = {"quantization": string, "quant_backend": "aqt"}
-    # Without jit: compiled as three programs, XLA regroups the product with two scalar scales, which moves the last bit.
+    # Without jit: compiled as three programs, XLA regroups the product with two scalar scales and moves the last bit.
     trained = quantize(config).apply(PARAMS, X)
     assert not np.array_equal(trained, Model(None).apply(PARAMS, X))
     converted, stored = quantize(config, "convert").apply(PARAMS, X, mutable=["aqt"])
