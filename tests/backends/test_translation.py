@@ -55,6 +55,9 @@ class Model(nn.Module):
 X = jax.random.normal(jax.random.key(0), (4, 7, 32))
 
 
+PARAMS = jax.jit(Model().init)(jax.random.key(2), X)
+
+
 def loss_and_grads(model, key=1):
     def loss(params, x):
         return jnp.mean(jnp.square(model.apply({"params": params}, x, rngs={"quant": jax.random.key(key)})))
@@ -90,12 +93,12 @@ def test_step_is_low_precision_where_the_recipe_says(string, backend):
     config = QuantConfig(quantization=string, quant_backend=backend)
     model = Model()
     quantized = jaxquant.maybe_quantize_model(model, config, X)
-    params = model.init(jax.random.key(2), X)["params"]
+    params = PARAMS["params"]
     step = jax.jit(loss_and_grads(quantized))
 
     loss, grads = step(params, X)
     assert np.isfinite(loss)
-    assert loss != loss_and_grads(model)(params, X)[0]
+    assert loss != jax.jit(loss_and_grads(model))(params, X)[0]
     stepped = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads[0])
     assert step(stepped, X)[0] < loss
 
@@ -108,8 +111,8 @@ def test_step_is_low_precision_where_the_recipe_says(string, backend):
 @pytest.mark.parametrize(("string", "backend"), STRINGS)
 def test_initial_parameters_are_those_of_the_float_model(string, backend):
     quantized = jaxquant.maybe_quantize_model(Model(), {"quantization": string, "quant_backend": backend}, X)
-    params = quantized.init(jax.random.key(2), X)
-    jax.tree.map(np.testing.assert_array_equal, params, Model().init(jax.random.key(2), X))
+    params = jax.jit(quantized.init)(jax.random.key(2), X)
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
 
 
 # -- AQT ---------------------------------------------------------------------------------------------------------------
@@ -141,8 +144,13 @@ def test_aqt_reuses_the_forward_qvalues(shards):
     )
     module = aqt.dot_general_cls(reusing(shards))()
     dims = (((1,), (0,)), ((), ()))
-    y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, dims, None), x, w)
-    dx, dw = vjp(jnp.asarray(g))
+
+    @jax.jit
+    def run(x, w, g):
+        y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, dims, None), x, w)
+        return y, *vjp(g)
+
+    y, dx, dw = run(x, w, g)
 
     qx, sx = quantize(x, 1)
     qw, sw = quantize(w, 0)
@@ -184,8 +192,13 @@ def test_each_constant_bound_reaches_its_operand(index, changed):
     def run_with(bounds):
         recipe = QuantConfig(quantization="aqt_fp8_full", constant_bound_config=tuple(bounds)).recipe()
         module = aqt.dot_general_cls(recipe)()
-        y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, (((1,), (0,)), ((), ())), None), x, w)
-        return dict(zip(("y", "dx", "dw"), (y, *vjp(jnp.ones_like(y))), strict=True))
+
+        @jax.jit
+        def outputs(x, w):
+            y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, (((1,), (0,)), ((), ())), None), x, w)
+            return y, *vjp(jnp.ones_like(y))
+
+        return dict(zip(("y", "dx", "dw"), outputs(x, w), strict=True))
 
     wide, tight = run_with([8.0] * 6), run_with([0.01 if i == index else 8.0 for i in range(6)])
     assert {name for name in wide if not np.array_equal(wide[name], tight[name])} == changed
@@ -199,7 +212,8 @@ def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
     weight_axes = equation.split("->")[0].split(",")[1]
     w = np.asarray(jax.random.normal(jax.random.key(1), [sizes[label] for label in weight_axes]))
     recipe = Recipe("intmp", MatmulSpec(TensorSpec("int8"), TensorSpec("int4")))
-    y = aqt.einsum_cls(recipe)().apply({}, equation, x, w)
+    module = aqt.einsum_cls(recipe)()
+    y = jax.jit(lambda x, w: module.apply({}, equation, x, w))(x, w)
 
     qx, sx = quantize(x, 2)
     axis = weight_axes.index("d")
@@ -273,16 +287,17 @@ def test_stochastic_rounding_follows_the_stream(backend):
 @pytest.mark.parametrize("backend", ["aqt", "qwix"])
 def test_missing_stream(backend):
     model = jaxquant.maybe_quantize_model(Model(), {"quantization": "int8", "quant_backend": backend}, X)
-    params = Model().init(jax.random.key(2), X)
     for rngs in ({}, {"params": jax.random.key(0)}):
         with pytest.raises(ValueError, match=r"without the random stream 'quant'; pass rngs=\{'quant': key\}"):
-            jax.grad(lambda p: model.apply(p, X, rngs=rngs).sum())(params)  # noqa: B023
+            jax.eval_shape(jax.grad(lambda p: model.apply(p, X, rngs=rngs).sum()), PARAMS)  # noqa: B023
 
 
 def test_aqt_forward_needs_no_stream():
     model = jaxquant.maybe_quantize_model(Model(), {"quantization": "int8", "quant_backend": "aqt"}, X)
-    params = Model().init(jax.random.key(2), X)
-    np.testing.assert_array_equal(model.apply(params, X), model.apply(params, X, rngs={"quant": jax.random.key(0)}))
+    without, with_stream = jax.jit(lambda p: (model.apply(p, X), model.apply(p, X, rngs={"quant": jax.random.key(0)})))(
+        PARAMS
+    )
+    np.testing.assert_array_equal(without, with_stream)
 
 
 # -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
@@ -297,7 +312,7 @@ def dots_of(model, params):
 @pytest.mark.parametrize("float_first", [True, False])
 def test_qwix_does_not_depend_on_who_was_traced_first(float_first):
     model = Model()
-    params = model.init(jax.random.key(2), X)["params"]
+    params = PARAMS["params"]
     recipe = RECIPES["int8"].recipe
     quantized = qwix.quantize_linen(model, dict.fromkeys(LINEAR, recipe))
     models = [(model, 0), (quantized, 9)]
@@ -312,7 +327,7 @@ def test_qwix_takes_paths_literally():
     quantized = qwix.quantize_linen(
         Model(), {"mix.out": RECIPES["int8"].recipe, "mix/query": RECIPES["fp8_e4m3"].recipe}
     )
-    params = Model().init(jax.random.key(2), X)["params"]
+    params = PARAMS["params"]
     types = Counter(
         lhs for lhs, _, _ in dot_operand_types(jax.jit(loss_and_grads(quantized)).lower(params, X).as_text())
     )
@@ -331,7 +346,7 @@ def test_activation_of_a_kernels_shape():
     x = jax.random.normal(jax.random.key(0), (4, 4))
     params = SameShape().init(jax.random.key(0), x)
     config = {"quantization": "int8", "quant_backend": "aqt"}
-    y = jaxquant.maybe_quantize_model(SameShape(), config, x).apply(params, x)
+    y = jax.jit(jaxquant.maybe_quantize_model(SameShape(), config, x).apply)(params, x)
     assert np.max(np.abs(y - SameShape().apply(params, x))) < 0.1
     quantized = qwix.quantize_linen(SameShape(), {"dense": RECIPES["fp8_e4m3"].recipe})
     with pytest.raises(AssertionError, match="cannot be both weights"):
@@ -409,7 +424,7 @@ def test_qwix_without_a_quantized_weight_gradient():
         qwix.to_qwix(recipe)
     own = dataclasses.replace(recipe, dlhs=dataclasses.replace(recipe.dlhs, rhs=INT8))
     quantized = qwix.quantize_linen(Model(), dict.fromkeys(LINEAR, own))
-    params = Model().init(jax.random.key(2), X)["params"]
+    params = PARAMS["params"]
     assert dots_of(quantized, params)[True] == 6
 
 
