@@ -1,0 +1,1 @@
+"""Proof of what a quantized model does and costs."""

@@ -1,0 +1,92 @@
+"""What a function costs apart from its speed: the size of its program and the bytes that it saves for backward."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_FUNCTION = re.compile(r"""\s*func\.func (?:public |private )?@("[^"]+"|[\w.$-]+)\(""")
+_CALL = re.compile(r"""\b(?:func\.)?call @("[^"]+"|[\w.$-]+)\(""")
+
+
+def program_lines(text: str) -> int:
+    """Count the lines of a StableHLO module, each helper function once, as it is stored and compiled."""
+    return sum(1 for line in text.splitlines() if line.strip())
+
+
+def inlined_lines(text: str) -> int:
+    """Count the operations' lines of a StableHLO module as if every call were replaced by the body of its function.
+
+    Raises:
+      ValueError: there is no function ``main``.
+    """
+    bodies: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if found := _FUNCTION.match(line):
+            name = found[1]
+            bodies[name] = []
+        elif name and line.strip() not in ("", "}") and not line.strip().startswith("return "):
+            bodies[name].append(line)
+    if "main" not in bodies:
+        raise ValueError(f"StableHLO module has no function @main, only {sorted(bodies)}")
+    counts: dict[str, int] = {}
+
+    def count(function: str) -> int:
+        if function not in counts:
+            calls = [_CALL.search(line) for line in bodies[function]]
+            counts[function] = sum(count(call[1]) if call else 1 for call in calls)
+        return counts[function]
+
+    return count("main")
+
+
+def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """Count the bytes that a function's forward pass keeps for its backward pass, by dtype name.
+
+    Arguments that are kept as they are (parameters, inputs, quant state) are not counted: they are alive anyway. Nor
+    are constants.
+
+    Args:
+      function: differentiable in all its arguments; gradients are taken with respect to every one.
+      args: trees of arrays or ``jax.ShapeDtypeStruct``.
+    """
+
+    def residuals(*args: Any) -> list[Any]:
+        _, backward = jax.vjp(function, *args)
+        return jax.tree.leaves(backward)
+
+    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
+    given = {id(var) for var in (*jaxpr.invars, *jaxpr.constvars)}
+    kept = {id(var): var.aval for var in (_origin(jaxpr, var) for var in jaxpr.outvars) if not _is_literal(var)}
+    found: collections.Counter[str] = collections.Counter()
+    for key, aval in kept.items():
+        if key not in given:
+            found[str(aval.dtype)] += aval.size * aval.dtype.itemsize
+    return dict(found)
+
+
+def _origin(jaxpr: Any, var: Any) -> Any:
+    """Follow a variable back through calls of jitted functions that hand it on unchanged."""
+    while not _is_literal(var):
+        made = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
+        if made is None or made.primitive.name not in ("pjit", "jit"):
+            return var
+        inner = made.params["jaxpr"].jaxpr
+        index = next(i for i, out in enumerate(made.outvars) if out is var)
+        source = _origin(inner, inner.outvars[index])
+        position = next((i for i, given in enumerate(inner.invars) if given is source), None)
+        if _is_literal(source):
+            return source
+        if position is None:
+            return var
+        var = made.invars[position]
+    return var
+
+
+def _is_literal(var: Any) -> bool:
+    return hasattr(var, "val")

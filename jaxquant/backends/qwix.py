@@ -1,0 +1,252 @@
+"""Qwix: translate a recipe to Qwix rules and quantize a Linen model with them. The only place that imports Qwix.
+
+What Qwix does in its own way, under every recipe:
+
+- It divides by the scale, so ``TensorSpec.reciprocal`` True differs in the last bit of a qvalue. Scales have the dtype
+  of the tensor (bfloat16 in a bfloat16 model).
+- ``MatmulSpec.shards`` cuts the **last** contraction axis of the weight gradient (of a batch of sequences: the
+  sequence), where the other backends cut the first, and blocks of fewer than 128 elements are dequantized before the
+  matmul.
+- Both backward matmuls round with the same noise.
+- ``precision`` and ``preferred_element_type`` of the replaced operations are dropped.
+- An operand counts as the weight when it is a parameter of the module, derived from one by unary operations, or **of
+  the same shape as one**. An activation of the kernel's shape stops with Qwix's ``AssertionError: lhs and rhs cannot be
+  both weights.``; the other backends take the roles from the call and do not mind.
+
+Qwix replaces functions of jax while a model runs, so a matmul inside a jitted function (``jnp.matmul``, ``x @ w``) can
+come out of jax's cache quantized or not, as whoever traced it first had it. The layers that are quantized here do not
+take that way: ``nn.Dense`` and ``nn.DenseGeneral`` call ``jax.lax.dot_general``, ``nn.Einsum`` calls ``jnp.einsum``,
+which Qwix runs without jit.
+
+Tested with the series in ``SERIES``; everything imported is public there.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jaxquant.backends._versions import require
+from jaxquant.core.dtypes import element
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
+
+SERIES = "0.1."
+require("qwix", SERIES)
+
+import qwix  # noqa: E402
+
+STREAM = "quant"
+_QWIX_STREAM = "stochastic_rounding"
+_ALL_AXES = tuple(range(16))
+
+
+def _refuse(recipe: Recipe, place: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"recipe {recipe.name!r} operand {place}: Qwix has no {what}; use quant_backend 'native'"
+    )
+
+
+def _check_spec(recipe: Recipe, place: str, spec: TensorSpec) -> None:
+    if spec.scaling == "delayed":
+        raise _refuse(recipe, place, "delayed scaling")
+    if spec.granularity == "per_tile":
+        raise _refuse(recipe, place, "tiles along every contraction axis")
+    if spec.calibration.method == "fixed" and spec.granularity != "per_tensor":
+        raise _refuse(recipe, place, "fixed range per channel")
+    is_gradient = place in ("dlhs_lhs", "drhs_rhs")
+    if spec.rounding == "stochastic" and (element(spec.dtype).kind == "float" or not is_gradient):
+        what = f"stochastic rounding to {spec.dtype}" if is_gradient else "stochastic rounding of other than gradients"
+        raise _refuse(recipe, place, what)
+    if not spec.calibration.is_symmetric and (place not in ("fwd_lhs", "fwd_rhs") or _has_quantized_backward(recipe)):
+        raise _refuse(recipe, place, f"asymmetric calibration {spec.calibration} beside a quantized backward matmul")
+
+
+def _has_quantized_backward(recipe: Recipe) -> bool:
+    return any((*_operands(recipe.dlhs), *_operands(recipe.drhs)))
+
+
+def _operands(matmul: MatmulSpec) -> tuple[Any, Any]:
+    return matmul.lhs, matmul.rhs
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what Qwix would ignore."""
+    if recipe.sparsity is not None:
+        # Its mask ignores the schedule and groups along the output axis.
+        raise _refuse(recipe, "fwd_rhs", "scheduled N:M sparsity along the contraction axis")
+    if recipe.fwd.rhs is None:
+        raise _refuse(recipe, "fwd_rhs", "recipe with a float weight")
+    if recipe.fwd.shards != 1 or recipe.dlhs.shards != 1:
+        raise _refuse(recipe, "fwd_lhs" if recipe.fwd.shards != 1 else "dlhs_lhs", "shards outside the weight gradient")
+    for place, spec in recipe.specs.items():
+        if isinstance(spec, TensorSpec):
+            _check_spec(recipe, place, spec)
+    for name in ("fwd", "dlhs", "drhs"):
+        matmul: MatmulSpec = getattr(recipe, name)
+        specs = [_source(recipe, name, side) for side in ("lhs", "rhs")]
+        integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
+        if matmul.accumulator not in (None, "int32") or (matmul.accumulator == "int32" and not integers):
+            raise _refuse(recipe, f"{name}_lhs", f"choice of the accumulator (asked {matmul.accumulator})")
+
+
+def _source(recipe: Recipe, name: str, side: str) -> TensorSpec | None:
+    """Give the spec behind an operand, through FORWARD."""
+    spec = getattr(getattr(recipe, name), side)
+    if spec == FORWARD:
+        return recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs  # pyright: ignore[reportReturnType]
+    return spec
+
+
+def _dtype(spec: TensorSpec | None) -> Any:
+    return None if spec is None else getattr(jnp, spec.dtype)
+
+
+def to_qwix(recipe: Recipe) -> dict[str, Any]:
+    """Translate a recipe to keyword arguments of ``qwix.QtRule``.
+
+    Args:
+      recipe: the numbers.
+
+    Raises:
+      NotImplementedError: Qwix cannot do, or would ignore, what an operand asks; names the recipe, the operand and what
+        would do.
+
+    Source: ``QtRule`` and the fields of its ``additional_qt_config``.
+    """
+    _check(recipe)
+    act, weight = recipe.fwd.lhs, recipe.fwd.rhs
+    assert isinstance(weight, TensorSpec)
+    assert act is None or isinstance(act, TensorSpec)
+    rule: dict[str, Any] = {"weight_qtype": _dtype(weight), "weight_calibration_method": str(weight.calibration)}
+    # QtRule has one switch for the scales of all operands; the config beneath has one each.
+    extra: dict[str, Any] = {"rhs_disable_channelwise_axes": weight.granularity == "per_tensor"}
+    if act is not None:
+        rule |= {"act_qtype": _dtype(act), "act_calibration_method": str(act.calibration)}
+        extra["lhs_disable_channelwise_axes"] = act.granularity == "per_tensor"
+    if not _has_quantized_backward(recipe):
+        return rule | {"additional_qt_config": extra}
+
+    residuals = {"dlhs": recipe.dlhs.rhs, "drhs": recipe.drhs.lhs}
+    reuses = {name: spec == FORWARD for name, spec in residuals.items()}
+    if len(set(reuses.values())) != 1:
+        place = "drhs_lhs" if reuses["dlhs"] else "dlhs_rhs"
+        raise _refuse(recipe, place, "backward matmul that reuses the forward's tensor beside one that does not")
+    grads = {"dlhs": recipe.dlhs.lhs, "drhs": recipe.drhs.rhs}
+    for name, grad in grads.items():
+        if not isinstance(grad, TensorSpec) and residuals[name] is not None:
+            raise _refuse(
+                recipe, f"{name}_{'lhs' if name == 'dlhs' else 'rhs'}", "float gradient by a quantized tensor"
+            )
+    first = next(grad for grad in grads.values() if isinstance(grad, TensorSpec))
+    rule["bwd_qtype"] = _dtype(first)
+    extra["use_original_residuals"] = not reuses["dlhs"]
+    for name, grad in grads.items():
+        residual = residuals[name]
+        if isinstance(grad, TensorSpec):
+            extra |= {
+                f"{name}_grad_qtype": _dtype(grad),
+                f"{name}_grad_calibration_method": str(grad.calibration),
+                f"{name}_grad_disable_channelwise_axes": grad.granularity == "per_tensor",
+            }
+        else:
+            extra[f"{name}_grad_qtype"] = None
+        if isinstance(residual, TensorSpec):
+            extra |= {
+                f"{name}_residual_qtype": _dtype(residual),
+                f"{name}_residual_calibration_method": str(residual.calibration),
+                f"{name}_residual_disable_channelwise_axes": residual.granularity == "per_tensor",
+            }
+    if recipe.drhs.shards != 1:
+        rule["bwd_weight_grad_tile_size"] = 1 / recipe.drhs.shards
+    if rounds_stochastically(recipe):
+        # One noise element for each element of the gradient; by default Qwix draws one for a whole row.
+        rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": _ALL_AXES}
+        for name, grad in grads.items():
+            if isinstance(grad, TensorSpec) and grad.rounding == "nearest":
+                extra[f"{name}_stochastic_rounding_noise_fn"] = None
+    return rule | {"additional_qt_config": extra}
+
+
+def rounds_stochastically(recipe: Recipe) -> bool:
+    """Whether a recipe needs the random stream ``quant``."""
+    return any(isinstance(spec, TensorSpec) and spec.rounding == "stochastic" for spec in recipe.specs.values())
+
+
+def _rules(recipes: Mapping[str, Recipe]) -> list[qwix.QtRule]:
+    """Make one rule a recipe, matching exactly the paths that have it."""
+    groups: dict[Recipe, list[str]] = {}
+    for path, recipe in recipes.items():
+        groups.setdefault(recipe, []).append(path)
+    return [
+        qwix.QtRule(
+            module_path="|".join(re.escape(path) for path in paths),
+            op_names=("dot_general", "einsum"),
+            **to_qwix(recipe),
+        )
+        for recipe, paths in groups.items()
+    ]
+
+
+def _with_streams(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Hand the random stream ``quant`` to Qwix under the name that it asks for, while one of ``paths`` runs.
+
+    While parameters are initialized there is no gradient to round, and "params" stands in; Linen counts draws for each
+    name, so the parameters do not change.
+    """
+    scope = context.module.scope
+    if scope is not None and "/".join(map(str, context.module.path)) in paths and _QWIX_STREAM not in scope.rngs:
+        source = STREAM if STREAM in scope.rngs else "params"
+        if source not in scope.rngs or (source == "params" and not context.module.is_initializing()):
+            raise ValueError(
+                f"the recipe of {'/'.join(context.module.path)!r} rounds stochastically and the model was applied "
+                f"without the random stream {STREAM!r}; pass rngs={{{STREAM!r}: key}} to apply, and list it in "
+                "split_rngs of nn.scan"
+            )
+        scope.rngs[_QWIX_STREAM] = scope.rngs[source]
+        scope.rng_counters[_QWIX_STREAM] = 0
+    return next_fun(*args, **kwargs)
+
+
+def quantize_linen(
+    model: nn.Module, recipes: Mapping[str, Recipe], methods: Sequence[str] = ("__call__",)
+) -> nn.Module:
+    """Quantize the linear layers of a Linen model with Qwix.
+
+    Args:
+      model: the model; it stays as it is.
+      recipes: "/"-joined path of each linear layer to quantize, and its recipe. No other module is touched.
+      methods: methods of the model that run quantized.
+
+    Raises:
+      NotImplementedError: see ``to_qwix``.
+      ValueError: while applying: a recipe rounds stochastically and the stream ``quant`` is missing.
+    """
+    if not recipes:
+        return model
+    quantized = qwix.quantize_model(model, qwix.QtProvider(_rules(recipes)), methods=methods)
+    noisy = frozenset(path for path, recipe in recipes.items() if rounds_stochastically(recipe))
+    return _sharing_stream(quantized, noisy, methods) if noisy else quantized
+
+
+def _sharing_stream(model: nn.Module, paths: frozenset[str], methods: Sequence[str]) -> nn.Module:
+    """Give a copy of the model whose methods run with ``_with_streams``."""
+    kind = type(model)
+
+    def wrap(name: str) -> Any:
+        method = getattr(kind, name)
+
+        @functools.wraps(method)
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with nn.intercept_methods(functools.partial(_with_streams, paths)):
+                return method(self, *args, **kwargs)
+
+        return run
+
+    shared = model.copy()
+    shared.__class__ = type(kind.__name__, (kind,), {name: wrap(name) for name in methods})
+    return shared

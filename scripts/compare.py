@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Set training runs against each other: a table here, and one HTML page with curves, bytes and dtypes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from train.report import comparison_rows, notes, render
+from train.runs import load_runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare runs; 0 on success, 2 when a run cannot be read."""
+    parser = argparse.ArgumentParser(prog="scripts/compare.py", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart-int8-aqt")
+    parser.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
+    words = parser.parse_args(arguments)
+    try:
+        runs = load_runs(words.runs)
+        rows = comparison_rows(runs)
+        Path(words.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(words.out).write_text(render(runs), encoding="utf-8")
+    except (ValueError, TypeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    table = Table()
+    for index, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if index > 2 else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    console.print(table)
+    for note in notes(runs):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Report: {words.out}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

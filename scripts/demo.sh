@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Trains a small decoder on the Python standard library's sources: unquantized, in int8, and in fp8 with delayed scaling.
+# Prints a table of held-out loss, gap and step time, and writes runs/demo/report.html. Under 8 minutes on two cores.
+# Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Run it again to see the
+# report again: runs that are complete are not trained again, runs that were cut short go on where they stopped.
+# Start over: rm -r runs/demo
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+  sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}"
+  exit 0
+elif (($#)); then
+  fail "scripts/demo.sh takes no arguments, got: $*"
+fi
+
+setup_venv
+cd "$root"
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+
+train() {
+  local name="$1"
+  shift
+  echo "== $name"
+  python -m train configs/quickstart.yml "run_dir=runs/demo/$name" "$@" ||
+    fail "training '$name' failed; if its folder is of another configuration, rm -r runs/demo/$name and run again"
+}
+
+train unquantized
+train int8 quantization=int8
+train fp8 quantization=fp8
+echo
+python scripts/compare.py runs/demo/unquantized runs/demo/int8 runs/demo/fp8 --out runs/demo/report.html
+echo "That took $((SECONDS / 60)) min $((SECONDS % 60)) s."

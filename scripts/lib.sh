@@ -1,0 +1,62 @@
+# Shared by the scripts of this folder: find a Python, make a virtual environment, install the pinned packages.
+# Source it from a script that has set -euo pipefail.
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+# Prints the interpreter to use: $PYTHON where it is set, else the first of the usual names that is 3.11 or newer.
+find_python() {
+  local candidate
+  if [[ -n "${PYTHON:-}" ]]; then
+    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not an executable; give a name or a path of Python 3.11+"
+    is_new_enough "$PYTHON" ||
+      fail "PYTHON=$PYTHON does not run as Python 3.11 or newer, got: $("$PYTHON" --version 2>&1 | head -n 1)"
+    echo "$PYTHON"
+    return
+  fi
+  for candidate in python3 python python3.13 python3.12 python3.11; do
+    if command -v "$candidate" >/dev/null && is_new_enough "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.12 $0"
+}
+
+is_new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+# Makes .venv (or, where PYTHON is set, .venv-MAJOR.MINOR) with the pinned packages and puts it first on PATH. Does nothing
+# more when they are already there: a stamp remembers pins, package metadata and interpreter.
+setup_venv() {
+  local base version pins venv stamp wanted
+  base="$(find_python)"
+  version="$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+  if [[ "$version" == 3.11 ]]; then pins="$root/constraints/py311.txt"; else pins="$root/constraints/py312.txt"; fi
+  venv="$root/.venv${PYTHON:+-$version}"
+  stamp="$venv/.installed"
+  wanted="$(cd "$root" && "$base" -c '
+import hashlib, json, pathlib, sys, tomllib
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())
+parts = [sys.version, pathlib.Path(sys.argv[1]).read_text(), project["project"], project["build-system"]]
+print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
+
+  if [[ ! -x "$venv/bin/python" || "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
+    echo "Installing pinned packages for Python $version in ${venv#"$root"/} (a few minutes the first time) ..."
+    "$base" -m pip --version >/dev/null 2>&1 || fail "$base has no pip; install it, then run again"
+    # Without ensurepip, which some systems leave out of their Python: the pip of the base interpreter puts a pinned pip in.
+    "$base" -m venv --clear --without-pip "$venv" || fail "$base cannot make a virtual environment in $venv"
+    "$base" -m pip --python "$venv/bin/python" install --quiet --constraint "$pins" pip setuptools ||
+      fail "installing pip and setuptools in $venv failed; the lines above say why"
+    "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
+      --editable "$root[aqt,qwix,train,parquet,dev]" || fail "the pinned install failed; the lines above say why"
+    echo "$wanted" >"$stamp"
+  fi
+  export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv" PYTHONNOUSERSITE=1
+  unset PYTHONPATH PYTHONHOME
+}

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Runs the tests: scripts/test.sh [--all] [pytest arguments]
+#   (nothing)   the quick suite
+#   --all       formatting, lint, types, the import contract and the whole suite, as CI does
+# Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Another Python, in an
+# environment of its own: PYTHON=python3.12 scripts/test.sh
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+all=false
+if [[ "${1:-}" == --all ]]; then
+  all=true
+  shift
+elif [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+  sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exit 0
+fi
+
+setup_venv
+cd "$root"
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+
+failed=()
+step() {
+  local name="$1" began=$SECONDS
+  shift
+  echo "== $name"
+  if "$@"; then
+    echo "-- $name passed in $((SECONDS - began)) s"
+  else
+    echo "-- $name FAILED in $((SECONDS - began)) s"
+    failed+=("$name")
+  fi
+}
+
+tests=(python -m pytest -q -n 2 --dist worksteal --durations 15)
+if $all; then
+  step "lint" ruff check .
+  step "formatting" ruff format --check .
+  step "types" pyright
+  step "import contract" lint-imports --no-cache
+else
+  tests+=(-m "not slow and not aot")
+fi
+step "tests" "${tests[@]}" "$@"
+
+if ((${#failed[@]})); then
+  fail "failed: $(printf '%s, ' "${failed[@]}" | sed 's/, $//')"
+fi
+echo "All passed in $SECONDS s."

@@ -1,0 +1,62 @@
+"""Program size and saved bytes, against functions whose cost can be told by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxquant.audit.cost import inlined_lines, program_lines, saved_for_backward
+
+X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+W = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def test_inlined_lines_count_a_helper_once_a_call():
+    helper = jax.jit(lambda x: jnp.exp(x) * x + x)
+
+    def text(calls):
+        def function(x):
+            for _ in range(calls):
+                x = helper(x)
+            return x
+
+        return jax.jit(function).lower(X).as_text()
+
+    two, four = text(2), text(4)
+    assert program_lines(four) - program_lines(two) == 2  # a call each
+    assert inlined_lines(four) - inlined_lines(two) == 2 * 3  # exp, multiply, add
+
+
+def test_a_text_without_main_is_an_error():
+    with pytest.raises(ValueError, match="has no function @main"):
+        inlined_lines("module {\n}")
+
+
+def test_arguments_are_not_saved():
+    assert saved_for_backward(lambda x, w: x @ w, X, W) == {}
+
+
+def test_what_is_made_on_the_way_is_saved_once():
+    saved = saved_for_backward(lambda x, w: jnp.sin(x @ w), X, W)
+    assert saved == {"float32": 4 * 16 * 4}
+
+
+def test_a_cast_is_counted_by_its_own_dtype():
+    saved = saved_for_backward(lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), X, W)
+    assert saved == {"bfloat16": 2 * (4 * 8 + 8 * 16)}
+
+
+def test_arguments_handed_through_jitted_functions_are_not_saved():
+    inner = jax.jit(lambda x, w: (jnp.sin(x), w))
+    outer = jax.jit(lambda x, w: inner(x, w))
+
+    def function(x, w):
+        y, w = outer(x, w)
+        return y @ w
+
+    # cos(x) for the sine, sin(x) for the kernel's gradient; w is an argument.
+    assert saved_for_backward(function, X, W) == {"float32": 2 * 4 * 8 * 4}
+
+
+def test_the_same_array_for_two_uses_is_counted_once():
+    saved = saved_for_backward(lambda x, w: jnp.exp(x) @ w, X, W)
+    assert saved == {"float32": 4 * 8 * 4}

@@ -1,0 +1,80 @@
+"""Folders of runs that nobody trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+SHAPES = {"self_attention/query": (128, 8, 32), "self_attention/out": (8, 32, 128), "mlp/wi_0": (128, 384)}
+DTYPES = {
+    "": ("float32 × float32",) * 3,
+    "int8": ("int8 × int8", "int8 × int8", "float32 × float32"),
+    "fp8": ("float8_e4m3fn × float8_e4m3fn", "float8_e5m2 × float8_e4m3fn", "float8_e4m3fn × float8_e5m2"),
+}
+
+
+def layers(quantization: str) -> list[dict[str, Any]]:
+    """Reports of the layers of a small decoder, its head in float."""
+    fwd, dlhs, drhs = DTYPES[quantization]
+    found = [
+        {
+            "path": f"layers/{path}",
+            "recipe": quantization or None,
+            "backend": "native" if quantization else None,
+            "kernel_shape": shape,
+            "fwd": fwd,
+            "dlhs": dlhs,
+            "drhs": drhs,
+            "reason": "base recipe" if quantization else "quantization is ''",
+        }
+        for path, shape in SHAPES.items()
+    ]
+    plain = "float32 × float32"
+    head = {"path": "logits_dense", "recipe": None, "backend": None, "kernel_shape": (128, 256)}
+    return [*found, head | {"fwd": plain, "dlhs": plain, "drhs": plain, "reason": "output head"}]
+
+
+def write_run(
+    folder: Path,
+    quantization: str,
+    excess: float = 0.0,
+    seed: int = 0,
+    time: float = 0.25,
+    steps: int = 300,
+    finished: bool = True,
+    **config: Any,
+) -> Path:
+    """Write a run whose losses lie ``excess`` (relative) above those of the unquantized one."""
+    noise = random.Random(seed)
+    folder.mkdir(parents=True)
+    fields = {"quantization": quantization, "steps": steps, "run_dir": str(folder), "learning_rate": 0.004} | config
+    (folder / "config.yml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items()))
+    lines: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        loss = (1.6 + 3.9 * math.exp(-step / 40)) * (1 + excess)
+        measured = {"loss": loss + noise.gauss(0, 0.05), "grad_norm": 1.0, "learning_rate": 0.001}
+        lines.append({"step": step, **measured, "step_time_s": time, "tokens_per_s": 2048 / time})
+        if step % 100 == 0:
+            lines.append({"step": step, "held_out_loss": loss})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {
+        "steps": steps,
+        "quantization": quantization,
+        "backend": "native" if quantization else "",
+        "held_out_loss": lines[-1].get("held_out_loss"),
+        "step_time_s": time,
+        "tokens_per_s": 2048 / time,
+        "parameter_bytes": 1_700_000,
+        "quant_state_bytes": 86_016 if quantization == "fp8" else 0,
+        "saved_activation_bytes": 9_500_000 if quantization else 31_000_000,
+        "layers": layers(quantization),
+        "versions": {"jax": "0.10.2"},
+        "devices": "1 x cpu",
+        "data": "stdlib: 1,000 files",
+    }
+    if finished:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder

@@ -1,0 +1,63 @@
+"""The README's example runs, and its table of strings is the table of recipes."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxquant import RECIPES
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def strings_table():
+    """Write the table of recipes as the README has it."""
+    groups = {}
+    for name, row in RECIPES.items():
+        groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
+    lines = ["| `quantization` | numbers | `auto` | also on |", "| --- | --- | --- | --- |"]
+    for row, names in groups.values():
+        others = ", ".join(backend for backend in row.backends if backend != row.auto)
+        lines.append(f"| {', '.join(names)} | {row.summary} | {row.auto} | {others} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_strings_is_current():
+    assert strings_table() in README, f"replace the README's table of strings with:\n{strings_table()}"
+
+
+def example():
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    (block,) = [block for block in blocks if "maybe_quantize_model" in block]
+    return block
+
+
+@pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
+def test_the_example_trains(quantization):
+    code = example()
+    assert '"quantization": "fp8"' in code
+    scope = {}
+    exec(code.replace('"quantization": "fp8"', f'"quantization": "{quantization}"'), scope)
+    params, state = scope["params"], scope["quant_state"]
+    start, _ = scope["jaxquant"].state.split(scope["model"].init(jax.random.key(1), scope["x"]))
+    first = scope["loss"](start, scope["quant_state"], jax.random.key(0))
+    last = scope["loss"](params, state, jax.random.key(0))
+    assert last < 0.1 * first
+    histories = [
+        leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in jax.tree_util.keystr(path)
+    ]
+    assert bool(histories) == (quantization == "fp8")
+    assert all(jnp.sum(history > 0) == 200 for history in histories)  # one amax a step
+
+
+def test_the_example_is_short():
+    lines = [line for line in example().splitlines() if line.strip()]
+    assert len(lines) <= 30
+
+
+def test_the_files_it_names_are_there():
+    root = Path(__file__).parents[2]
+    for path in re.findall(r"`((?:configs|scripts|constraints|benchmarks|tests|train|jaxquant)/[\w./-]*)`", README):
+        assert (root / path).exists(), path

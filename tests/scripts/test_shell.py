@@ -1,0 +1,73 @@
+"""The shell scripts refuse what they cannot do, in words, before they install anything."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ("scripts/test.sh", "scripts/demo.sh")
+
+
+def run(*words, **environment):
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment, timeout=60)
+
+
+def in_lib(command, **environment):
+    return run("bash", "-c", f"set -euo pipefail; source scripts/lib.sh; {command}", **environment)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ".ci/run"])
+def test_scripts_are_executable_and_parse(script):
+    assert os.access(ROOT / script, os.X_OK)
+    assert run("bash", "-n", script).returncode == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_says_what_is_needed(script):
+    done = run(script, "--help")
+    assert done.returncode == 0
+    assert "Python 3.11+" in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_python_that_is_not_there_is_an_error(script):
+    done = run(script, PYTHON="python-of-nowhere")
+    assert done.returncode == 1
+    assert "error: PYTHON=python-of-nowhere is not an executable" in done.stderr
+
+
+def test_an_old_python_is_refused(tmp_path):
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.9.18' && exit 0\nexit 1\n")
+    old.chmod(0o755)
+    done = in_lib("find_python", PYTHON=str(old))
+    assert done.returncode == 1
+    assert "does not run as Python 3.11 or newer, got: Python 3.9.18" in done.stderr
+
+
+def test_the_given_python_is_taken():
+    assert in_lib("find_python", PYTHON=sys.executable).stdout.strip() == sys.executable
+
+
+def test_the_demo_takes_no_arguments():
+    done = run("scripts/demo.sh", "int8")
+    assert done.returncode == 1
+    assert "error: scripts/demo.sh takes no arguments, got: int8" in done.stderr
+
+
+@pytest.mark.parametrize("pins", ["py311", "py312"])
+def test_pins_are_exact_and_cover_what_is_declared(pins):
+    lines = (ROOT / f"constraints/{pins}.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower() for line in lines if not line.startswith("#")}
+    assert all("==" in line for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
+    names = {name.split(">")[0].split("=")[0].split("[")[0].lower() for name in wanted}
+    assert names <= pinned

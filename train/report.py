@@ -1,0 +1,203 @@
+"""The comparison of runs as one HTML page that needs nothing else: numbers, curves, bytes, dtypes of the layers."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from train.runs import Run, differing_fields, find_baseline
+
+MATMULS = ("fwd", "dlhs", "drhs")
+BYTES = {
+    "parameter_bytes": "Parameters",
+    "quant_state_bytes": "Quant state",
+    "saved_activation_bytes": "Saved for backward, one micro-batch",
+}
+
+
+def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Give the table of a comparison, ready to print, one row a run."""
+    baseline = find_baseline(runs)
+    return [
+        {
+            "run": run.name,
+            "quantization": run.quantization or ("by rules" if run.config.get("rules") else "none"),
+            "backend": run.backend or "–",
+            "steps": f"{run.last_step}" + ("" if run.is_finished else " (unfinished)"),
+            "held-out loss": _or_dash(run.final_loss, "{:.4f}"),
+            "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2%}"),
+            "step time": _or_dash(run.step_time_s and 1000 * run.step_time_s, "{:.0f} ms"),
+            "ratio": _or_dash(run.time_ratio(baseline), "{:.2f}×"),
+        }
+        for run in runs
+    ]
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """Say what limits the comparison."""
+    found = []
+    if find_baseline(runs) is None:
+        found.append("No unquantized run was given, so there is no gap and no ratio.")
+    if fields := differing_fields(runs):
+        found.append(f"The runs differ in more than quantization: {', '.join(fields)}.")
+    if unfinished := [run.name for run in runs if not run.is_finished]:
+        found.append(f"Not finished: {', '.join(unfinished)}; bytes and layers are known at the end of a run.")
+    return found
+
+
+def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
+    """Return the page."""
+    fill = {
+        "TITLE": html.escape(title),
+        "SUBTITLE": html.escape(_subtitle(runs)),
+        "NOTES": "".join(f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)),
+        "SUMMARY": _summary_table(runs),
+        "LAYERS": _layer_table([run for run in runs if run.summary.get("layers")]),
+        "CHARTS": json.dumps(charts(runs)).replace("<", "\\u003c"),
+        "PLOTLY": get_plotlyjs().replace("</script", "<\\/script"),
+    }
+    page = resources.files("train").joinpath("report_template.html").read_text()
+    head, *parts = page.split("<!--")
+    # One pass over the template: what is filled in (plotly's source, a path) may itself look like a placeholder.
+    return head + "".join(fill[name] + rest for name, rest in (part.split("-->", 1) for part in parts))
+
+
+def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Give every chart as plain data: its place, titles and traces; the page adds colours of light and dark mode."""
+    baseline = find_baseline(runs)
+    colour = {run.name: index for index, run in enumerate([*_quantized(runs, baseline)])}
+
+    def style(run: Run) -> dict[str, Any]:
+        return {"name": run.name, "run": -1 if run is baseline else colour[run.name], "legendgroup": run.name}
+
+    def line(run: Run, points: dict[int, float], **more: Any) -> dict[str, Any]:
+        steps = sorted(points)
+        values = [_finite(points[step]) for step in steps]
+        return {"type": "scatter", "x": steps, "y": values, **style(run), **more}
+
+    def bars(values: list[float | None], text: list[str]) -> list[dict[str, Any]]:
+        kept = [(run, v, t) for run, v, t in zip(runs, values, text, strict=True) if v is not None]
+        return [
+            {"type": "bar", "orientation": "h", "x": [v], "y": [run.name], "text": [t], **style(run)}
+            for run, v, t in kept
+        ]
+
+    step, loss = {"title": "step"}, {"title": "loss (nats per token)"}
+    found = [
+        {
+            "at": "train-loss",
+            "traces": [line(run, run.smoothed(), mode="lines") for run in runs],
+            "x": step,
+            "y": loss,
+            "legend": True,
+        },
+        {
+            "at": "held-out-loss",
+            "traces": [line(run, run.held_out, mode="lines+markers") for run in runs],
+            "x": step,
+            "y": loss,
+            "legend": True,
+        },
+    ]
+    if baseline is not None and len(runs) > 1:
+        traces = []
+        for run in _quantized(runs, baseline):
+            smooth = _gaps(run.smoothed(), baseline.smoothed())
+            traces.append(line(run, smooth, mode="lines", opacity=0.5, showlegend=False))
+            traces.append(line(run, _gaps(run.held_out, baseline.held_out), mode="lines+markers"))
+        gap = {"title": "excess loss (%)", "zero": True, "ticksuffix": " %"}
+        found.append({"at": "gap", "traces": traces, "x": step, "y": gap, "legend": True})
+    times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
+    ratios = [_or_dash(run.time_ratio(baseline), " · {:.2f}×").replace("–", "") for run in runs]
+    labels = [f"{time:.0f} ms{ratio}" if time else "" for time, ratio in zip(times, ratios, strict=True)]
+    found.append({"at": "step-time", "traces": bars(times, labels), "x": {"title": "milliseconds"}, "y": {}})
+    for key in BYTES:
+        counts: list[float | None] = [run.summary.get(key) for run in runs]
+        unit, size = _unit(max((count for count in counts if count is not None), default=0))
+        values = [count if count is None else count / size for count in counts]
+        text = ["" if value is None else f"{value:,.2f} {unit}" for value in values]
+        found.append({"at": key, "traces": bars(values, text), "x": {"title": unit}, "y": {}})
+    return found
+
+
+def _gaps(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
+    return {step: 100 * (loss / reference[step] - 1) for step, loss in losses.items() if step in reference}
+
+
+def _quantized(runs: Sequence[Run], baseline: Run | None) -> list[Run]:
+    return [run for run in runs if run is not baseline]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _unit(largest: float) -> tuple[str, int]:
+    return next((pair for pair in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if largest >= pair[1]), ("bytes", 1))
+
+
+def _or_dash(value: float | None, pattern: str) -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    versions = [run.summary.get("versions", {}).get("jax") for run in runs]
+    devices = {run.summary["devices"] for run in runs if run.summary.get("devices")}
+    words = [f"{len(runs)} runs", *sorted(devices)]
+    if any(versions):
+        words.append("jax " + ", ".join(sorted({version for version in versions if version})))
+    data = {run.summary["data"] for run in runs if run.summary.get("data")}
+    return " · ".join([*words, *sorted(data)])
+
+
+def _cells(cells: Sequence[str], tag: str = "td") -> str:
+    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+
+
+def _summary_table(runs: Sequence[Run]) -> str:
+    rows = comparison_rows(runs)
+    body = "".join(f"<tr>{_cells([*row.values()])}</tr>" for row in rows)
+    return f"<table class=summary><thead><tr>{_cells([*rows[0]], 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _layer_table(runs: Sequence[Run]) -> str:
+    if not runs:
+        return "<p class=note>No finished run, so no layers.</p>"
+    reports = [{layer["path"]: layer for layer in run.summary["layers"]} for run in runs]
+    paths = list(dict.fromkeys(path for report in reports for path in report))
+    heads = "".join(f"<th colspan=3 class=first>{html.escape(run.name)}</th>" for run in runs)
+    subheads = "".join(f"<th class='{'first' if name == 'fwd' else ''}'>{name}</th>" for _ in runs for name in MATMULS)
+    rows = "".join(_layer_row(path, [report.get(path) for report in reports]) for path in paths)
+    return (
+        f"<table class=layers><thead><tr><th rowspan=2>layer</th><th rowspan=2>kernel</th>{heads}</tr>"
+        f"<tr>{subheads}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _layer_row(path: str, layers: Sequence[dict[str, Any] | None]) -> str:
+    shape = next(layer["kernel_shape"] for layer in layers if layer is not None)
+    cells = [f"<td class=path>{html.escape(path)}</td><td>{html.escape(' × '.join(map(str, shape)))}</td>"]
+    for layer in layers:
+        if layer is None:
+            cells.append("<td colspan=3 class='first missing'>not in this run</td>")
+        elif layer.get("recipe") is None:
+            reason = html.escape(layer.get("reason") or "not quantized")
+            cells.append(f"<td colspan=3 class='first float'>{html.escape(layer['fwd'])}<small>{reason}</small></td>")
+        else:
+            cells += [_dtype_cell(layer[name], name) for name in MATMULS]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _dtype_cell(dtypes: str, matmul: str) -> str:
+    is_kind: dict[str, Callable[[str], bool]] = {
+        "int": lambda text: "int8" in text or "int4" in text,
+        "low": lambda text: "float8" in text or "float4" in text,
+    }
+    kind = next((name for name, matches in is_kind.items() if matches(dtypes)), "float")
+    return f"<td class='{kind}{' first' if matmul == 'fwd' else ''}'>{html.escape(dtypes)}</td>"

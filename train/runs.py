@@ -1,0 +1,174 @@
+"""Read the folders that training runs leave, and set them against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxquant.config.loader import load_yaml
+from jaxquant.config.quant_config import QuantConfig
+
+WARM_STEPS = 2
+"""First steps that a median step time leaves out, because they compile."""
+
+SMOOTHING = 0.9
+"""Weight of the past in a smoothed training loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run wrote down.
+
+    Attributes:
+      name: folder name, or the path where two runs share one.
+      config: its ``config.yml``.
+      train, held_out: loss by step, in nats per token.
+      step_time_s: median of a step in seconds; None where no step was timed.
+      summary: its ``summary.json``; {} for a run that has not finished.
+    """
+
+    name: str
+    config: dict[str, Any]
+    train: dict[int, float]
+    held_out: dict[int, float]
+    step_time_s: float | None
+    summary: dict[str, Any]
+
+    @property
+    def quantization(self) -> str:
+        return self.config.get("quantization", "")
+
+    @property
+    def backend(self) -> str:
+        return self.summary.get("backend") or ""
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def last_step(self) -> int:
+        return max(self.train)
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last held-out loss; None before the first."""
+        return self.held_out[max(self.held_out)] if self.held_out else None
+
+    def gap(self, baseline: Run | None) -> float | None:
+        """Relative excess of the last held-out loss over the baseline's at the same step; None where that has none."""
+        if baseline is None or not self.held_out:
+            return None
+        reference = baseline.held_out.get(max(self.held_out))
+        return None if reference is None else self.held_out[max(self.held_out)] / reference - 1
+
+    def time_ratio(self, baseline: Run | None) -> float | None:
+        """Step time over the baseline's."""
+        if baseline is None or not self.step_time_s or not baseline.step_time_s:
+            return None
+        return self.step_time_s / baseline.step_time_s
+
+    def smoothed(self) -> dict[int, float]:
+        """Training loss as an exponential mean without start-up bias; non-finite losses are passed over."""
+        total = weight = 0.0
+        means = {}
+        for step, loss in sorted(self.train.items()):
+            if math.isfinite(loss):
+                total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+                means[step] = total / weight
+        return means
+
+
+def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Read run folders, in order.
+
+    Raises:
+      ValueError: a folder given twice, without metrics, or with a file that is damaged.
+      FileNotFoundError: a folder that does not exist.
+    """
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise ValueError(f"run folders {', '.join(map(str, paths))} name one folder twice; name each once")
+    names = [path.resolve().name for path in paths]
+    unique = len(set(names)) == len(names)
+    return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
+
+
+def load_run(folder: Path, name: str) -> Run:
+    """Read one run folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"run folder {folder} does not exist; give a folder that `python -m train` wrote")
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise ValueError(f"run folder {folder} has no metrics.jsonl; give a folder that `python -m train` wrote")
+    train, held_out, times = _read_metrics(metrics)
+    if not train:
+        raise ValueError(f"{metrics} has no training step; let the run make at least one")
+    config = folder / "config.yml"
+    if not config.is_file():
+        raise ValueError(f"run folder {folder} has no config.yml; give a folder that `python -m train` wrote")
+    summary = _read_summary(folder / "summary.json")
+    timed = times[WARM_STEPS:] or times
+    median = summary.get("step_time_s") or (statistics.median(timed) if timed else None)
+    return Run(name, load_yaml(str(config)), train, held_out, median, summary)
+
+
+def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[float]]:
+    train: dict[int, float] = {}
+    held_out: dict[int, float] = {}
+    times: list[float] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+            if "loss" in row:
+                train[step] = float(row["loss"])
+            if "held_out_loss" in row:
+                held_out[step] = float(row["held_out_loss"])
+            if row.get("step_time_s") is not None:
+                times.append(float(row["step_time_s"]))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path}, line {number} is not a metrics line: {line[:60]!r}; resume the run, or delete that line"
+            ) from None
+    return train, held_out, times
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        summary = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); start the run again, which writes it anew") from None
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} holds {type(summary).__name__}, not a summary; start the run again")
+    return summary
+
+
+def find_baseline(runs: Iterable[Run]) -> Run | None:
+    """Find the unquantized run; None where there is none.
+
+    Raises:
+      ValueError: there are two.
+    """
+    plain = [run for run in runs if not run.quantization and not run.config.get("rules")]
+    if len(plain) > 1:
+        raise ValueError(
+            f"runs {plain[0].name} and {plain[1].name} are both unquantized; give one to measure gaps from"
+        )
+    return plain[0] if plain else None
+
+
+def differing_fields(runs: Sequence[Run]) -> list[str]:
+    """Name the configuration fields, quantization and the run's folder apart, in which runs differ."""
+    expected = {field.name for field in dataclasses.fields(QuantConfig)} | {"run_dir"}
+    names = sorted({name for run in runs for name in run.config} - expected)
+    return [name for name in names if any(run.config.get(name) != runs[0].config.get(name) for run in runs)]
