@@ -25,7 +25,16 @@ from train.data import Data, make_iterators
 from train.diagnose import explain_non_finite
 from train.metrics import Metrics
 from train.model import Decoder
-from train.step import Batch, Program, TrainState, build, example_inputs, model_config, saved_activation_bytes
+from train.step import (
+    Batch,
+    Program,
+    TrainState,
+    build,
+    check_step,
+    example_inputs,
+    model_config,
+    saved_activation_bytes,
+)
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "aqtp", "numpy")
 
@@ -77,6 +86,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     check_config(run_dir, config)
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
+    layers = _layers(program, data)
+    check_step(program, next(data.held_out()))
     write_config(run_dir, config)
     say(f"data: {data.description}")
     with contextlib.ExitStack() as stack:
@@ -90,12 +101,22 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
             say(f"resumed {run_dir} at step {int(state.step)}")
         stack.pop_all()  # they stay open: the training function closes them
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    scheme = f"quantization {config.quantization}" if config.quantization else "unquantized"
-    say(f"model: {count:,} parameters, {scheme}, {_devices()}")
-    return lambda: _train(program, data, state, checkpoints, run_dir)
+    low = [layer for layer in layers if layer["recipe"] is not None]
+    say(
+        f"model: {count:,} parameters, {len(low)} of {len(layers)} linear layers quantized"
+        f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
+    )
+    return lambda: _train(program, data, state, checkpoints, run_dir, layers)
 
 
-def _train(program: Program, data: Data, state: TrainState, checkpoints: Checkpoints, run_dir: Path) -> None:
+def _train(
+    program: Program,
+    data: Data,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    run_dir: Path,
+    layers: list[dict[str, Any]],
+) -> None:
     config = program.config
     healthy = jnp.bool_(True)
     pending: _Pending | None = None
@@ -139,7 +160,7 @@ def _train(program: Program, data: Data, state: TrainState, checkpoints: Checkpo
         checkpoints.wait()
         batch = batch or next(data.train)
         assert held_out is not None
-        summary = _summary(program, data, state, batch) | metrics.timing() | {"held_out_loss": held_out}
+        summary = _summary(program, data, state, batch, layers) | metrics.timing() | {"held_out_loss": held_out}
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {run_dir}")
 
@@ -170,10 +191,17 @@ def _diverged(
     )
 
 
-def _summary(program: Program, data: Data, state: TrainState, batch: Batch) -> dict[str, Any]:
+def _layers(program: Program, data: Data) -> list[dict[str, Any]]:
+    """Say of every linear layer what the configuration makes of it."""
     config = program.config
-    plain = Decoder(model_config(config, data.vocab_size, program.mesh))
-    layers = jaxquant.describe_layers(plain, config, example_inputs(config))
+    model = Decoder(model_config(config, data.vocab_size, program.mesh))
+    return [dataclasses.asdict(layer) for layer in jaxquant.describe_layers(model, config, example_inputs(config))]
+
+
+def _summary(
+    program: Program, data: Data, state: TrainState, batch: Batch, layers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    config = program.config
     return {
         "steps": config.steps,
         "quantization": config.quantization,
@@ -181,7 +209,7 @@ def _summary(program: Program, data: Data, state: TrainState, batch: Batch) -> d
         "parameter_bytes": _bytes(state.params),
         "quant_state_bytes": _bytes(state.quant_state),
         "saved_activation_bytes": saved_activation_bytes(program, {k: np.asarray(v) for k, v in batch.items()}),
-        "layers": [dataclasses.asdict(layer) for layer in layers],
+        "layers": layers,
         "data": data.description,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},

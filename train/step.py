@@ -78,6 +78,11 @@ def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]
     return (losses * weights).sum(), weights.sum()
 
 
+def _micro_batches(batch: Batch, k: int) -> dict[str, jax.Array]:
+    """Cut a batch into k. The cut is strided, so that the batch axis stays sharded as it is."""
+    return {name: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+
+
 def example_inputs(config: TrainConfig) -> jax.Array:
     """Tokens of the shape of one micro-batch."""
     return jnp.zeros((config.batch_size // config.gradient_accumulation_steps, config.sequence_length), jnp.int32)
@@ -117,8 +122,6 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
         k = config.gradient_accumulation_steps
         if k == 1:
             return jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.quant_state, batch, key)
-        # The strided cut keeps the batch axis sharded as it came in.
-        micro = jax.tree.map(lambda x: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1), dict(batch))
         count = jnp.maximum((batch["segment_ids"] != 0).sum().astype(jnp.float32), 1)
 
         def share(params: Any, micro_batch: Batch, key: jax.Array) -> jax.Array:
@@ -130,7 +133,7 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
             return jax.tree.map(jnp.add, carry, new), None
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-        (value, grads), _ = jax.lax.scan(add, zeros, (micro, jnp.arange(k)))
+        (value, grads), _ = jax.lax.scan(add, zeros, (_micro_batches(batch, k), jnp.arange(k)))
         return value, (grads, {})
 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -154,7 +157,12 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
         return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), updated, state), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return total_loss(state.params, state.quant_state, batch, key)
+        # In micro-batches too: what fits in training fits here.
+        parts = jax.lax.map(
+            lambda micro: total_loss(state.params, state.quant_state, micro, key),
+            _micro_batches(batch, config.gradient_accumulation_steps),
+        )
+        return jax.tree.map(jnp.sum, parts)
 
     shapes: TrainState = jax.eval_shape(init)
     if config.gradient_accumulation_steps > 1 and shapes.quant_state:
@@ -181,6 +189,15 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
         evaluate=jax.jit(evaluate, in_shardings=(shardings, batch_sharding), out_shardings=replicated),
         loss=loss,
     )
+
+
+def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> None:
+    """Trace a step without running it, so that what does not fit shows before a run's folder is touched.
+
+    Raises:
+      ValueError, NotImplementedError: from the quantized operations, forward or backward.
+    """
+    jax.eval_shape(program.step, program.abstract_state, dict(batch), jax.ShapeDtypeStruct((), jnp.bool_))
 
 
 def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) -> int:
