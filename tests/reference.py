@@ -28,7 +28,7 @@ def cast(x: np.ndarray, dtype: str) -> np.ndarray:
 
 def absmax_scale(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
     """Scale shared along ``axis`` (None: by all)."""
-    scale = np.max(np.abs(x), axis=axis, keepdims=True).astype(np.float32) / np.float32(BOUNDS[dtype])
+    scale = np.max(np.abs(x), axis=axis, keepdims=True).astype(np.float32) * np.float32(1 / BOUNDS[dtype])
     return np.where(scale < np.sqrt(np.finfo(np.float32).tiny), np.float32(1), scale).astype(np.float32)
 
 

@@ -14,9 +14,14 @@ from jaxquant.config.loader import build, load_yaml, to_mapping
 from train.config import RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
-# What orbax raises on a step whose files are missing, cut short or garbled: tensorstore reports through ValueError,
-# metadata through KeyError and TypeError, missing files through OSError.
-UNREADABLE = (ValueError, KeyError, TypeError, OSError)
+
+def _is_unreadable(error: Exception) -> bool:
+    """Whether this is how orbax reports a step whose files are missing, cut short or garbled.
+
+    Metadata fail with ValueError, KeyError or TypeError, missing files with OSError, and an array whose bytes cannot
+    be read with a bare ``Exception``. Anything else (out of memory, a failing device) is no fault of the files.
+    """
+    return isinstance(error, (ValueError, KeyError, TypeError, OSError)) or type(error) is Exception
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
@@ -41,7 +46,9 @@ def check_config(run_dir: Path, config: TrainConfig) -> None:
     different = [name for name in here if name not in RUN_CONTROL and here[name] != there.get(name)]
     if different:
         lines = "".join(f"\n  {name}: {there.get(name)!r} in the run, {here[name]!r} asked" for name in different)
-        raise ValueError(f"the configuration does not match the run in {run_dir}; choose another run_dir or undo:{lines}")
+        raise ValueError(
+            f"the configuration does not match the run in {run_dir}; choose another run_dir or undo:{lines}"
+        )
 
 
 class Checkpoints:
@@ -101,7 +108,9 @@ class Checkpoints:
                         state=ocp.args.StandardRestore(abstract_state._asdict()), data=ocp.args.JsonRestore()
                     ),
                 )
-            except UNREADABLE as error:
+            except Exception as error:
+                if not _is_unreadable(error):
+                    raise
                 broken.append((step, error))
                 say(f"checkpoint {step} does not load ({_first_line(error)}); trying the one before it")
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,8 +55,10 @@ def _forward(program: Program, state: TrainState, batch: Batch, key: jax.Array) 
         )
         return kept["intermediates"]
 
-    found = _amaxes(run(state, dict(batch)), lambda path: path.split("/__call__")[0] or "logits")
-    return sorted(found, key=lambda finding: _rank(finding[0], finding[1]))
+    found = _amaxes(run(state, dict(batch)), lambda path: re.sub(r"/?__call__(/[0-9]+)*$", "", path) or "logits")
+    # Modules that quantization puts inside a layer are left out: the layer is what is asked for.
+    known = (f for f in found if (f[0] if f[1] is None else f[0].partition("/")[2] or "layers") in EXECUTION_ORDER)
+    return sorted(known, key=lambda finding: _rank(finding[0], finding[1]))
 
 
 def _amaxes(tree: Any, name: Callable[[str], str]) -> Iterable[Finding]:
@@ -66,11 +69,17 @@ def _amaxes(tree: Any, name: Callable[[str], str]) -> Iterable[Finding]:
         full = name("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))
         module = full.split("/")[0]
         if module == "layers":
-            stacked = np.asarray(jnp.abs(leaf).max(axis=tuple(range(1, leaf.ndim))), np.float32)
-            yield from ((full, layer, float(amax)) for layer, amax in enumerate(stacked))
+            amaxes = np.asarray(_amax(leaf, axis=tuple(range(1, leaf.ndim))))
+            yield from ((full, layer, float(amax)) for layer, amax in enumerate(amaxes))
         else:
             layer = int(module.removeprefix("layers_")) if module.startswith("layers_") else None
-            yield full, layer, float(jnp.abs(leaf).max())
+            yield full, layer, float(_amax(leaf))
+
+
+def _amax(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """Return the largest magnitude, NaN where there is a NaN: XLA's vectorized maximum on CPU loses it."""
+    amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axis).astype(jnp.float32)
+    return jnp.where(jnp.isnan(x).any(axis=axis), jnp.nan, amax)
 
 
 def _rank(path: str, layer: int | None) -> tuple[int, int, int]:

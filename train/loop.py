@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -77,15 +78,17 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
     write_config(run_dir, config)
-    checkpoints = Checkpoints(run_dir, config)
-    restored = checkpoints.restore(program.abstract_state, say)
     say(f"data: {data.description}")
-    if restored is None:
-        state = program.init()
-    else:
-        state, data_state = restored
-        data.train.set_state(data_state)
-        say(f"resumed {run_dir} at step {int(state.step)}")
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(run_dir, config))
+        restored = checkpoints.restore(program.abstract_state, say)
+        if restored is None:
+            state = program.init()
+        else:
+            state, data_state = restored
+            data.train.set_state(data_state)
+            say(f"resumed {run_dir} at step {int(state.step)}")
+        stack.pop_all()  # they stay open: the training function closes them
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     scheme = f"quantization {config.quantization}" if config.quantization else "unquantized"
     say(f"model: {count:,} parameters, {scheme}, {_devices()}")

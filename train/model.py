@@ -33,6 +33,7 @@ EXECUTION_ORDER = (
     "layers",
     "decoder_norm",
     "logits_dense",
+    "logits",
 )
 """Modules in the order in which their outputs are finished, for naming the first one that overflowed."""
 
@@ -147,7 +148,7 @@ class Decoder(nn.Module):
                 layer,
                 variable_axes={"params": 0, "_overwrite_with_gradient": 0, "intermediates": 0},
                 split_rngs={"params": True, "quant": True},
-                in_axes=(nn.broadcast, nn.broadcast),
+                in_axes=(nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
                 length=c.num_layers,
             )
             x, _ = layers(c, name="layers")(x, mask, positions)

@@ -1,4 +1,4 @@
-"""The training step: loss, gradients, micro-batches, the update, and the rule that a non-finite step changes nothing."""
+"""The training step: loss, gradients, micro-batches, the update; a step that is not finite changes nothing."""
 
 from __future__ import annotations
 
@@ -105,9 +105,7 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
 
     def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         variables = quantization_state.merge(params, quant_state)
-        logits = model.apply(
-            variables, batch["inputs"], batch["segment_ids"], batch["positions"], rngs={"quant": key}
-        )
+        logits = model.apply(variables, batch["inputs"], batch["segment_ids"], batch["positions"], rngs={"quant": key})
         return token_losses(logits, batch)  # pyright: ignore[reportArgumentType]
 
     def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
@@ -137,7 +135,7 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         healthy = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updated = TrainState(

@@ -15,6 +15,9 @@ element's own bound makes that second scale exactly 1, so the second rounding ch
 AQT is no longer developed. Tested with the series in ``SERIES``; everything imported is public there.
 """
 
+# AQT decorates its dataclasses with a functools.partial, behind which a type checker sees no fields.
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -24,6 +27,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from jax.extend.core import Literal
 
 from jaxquant.backends._versions import require
@@ -76,12 +80,13 @@ class _Blocked(aqt_dot_general.DotGeneralRaw):
     """AQT's matmul in blocks of the first contraction axis, with an error for a count that does not divide."""
 
     recipe_name: str = aqt_utils.static_field(default="")
+    count: int = aqt_utils.static_field(default=1)
 
     def __call__(self, lhs, rhs, lhs_qt, rhs_qt, dimension_numbers):
-        axes, count = dimension_numbers[0][0], self.local_aqt.contraction_axis_shard_count
-        if axes and lhs.shape[axes[0]] % count:
+        axes = dimension_numbers[0][0]
+        if axes and lhs.shape[axes[0]] % self.count:
             raise ValueError(
-                f"quantization_local_shard_count {count} of {self.recipe_name!r} does not divide the first contraction "
+                f"quantization_local_shard_count {self.count} of {self.recipe_name!r} does not divide the first contraction "
                 f"axis of the weight gradient, which has size {lhs.shape[axes[0]]}; use a divisor of it, 1 or 0"
             )
         return aqt_dot_general.DotGeneralRaw.__call__(self, lhs, rhs, lhs_qt, rhs_qt, dimension_numbers)
@@ -233,7 +238,7 @@ def _blocked(recipe: Recipe, name: str, raw: aqt_dot_general.DotGeneralRaw, shar
         raise _refuse(recipe, "fwd_lhs", "shards in the forward matmul", "use tile_size")
     fields = {field: getattr(raw, field) for field in raw.__dataclass_fields__}
     fields["local_aqt"] = aqt_dot_general.LocalAqt(contraction_axis_shard_count=shards)
-    return _Blocked(**fields, recipe_name=recipe.name)
+    return _Blocked(**fields, recipe_name=recipe.name, count=shards)
 
 
 def _tiling_fn(recipe: Recipe) -> Callable[..., tiling.Cfg] | None:
@@ -280,10 +285,21 @@ def _axis_names(
     return nn.LogicallyPartitioned(value, tuple(names))
 
 
+def _refuse_options(dtype: Any, precision: Any, preferred_element_type: Any) -> None:
+    """Refuse the options of a matmul that AQT would ignore."""
+    if precision not in (None, jax.lax.Precision.DEFAULT):
+        raise NotImplementedError(f"precision {precision} has no meaning in an AQT matmul; leave it at None")
+    if preferred_element_type is not None and jnp.dtype(preferred_element_type) != dtype:
+        raise NotImplementedError(
+            f"preferred_element_type {jnp.dtype(preferred_element_type).name} of a {dtype} matmul is not "
+            "honoured by AQT; use quant_backend 'native'"
+        )
+
+
 class AqtDotGeneral(aqt_flax.AqtDotGeneral):
     """AQT's module, drawing from the random stream ``quant`` alone and refusing what it would ignore."""
 
-    def make_rng(self, name: str = STREAM) -> jax.Array | None:
+    def make_rng(self, name: str = STREAM) -> jax.Array | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Draw a key, or None where the stream is absent: Linen would fall back to the stream "params"."""
         return super().make_rng(name) if self.has_rng(name) else None
 
@@ -292,14 +308,8 @@ class AqtDotGeneral(aqt_flax.AqtDotGeneral):
         inner = super().make_aqt_dg(*args, **kwargs)
 
         def matmul(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
-            if precision not in (None, jax.lax.Precision.DEFAULT):
-                raise NotImplementedError(f"precision {precision} has no meaning in an AQT matmul; leave it at None")
-            if preferred_element_type is not None and jnp.dtype(preferred_element_type) != lhs.dtype:
-                raise NotImplementedError(
-                    f"preferred_element_type {jnp.dtype(preferred_element_type).name} of a {lhs.dtype} matmul is not "
-                    "honoured by AQT; use quant_backend 'native'"
-                )
-            return inner(lhs, rhs, dimension_numbers)
+            _refuse_options(lhs.dtype, precision, preferred_element_type)
+            return inner(jnp.asarray(lhs), jnp.asarray(rhs), dimension_numbers)
 
         return matmul
 
@@ -317,13 +327,21 @@ class AqtEinsum(nn.Module):
     replicate_scale: bool = False
 
     @nn.compact
-    def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        equation: str,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:
         """Contract activation ``lhs`` and weight ``rhs`` as the equation says."""
-        lhs, rhs = nn.dtypes.promote_dtype(lhs, rhs)
+        lhs, rhs = promote_dtype(lhs, rhs)
+        _refuse_options(lhs.dtype, precision, preferred_element_type)
         make = _module(
             self.recipe, self.mesh_axes, self.quant_mode, self.replicate_scale, _is_swapped(equation, lhs, rhs)
         )
-        return aqt_dot_general.einsum(equation, lhs, rhs, dg=make())
+        return jnp.asarray(aqt_dot_general.einsum(equation, lhs, rhs, dg=make()))  # pyright: ignore[reportArgumentType]
 
 
 def _is_swapped(equation: str, lhs: jax.Array, rhs: jax.Array) -> bool:

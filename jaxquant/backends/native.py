@@ -54,7 +54,7 @@ class _Quantized(nn.Module):
     def _key(self) -> Array | None:
         """A key for stochastic rounding, where the caller passes a "quant" stream; else the op makes its own."""
         is_random = any(isinstance(s, TensorSpec) and s.rounding == "stochastic" for s in self.recipe.specs.values())
-        return self.make_rng(RANDOM_STREAM) if is_random and RANDOM_STREAM in self.scope.rngs else None
+        return self.make_rng(RANDOM_STREAM) if is_random and self.has_rng(RANDOM_STREAM) else None
 
     def _operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
         # flax's op computes in the kernel's dtype, whatever the input has.

@@ -77,9 +77,13 @@ def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tu
     Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value).
     """
     calibration, kind = spec.calibration, element(spec.dtype)
+    if calibration.method == "fixed" and calibration.is_symmetric:
+        return jnp.full(counts, _floor(calibration.maximum / kind.bound), jnp.float32), None
     if calibration.method == "fixed":
-        low, high = jnp.float32(calibration.minimum), jnp.float32(calibration.maximum)
-        low, high = jnp.broadcast_to(low, counts), jnp.broadcast_to(high, counts)
+        low, high = (
+            jnp.full(counts, calibration.minimum, jnp.float32),
+            jnp.full(counts, calibration.maximum, jnp.float32),
+        )
     elif calibration.method == "minmax":
         low = jnp.minimum(_reduce(x, counts, jnp.min).astype(jnp.float32), 0) * calibration.factor
         high = jnp.maximum(_reduce(x, counts, jnp.max).astype(jnp.float32), 0) * calibration.factor
@@ -90,11 +94,16 @@ def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tu
         high = _reduce(jnp.abs(x), counts, jnp.max).astype(jnp.float32)
         low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
-        return _floor_scale(high / kind.bound), None
+        # XLA turns a division by a constant into this multiplication under jit, but not outside it.
+        return _floor_scale(high * (1 / kind.bound)), None
     assert low is not None
     # Asymmetric ranges use every code of the integer, -max - 1 included.
-    scale = _floor_scale((high - low) / (2 * kind.max + 1))
+    scale = _floor_scale((high - low) * (1 / (2 * kind.max + 1)))
     return scale, asymmetric_cast(-kind.max - 1 - low / scale, kind)
+
+
+def _floor(scale: float) -> float:
+    return 1.0 if scale < SMALLEST_SCALE else scale
 
 
 def _floor_scale(scale: jax.Array) -> jax.Array:

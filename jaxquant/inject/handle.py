@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -49,12 +50,14 @@ class Quantization:
       quant_mode: what the model is built for.
       replicate_scale: the stored scales of a sharded kernel are replicated.
       resolver: decides the recipe of each layer by its path.
+      base: recipe of the layers that no rule names; None where a file or rules alone decide.
     """
 
     backend: str
     quant_mode: QuantMode
     replicate_scale: bool
     resolver: Resolver
+    base: Recipe | None = None
 
     def dot_general_cls(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[[], nn.Module]:
         """Make the ``dot_general_cls`` of a Linen layer; the module that it makes decides by the layer's path.
@@ -63,15 +66,20 @@ class Quantization:
           mesh_axes: logical axis names of the kernel, for the stored qvalue and scale in serve mode.
         """
         kind = AqtDotGeneral if self.backend == "aqt" else QuantDotGeneral
-        return lambda: kind(self, tuple(mesh_axes))
+        return lambda: kind(self, tuple(mesh_axes), name=self._name("dot_general"))
 
     def einsum(self, mesh_axes: tuple[str | None, ...] = ()) -> nn.Module:
         """Make an einsum module, called as ``module(equation, activation, weight)``; to be called inside a layer."""
         kind = AqtEinsum if self.backend == "aqt" else QuantEinsum
-        return kind(self, tuple(mesh_axes))
+        return kind(self, tuple(mesh_axes), name=self._name("einsum"))
 
-    def op(self, name: str, recipe: Recipe, mesh_axes: tuple[str | None, ...]) -> nn.Module:
-        """Make the backend's op ("dot_general" or "einsum") for one recipe."""
+    def _name(self, op: str) -> str | None:
+        """Give the name that the backend's own op would take in a layer, for state of delayed scaling flax's."""
+        factory = None if self.base is None else self.op_cls(op, self.base, ())
+        return factory.keywords.get("name") if isinstance(factory, functools.partial) else None
+
+    def op_cls(self, name: str, recipe: Recipe, mesh_axes: tuple[str | None, ...]) -> Callable[[], nn.Module]:
+        """Make a factory of the backend's op ("dot_general" or "einsum") for one recipe."""
         # Imported late: a backend's library is needed only where a config asks for it.
         if self.backend == "aqt":
             from jaxquant.backends import aqt
@@ -82,10 +90,10 @@ class Quantization:
                 mesh_axes=mesh_axes,
                 quant_mode=self.quant_mode.value,
                 replicate_scale=self.replicate_scale,
-            )()
+            )
         from jaxquant.backends import native
 
-        return (native.dot_general_cls if name == "dot_general" else native.einsum_cls)(recipe)()
+        return (native.dot_general_cls if name == "dot_general" else native.einsum_cls)(recipe)
 
 
 class _ByPath(nn.Module):
@@ -98,7 +106,7 @@ class _ByPath(nn.Module):
         recipe = self.quantization.resolver("/".join(map(str, self.path[:-1])), out_features).recipe
         if recipe is None:
             return None
-        op = self.quantization.op(name, recipe, self.mesh_axes)
+        op = self.quantization.op_cls(name, recipe, self.mesh_axes)()
         nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op
 
@@ -114,14 +122,14 @@ class _DotGeneral(_ByPath):
 
 class _Einsum(_ByPath):
     @nn.compact
-    def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         inputs, output = equation.replace(" ", "").split("->")
         left, right = inputs.split(",")
         out_features = math.prod(
             size for label, size in zip(right, rhs.shape, strict=False) if label in output and label not in left
         )
         op = self._op("einsum", out_features)
-        return jax.numpy.einsum(equation, lhs, rhs) if op is None else op(equation, lhs, rhs)
+        return (op or jax.numpy.einsum)(equation, lhs, rhs, **options)
 
 
 # Linen names a module after its class: these give AQT's own tree, `<layer>/AqtDotGeneral_0/qrhs/frozen`.
@@ -170,7 +178,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
             f"quant_mode_str {mode.value!r} is not implemented on quant_backend 'native', which has 'train' only; "
             "use quant_backend 'aqt'"
         )
-    return Quantization(backend, mode, config.replicate_quant_scale, resolver)
+    return Quantization(backend, mode, config.replicate_quant_scale, resolver, config.recipe())
 
 
 def in_convert_mode(quant: Quantization | None) -> bool:

@@ -53,7 +53,13 @@ def contract(
         elif isinstance(rhs, QTensor):
             rhs = dequantize(rhs, lhs.dtype.name)
         dtype = accumulator_dtype(None, out_dtype)
-        out = jax.lax.dot_general(lhs, rhs, dims.numbers, precision=precision, preferred_element_type=dtype)
+        out = jax.lax.dot_general(
+            lhs,  # pyright: ignore[reportArgumentType]
+            rhs,  # pyright: ignore[reportArgumentType]
+            dims.numbers,
+            precision=precision,
+            preferred_element_type=dtype,
+        )
         return out.astype(out_dtype)
 
     lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
@@ -73,6 +79,8 @@ def _multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, precisio
         # One integer dtype for both: there is no mixed int4 by int8 matmul.
         if a.dtype != b.dtype and jnp.issubdtype(a.dtype, jnp.signedinteger):
             a, b = a.astype(jnp.int8), b.astype(jnp.int8)
+        if min(jax.dtypes.itemsize_bits(a.dtype), jax.dtypes.itemsize_bits(b.dtype)) < 8:
+            return _dot_sub_byte(a, b, dims, precision, dtype)
         return jax.lax.dot_general(a, b, dims.numbers, precision=precision, preferred_element_type=dtype)
 
     out = dot(lhs.qvalue, rhs.qvalue)
@@ -85,6 +93,18 @@ def _multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, precisio
     if lhs_zero is not None and rhs_zero is not None:
         out = out + dot(lhs_zero, rhs_zero)
     return out
+
+
+def _dot_sub_byte(a: Array, b: Array, dims: Dimensions, precision: Precision, dtype: str) -> Array:
+    """Multiply 4-bit operands with one more free axis, of size 1.
+
+    XLA:CPU fails on a plain matrix product of 4-bit types ("does not support custom element sizes", jax 0.10 and 0.12)
+    and takes the same product where it has to be reshaped first. The axis costs nothing.
+    """
+    up = lambda axes: tuple(axis + 1 for axis in axes)  # noqa: E731
+    numbers = ((up(dims.lhs_contract), dims.rhs_contract), (up(dims.lhs_batch), dims.rhs_batch))
+    out = jax.lax.dot_general(a[None], b, numbers, precision=precision, preferred_element_type=dtype)
+    return out.squeeze(len(dims.lhs_batch))
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:

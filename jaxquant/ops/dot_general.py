@@ -181,7 +181,8 @@ def _backward(static: _Static, residuals, grad: Array):
     new_state = {}
     for name, old in state.items():
         assert recipe.delayed is not None
-        new_state[name] = delayed.next_state(old, *seen[name], recipe.delayed)
+        scale, amax = seen[name]
+        new_state[name] = delayed.next_state(old, scale, amax, recipe.delayed)
     return dlhs, drhs, new_state, None
 
 

@@ -7,6 +7,7 @@ import pytest
 import jaxquant
 from jaxquant.config.recipes import RECIPES
 from tests import decoder
+from tests.numerics import BAND_RTOL
 
 pytest.importorskip("aqt")
 pytest.importorskip("qwix")
@@ -29,12 +30,12 @@ BANDS = [
     ("fp4", {}, 0.2378, 0.3726),
 ]
 CASES = [
-    pytest.param(string, options, backend, logits, gradients, id="-".join([string, backend, *list(options.values())[:1]]))
+    pytest.param(
+        string, options, backend, logits, gradients, id="-".join([string, backend, *list(options.values())[:1]])
+    )
     for string, options, logits, gradients in BANDS
     for backend in RECIPES[string].backends
 ]
-WITHIN = 0.15
-"""Relative width of a band."""
 
 
 @pytest.mark.parametrize(("string", "options", "backend", "logits", "gradients"), CASES)
@@ -44,4 +45,4 @@ def test_band(string, options, backend, logits, gradients):
     quantized = jaxquant.maybe_quantize_model(model, config, decoder.tokens())
     found = decoder.measure(model, quantized)
     expected = [band[backend] if isinstance(band, dict) else band for band in (logits, gradients)]
-    assert found == pytest.approx(expected, rel=WITHIN)
+    assert found == pytest.approx(expected, rel=BAND_RTOL)

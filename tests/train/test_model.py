@@ -87,9 +87,7 @@ def test_remat_leaves_gradients_alone(policy):
         loss = lambda v: jnp.mean(Decoder(config).apply(v, TOKENS) ** 2)  # noqa: E731
         return jax.tree.leaves(jax.jit(jax.grad(loss))(variables))
 
-    for plain, rematerialized in zip(
-        grads(SMALL), grads(dataclasses.replace(SMALL, remat_policy=policy)), strict=True
-    ):
+    for plain, rematerialized in zip(grads(SMALL), grads(dataclasses.replace(SMALL, remat_policy=policy)), strict=True):
         np.testing.assert_allclose(rematerialized, plain, rtol=1e-5, atol=1e-8)
 
 

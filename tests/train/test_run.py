@@ -36,7 +36,9 @@ def start(config: TrainConfig, run_dir: Path, folder: Path) -> subprocess.Popen[
     file.write_text(yaml.safe_dump(to_mapping(config)))
     words = [sys.executable, "-m", "train", str(file), f"run_dir={run_dir}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:

@@ -35,9 +35,9 @@ def _run(config: TrainConfig, steps: int = 3):
     return np.array(rows)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "uneven token counts"])
-def test_gradient_accumulation_equals_the_big_batch(tiny: TrainConfig, packing: bool):
-    config = dataclasses.replace(tiny, packing=packing, **SMOOTH)
+def test_gradient_accumulation_equals_the_big_batch(tiny: TrainConfig):
+    # Without packing the micro-batches hold different numbers of tokens.
+    config = dataclasses.replace(tiny, packing=False, **SMOOTH)
     small = dataclasses.replace(config, gradient_accumulation_steps=4)
     np.testing.assert_allclose(_run(small), _run(config), rtol=numerics.TRAIN_SUMMATION_ORDER)
 
@@ -64,8 +64,8 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig, q
     batch = next(data.train)
     before = jax.tree.map(np.array, state)
     text = explain_non_finite(program, state, batch, jax.random.key(0))
-    assert text.startswith("the first non-finite output is that of layers/mlp/wo, layer 1, amax")
-    assert "before it layers/mlp/wi_1, layer 1" in text or "before it layers/mlp/wo" not in text
+    assert text.startswith("the first non-finite output is that of layers/mlp/wo, layer 1, amax nan")
+    assert "before it layers/mlp/wi_1, layer 1" in text
     after, metrics = program.step(state, batch, jnp.bool_(True))
     assert not metrics["healthy"]
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, after))
@@ -81,18 +81,15 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig, q
 def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfig):
     data = make_iterators(tiny, tiny.batch_size)
     program = build(tiny, data.vocab_size)
-    state = program.init()
-    # 1e-30 · 1e30 = 1 forward; backward, the kernel's gradient times the norm's scale leaves float32's range.
-    norm = state.params["layers"]["post_self_attention_layer_norm"]
-    norm["scale"] = norm["scale"].at[0].set(1e-25)
-    for name in ("wi_0", "wi_1"):
-        kernel = state.params["layers"]["mlp"][name]
-        kernel["kernel"] = kernel["kernel"].at[0].multiply(1e25)
-    kernel = state.params["layers"]["mlp"]["wo"]
-    kernel["kernel"] = kernel["kernel"].at[0].multiply(1e25)
-    state.params["decoder_norm"]["scale"] *= 1e-15
-    text = explain_non_finite(program, state, next(data.train), jax.random.key(0))
-    assert "gradient" in text
+
+    def loss(params, *rest):
+        # The square root's slope at 0 is infinite.
+        return program.loss(params, *rest) + jnp.sqrt(0 * params["layers"]["mlp"]["wi_1"]["kernel"][1].sum())
+
+    broken = dataclasses.replace(program, loss=loss)
+    text = explain_non_finite(broken, program.init(), next(data.train), jax.random.key(0))
+    assert text.startswith("the first non-finite gradient is that of layers/mlp/wi_1/kernel, layer 1, amax nan")
+    assert "before it layers/mlp/wo/kernel, layer 1" in text
 
 
 def test_saved_activation_bytes_shrink_with_remat(tiny: TrainConfig):
@@ -114,7 +111,7 @@ from tests.train.test_step import _run
 from train.config import TrainConfig
 assert jax.device_count() == 8
 config = build(TrainConfig, json.loads(sys.argv[1]))
-meshes = ((1, -1), (2, 4), (8, 1))
+meshes = ((1, -1), (2, 4))
 print(json.dumps([_run(dataclasses.replace(config, mesh_data=d, mesh_fsdp=f)).tolist() for d, f in meshes]))
 """
 

@@ -1,0 +1,182 @@
+"""configure_quantization: modes, recipes by path, stored tensors and the names of their axes."""
+
+from __future__ import annotations
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.inject.handle import (
+    QuantMode,
+    configure_quantization,
+    get_quant_mode,
+    in_convert_mode,
+    in_serve_mode,
+)
+from tests.lowering import dot_operand_types
+from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
+
+pytest.importorskip("aqt")
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
+class Block(nn.Module):
+    """A model that plumbs quantization by hand."""
+
+    quant: object
+
+    @nn.compact
+    def __call__(self, x):
+        def cls(*mesh_axes):
+            return self.quant.dot_general_cls(mesh_axes) if self.quant else None
+
+        x = nn.DenseGeneral((4, 6), dot_general_cls=cls("embed", "heads", "kv"), name="query")(x)
+        x = nn.DenseGeneral(8, axis=(-2, -1), dot_general_cls=cls("heads", "kv", "embed"), name="out")(x)
+        x = x + nn.Dense(8, dot_general_cls=cls("embed", "experts"), name="gate")(x)
+        kernel = self.param("kernel", nn.initializers.normal(1.0), (8, 5))
+        einsum = self.quant.einsum(("embed", "mlp")) if self.quant else jnp.einsum
+        return einsum("bd,df->bf", x, kernel)
+
+
+class Model(nn.Module):
+    quant: object
+
+    @nn.compact
+    def __call__(self, x):
+        return Block(self.quant, name="block")(x)
+
+
+PARAMS = Model(None).init(jax.random.key(1), X)
+
+
+def quantize(config, mode="train"):
+    return Model(configure_quantization(config, mode))
+
+
+def test_modes():
+    assert [get_quant_mode(mode) for mode in ("train", "serve", "convert")] == [
+        QuantMode.TRAIN,
+        QuantMode.SERVE,
+        QuantMode.CONVERT,
+    ]
+    with pytest.raises(ValueError, match="quant_mode_str 'eval' is not a mode; known ones are 'train', 'convert', 's"):
+        get_quant_mode("eval")
+    for mode in ("train", "serve", "convert"):
+        quant = configure_quantization({"quantization": "int8"}, mode)
+        assert quant is not None
+        assert quant.quant_mode is get_quant_mode(mode)
+        assert (in_convert_mode(quant), in_serve_mode(quant)) == (mode == "convert", mode == "serve")
+    assert (in_convert_mode(None), in_serve_mode(None)) == (False, False)
+
+
+@pytest.mark.parametrize("mode", ["train", "serve", "convert"])
+def test_no_quantization(mode):
+    assert configure_quantization({"quantization": ""}, mode) is None
+
+
+@pytest.mark.parametrize("mode", ["train", "serve", "convert"])
+@pytest.mark.parametrize("flag", [True, False])
+def test_replicate_scale(mode, flag):
+    config = {"quantization": "int8", "quant_backend": "aqt", "replicate_quant_scale": flag}
+    assert configure_quantization(config, mode).replicate_scale is flag
+
+
+def test_backends_without_a_handle():
+    with pytest.raises(ValueError, match=r"call jaxquant\.maybe_quantize_model"):
+        configure_quantization({"quantization": "fp8_full"})
+    for mode in ("convert", "serve"):
+        with pytest.raises(
+            NotImplementedError, match=f"quant_mode_str '{mode}' is not implemented on quant_backend 'nat"
+        ):
+            configure_quantization({"quantization": "fp8"}, mode)
+
+
+@pytest.mark.parametrize("string", ["int8", "aqt_fp8", "aqt_fp8_full"])
+def test_convert_and_serve_repeat_training_bit_for_bit(string):
+    config = {"quantization": string, "quant_backend": "aqt"}
+    trained = quantize(config).apply(PARAMS, X)
+    assert not np.array_equal(trained, Model(None).apply(PARAMS, X))
+    converted, stored = quantize(config, "convert").apply(PARAMS, X, mutable=["aqt"])
+    served = quantize(config, "serve").apply(PARAMS | stored, X)
+    np.testing.assert_array_equal(trained, converted)
+    np.testing.assert_array_equal(converted, served)
+    # Stored tensors are read: other params give the same output where the kernel is frozen.
+    assert set(stored["aqt"]["block"]) == {"query", "out", "AqtEinsum_0"}
+
+
+def frozen(variables, layer, *more):
+    tensor = variables["aqt"]["block"][layer]
+    for name in (*more, "AqtDotGeneral_0", "qrhs", "frozen"):
+        tensor = tensor[name]
+    return tensor
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+def test_stored_tensors_are_named_after_the_kernels_axes(replicate):
+    config = {"quantization": "int8", "quant_backend": "aqt", "replicate_quant_scale": replicate}
+    specs = nn.get_partition_spec(quantize(config, "serve").init(jax.random.key(0), X))
+    for layer, more, names, scale in (
+        ("query", (), ("embed", "heads", "kv"), (None, "heads", "kv")),
+        ("out", (), ("heads", "kv", "embed"), (None, None, "embed")),
+        ("AqtEinsum_0", (), ("embed", "mlp"), (None, "mlp")),
+    ):
+        tensor = frozen(specs, layer, *more)
+        assert tuple(tensor.qvalue) == names
+        assert tuple(tensor.scale[0]) == ((None,) * len(scale) if replicate else scale)
+
+
+def test_recipes_by_path(tmp_path):
+    """An intmp file: the einsum's weight lives in the block itself, the tile keeps the name on its inner axis."""
+    path = tmp_path / "mixed.json"
+    path.write_text(
+        json.dumps({"__default__": {"w_bits": 8}, ".*/query": {"w_bits": 4, "tile_size": 4}, "block": {"w_bits": 4}})
+    )
+    config = {"quantization": "intmp", "quant_backend": "aqt", "quant_cfg_path": str(path)}
+    variables = quantize(config, "serve").init(jax.random.key(0), X)
+    specs, values = nn.get_partition_spec(variables), nn.meta.unbox(variables)
+    query, out, einsum = (frozen(values, layer) for layer in ("query", "out", "AqtEinsum_0"))
+    assert [tensor.qvalue.dtype for tensor in (query, out, einsum)] == ["int4", "int8", "int4"]
+    assert (query.qvalue.shape, query.scale[0].shape) == ((2, 4, 4, 6), (2, 1, 4, 6))
+    assert tuple(frozen(specs, "query").qvalue) == (None, "embed", "heads", "kv")
+    assert tuple(frozen(specs, "query").scale[0]) == (None, None, "heads", "kv")
+
+    # The numbers are those of a float model with the dequantized kernels.
+    y, stored = quantize(config, "convert").apply(PARAMS, X, mutable=["aqt"])
+    kernels = [frozen(stored, layer) for layer in ("query", "out", "AqtEinsum_0")]
+    query, out, einsum = (tensor.qvalue.astype(jnp.float32) * tensor.scale[0] for tensor in kernels)
+    block = PARAMS["params"]["block"]
+    block = block | {
+        "query": block["query"] | {"kernel": query.reshape(8, 4, 6)},
+        "out": block["out"] | {"kernel": out},
+        "kernel": einsum,
+    }
+    np.testing.assert_allclose(y, Model(None).apply({"params": {"block": block}}, X), SMALL_SUM_RTOL, SMALL_SUM_ATOL)
+
+
+@pytest.mark.parametrize(("string", "operand"), [("int8", "i8"), ("fp8", "f8E4M3FN")])
+def test_native_ops(string, operand):
+    """The router stays float, the three other layers run forward in the string's type."""
+    model = quantize({"quantization": string, "quant_backend": "native"})
+    variables = model.init(jax.random.key(1), X)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], PARAMS["params"])
+    text = jax.jit(model.apply).lower(variables, X).as_text()
+    types = [(lhs, rhs) for lhs, rhs, _ in dot_operand_types(text)]
+    assert sorted(types) == sorted([(operand, operand)] * 3 + [("f32", "f32")])
+
+
+def test_native_state_lies_where_flax_keeps_it():
+    variables = quantize({"quantization": "fp8"}).init(jax.random.key(1), X)
+    state = variables["_overwrite_with_gradient"]["block"]
+    assert set(state) == {"query", "out", "Fp8Einsum_0"}
+    assert set(state["query"]) == {"Fp8DirectDotGeneralOp_0"}
+
+
+def test_rule_on_a_hand_plumbed_layer():
+    config = {"quantization": "int8", "quant_backend": "aqt", "rules": [{"path": "block/query", "recipe": None}]}
+    text = jax.jit(quantize(config).apply).lower(PARAMS, X).as_text()
+    assert sum(lhs == "i8" for lhs, _, _ in dot_operand_types(text)) == 2

@@ -1,0 +1,428 @@
+"""AQT and Qwix do what the recipe says: the lowered matmuls, the reuse of forward tensors, shards, bounds, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.calibration import parse_calibration
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from tests.lowering import dot_operand_types
+from tests.numerics import INTEGER_MATMUL_NULP, SMALL_SUM_ATOL, SMALL_SUM_RTOL
+
+aqt = pytest.importorskip("jaxquant.backends.aqt")
+qwix = pytest.importorskip("jaxquant.backends.qwix")
+
+LINEAR = ("mix/query", "mix/out", "mix/down")
+SCORES = 2  # matmuls of activations, which stay float
+MLIR = {
+    "int8": "i8",
+    "int4": "i4",
+    "float8_e4m3fn": "f8E4M3FN",
+    "float8_e5m2": "f8E5M2",
+    "float4_e2m1fn": "f4E2M1FN",
+    None: "f32",
+}
+
+
+class Mix(nn.Module):
+    """Three kinds of linear layer around attention scores."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((3, 16), name="query")(x)
+        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", x, x))
+        x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(jnp.einsum("bhqk,bkhd->bqhd", scores, x))
+        return nn.Einsum((32, 8), "bsd,df->bsf", name="down")(x)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5, name="head")(Mix(name="mix")(x))
+
+
+X = jax.random.normal(jax.random.key(0), (4, 7, 32))
+
+
+def loss_and_grads(model, key=1):
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply({"params": params}, x, rngs={"quant": jax.random.key(key)})))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def source(recipe, name, side):
+    spec = getattr(getattr(recipe, name), side)
+    if spec == FORWARD:
+        spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
+    return MLIR[None if spec is None else spec.dtype]
+
+
+def expected_dots(recipe, layers):
+    """Operand types of the three matmuls of each quantized layer; order within a matmul is the library's."""
+    one = Counter(
+        tuple(sorted((source(recipe, name, "lhs"), source(recipe, name, "rhs")))) for name in ("fwd", "dlhs", "drhs")
+    )
+    return Counter({dots: count * layers for dots, count in one.items()})
+
+
+STRINGS = [
+    (string, backend)
+    for string, row in RECIPES.items()
+    for backend in row.backends
+    if backend != "native" and row.recipe is not None
+]
+
+
+@pytest.mark.parametrize(("string", "backend"), STRINGS)
+def test_step_is_low_precision_where_the_recipe_says(string, backend):
+    config = QuantConfig(quantization=string, quant_backend=backend)
+    model = Model()
+    quantized = jaxquant.maybe_quantize_model(model, config, X)
+    params = model.init(jax.random.key(2), X)["params"]
+    step = jax.jit(loss_and_grads(quantized))
+
+    loss, grads = step(params, X)
+    assert np.isfinite(loss)
+    assert loss != loss_and_grads(model)(params, X)[0]
+    stepped = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads[0])
+    assert step(stepped, X)[0] < loss
+
+    recipe = config.recipe()
+    found = Counter(tuple(sorted((lhs, rhs))) for lhs, rhs, _ in dot_operand_types(step.lower(params, X).as_text()))
+    float_dots = 3 * (SCORES + 1)
+    assert found == expected_dots(recipe, len(LINEAR)) + Counter({("f32", "f32"): float_dots})
+
+
+@pytest.mark.parametrize(("string", "backend"), STRINGS)
+def test_initial_parameters_are_those_of_the_float_model(string, backend):
+    quantized = jaxquant.maybe_quantize_model(Model(), {"quantization": string, "quant_backend": backend}, X)
+    params = quantized.init(jax.random.key(2), X)
+    jax.tree.map(np.testing.assert_array_equal, params, Model().init(jax.random.key(2), X))
+
+
+# -- AQT ---------------------------------------------------------------------------------------------------------------
+
+INT8 = TensorSpec("int8", reciprocal=True)
+
+
+def reusing(shards=1, grad=INT8):
+    return Recipe(
+        "int8",
+        MatmulSpec(INT8, INT8, "int32"),
+        MatmulSpec(grad, FORWARD, "int32"),
+        MatmulSpec(FORWARD, grad, "int32", shards),
+    )
+
+
+def quantize(x, axis):
+    """int8 per channel as AQT computes it: multiply by 1/scale, round half to even, clip at 127."""
+    scale = np.max(np.abs(x), axis=axis, keepdims=True) / np.float32(127.5)
+    return np.clip(np.round(x * (1 / scale)), -127, 127), scale
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_aqt_reuses_the_forward_qvalues(shards):
+    rows, depth, columns = 8, 16, 6
+    x, w, g = (
+        np.asarray(jax.random.normal(jax.random.key(i), shape), np.float32)
+        for i, shape in enumerate([(rows, depth), (depth, columns), (rows, columns)])
+    )
+    module = aqt.dot_general_cls(reusing(shards))()
+    dims = (((1,), (0,)), ((), ()))
+    y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, dims, None), x, w)
+    dx, dw = vjp(jnp.asarray(g))
+
+    qx, sx = quantize(x, 1)
+    qw, sw = quantize(w, 0)
+    np.testing.assert_array_almost_equal_nulp(np.asarray(y), (qx @ qw) * sx * sw, INTEGER_MATMUL_NULP)
+    qg, sg = quantize(g * sw, 1)
+    np.testing.assert_array_almost_equal_nulp(np.asarray(dx), (qg @ qw.T) * sg, INTEGER_MATMUL_NULP)
+    block = rows // shards
+    total = np.zeros_like(w)
+    for start in range(0, rows, block):
+        piece = slice(start, start + block)
+        qg, sg = quantize(g[piece] * sx[piece], 0)
+        total += (qx[piece].T @ qg) * sg
+    np.testing.assert_allclose(np.asarray(dw), total, SMALL_SUM_RTOL, SMALL_SUM_ATOL)
+
+
+def test_aqt_shards_that_do_not_divide():
+    module = aqt.dot_general_cls(reusing(3))()
+    dims = (((1,), (0,)), ((), ()))
+    with pytest.raises(ValueError, match=r"quantization_local_shard_count 3 of 'int8' .* which has size 8; use"):
+        jax.grad(lambda w: module.apply({}, jnp.ones((8, 4)), w, dims, None).sum())(jnp.ones((4, 2)))
+
+
+def test_aqt_tile_that_does_not_divide():
+    tiled = TensorSpec("int8", "per_tile", tile_size=5)
+    module = aqt.dot_general_cls(Recipe("intmp", MatmulSpec(None, tiled)))()
+    with pytest.raises(ValueError, match="tile_size 5 of 'intmp' does not divide contraction axis 1 of size 8"):
+        module.apply({}, jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())), None)
+
+
+@pytest.mark.parametrize(
+    ("index", "changed"),
+    enumerate([{"y", "dx"}, {"y", "dw"}, {"dx"}, {"dx"}, {"dw"}, {"dw"}]),
+)
+def test_each_constant_bound_reaches_its_operand(index, changed):
+    """A small bound clips that operand; a forward one also stops the gradient of what it clips."""
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    w = jax.random.normal(jax.random.key(1), (16, 6))
+
+    def run_with(bounds):
+        recipe = QuantConfig(quantization="aqt_fp8_full", constant_bound_config=tuple(bounds)).recipe()
+        module = aqt.dot_general_cls(recipe)()
+        y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, (((1,), (0,)), ((), ())), None), x, w)
+        return dict(zip(("y", "dx", "dw"), (y, *vjp(jnp.ones_like(y))), strict=True))
+
+    wide, tight = run_with([8.0] * 6), run_with([0.01 if i == index else 8.0 for i in range(6)])
+    assert {name for name in wide if not np.array_equal(wide[name], tight[name])} == changed
+
+
+@pytest.mark.parametrize("equation", ["bsd,df->bsf", "bsd,fd->fbs", "bsd,edf->ebsf", "bsd,bdf->bsf"])
+def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
+    """An int4 weight and an int8 activation, whichever way the einsum is turned into a matmul."""
+    x = np.asarray(jax.random.normal(jax.random.key(0), (3, 5, 8)))
+    sizes = {"b": 3, "d": 8, "f": 4, "e": 2}
+    weight_axes = equation.split("->")[0].split(",")[1]
+    w = np.asarray(jax.random.normal(jax.random.key(1), [sizes[label] for label in weight_axes]))
+    recipe = Recipe("intmp", MatmulSpec(TensorSpec("int8"), TensorSpec("int4")))
+    y = aqt.einsum_cls(recipe)().apply({}, equation, x, w)
+
+    qx, sx = quantize(x, 2)
+    axis = weight_axes.index("d")
+    sw = np.max(np.abs(w), axis=axis, keepdims=True) / np.float32(7.5)
+    qw = np.clip(np.round(w * (1 / sw)), -7, 7)
+    np.testing.assert_allclose(y, np.einsum(equation, qx * sx, qw * sw), SMALL_SUM_RTOL, SMALL_SUM_ATOL)
+
+
+def test_aqt_einsum_that_is_no_matmul():
+    module = aqt.einsum_cls(reusing())()
+    with pytest.raises(NotImplementedError, match="'bb,bd->bd' is not one matmul"):
+        module.apply({}, "bb,bd->bd", jnp.ones((2, 2)), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("option", "match"), [("precision", "precision HIGHEST"), ("type", "type float32 of a bfloat16")]
+)
+def test_aqt_refuses_what_it_would_ignore(option, match):
+    module = aqt.dot_general_cls(reusing())()
+    precision = jax.lax.Precision.HIGHEST if option == "precision" else None
+    wanted = jnp.float32 if option == "type" else None
+    x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=match):
+        module.apply({}, x, w, (((1,), (0,)), ((), ())), precision, wanted)
+
+
+# -- stochastic rounding -----------------------------------------------------------------------------------------------
+
+
+class Scanned(nn.Module):
+    """Two equal layers under scan and remat; the second sees what the first saw."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x, nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones, name="dense")(x)
+
+        body = nn.scan(
+            nn.remat(Body, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "quant": True},
+            length=2,
+        )
+        return body(name="layers")(x, None)[1].sum(0)
+
+
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_stochastic_rounding_follows_the_stream(backend):
+    """Gradients differ by key and by scanned layer, the forward does not, and each element has its own noise."""
+    x = jax.random.normal(jax.random.key(0), (6, 16))
+    model = jaxquant.maybe_quantize_model(Scanned(), {"quantization": "int8", "quant_backend": backend}, x)
+    params = Scanned().init(jax.random.key(1), x)["params"]
+    cotangent = jax.random.normal(jax.random.key(2), (6, 8))
+
+    @jax.jit
+    def run(key):
+        y, vjp = jax.vjp(lambda params: model.apply({"params": params}, x, rngs={"quant": key}), params)
+        return y, vjp(cotangent)[0]["layers"]["dense"]["kernel"]
+
+    (y0, g0), (y1, g1), (_, g2) = run(jax.random.key(0)), run(jax.random.key(1)), run(jax.random.key(0))
+    np.testing.assert_array_equal(y0, y1)
+    np.testing.assert_array_equal(g0, g2)
+    assert not np.array_equal(g0, g1)
+    assert not np.array_equal(g0[0], g0[1])
+    # Noise shared along a row of the gradient would move all entries of a column of dw alike.
+    assert np.linalg.matrix_rank(np.asarray(g0 - g1)[0]) > 1
+
+
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_missing_stream(backend):
+    model = jaxquant.maybe_quantize_model(Model(), {"quantization": "int8", "quant_backend": backend}, X)
+    params = Model().init(jax.random.key(2), X)
+    for rngs in ({}, {"params": jax.random.key(0)}):
+        with pytest.raises(ValueError, match=r"without the random stream 'quant'; pass rngs=\{'quant': key\}"):
+            jax.grad(lambda p: model.apply(p, X, rngs=rngs).sum())(params)  # noqa: B023
+
+
+def test_aqt_forward_needs_no_stream():
+    model = jaxquant.maybe_quantize_model(Model(), {"quantization": "int8", "quant_backend": "aqt"}, X)
+    params = Model().init(jax.random.key(2), X)
+    np.testing.assert_array_equal(model.apply(params, X), model.apply(params, X, rngs={"quant": jax.random.key(0)}))
+
+
+# -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
+
+
+def dots_of(model, params):
+    return Counter(
+        "i8" in dots for dots in dot_operand_types(jax.jit(loss_and_grads(model)).lower(params, X).as_text())
+    )
+
+
+@pytest.mark.parametrize("float_first", [True, False])
+def test_qwix_does_not_depend_on_who_was_traced_first(float_first):
+    model = Model()
+    params = model.init(jax.random.key(2), X)["params"]
+    recipe = RECIPES["int8"].recipe
+    quantized = qwix.quantize_linen(model, dict.fromkeys(LINEAR, recipe))
+    models = [(model, 0), (quantized, 9)]
+    for each, count in models if float_first else models[::-1]:
+        assert dots_of(each, params)[True] == count
+    only = qwix.quantize_linen(model, {"mix/out": recipe})
+    assert dots_of(only, params)[True] == 3
+
+
+def test_qwix_takes_paths_literally():
+    """A path is no regex: "mix.out" names no module."""
+    quantized = qwix.quantize_linen(
+        Model(), {"mix.out": RECIPES["int8"].recipe, "mix/query": RECIPES["fp8_e4m3"].recipe}
+    )
+    params = Model().init(jax.random.key(2), X)["params"]
+    types = Counter(
+        lhs for lhs, _, _ in dot_operand_types(jax.jit(loss_and_grads(quantized)).lower(params, X).as_text())
+    )
+    assert types["i8"] == 0
+    assert types["f8E4M3FN"] == 3
+
+
+class SameShape(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, use_bias=False, name="dense")(x)
+
+
+def test_activation_of_a_kernels_shape():
+    """AQT takes the roles from the call; Qwix guesses the weight by its shape and stops, as its docstring here says."""
+    x = jax.random.normal(jax.random.key(0), (4, 4))
+    params = SameShape().init(jax.random.key(0), x)
+    config = {"quantization": "int8", "quant_backend": "aqt"}
+    y = jaxquant.maybe_quantize_model(SameShape(), config, x).apply(params, x)
+    assert np.max(np.abs(y - SameShape().apply(params, x))) < 0.1
+    quantized = qwix.quantize_linen(SameShape(), {"dense": RECIPES["fp8_e4m3"].recipe})
+    with pytest.raises(AssertionError, match="cannot be both weights"):
+        quantized.apply(params, x)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+E4M3, FP4, NOISY = TensorSpec("float8_e4m3fn"), TensorSpec("float4_e2m1fn"), TensorSpec("int8", rounding="stochastic")
+NOISY_FP8 = TensorSpec("float8_e5m2", rounding="stochastic")
+DELAYED = TensorSpec("float8_e4m3fn", "per_tensor", scaling="delayed")
+TILED = TensorSpec("int8", "per_tile", tile_size=4)
+MINMAX, RMS = (TensorSpec("int8", calibration=parse_calibration(text)) for text in ("minmax", "rms,4"))
+SPARSE = SparsitySpec(2, 4, 0, 1)
+BOTH = functools.partial(Recipe, "mine")
+REFUSED = [
+    ("aqt", BOTH(MatmulSpec(FP4, FP4)), r"fwd_lhs: AQT has no element type float4_e2m1fn"),
+    ("aqt", BOTH(MatmulSpec(INT8, MINMAX)), r"fwd_rhs: AQT has no calibration minmax"),
+    ("aqt", BOTH(MatmulSpec(RMS, INT8)), r"fwd_lhs: AQT has no calibration rms,4"),
+    ("aqt", BOTH(MatmulSpec(DELAYED, DELAYED)), r"fwd_lhs: AQT has no delayed scaling"),
+    ("aqt", BOTH(MatmulSpec(E4M3, E4M3), sparsity=SPARSE), r"fwd_rhs: AQT has no N:M sparsity"),
+    ("aqt", BOTH(MatmulSpec(E4M3, E4M3), MatmulSpec(NOISY_FP8, E4M3)), r"dlhs_lhs: AQT has no stochastic rounding"),
+    ("aqt", BOTH(MatmulSpec(TILED, INT8)), r"fwd_lhs: AQT has no tile size that differs"),
+    ("aqt", BOTH(MatmulSpec(TILED, TILED), MatmulSpec(INT8, INT8)), r"dlhs_lhs: AQT has no quantized backward of a ti"),
+    ("aqt", BOTH(MatmulSpec(E4M3, E4M3, "int32")), r"fwd_lhs: AQT has no int32 accumulation"),
+    ("aqt", BOTH(MatmulSpec(INT8, INT8, shards=2)), r"fwd_lhs: AQT has no shards in the forward"),
+    (
+        "aqt",
+        BOTH(MatmulSpec(INT8, INT8), drhs=MatmulSpec(*[TensorSpec("int8", "per_tensor")] * 2, shards=2)),
+        r"drhs_rhs: AQT has no per-tensor scale within shards",
+    ),
+    (
+        "aqt",
+        BOTH(MatmulSpec(INT8, None), MatmulSpec(INT8, FORWARD)),
+        r"dlhs_rhs: AQT has no reuse of a forward operand",
+    ),
+    ("qwix", BOTH(MatmulSpec(E4M3, E4M3), sparsity=SPARSE), r"fwd_rhs: Qwix has no scheduled N:M sparsity"),
+    ("qwix", BOTH(MatmulSpec(DELAYED, DELAYED)), r"fwd_lhs: Qwix has no delayed scaling"),
+    ("qwix", BOTH(MatmulSpec(TILED, TILED)), r"fwd_lhs: Qwix has no tiles along every contraction axis"),
+    (
+        "qwix",
+        BOTH(MatmulSpec(E4M3, E4M3), MatmulSpec(NOISY_FP8, FORWARD), MatmulSpec(FORWARD, NOISY_FP8)),
+        r"dlhs_lhs: Qwix has no stochastic rounding to float8_e5m2",
+    ),
+    ("qwix", BOTH(MatmulSpec(NOISY, INT8)), r"fwd_lhs: Qwix has no stochastic rounding of other than gradients"),
+    (
+        "qwix",
+        BOTH(MatmulSpec(MINMAX, INT8), MatmulSpec(INT8, FORWARD), MatmulSpec(FORWARD, INT8)),
+        r"fwd_lhs: Qwix has no asymmetric calibration minmax beside",
+    ),
+    ("qwix", BOTH(MatmulSpec(INT8, None)), r"fwd_rhs: Qwix has no recipe with a float weight"),
+    ("qwix", BOTH(MatmulSpec(E4M3, E4M3, "bfloat16")), r"fwd_lhs: Qwix has no choice of the accumulator"),
+    (
+        "qwix",
+        BOTH(MatmulSpec(INT8, INT8), MatmulSpec(INT8, FORWARD)),
+        r"drhs_lhs: Qwix has no backward matmul that reuses",
+    ),
+    ("qwix", BOTH(MatmulSpec(INT8, INT8), MatmulSpec(INT8, INT8, shards=2)), r"dlhs_lhs: Qwix has no shards outside"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "match"), REFUSED, ids=[f"{b}-{m.split(' has')[0]}" for b, _, m in REFUSED]
+)
+def test_refusal_names_recipe_operand_and_way_out(backend, recipe, match):
+    translate = aqt.to_aqt if backend == "aqt" else qwix.to_qwix
+    with pytest.raises(NotImplementedError, match=f"recipe 'mine' operand {match}.*; (use|give) "):
+        translate(recipe)
+
+
+def test_qwix_without_a_quantized_weight_gradient():
+    """Shard count 0 keeps the weight gradient float: with int8 that reuses its weight, Qwix cannot."""
+    recipe = QuantConfig(quantization="int8", quant_backend="qwix", quantization_local_shard_count=0).recipe()
+    with pytest.raises(NotImplementedError, match="use quant_backend 'native'"):
+        qwix.to_qwix(recipe)
+    own = dataclasses.replace(recipe, dlhs=dataclasses.replace(recipe.dlhs, rhs=INT8))
+    quantized = qwix.quantize_linen(Model(), dict.fromkeys(LINEAR, own))
+    params = Model().init(jax.random.key(2), X)["params"]
+    assert dots_of(quantized, params)[True] == 6
+
+
+@pytest.mark.parametrize(("package", "series"), [("aqtp", "0.8."), ("qwix", "0.2.")])
+def test_untested_version(package, series):
+    from jaxquant.backends._versions import require
+
+    with pytest.raises(ImportError, match=rf"{package} 0\.\S+ was not tested .* pip install '{package}=={series}\*'"):
+        require(package, series)
+
+
+def test_missing_package():
+    from jaxquant.backends._versions import require
+
+    with pytest.raises(ImportError, match="is not installed"):
+        require("no-such-package-of-jaxquant", "1.")

@@ -1,0 +1,301 @@
+"""maybe_quantize_model on Linen models that know nothing of jaxquant."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxquant
+from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
+from jaxquant.config.recipes import RECIPES
+
+OWG = state.OVERWRITE_WITH_GRADIENT
+# Aliases share a recipe; one string for each will do.
+NATIVE = list(
+    {
+        id(row.recipe): name for name, row in reversed(RECIPES.items()) if "native" in row.backends and row.recipe
+    }.values()
+)
+
+
+def native(quantization, **fields):
+    return {"quantization": quantization, "quant_backend": "native", **fields}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(x, x)
+        return x + nn.Dense(16, name="wo")(nn.silu(nn.Dense(32, name="wi")(x))), None
+
+
+class Model(nn.Module):
+    remat: bool = False
+    state_axis: bool = True
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16, name="embed")(tokens)
+        block = nn.remat(Block) if self.remat else Block
+        axes = {"params": 0} | ({OWG: 0} if self.state_axis else {})
+        stack = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=2)
+        x, _ = stack(name="layers")(x, None)
+        x = nn.Einsum((16, 2, 8), "bsd,dhk->bshk", name="mix")(x).reshape(x.shape)
+        x = nn.DenseGeneral((4, 4), name="gate")(x).reshape(x.shape)
+        return nn.Dense(32, name="logits")(x)
+
+
+TOKENS = jnp.arange(16).reshape(2, 8)
+QUANTIZED = ["layers/attention/query", "layers/attention/key", "layers/attention/value", "layers/attention/out"]
+QUANTIZED += ["layers/wi", "layers/wo", "mix"]
+
+
+def init(model, *inputs, seed=3):
+    """Initialize under jit: op by op, a quantized model compiles every op on its own."""
+    return jax.jit(model.init)(jax.random.key(seed), *inputs)
+
+
+def loss_of(model):
+    return lambda params, quant: (model.apply(state.merge(params, quant), TOKENS) ** 2).mean()
+
+
+def dots(model, variables):
+    params, quant = state.split(variables)
+    text = jax.jit(jax.grad(loss_of(model))).lower(params, quant).as_text()
+    return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The float model: parameters, loss, gradients."""
+    params = init(Model(), TOKENS)["params"]
+    return params, *jax.jit(jax.value_and_grad(loss_of(Model())))(params, {})
+
+
+@pytest.mark.parametrize("quantization", NATIVE)
+def test_same_seed_same_parameters_and_a_step_that_comes_close(quantization, plain):
+    plain_params, exact, exact_grads = plain
+    model = maybe_quantize_model(Model(), native(quantization), TOKENS)
+    params, quant = state.split(init(model, TOKENS))
+    assert jax.tree.structure(params) == jax.tree.structure(plain_params)
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(plain_params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert bool(quant) == RECIPES[quantization].recipe.is_stateful
+    value, grads = jax.jit(jax.value_and_grad(loss_of(model)))(params, quant)
+    assert value != exact
+    four_bits = "4" in quantization.replace("e4m3", "")
+    assert float(value) == pytest.approx(float(exact), rel=0.25 if four_bits else 0.08)
+    cosine = optax.tree.vdot(grads, exact_grads) / (optax.tree.norm(grads) * optax.tree.norm(exact_grads))
+    assert float(cosine) > (0.9 if four_bits else 0.98)
+
+
+def test_remat_changes_no_bit_and_records_once():
+    results = []
+    for remat in (False, True):
+        model = maybe_quantize_model(Model(remat=remat), native("fp8"), TOKENS)
+        params, quant = state.split(init(model, TOKENS))
+        results.append(jax.jit(jax.value_and_grad(loss_of(model), argnums=(0, 1)))(params, quant))
+    for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    seen = results[1][1][1]["layers"]["wi"]["Fp8DirectDotGeneralOp_0"]
+    assert (seen["input_amax_bins"].sum(-1) == 1).all()
+
+
+def test_the_remat_policy_keeps_one_byte_an_element():
+    policy = jaxquant.save_quantized
+    x = jnp.ones((8, 64), jnp.bfloat16)
+    dense = nn.remat(nn.Dense, policy=policy)(64, use_bias=False, dtype=jnp.bfloat16)
+    model = maybe_quantize_model(dense, native("fp8_current"), x)
+    variables = init(model, x)
+
+    def saved(f):
+        leaves = jax.tree.leaves(jax.eval_shape(lambda v, a: jax.vjp(f, v, a)[1], variables, x))
+        return [leaf for leaf in leaves if leaf.dtype.name.startswith("float8")]
+
+    assert sum(leaf.size for leaf in saved(lambda v, a: model.apply(v, a))) == 8 * 64 + 64 * 64
+
+
+def test_which_layers_and_why():
+    reports = {r.path: r for r in describe_layers(Model(), native("int8"), TOKENS)}
+    assert [path for path, r in reports.items() if r.recipe] == QUANTIZED
+    assert (reports["layers/wi"].fwd, reports["layers/wi"].dlhs, reports["layers/wi"].drhs) == ("int8 × int8",) * 3
+    assert "output head" in reports["logits"].reason
+    assert "router" in reports["gate"].reason
+    assert [layer.kernel_shape for layer in linear_layers(Model(), TOKENS)][:1] == [(16, 2, 8)]
+    model = maybe_quantize_model(Model(), native("int8"), TOKENS)
+    lines = dots(model, init(model, TOKENS))
+    # Equal layers share one lowered function: query, key and value; out; wi; wo; mix.
+    assert sum("xi8>" in line for line in lines) == 3 * 5
+
+
+def test_rules_choose_by_path_first_match_wins():
+    rules = [{"path": ".*/wi", "recipe": "fp8_e4m3"}, {"path": "layers/.*", "recipe": None}]
+    reports = {r.path: r.recipe for r in describe_layers(Model(), native("int8", rules=rules), TOKENS)}
+    assert reports["layers/wi"] == "fp8_e4m3"
+    assert reports["layers/wo"] is None
+    assert reports["mix"] == "int8"
+
+
+def test_a_rule_that_matches_nothing():
+    rules = [{"path": "layers/mlp/.*", "recipe": None}]
+    with pytest.raises(ValueError, match=r"layers/mlp/\.\*"):
+        maybe_quantize_model(Model(), native("int8", rules=rules), TOKENS)
+    late = maybe_quantize_model(Model(), native("int8", rules=rules))
+    with pytest.raises(ValueError, match=r"layers/mlp/\.\*"):
+        init(late, TOKENS)
+
+
+def test_a_model_in_which_nothing_would_be_quantized():
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="logits")(x)
+
+    for call in (
+        lambda: maybe_quantize_model(Head(), native("int8"), jnp.ones((2, 4))),
+        lambda: maybe_quantize_model(Head(), native("int8")).init(jax.random.key(0), jnp.ones((2, 4))),
+    ):
+        with pytest.raises(ValueError, match=r"would quantize no layer of this model.*logits: output head"):
+            call()
+
+
+def test_an_activation_of_a_kernels_shape():
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    model = maybe_quantize_model(nn.Sequential([nn.Dense(8), nn.Dense(8)]), native("int8"), x)
+    variables = init(model, x)
+    expected = nn.Sequential([nn.Dense(8), nn.Dense(8)]).apply(variables, x)
+    out = model.apply(variables, x)
+    assert (out != expected).any()
+    np.testing.assert_allclose(out, expected, atol=0.05)
+
+
+@pytest.mark.parametrize("float_first", [True, False])
+def test_jit_caches_do_not_leak_between_float_and_quantized(float_first):
+    """nn.jit caches by module and shapes; a float and a quantized model of one class share that cache."""
+
+    class Jitted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(nn.Dense)(16, name="inner")(x)
+
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    variables = Jitted().init(jax.random.key(1), x)
+    model = maybe_quantize_model(Jitted(), native("int8"))
+    runs = [lambda: Jitted().apply(variables, x), lambda: model.apply(variables, x)]
+    plain, quantized = [run() for run in runs] if float_first else [run() for run in reversed(runs)][::-1]
+    kernel, bias = (variables["params"]["inner"][name] for name in ("kernel", "bias"))
+    np.testing.assert_allclose(plain, x @ kernel + bias, rtol=1e-5, atol=1e-6)
+    assert (jnp.abs(quantized - plain) > 1e-4).any()
+
+
+def test_one_layer_called_twice_keeps_one_state_and_records_the_maximum():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(16, name="shared")
+            return dense(x) + dense(9 * x)
+
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    model = maybe_quantize_model(Twice(), native("fp8"), x)
+    params, quant = state.split(init(model, x))
+    assert list(quant["shared"]) == ["Fp8DirectDotGeneralOp_0"]
+    seen = jax.jit(jax.grad(lambda s: (model.apply(state.merge(params, s), x) ** 2).sum()))(quant)
+    history = state.update(quant, seen)["shared"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+    true = float(jnp.abs(9 * x).max())
+    assert true <= float(history[0]) <= 1.125 * true
+
+
+def test_other_methods_and_embedding_in_a_larger_model():
+    class Coder(nn.Module):
+        def setup(self):
+            self.up, self.down = nn.Dense(32), nn.Dense(16)
+
+        def encode(self, x):
+            return self.up(x)
+
+        def __call__(self, x):
+            return self.down(self.encode(x))
+
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    model = maybe_quantize_model(Coder(), native("int8"), x)
+    variables = init(model, x)
+    encoded = model.apply(variables, x, method="encode")
+    assert (encoded != Coder().apply(variables, x, method="encode")).any()
+
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="own")(self.inner(x))
+
+    rules = [{"path": "up", "recipe": None}]
+    inner = maybe_quantize_model(Coder(), native("int8", rules=rules), x)
+    outer = Outer(inner)
+    variables = outer.init(jax.random.key(1), x)
+    text = jax.jit(outer.apply).lower(variables, x).as_text()
+    assert sum("xi8>" in line for line in text.splitlines() if "stablehlo.dot_general" in line) == 1
+
+
+def test_state_must_be_carried():
+    message = r"'fp8' at 'layers/attention/query' keeps state in the collection '_overwrite_with_gradient'.*nn\.scan"
+    model = maybe_quantize_model(Model(state_axis=False), native("fp8"))
+    with pytest.raises(ValueError, match=message):
+        model.apply(model.init(jax.random.key(0), TOKENS), TOKENS)
+    good = maybe_quantize_model(Model(), native("fp8"), TOKENS)
+    variables = init(good, TOKENS)
+    with pytest.raises(ValueError, match=message):
+        good.apply({"params": variables["params"]}, TOKENS)
+
+
+def test_flax_train_state_keeps_the_state_out_of_the_optimizer():
+    model = maybe_quantize_model(Model(), native("fp8"), TOKENS)
+    variables = init(model, TOKENS)
+    train_state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-3))
+    params, quant = state.split(variables)
+    whole = jax.jit(jax.grad(lambda v: (model.apply(v, TOKENS) ** 2).mean()))
+    of_state = jax.jit(jax.grad(loss_of(model), argnums=1))
+    for _ in range(3):
+        grads = whole(train_state.params)
+        train_state = train_state.apply_gradients(grads=grads)
+        quant = state.update(quant, of_state(params, quant))
+        params = train_state.params["params"]
+    theirs = state.split(train_state.params)[1]["layers"]["wi"]["Fp8DirectDotGeneralOp_0"]
+    ours = quant["layers"]["wi"]["Fp8DirectDotGeneralOp_0"]
+    for name in ("kernel_scale", "kernel_amax_history", "input_scale", "input_amax_history"):
+        np.testing.assert_array_equal(theirs[name], ours[name])
+    assert float(ours["input_amax_history"][0, 2]) == 0 and float(ours["input_amax_history"][0, -1]) > 0  # noqa: PT018
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "error", "message"),
+    [
+        (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), native("int8"), NotImplementedError, "Linear is an NNX model"),
+        (lambda x: x, native("int8"), TypeError, "takes a Flax module, got function"),
+        (nn.Dense(4, dot_general=jax.lax.dot_general), native("int8"), ValueError, "has a dot_general of its own"),
+    ],
+)
+def test_refusals(model, config, error, message):
+    with pytest.raises(error, match=message):
+        maybe_quantize_model(model, config).init(jax.random.key(0), jnp.ones((2, 4)))
+
+
+def test_a_layer_class_that_would_not_use_the_op():
+    class Stubborn(nn.Dense):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+
+    with pytest.raises(NotImplementedError, match=r"\(Stubborn\) does not use its dot_general_cls"):
+        maybe_quantize_model(Stubborn(4), native("int8")).init(jax.random.key(0), jnp.ones((2, 4)))
+
+
+def test_no_quantization_gives_the_model_back():
+    model = Model()
+    assert maybe_quantize_model(model, {"quantization": ""}) is model

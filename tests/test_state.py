@@ -1,0 +1,103 @@
+"""Quant state in a loop: one use, many uses, no use, against a plain Python loop."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant import state
+from jaxquant.config.recipes import RECIPES
+from jaxquant.ops import dot_general, initial_state
+
+RECIPE = RECIPES["fp8"].recipe
+NUMBERS = (((1,), (0,)), ((), ()))
+BIN = 1.125  # an amax read from the bins is rounded up by at most an eighth
+
+
+def flat(quant):
+    return {f"{tensor}_{field}": value for tensor, fields in quant.items() for field, value in fields.items()}
+
+
+def nested(quant):
+    out = {}
+    for name, value in quant.items():
+        tensor = next(t for t in ("input", "kernel", "output_grad") if name.startswith(t))
+        out.setdefault(tensor, {})[name.removeprefix(tensor + "_")] = value
+    return out
+
+
+def loss(quant, xs, w, weights):
+    ys = [dot_general(x, w, NUMBERS, recipe=RECIPE, state=nested(quant)) for x in xs]
+    return sum((y**2).sum() * c for y, c in zip(ys, weights, strict=True))
+
+
+XS = [jax.random.normal(jax.random.key(i), (4, 8)) * scale for i, scale in enumerate((1.0, 9.0, 0.1))]
+W = jax.random.normal(jax.random.key(9), (8, 8))
+START = flat(initial_state(RECIPE))
+
+
+def test_one_use_records_exactly():
+    seen = jax.grad(loss)(START, XS[:1], W, [1.0])
+    new = state.update(START, seen)
+    assert float(new["input_amax_history"][0]) == float(jnp.abs(XS[0]).max())
+    assert float(new["kernel_amax_history"][0]) == float(jnp.abs(W).max())
+    assert not new["input_amax_bins"].any()
+    again = state.update(new, jax.grad(loss)(new, XS[1:2], W, [1.0]))
+    assert float(again["input_scale"][0]) == pytest.approx(float(jnp.abs(XS[0]).max()) / 448)
+
+
+@pytest.mark.parametrize("how", ["one graph", "sum", "mean", "weighted"])
+def test_several_uses_record_the_maximum(how):
+    if how == "one graph":
+        seen = jax.grad(loss)(START, XS, W, [1.0] * 3)
+    else:
+        each = [jax.grad(loss)(START, [x], W, [1.0]) for x in XS]
+        factors = {"sum": [1, 1, 1], "mean": [1 / 3] * 3, "weighted": [0.7, 0.1, 0.2]}[how]
+        seen = jax.tree.map(lambda *leaves: sum(f * leaf for f, leaf in zip(factors, leaves, strict=True)), *each)
+    new = state.update(START, seen)
+    true = max(float(jnp.abs(x).max()) for x in XS)
+    assert true <= float(new["input_amax_history"][0]) <= true * BIN
+    assert float(new["input_amax_history"][1:].max()) == 0
+    assert new["input_amax_history"].shape == START["input_amax_history"].shape
+
+
+def test_no_use_and_a_non_finite_amax_keep_the_state():
+    new = state.update(START, jax.grad(loss)(START, XS[:1], W, [1.0]))
+    kept = state.update(new, jax.tree.map(jnp.zeros_like, new))
+    for name, value in new.items():
+        np.testing.assert_array_equal(kept[name], value)
+    poisoned = state.update(new, jax.grad(loss)(new, [XS[0].at[0, 0].set(jnp.inf)], W, [1.0]))
+    np.testing.assert_array_equal(poisoned["input_amax_history"], new["input_amax_history"])
+    assert float(poisoned["kernel_amax_history"][0]) == float(jnp.abs(W).max())
+
+
+def test_layers_of_a_scan_are_read_one_by_one():
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf, leaf]), START)
+    seen = [jax.grad(loss)(START, [XS[0]], W, [1.0]), jax.grad(loss)(START, XS, W, [1.0] * 3)]
+    seen.append(jax.tree.map(jnp.zeros_like, START))
+    new = state.update(stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen))
+    for i, one in enumerate(seen):
+        expected = state.update(START, one)
+        for name in expected:
+            np.testing.assert_array_equal(new[name][i], expected[name])
+
+
+def test_update_reaches_into_nested_trees_and_checks_them():
+    seen = jax.grad(loss)(START, XS[:1], W, [1.0])
+    new = state.update({"a": {"op": START}, "b": START}, {"a": {"op": seen}, "b": seen})
+    np.testing.assert_array_equal(new["a"]["op"]["input_scale"], new["b"]["input_scale"])
+    assert float(new["b"]["input_amax_history"][0]) == float(jnp.abs(XS[0]).max())
+    with pytest.raises(ValueError, match="must be one tree"):
+        state.update({"a": START}, {"b": seen})
+
+
+def test_split_and_merge():
+    params, quant = state.split({"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"op": 2}})
+    assert state.merge(params, quant) == {"params": {"w": 1}, "_overwrite_with_gradient": {"op": 2}}
+    assert state.merge({"w": 1}, {}) == {"params": {"w": 1}}
+    with pytest.raises(ValueError, match=r"collections \['cache'\] beside"):
+        state.split({"params": {}, "cache": {}})
+    with pytest.raises(ValueError, match="no collection 'params'"):
+        state.split({"cache": {}})

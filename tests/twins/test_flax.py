@@ -1,0 +1,63 @@
+"""native fp8 in flax mode against flax's own op, bit for bit."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+from jaxquant import maybe_quantize_model
+from jaxquant.state import OVERWRITE_WITH_GRADIENT
+
+
+class Model(nn.Module):
+    dot_general_cls: type | None = None
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x):
+        kwargs = {"dot_general_cls": self.dot_general_cls, "dtype": self.dtype}
+        x = nn.relu(nn.Dense(32, **kwargs)(x))
+        x = nn.DenseGeneral((4, 8), **kwargs)(x)
+        return nn.DenseGeneral(16, axis=(-2, -1), use_bias=False, **kwargs)(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fifty_steps_are_bit_identical_state_included(dtype):
+    x = jax.random.normal(jax.random.key(0), (12, 24))
+    config = {"quantization": "fp8", "amax_init": "flax", "amax_history_length": 16}
+
+    class Op(nn.Fp8DirectDotGeneralOp):
+        amax_history_length: int = 16
+
+    Op.__name__ = "Fp8DirectDotGeneralOp"
+    models = [Model(Op, dtype), maybe_quantize_model(Model(dtype=dtype), config, x)]
+    states = []
+    for model in models:
+        variables = jax.jit(model.init)(jax.random.key(1), x)
+        states.append(TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2)))
+    assert jax.tree.structure(states[0].params) == jax.tree.structure(states[1].params)
+
+    @jax.jit
+    def step(train_state, x):
+        def loss(variables):
+            return ((train_state.apply_fn(variables, x) - x[:, :16]) ** 2).mean().astype(jnp.float32)
+
+        value, grads = jax.value_and_grad(loss)(train_state.params)
+        return train_state.apply_gradients(grads=grads), value
+
+    for i in range(50):
+        batch = x * (1 + i % 7)
+        outcomes = [step(s, batch) for s in states]
+        states = [s for s, _ in outcomes]
+        assert outcomes[0][1] == outcomes[1][1], f"loss differs at step {i}"
+    for (path, flax_leaf), ours in zip(
+        jax.tree.leaves_with_path(states[0].params), jax.tree.leaves(states[1].params), strict=True
+    ):
+        np.testing.assert_array_equal(flax_leaf, ours, err_msg=jax.tree_util.keystr(path))
+    history = states[1].params[OVERWRITE_WITH_GRADIENT]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+    assert (history > 0).all()
