@@ -44,3 +44,13 @@ SMALL_SUM_ATOL = 64 * FLOAT32_EPS * 10
 # longest sum of the tiny model's loss and gradient is over its 8 · 32 tokens, n = 256: 255 · 2⁻²⁴ = 1.5e-5. Loss and
 # gradient norm pass through a few such sums, whose errors are far apart in sign; three steps, doubled: 1e-4.
 TRAIN_SUMMATION_ORDER = 1e-4
+
+# Twins: native against AQT and Qwix on a two-layer model, share of the largest output. The first layer's qvalues are the
+# same; a last bit of its float output can push an activation over a rounding boundary of the second layer, which moves
+# the output by one step of that element (2^-8 of the channel's largest value in int8, 2^-4 of the value in e4m3) times
+# one weight of 32: less than the step divided by 8.
+TWIN_OUTPUT = {"int8": 2.0**-11, "fp8_full": 2.0**-7, "fp8_e4m3": 2.0**-7, "aqt_fp8": 2.0**-7}
+# Gradients, relative norm. int8 rounds its gradient stochastically with noise of its own: two runs differ by sqrt(2) of
+# one's error, which is 1/sqrt(6) of a step of 1/127 of the largest in 16 to 24 terms: about 2 %. The others round to
+# nearest and differ where a boundary is crossed, and for aqt_fp8 by the bfloat16 accumulator, 2^-8 a layer.
+TWIN_GRADIENT = {"int8": 0.03, "fp8_full": 0.01, "fp8_e4m3": 0.01, "aqt_fp8": 0.01}
