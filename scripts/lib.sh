@@ -53,7 +53,8 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
     "$base" -m venv --clear --without-pip "$venv" || fail "$base cannot make a virtual environment in $venv"
     "$base" -m pip --python "$venv/bin/python" install --quiet --constraint "$pins" pip setuptools ||
       fail "installing pip and setuptools in $venv failed; the lines above say why"
-    "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
+    # PYTHONWARNINGS: setuptools warns that an editable install looks into this folder, which is what it is for.
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
       --editable "$root[aqt,qwix,train,parquet,dev]" || fail "the pinned install failed; the lines above say why"
     echo "$wanted" >"$stamp"
   fi
