@@ -1,9 +1,8 @@
 """native fp8 in flax mode against flax's own op, bit for bit.
 
-In bfloat16 XLA:CPU may leave out the rounding of a product that is cast to float32 next ("excess precision"), and does so
-by where the product stands in the program. The product of a gradient matmul with its scales is such a place: flax has a
-broadcast of the scale before it and the transposition after it, we the other way round. The bfloat16 twin therefore
-compiles both without excess precision; in float32 there is nothing to leave out.
+In bfloat16 XLA:CPU may leave out the rounding of a product that is cast to float32 next ("excess precision"), and does
+so by where the product stands in the program. The product of a gradient matmul with its scales is such a place. The
+bfloat16 twin therefore compiles both without excess precision; in float32 there is nothing to leave out.
 """
 
 from __future__ import annotations
