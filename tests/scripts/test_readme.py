@@ -54,7 +54,7 @@ def test_the_example_trains(quantization):
 
 def test_the_example_is_short():
     lines = [line for line in example().splitlines() if line.strip()]
-    assert len(lines) <= 30
+    assert len(lines) <= 18
 
 
 def test_the_files_it_names_are_there():
