@@ -5,6 +5,7 @@ import jax as _jax
 from jaxquant import ops, state
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
+from jaxquant.inject.handle import configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
 from jaxquant.inject.layers import describe_layers, linear_layers
 from jaxquant.inject.linen import maybe_quantize_model
 from jaxquant.ops.dot_general import RESIDUAL_NAME as _RESIDUAL_NAME
@@ -15,7 +16,11 @@ save_quantized = _jax.checkpoint_policies.save_only_these_names(_RESIDUAL_NAME)
 __all__ = [
     "RECIPES",
     "QuantConfig",
+    "configure_quantization",
     "describe_layers",
+    "get_quant_mode",
+    "in_convert_mode",
+    "in_serve_mode",
     "linear_layers",
     "maybe_quantize_model",
     "ops",

@@ -30,6 +30,8 @@ MLIR = {
     "int4": "i4",
     "float8_e4m3fn": "f8E4M3FN",
     "float8_e5m2": "f8E5M2",
+    "float8_e4m3fnuz": "f8E4M3FNUZ",
+    "float8_e5m2fnuz": "f8E5M2FNUZ",
     "float4_e2m1fn": "f4E2M1FN",
     None: "f32",
 }
