@@ -35,7 +35,6 @@ class QuantConfig(options.Options):
       quant_backend: ``auto`` (the backend of the string's row), ``aqt``, ``qwix`` or ``native``.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
       rules: ordered rules, first match wins; a string of theirs must run on the config's backend.
-      strict: raise where a layer that a rule or the base recipe meant to quantize stays float.
       quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
         local device count, 0 a float weight gradient.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
@@ -60,7 +59,6 @@ class QuantConfig(options.Options):
     quant_backend: Literal["auto", "aqt", "qwix", "native"] = "auto"
     use_qwix_quantization: bool = False
     rules: tuple[Rule, ...] = ()
-    strict: bool = False
     quantize_kvcache: bool = False
     kv_quant_axis: Literal["", "dkv", "heads_and_dkv"] = "heads_and_dkv"
     kv_quant_dtype: Literal["int8", "int4", "fp8"] = "int8"

@@ -72,6 +72,11 @@ def record(history: jax.Array, amax: jax.Array) -> jax.Array:
     return jnp.roll(history, -1, axis=0).at[0].set(amax.astype(history.dtype))
 
 
+def needed_for_update(state: TensorState) -> TensorState:
+    """Leave out what ``next_state`` does not read, so that it is not kept for the backward pass."""
+    return {name: value for name, value in state.items() if name != "amax_bins"}
+
+
 def next_state(state: TensorState, scale: jax.Array, amax: jax.Array, spec: DelayedSpec) -> TensorState:
     """Return the state after a step, as it leaves the backward pass in place of a gradient.
 

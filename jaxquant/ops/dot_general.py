@@ -152,7 +152,7 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         _save(rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0].rhs_contract),
         _clip_mask(lhs, q_lhs, recipe.fwd.lhs),
         _clip_mask(rhs, q_rhs, recipe.fwd.rhs),
-        state,
+        {name: delayed.needed_for_update(tensor) for name, tensor in state.items()},
         lhs_seen,
         rhs_seen,
         key,

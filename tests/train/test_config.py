@@ -83,3 +83,10 @@ def test_bad_words_are_refused_with_exit_2(word, message, tmp_path, corpus, caps
 def test_missing_file_is_refused(capsys):
     assert main(["nowhere.yml"]) == 2
     assert "nowhere.yml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"])
+def test_settings_of_serving_are_refused(name):
+    value = "somewhere" if name == "save_quantized_params_path" else True
+    with pytest.raises(NotImplementedError, match=f"{name} .* training does not read it"):
+        TrainConfig(**{name: value})
