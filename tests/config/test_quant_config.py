@@ -49,9 +49,7 @@ def test_equal_configs_are_equal_and_hash():
 
 
 def test_round_trip():
-    config = QuantConfig(
-        quantization="aqt_fp8_full", constant_bound_config="1,2,3,4,5,6", rules=(Rule("a", None),), strict=True
-    )
+    config = QuantConfig(quantization="aqt_fp8_full", constant_bound_config="1,2,3,4,5,6", rules=(Rule("a", None),))
     assert build(QuantConfig, to_mapping(config)) == config
     assert to_mapping(config)["constant_bound_config"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
