@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant import state as quantization_state
+from jaxquant.audit.cost import saved_for_backward
 from train.config import TrainConfig
 from train.model import Decoder, DecoderConfig
 from train.optimizer import learning_rate_schedule, make_optimizer
@@ -203,13 +204,8 @@ def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> None:
 def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) -> int:
     """Count the bytes that the forward pass keeps for the backward pass of one micro-batch, parameters excluded."""
     k = program.config.gradient_accumulation_steps
-    small = {name: jax.ShapeDtypeStruct((x.shape[0] // k, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    small = {name: x[: x.shape[0] // k] for name, x in batch.items()}
     state = program.abstract_state
-
-    def residuals(params: Any, quant_state: Any, batch: Batch) -> list[jax.Array]:
-        _, backward = jax.vjp(lambda *a: program.loss(*a, batch, jax.random.key(0)), params, quant_state)
-        inputs = {id(leaf) for leaf in jax.tree.leaves((params, quant_state, batch))}
-        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in inputs]
-
-    kept = jax.eval_shape(residuals, state.params, state.quant_state, small)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+    key = jax.random.key(0)
+    kept = saved_for_backward(lambda p, q: program.loss(p, q, small, key), state.params, state.quant_state)
+    return sum(kept.values())
