@@ -88,9 +88,9 @@ class Data:
     """The data of a run.
 
     A batch holds, each ``[B, S]``: ``inputs``, ``targets`` (int32), ``segment_ids`` (int32; the documents, or pieces of
-    one, of a row from 1; 0 is padding), ``positions`` (int32, from 0 in each segment), ``loss_mask`` (float32; 1 where
-    there is a target, that is where segment_ids > 0). ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the
-    same document**, so no target crosses into another one.
+    one, of a row from 1; 0 is padding), ``positions`` (int32, from 0 in each segment). Where segment_ids > 0,
+    ``targets[b, s]`` is the token after ``inputs[b, s]`` **in the same document**, so no target crosses into another
+    one.
 
     Attributes:
       train: endless batches.
@@ -217,7 +217,6 @@ class _Layout:
             "targets": packed["targets"],
             "segment_ids": segment_ids,
             "positions": packed["inputs_positions"],
-            "loss_mask": (segment_ids > 0).astype(np.float32),
         }
         missing = self.rows - len(segment_ids)  # Only ever in the last held-out batch.
         if missing:

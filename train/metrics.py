@@ -14,9 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from train.config import TrainConfig
-
-WARM_STEPS = 2
-"""First steps of a process that the median step time leaves out: they compile."""
+from train.runs import WARM_STEPS
 
 
 def truncate_metrics(path: Path, step: int) -> None:

@@ -14,7 +14,7 @@ from jaxquant.config.loader import load_yaml
 from jaxquant.config.quant_config import QuantConfig
 
 WARM_STEPS = 2
-"""First steps that a median step time leaves out, because they compile."""
+"""First steps of a process that a median step time leaves out, because they compile."""
 
 SMOOTHING = 0.9
 """Weight of the past in a smoothed training loss."""

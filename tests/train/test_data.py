@@ -87,7 +87,6 @@ def test_batch_layout(letters, packing):
             "targets": ((4, 16), "int32"),
             "segment_ids": ((4, 16), "int32"),
             "positions": ((4, 16), "int32"),
-            "loss_mask": ((4, 16), "float32"),
         }
         for row in range(4):
             ids, positions = batch["segment_ids"][row], batch["positions"][row]
@@ -101,7 +100,6 @@ def test_batch_layout(letters, packing):
             assert not positions[used:].any()
             assert (batch["inputs"][row, used:] == tokens.pad).all()
             assert (batch["targets"][row, used:] == tokens.pad).all()
-            np.testing.assert_array_equal(batch["loss_mask"][row], (ids > 0).astype(np.float32))
             most = max(most, int(ids.max()))
     assert (most > 1) == packing
 
