@@ -199,5 +199,6 @@ def _dtype_cell(dtypes: str, matmul: str) -> str:
         "int": lambda text: "int8" in text or "int4" in text,
         "low": lambda text: "float8" in text or "float4" in text,
     }
-    kind = next((name for name, matches in is_kind.items() if matches(dtypes)), "float")
+    # "float (int8 dequantized)" is a float matmul.
+    kind = next((name for name, matches in is_kind.items() if not dtypes.startswith("float (") and matches(dtypes)), "float")
     return f"<td class='{kind}{' first' if matmul == 'fwd' else ''}'>{html.escape(dtypes)}</td>"

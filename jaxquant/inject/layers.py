@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +13,7 @@ import jax
 from flax.core import meta
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, TensorSpec
 from jaxquant.ops.einsum import plan_einsum
 
 
@@ -42,7 +42,8 @@ class LayerReport:
       path, kernel_shape: as in ``Layer``.
       recipe: its config string, None where the layer stays float.
       backend: "aqt", "qwix" or "native", None for float.
-      fwd, dlhs, drhs: operand dtypes of the three matmuls, such as "int8 × int8".
+      fwd, dlhs, drhs: operand dtypes of the three matmuls, such as "int8 × int8"; "float (int8 dequantized)" is a float
+        matmul on values that were rounded to int8.
       reason: which rule or default decided.
     """
 
@@ -68,16 +69,18 @@ def kind_of(module: nn.Module) -> str | None:
 def out_features(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Count the outputs of a linear layer from its attributes and call."""
     if isinstance(module, nn.Einsum):
-        equation = einsum_equation(module, args, kwargs)
         inputs = args[0] if args else kwargs["inputs"]
-        plan = plan_einsum(equation, inputs.ndim, len(module.shape))
-        (_, contract), (_, batch) = plan.dimension_numbers
-        summed = len(plan.rhs_sum)
-        kept = [size for axis, size in enumerate(module.shape) if axis not in plan.rhs_sum]
-        taken = {*contract, *batch}
-        return math.prod(size for axis, size in enumerate(kept) if axis not in taken) if not summed or kept else 1
+        return einsum_out_features(einsum_equation(module, args, kwargs), inputs.ndim, module.shape)
     features = module.features  # pyright: ignore[reportAttributeAccessIssue]
     return math.prod(features) if isinstance(features, (tuple, list)) else int(features)
+
+
+def einsum_out_features(equation: str, lhs_ndim: int, rhs_shape: Sequence[int]) -> int:
+    """Count the outputs of an einsum with a weight: the product of the weight's axes that the activation has not."""
+    plan = plan_einsum(equation, lhs_ndim, len(rhs_shape))
+    (_, contract), (_, batch) = plan.dimension_numbers
+    kept = [size for axis, size in enumerate(rhs_shape) if axis not in plan.rhs_sum]
+    return math.prod(size for axis, size in enumerate(kept) if axis not in (*contract, *batch))
 
 
 def einsum_equation(module: nn.Einsum, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -165,13 +168,16 @@ def describe_layers(model: nn.Module, config: Any, *example_inputs: Any, **examp
 
 
 def _matmul_text(matmul: MatmulSpec, forward_lhs: Operand, forward_rhs: Operand) -> str:
-    """Spell the operand dtypes of a matmul that runs in low precision, "float" for one that does not."""
+    """Spell the operand dtypes of a matmul that runs in low precision, "float" for one that does not.
+
+    With one float operand it runs in float, on the other's dequantized values.
+    """
     lhs = forward_lhs if matmul.lhs == FORWARD else matmul.lhs
     rhs = forward_rhs if matmul.rhs == FORWARD else matmul.rhs
-    if lhs is None and rhs is None:
-        return "float"
-    names = ["float" if spec is None or isinstance(spec, str) else spec.dtype for spec in (lhs, rhs)]
-    return " × ".join(names)
+    names = [spec.dtype for spec in (lhs, rhs) if isinstance(spec, TensorSpec)]
+    if len(names) == 1:
+        return f"float ({names[0]} dequantized)"
+    return " × ".join(names) or "float"
 
 
 @contextlib.contextmanager

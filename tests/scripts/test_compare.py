@@ -7,7 +7,7 @@ import pytest
 
 from scripts.compare import main
 from tests.scripts.synthetic import write_run
-from train.report import BYTES, charts, comparison_rows, render
+from train.report import BYTES, _dtype_cell, charts, comparison_rows, render
 from train.runs import Run, find_baseline, load_runs
 
 
@@ -80,6 +80,9 @@ def test_the_page_needs_nothing_else(runs):
     ):
         assert tag == "<script>"
     assert "Plotly.react" in page
+    own = page.rsplit("<script>", 1)[1]
+    assert "new ResizeObserver" in own  # charts follow the width of their cards
+    assert "responsive: true" not in own
     assert len(page) > 1_000_000
 
 
@@ -92,6 +95,12 @@ def test_charts_hold_every_run_and_only_json(runs):
     assert last == pytest.approx([0.4, -0.7])
     saved = [trace["x"][0] for trace in found["saved_activation_bytes"]["traces"]]
     assert saved == pytest.approx([31e6 / 2**20, 9.5e6 / 2**20, 9.5e6 / 2**20])
+
+
+def test_a_matmul_with_one_float_operand_is_coloured_as_float():
+    assert _dtype_cell("int8 × int8", "dlhs") == "<td class='int'>int8 × int8</td>"
+    for text in ("float (int8 dequantized)", "float (float8_e4m3fn dequantized)"):
+        assert _dtype_cell(text, "dlhs") == f"<td class='float'>{text}</td>"
 
 
 def test_names_are_escaped(tmp_path):
