@@ -200,5 +200,7 @@ def _dtype_cell(dtypes: str, matmul: str) -> str:
         "low": lambda text: "float8" in text or "float4" in text,
     }
     # "float (int8 dequantized)" is a float matmul.
-    kind = next((name for name, matches in is_kind.items() if not dtypes.startswith("float (") and matches(dtypes)), "float")
+    kind = next(
+        (name for name, matches in is_kind.items() if not dtypes.startswith("float (") and matches(dtypes)), "float"
+    )
     return f"<td class='{kind}{' first' if matmul == 'fwd' else ''}'>{html.escape(dtypes)}</td>"

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.recipe import Recipe
+from jaxquant.inject.layers import einsum_out_features
 
 
 class QuantMode(enum.Enum):
@@ -51,6 +53,7 @@ class Quantization:
       replicate_scale: the stored scales of a sharded kernel are replicated.
       resolver: decides the recipe of each layer by its path.
       base: recipe of the layers that no rule names; None where a file or rules alone decide.
+      asked: paths of the layers that have run, or been traced, with this handle.
     """
 
     backend: str
@@ -58,6 +61,17 @@ class Quantization:
     replicate_scale: bool
     resolver: Resolver
     base: Recipe | None = None
+    asked: set[str] = dataclasses.field(default_factory=set, init=False, compare=False, repr=False)
+
+    def check_used(self) -> None:
+        """Refuse a rule that decided no layer; to be called once, after ``model.init`` or the first trace.
+
+        Only then is it known which layers there are: a handle meets them one by one.
+
+        Raises:
+          ValueError: as ``Resolver.check_used``.
+        """
+        self.resolver.check_used(sorted(self.asked))
 
     def dot_general_cls(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[[], nn.Module]:
         """Make the ``dot_general_cls`` of a Linen layer; the module that it makes decides by the layer's path.
@@ -65,18 +79,19 @@ class Quantization:
         Args:
           mesh_axes: logical axis names of the kernel, for the stored qvalue and scale in serve mode.
         """
-        kind = AqtDotGeneral if self.backend == "aqt" else QuantDotGeneral
-        return lambda: kind(self, tuple(mesh_axes), name=self._name("dot_general"))
+        kind = self._named("dot_general", _DotGeneral)
+        return lambda: kind(self, tuple(mesh_axes))
 
     def einsum(self, mesh_axes: tuple[str | None, ...] = ()) -> nn.Module:
         """Make an einsum module, called as ``module(equation, activation, weight)``; to be called inside a layer."""
-        kind = AqtEinsum if self.backend == "aqt" else QuantEinsum
-        return kind(self, tuple(mesh_axes), name=self._name("einsum"))
+        return self._named("einsum", _Einsum)(self, tuple(mesh_axes))
 
-    def _name(self, op: str) -> str | None:
-        """Give the name that the backend's own op would take in a layer, for state of delayed scaling flax's."""
-        factory = None if self.base is None else self.op_cls(op, self.base, ())
-        return factory.keywords.get("name") if isinstance(factory, functools.partial) else None
+    def _named(self, op: str, kind: type[_ByPath]) -> type[_ByPath]:
+        """Name a class after the backend's own op, so that Linen names modules, and the state in them, after that."""
+        if self.base is None:
+            return _renamed(kind, _NAMES[self.backend, op])
+        factory: Any = self.op_cls(op, self.base, ())
+        return _renamed(kind, factory.func.__name__)
 
     def op_cls(self, name: str, recipe: Recipe, mesh_axes: tuple[str | None, ...]) -> Callable[[], nn.Module]:
         """Make a factory of the backend's op ("dot_general" or "einsum") for one recipe."""
@@ -103,7 +118,9 @@ class _ByPath(nn.Module):
     mesh_axes: tuple[str | None, ...] = ()
 
     def _op(self, name: str, out_features: int) -> nn.Module | None:
-        recipe = self.quantization.resolver("/".join(map(str, self.path[:-1])), out_features).recipe
+        path = "/".join(map(str, self.path[:-1]))
+        self.quantization.asked.add(path)
+        recipe = self.quantization.resolver(path, out_features).recipe
         if recipe is None:
             return None
         op = self.quantization.op_cls(name, recipe, self.mesh_axes)()
@@ -112,41 +129,42 @@ class _ByPath(nn.Module):
 
 
 class _DotGeneral(_ByPath):
+    """A ``dot_general`` by path."""
+
     @nn.compact
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *args: Any, **kwargs: Any
+    ) -> jax.Array:
         (_, contracting), (_, batch) = dimension_numbers
         kept = [size for axis, size in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
         op = self._op("dot_general", math.prod(kept)) or jax.lax.dot_general
-        return op(lhs, rhs, dimension_numbers, *args, **kwargs)
+        return op(lhs, rhs, dimension_numbers, precision, *args, **kwargs)
 
 
 class _Einsum(_ByPath):
+    """An einsum by path."""
+
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
-        inputs, output = equation.replace(" ", "").split("->")
-        left, right = inputs.split(",")
-        out_features = math.prod(
-            size for label, size in zip(right, rhs.shape, strict=False) if label in output and label not in left
-        )
+        out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
         op = self._op("einsum", out_features)
         return (op or jax.numpy.einsum)(equation, lhs, rhs, **options)
 
 
-# Linen names a module after its class: these give AQT's own tree, `<layer>/AqtDotGeneral_0/qrhs/frozen`.
-class AqtDotGeneral(_DotGeneral):
-    """AQT's ``dot_general`` by path."""
+_NAMES = {
+    ("aqt", "dot_general"): "AqtDotGeneral",
+    ("aqt", "einsum"): "AqtEinsum",
+    ("native", "dot_general"): "DotGeneral",
+    ("native", "einsum"): "Einsum",
+}
+"""Names where no base recipe gives one: of ops without delayed scaling."""
 
 
-class AqtEinsum(_Einsum):
-    """AQT's einsum by path."""
-
-
-class QuantDotGeneral(_DotGeneral):
-    """The native ``dot_general`` by path."""
-
-
-class QuantEinsum(_Einsum):
-    """The native einsum by path."""
+@functools.cache
+def _renamed(kind: type[_ByPath], name: str) -> type[_ByPath]:
+    # Cached: Linen modules are equal, and jit finds what it traced, only where their class is one object.
+    namespace = {"__module__": __name__, "__qualname__": name, "__doc__": kind.__doc__}
+    return types.new_class(name, (kind,), {}, lambda body: body.update(namespace))
 
 
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
@@ -157,7 +175,8 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
       quant_mode_str: "train", "convert" or "serve".
 
     Returns:
-      None where the config quantizes nothing.
+      None where the config quantizes nothing. Call ``check_used`` of the handle after ``model.init``, so that a rule
+      that matches no layer is an error.
 
     Raises:
       ValueError: an unknown mode, or a config whose backend replaces functions of a whole model (Qwix).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import flax.linen as nn
@@ -180,3 +181,79 @@ def test_rule_on_a_hand_plumbed_layer():
     config = {"quantization": "int8", "quant_backend": "aqt", "rules": [{"path": "block/query", "recipe": None}]}
     text = jax.jit(quantize(config).apply).lower(PARAMS, X).as_text()
     assert sum(lhs == "i8" for lhs, _, _ in dot_operand_types(text)) == 2
+
+
+def test_a_rule_that_matches_no_layer_is_found_after_init():
+    rules = [{"path": ".*/query", "recipe": None}, {"path": "blok/out", "recipe": None}]
+    for used, message in (
+        (rules[:1], None),
+        (rules, r"rules\[1\]\.path 'blok/out' matches no layer; .* block, block/ga"),
+    ):
+        quant = configure_quantization({"quantization": "int8", "quant_backend": "native", "rules": used})
+        jax.eval_shape(Model(quant).init, jax.random.key(1), X)
+        assert quant.asked == {"block", "block/query", "block/out", "block/gate"}
+        if message is None:
+            quant.check_used()
+        else:
+            with pytest.raises(ValueError, match=message):
+                quant.check_used()
+
+
+def test_layers_that_ran_do_not_make_handles_differ():
+    quant = configure_quantization({"quantization": "int8", "quant_backend": "native"})
+    before = hash(quant)
+    jax.eval_shape(Model(quant).init, jax.random.key(1), X)
+    assert hash(quant) == before
+    assert quant == dataclasses.replace(quant)
+
+
+class Pair(nn.Module):
+    """Two ops of each kind in one module, as a gated expert layer has them."""
+
+    quant: object
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(1.0), (4, 8, 8))
+        numbers = (((1,), (0,)), ((), ()))
+        cls = self.quant.dot_general_cls()
+        x = cls()(cls()(x, kernel[0], numbers), kernel[1], numbers)
+        return self.quant.einsum()("bd,df->bf", self.quant.einsum()("bd,df", x, kernel[2]), kernel[3])
+
+
+@pytest.mark.parametrize(
+    ("string", "dot_general"), [("fp8", "Fp8DirectDotGeneralOp"), ("nanoo_fp8", "NANOOFp8DotGeneralOp")]
+)
+def test_ops_of_one_module_are_numbered(string, dot_general):
+    model = Pair(configure_quantization({"quantization": string}))
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    state = variables["_overwrite_with_gradient"]
+    assert set(state) == {f"{dot_general}_0", f"{dot_general}_1", "Fp8Einsum_0", "Fp8Einsum_1"}
+    assert all("input_amax_history" in op for op in state.values())
+    types = [lhs for lhs, _, _ in dot_operand_types(jax.jit(model.apply).lower(variables, X).as_text())]
+    assert types == ["f8E4M3FN" if string == "fp8" else "f8E4M3FNUZ"] * 4
+
+
+@pytest.mark.parametrize("backend", ["native", "aqt"])
+def test_ops_without_state_in_one_module(backend):
+    model = Pair(configure_quantization({"quantization": "int8", "quant_backend": backend}))
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    text = jax.jit(model.apply).lower(variables, X).as_text()
+    assert [lhs for lhs, _, _ in dot_operand_types(text)] == ["i8"] * 4
+
+
+@pytest.mark.parametrize(("equation", "shape"), [("bd,df", (8, 5)), ("...d,df->...f", (8, 5)), ("bd,d", (8,))])
+def test_einsum_equations_in_every_spelling(equation, shape):
+    class Single(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", nn.initializers.normal(1.0), shape)
+            return configure_quantization({"quantization": "int8", "quant_backend": "native"}).einsum()(
+                equation, x, kernel
+            )
+
+    y, variables = Single().init_with_output(jax.random.key(1), X)
+    exact = jnp.einsum(equation, X, variables["params"]["kernel"])
+    assert y.shape == exact.shape
+    assert (y != exact).any()
+    assert float(jnp.abs(y - exact).max()) < 0.1
