@@ -19,12 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.core.delayed import BINS, bin_value
+from jaxquant.core.delayed import combine
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
 Tree = Mapping[str, Any]
+_FIELDS = ("scale", "amax_history", "amax_bins")
 _BINS_SUFFIX = "_amax_bins"
 _USES = "sparsity_uses"
 
@@ -77,21 +78,9 @@ def update(old: Tree, seen: Tree) -> dict[str, Any]:
 
 
 def _update_tensor(old: Tree, seen: Tree, tensor: str) -> dict[str, jax.Array]:
-    """Read one tensor's new state. Leading axes, as of layers under ``nn.scan``, are carried along."""
-    scale, history, bins = (f"{tensor}_{field}" for field in ("scale", "amax_history", "amax_bins"))
-    counts = seen[bins]
-    total = jnp.sum(counts, axis=-1, keepdims=True)
-    highest = jnp.max(jnp.where(counts > 0, jnp.arange(BINS), -1), axis=-1)
-    once = total == jnp.max(counts, axis=-1, keepdims=True)
-    exact = once & (total == 1)
-    amax = bin_value(jnp.maximum(highest, 0))
-    recorded = jnp.roll(old[history], -1, axis=-1).at[..., 0].set(amax)
-    used = total > 0
-    return {
-        scale: jnp.where(used, seen[scale] / jnp.where(used, total, 1.0), old[scale]),
-        history: jnp.where(exact, seen[history], jnp.where(used, recorded, old[history])),
-        bins: jnp.zeros_like(counts),
-    }
+    """Apply ``delayed.combine`` to one tensor's variables."""
+    before, after = ({name: tree[f"{tensor}_{name}"] for name in _FIELDS} for tree in (old, seen))
+    return {f"{tensor}_{name}": value for name, value in combine(before, after).items()}
 
 
 def _update_sparsity(old: Tree, seen: Tree) -> dict[str, jax.Array]:

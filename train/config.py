@@ -113,11 +113,12 @@ class TrainConfig(QuantConfig):
         for name in ("learning_rate_final_fraction", "warmup_steps_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
-        for name in ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"):
-            if getattr(self, name):
-                raise NotImplementedError(
-                    f"{name} {getattr(self, name)!r} is a setting of serving; training does not read it"
-                )
+        if self.remat_policy == "quantized" and self.resolved_backend != "native":
+            raise ValueError(
+                "remat_policy 'quantized' keeps what the native backend saves, and nothing here runs on it: "
+                f"quantization {self.quantization!r} on {self.resolved_backend or 'no backend'}; "
+                "use 'full', 'dots' or 'none', or quant_backend 'native'"
+            )
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.errors import ScopeCollectionNotFound
 
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
@@ -30,17 +28,20 @@ class _Quantized(nn.Module):
     recipe: Recipe
 
     def _variables(self, prefix: str, values: dict[str, Array]) -> dict[str, Array]:
-        try:
-            return {
-                name: self.variable(OVERWRITE_WITH_GRADIENT, f"{prefix}_{name}", lambda value=value: value).value
-                for name, value in values.items()
-            }
-        except ScopeCollectionNotFound:
+        """Read the state, or make it while initializing; state that is made anew in each call would never advance."""
+        names = [f"{prefix}_{name}" for name in values]
+        missing = [name for name in names if not self.has_variable(OVERWRITE_WITH_GRADIENT, name)]
+        if missing and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             raise ValueError(
                 f"recipe {self.recipe.name!r} at {'/'.join(self.path[:-1])!r} keeps state in the collection "
-                f"'{OVERWRITE_WITH_GRADIENT}', which this call does not carry: pass it to apply beside 'params', and "
-                f"where the layer is under nn.scan, give it variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
-            ) from None
+                f"'{OVERWRITE_WITH_GRADIENT}', and this call has no {missing[0]!r} there: pass the collection to apply "
+                f"beside 'params', and where the layer is under nn.scan, give it "
+                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
+            )
+        return {
+            name: self.variable(OVERWRITE_WITH_GRADIENT, full, lambda value=value: value).value
+            for full, (name, value) in zip(names, values.items(), strict=True)
+        }
 
     def _quant_state(self) -> QuantState:
         return {name: self._variables(name, values) for name, values in initial_state(self.recipe).items()}
@@ -49,12 +50,12 @@ class _Quantized(nn.Module):
         spec = self.recipe.sparsity
         if spec is None:
             return weight
-        return sparsity.sparsify(spec, axes, weight, self._variables("sparsity", sparsity.initial_state(weight.shape)))
+        state = self._variables("sparsity", sparsity.initial_state(weight, spec, axes))
+        return sparsity.sparsify(spec, axes, weight, state)
 
     def _key(self) -> Array | None:
         """A key for stochastic rounding, where the caller passes a "quant" stream; else the op makes its own."""
-        is_random = any(isinstance(s, TensorSpec) and s.rounding == "stochastic" for s in self.recipe.specs.values())
-        return self.make_rng(RANDOM_STREAM) if is_random and self.has_rng(RANDOM_STREAM) else None
+        return self.make_rng(RANDOM_STREAM) if self.recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
 
     def _operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
         # flax's op computes in the kernel's dtype, whatever the input has.
@@ -114,20 +115,30 @@ class Einsum(_Quantized):
         )
 
 
-def _flax_name(recipe: Recipe, flax_op: str) -> str | None:
-    """The submodule name under which flax keeps the same state, so that its checkpoints load."""
-    if recipe.delayed is None:
-        return None
-    spec = recipe.fwd.rhs
-    is_nanoo = isinstance(spec, TensorSpec) and spec.dtype.endswith("fnuz")
-    return "NANOOFp8DotGeneralOp_0" if is_nanoo else flax_op
+# Linen names a module after its class. With flax's names for the delayed-scaling ops its checkpoints load.
+class Fp8DirectDotGeneralOp(DotGeneral):
+    """``DotGeneral`` with delayed scaling."""
 
 
-def dot_general_cls(recipe: Recipe) -> Callable[[], nn.Module]:
+class NANOOFp8DotGeneralOp(DotGeneral):
+    """``DotGeneral`` with delayed scaling in the fnuz types."""
+
+
+class Fp8Einsum(Einsum):
+    """``Einsum`` with delayed scaling."""
+
+
+def _is_nanoo(recipe: Recipe) -> bool:
+    return isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")
+
+
+def dot_general_cls(recipe: Recipe) -> functools.partial[DotGeneral]:
     """Make what flax layers take as ``dot_general_cls``."""
-    return functools.partial(DotGeneral, recipe=recipe, name=_flax_name(recipe, "Fp8DirectDotGeneralOp_0"))
+    if recipe.delayed is None:
+        return functools.partial(DotGeneral, recipe=recipe)
+    return functools.partial(NANOOFp8DotGeneralOp if _is_nanoo(recipe) else Fp8DirectDotGeneralOp, recipe=recipe)
 
 
-def einsum_cls(recipe: Recipe, weight: int = 1) -> Callable[[], nn.Module]:
+def einsum_cls(recipe: Recipe, weight: int = 1) -> functools.partial[Einsum]:
     """Make a factory of ``Einsum`` modules."""
-    return functools.partial(Einsum, recipe=recipe, weight=weight, name=_flax_name(recipe, "Fp8Einsum_0"))
+    return functools.partial(Einsum if recipe.delayed is None else Fp8Einsum, recipe=recipe, weight=weight)

@@ -9,7 +9,9 @@ that is not finite is not recorded; ``flax`` mode starts at scale 1 and records 
 The new state leaves the backward pass as the "gradient" of the old one. Where a state is used more than once, automatic
 differentiation *sums* these gradients, which destroys a scale or an amax. ``amax_bins`` survives a sum: its gradient is
 the one-hot count of the amax among 2048 bins (exponent and three mantissa bits, rounded up), so after any sum or mean
-the highest bin that is not empty is the maximum. ``jaxquant.state.update`` reads it; in a state it is only ever zeros.
+the highest bin that is not empty is the maximum. The last bin, which no amax has, holds the square of the amax: where
+it is the square of what the history's slot 0 says, one amax was recorded and not the mean of several.
+``jaxquant.state.update`` reads all that; in a state ``amax_bins`` is only ever zeros.
 
 Source: flax.linen.fp8_ops (flax mode, bit for bit); TransformerEngine's delayed scaling recipe.
 """
@@ -20,9 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.dtypes import Element
+from jaxquant.core.quantize import SMALLEST_SCALE
 from jaxquant.core.recipe import DelayedSpec
 
 BINS = 2048
+NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN
+SQUARE_BIN = BINS - 1
 # float32 bits are sign, 8 exponent, 23 mantissa: dropping the low 20 leaves exponent and three mantissa bits.
 _DROPPED_BITS = 20
 
@@ -64,7 +69,8 @@ def current_scale(state: TensorState, amax: jax.Array, element: Element, spec: D
     # A history loaded from a flax checkpoint may hold a non-finite amax.
     past = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
     past = jnp.where(past > 0, past, amax.astype(jnp.float32))
-    return jnp.where((past > 0) & jnp.isfinite(past), past * (2.0**spec.margin / element.max), old)
+    scale = past * (2.0**spec.margin / element.max)
+    return jnp.where((past > 0) & jnp.isfinite(past), jnp.where(scale < SMALLEST_SCALE, 1.0, scale), old)
 
 
 def record(history: jax.Array, amax: jax.Array) -> jax.Array:
@@ -89,7 +95,32 @@ def next_state(state: TensorState, scale: jax.Array, amax: jax.Array, spec: Dela
     recorded = record(state["amax_history"], amax)
     if spec.amax_init == "flax":
         return {"scale": scale, "amax_history": recorded}
-    finite = jnp.isfinite(amax)
-    bins = jnp.where(finite, bin_of(amax) == jnp.arange(BINS, dtype=jnp.uint32), False)
-    history = jnp.where(finite, recorded, state["amax_history"])
-    return {"scale": scale, "amax_history": history, "amax_bins": bins.astype(jnp.float32)}
+    amax = jnp.where(jnp.isnan(amax), jnp.inf, amax.astype(jnp.float32))
+    index = jnp.arange(BINS, dtype=jnp.uint32)
+    bins = jnp.where(index == SQUARE_BIN, jnp.square(amax), (bin_of(amax) == index).astype(jnp.float32))
+    # An infinite square would turn the zeros of a mean or a mask into NaN.
+    bins = jnp.where(jnp.isfinite(bins), bins, 0.0)
+    history = jnp.where(jnp.isfinite(amax), recorded, state["amax_history"])
+    return {"scale": scale, "amax_history": history, "amax_bins": bins}
+
+
+def combine(state: TensorState, seen: TensorState) -> TensorState:
+    """Read the state after a step out of a sum or mean of what ``next_state`` wrote at each use of the tensor.
+
+    Args:
+      state: the state before the step. Leading axes, as of layers under ``nn.scan``, are carried along.
+      seen: the sum or mean.
+    """
+    counts = seen["amax_bins"][..., : NON_FINITE_BIN + 1]
+    total = jnp.sum(counts, axis=-1, keepdims=True)
+    highest = jnp.max(jnp.where(counts[..., :NON_FINITE_BIN] > 0, jnp.arange(NON_FINITE_BIN), -1), axis=-1)
+    newest, square = seen["amax_history"][..., 0], seen["amax_bins"][..., SQUARE_BIN]
+    exact = (total[..., 0] == 1) & (jnp.square(newest) == square) & (bin_of(newest) == highest)
+    amax = jnp.where(exact, newest, bin_value(jnp.maximum(highest, 0)))
+    recorded = jnp.roll(state["amax_history"], -1, axis=-1).at[..., 0].set(amax)
+    used = highest[..., None] >= 0
+    return {
+        "scale": jnp.where(used, seen["scale"] / jnp.where(used, total, 1.0), state["scale"]),
+        "amax_history": jnp.where(used, recorded, state["amax_history"]),
+        "amax_bins": jnp.zeros_like(seen["amax_bins"]),
+    }

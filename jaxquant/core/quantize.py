@@ -51,6 +51,11 @@ def scale_counts(shape: tuple[int, ...], spec: TensorSpec, axes: Sequence[int], 
     return tuple(counts)
 
 
+def absolute(x: jax.Array) -> jax.Array:
+    """Return |x| with NaN as infinity: XLA:CPU's maximum can lose a NaN, and a scale must show that it was there."""
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+
+
 def _reduce(x: jax.Array, counts: tuple[int, ...], reduction) -> jax.Array:
     """Reduce x to the shape ``counts``."""
     tiled = {axis: n for axis, n in enumerate(counts) if n not in (1, x.shape[axis])}
@@ -85,13 +90,14 @@ def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tu
             jnp.full(counts, calibration.maximum, jnp.float32),
         )
     elif calibration.method == "minmax":
-        low = jnp.minimum(_reduce(x, counts, jnp.min).astype(jnp.float32), 0) * calibration.factor
-        high = jnp.maximum(_reduce(x, counts, jnp.max).astype(jnp.float32), 0) * calibration.factor
+        known = jnp.where(jnp.isnan(x), jnp.inf, x)
+        low = jnp.minimum(_reduce(known, counts, jnp.min).astype(jnp.float32), 0) * calibration.factor
+        high = jnp.maximum(_reduce(known, counts, jnp.max).astype(jnp.float32), 0) * calibration.factor
     elif calibration.method == "rms":
         squares = _reduce(jnp.square(x.astype(jnp.float32)), counts, jnp.mean)
         low, high = None, jnp.sqrt(squares) * calibration.factor
     else:
-        high = _reduce(jnp.abs(x), counts, jnp.max).astype(jnp.float32)
+        high = _reduce(absolute(x), counts, jnp.max).astype(jnp.float32)
         low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
         # XLA turns a division by a constant into this multiplication under jit, but not outside it.

@@ -136,6 +136,11 @@ class Recipe:
         }
 
     @property
+    def is_stochastic(self) -> bool:
+        """Whether an operand is rounded stochastically."""
+        return any(isinstance(spec, TensorSpec) and spec.rounding == "stochastic" for spec in self.specs.values())
+
+    @property
     def is_stateful(self) -> bool:
         """Whether the op needs quant state (amax histories or a sparsity mask)."""
         return self.delayed is not None or self.sparsity is not None

@@ -52,10 +52,15 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
 
     Raises:
       ValueError: a rule that matches no layer, or a model without a layer to quantize.
-      NotImplementedError: an NNX model.
+      NotImplementedError: an NNX model, or a setting of serving.
       TypeError: something that is no model.
     """
     config = QuantConfig.from_any(config)
+    for name in ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"):
+        if getattr(config, name):
+            raise NotImplementedError(
+                f"{name} {getattr(config, name)!r} is a setting of serving, which training has not"
+            )
     resolver = config.resolver()
     if resolver is None:
         return model
@@ -189,8 +194,11 @@ def _subclass(model: nn.Module, quantizer: _Quantizer) -> nn.Module:
 
     def wrap(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(super(quantized, self), name)
+            if self.scope is None:  # an unbound model runs no layers
+                return method(*args, **kwargs)
             with quantizer.active(self, name):
-                return getattr(super(quantized, self), name)(*args, **kwargs)
+                return method(*args, **kwargs)
 
         method.__name__ = name
         method.__doc__ = getattr(base, name).__doc__
@@ -208,11 +216,10 @@ def _subclass(model: nn.Module, quantizer: _Quantizer) -> nn.Module:
 
 def _model_methods(base: type) -> list[str]:
     """Name the methods that a model's own classes define, for which layers may run: ``__call__`` and public ones."""
-    names = {}
-    for cls in reversed(base.__mro__):
-        if cls in nn.Module.__mro__:
-            continue
-        for name, value in vars(cls).items():
-            if inspect.isfunction(value) and name != "setup" and (name == "__call__" or not name.startswith("_")):
-                names[name] = None
-    return list(names)
+    own = [cls for cls in reversed(base.__mro__) if cls not in nn.Module.__mro__]
+    methods = {name: value for cls in own for name, value in vars(cls).items() if inspect.isfunction(value)}
+    return [
+        name
+        for name, value in methods.items()
+        if name == "__call__" or not (name == "setup" or name.startswith("_") or getattr(value, "nowrap", False))
+    ]

@@ -23,8 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.quantize import outside_range, quantize, quantize_with_scale
-from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
+from jaxquant.core.quantize import absolute, outside_range, quantize, quantize_with_scale
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
@@ -91,8 +91,12 @@ def dot_general(
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise TypeError(f"dot_general {name} has dtype {operand.dtype.name}; quantization takes float operands")
-    if recipe.delayed is not None and state is None:
-        raise ValueError(f"recipe {recipe.name!r} scales by past steps and needs state; make one with initial_state")
+    wanted, given = _tensors_with_state(recipe), list(state or {})
+    if sorted(given) != sorted(wanted):
+        raise ValueError(
+            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; "
+            "make it with initial_state(recipe)"
+        )
     out = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
     static = _Static(
         recipe,
@@ -100,20 +104,26 @@ def dot_general(
         lhs.dtype.name,
         rhs.dtype.name,
         jnp.dtype(out).name,
-        None if precision is None else jax.lax.Precision(precision),
+        _hashable(precision),
     )
     return _dot(static, lhs, rhs, state or {}, key)
 
 
+def _hashable(precision: Any) -> Any:
+    """Bring ``lax.dot_general``'s spellings of a precision (one, or one for each operand) into one hashable form."""
+    if isinstance(precision, (tuple, list)):
+        return tuple(map(jax.lax.Precision, precision))
+    return None if precision is None else jax.lax.Precision(precision)
+
+
 def initial_state(recipe: Recipe) -> QuantState:
     """Make the quant state of one use of a recipe: a ``delayed.TensorState`` for each tensor with delayed scaling."""
-    if recipe.delayed is None:
-        return {}
-    return {name: delayed.initial_state(recipe.delayed) for name in TENSORS if _is_delayed(recipe.specs[TENSORS[name]])}
+    return {name: delayed.initial_state(recipe.delayed or DelayedSpec()) for name in _tensors_with_state(recipe)}
 
 
-def _is_delayed(operand: Operand) -> bool:
-    return isinstance(operand, TensorSpec) and operand.scaling == "delayed"
+def _tensors_with_state(recipe: Recipe) -> list[str]:
+    specs = {name: recipe.specs[operand] for name, operand in TENSORS.items()}
+    return [name for name, spec in specs.items() if isinstance(spec, TensorSpec) and spec.scaling == "delayed"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -135,8 +145,8 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None):
     recipe, dims = static.recipe, static.dims
-    q_lhs, lhs_seen = _quantize_forward(static, "input", lhs, recipe.fwd.lhs, dims.lhs_contract, state)
-    q_rhs, rhs_seen = _quantize_forward(static, "kernel", rhs, recipe.fwd.rhs, dims.rhs_contract, state)
+    q_lhs, lhs_seen = _quantize_forward(static, "input", lhs, recipe.fwd.lhs, dims.lhs_contract, state, key)
+    q_rhs, rhs_seen = _quantize_forward(static, "kernel", rhs, recipe.fwd.rhs, dims.rhs_contract, state, key)
     out = contract(
         q_lhs,
         q_rhs,
@@ -148,8 +158,8 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         scale_dtype=static.out_dtype if static.is_flax else "float32",
     )
     residuals = (
-        _save(lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0].rhs_contract),
-        _save(rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0].rhs_contract),
+        _save(lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0].rhs_contract, key),
+        _save(rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0].rhs_contract, key),
         _clip_mask(lhs, q_lhs, recipe.fwd.lhs),
         _clip_mask(rhs, q_rhs, recipe.fwd.rhs),
         {name: delayed.needed_for_update(tensor) for name, tensor in state.items()},
@@ -164,7 +174,7 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
 def _backward(static: _Static, residuals, grad: Array):
     lhs, rhs, lhs_mask, rhs_mask, state, lhs_seen, rhs_seen, key = residuals
     recipe = static.recipe
-    if key is None and any(isinstance(s, TensorSpec) and s.rounding == "stochastic" for s in recipe.specs.values()):
+    if key is None and recipe.is_stochastic:
         key = content_key(grad)
     q_grad, grad_seen = None, None
     if "output_grad" in state:
@@ -186,25 +196,44 @@ def _backward(static: _Static, residuals, grad: Array):
     return dlhs, drhs, new_state, None
 
 
-def _quantize_forward(static: _Static, name: str, x: Array, operand: Operand, axes: tuple[int, ...], state: QuantState):
+def _operand_key(x: Array, operand: Operand, key: Array | None) -> Array | None:
+    """Give a forward operand a key of its own, from its values and the caller's key."""
+    if not (isinstance(operand, TensorSpec) and operand.rounding == "stochastic"):
+        return None
+    own = content_key(x)
+    return own if key is None else jax.random.fold_in(key, jax.random.bits(own))
+
+
+def _quantize_forward(
+    static: _Static,
+    name: str,
+    x: Array,
+    operand: Operand,
+    axes: tuple[int, ...],
+    state: QuantState,
+    key: Array | None,
+):
     """Quantize a forward operand. Returns it and, for delayed scaling, the (scale, amax) that were used and seen."""
     if operand is None:
         return x, None
     assert isinstance(operand, TensorSpec), "a forward operand has its own spec"
     if operand.scaling == "delayed":
         return _quantize_delayed(static, x, operand, state[name])
-    return quantize(x, operand, axes), None
+    return quantize(x, operand, axes, key=_operand_key(x, operand, key)), None
 
 
 def _quantize_delayed(static: _Static, x: Array, spec: TensorSpec, state: delayed.TensorState):
     assert static.recipe.delayed is not None
-    amax = jnp.max(jnp.abs(x))
+    # flax takes the maximum as it comes, NaN or not.
+    amax = jnp.max(jnp.abs(x) if static.is_flax else absolute(x))
     scale = delayed.current_scale(state, amax, element(spec.dtype), static.recipe.delayed)
     tensor = quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=static.compute_dtype(x))
     return tensor, (scale, amax)
 
 
-def _save(x: Array, forward: QTensor | Array, operand: Operand, axes: tuple[int, ...]) -> QTensor | Array:
+def _save(
+    x: Array, forward: QTensor | Array, operand: Operand, axes: tuple[int, ...], key: Array | None
+) -> QTensor | Array:
     """Choose what backward keeps of a forward operand.
 
     The forward's qvalues (``FORWARD``), a quantization along the backward's contraction axes made now so that the float
@@ -212,7 +241,7 @@ def _save(x: Array, forward: QTensor | Array, operand: Operand, axes: tuple[int,
     """
     if operand is None:
         return x
-    kept = forward if operand == FORWARD else quantize(x, operand, axes)
+    kept = forward if operand == FORWARD else quantize(x, operand, axes, key=_operand_key(x, operand, key))
     if not isinstance(kept, QTensor):
         return kept
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)

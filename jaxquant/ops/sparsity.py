@@ -13,10 +13,11 @@ from jaxquant.core.recipe import SparsitySpec
 Array = jax.Array
 
 
-def initial_state(shape: tuple[int, ...]) -> dict[str, Array]:
-    """Make the state of a weight: steps taken, mask (1 keeps, bfloat16), uses in a step (zero in a state)."""
+def initial_state(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> dict[str, Array]:
+    """Make the state of a weight: steps taken, mask of the next step (bfloat16, 1 keeps), uses (0 in a state)."""
     zero = jnp.zeros((), jnp.float32)
-    return {"step": zero, "mask": jnp.ones(shape, jnp.bfloat16), "uses": zero}
+    mask = magnitude_mask(weight, spec, axes) if spec.start_step == 0 else jnp.ones(weight.shape, bool)
+    return {"step": zero, "mask": mask.astype(jnp.bfloat16), "uses": zero}
 
 
 def magnitude_mask(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> Array:
@@ -41,11 +42,11 @@ def magnitude_mask(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sparsify(spec: SparsitySpec, axes: tuple[int, ...], weight: Array, state: dict[str, Array]) -> Array:
-    """Zero the masked weights of this step.
+    """Zero the weights that the state's mask leaves out, in training and in evaluation alike.
 
-    Before ``start_step`` the weight stays dense; at it, and every ``update_step`` steps after it, the mask is made anew
-    from the weights. The gradient reaches all weights, so that a masked one can come back; the "gradient" of the state
-    is the state after the step.
+    The mask is all ones before ``start_step``. The step before it, and before every ``update_step``-th after it, makes
+    the next mask from its weights. The gradient reaches all weights, so that a masked one can come back; the "gradient"
+    of the state is the state after the step.
 
     Args:
       spec: n, m and the schedule.
@@ -53,23 +54,15 @@ def sparsify(spec: SparsitySpec, axes: tuple[int, ...], weight: Array, state: di
       weight: the dense weight.
       state: from ``initial_state``.
     """
-    return _masked(spec, axes, weight, state)[0]
-
-
-def _masked(spec: SparsitySpec, axes: tuple[int, ...], weight: Array, state: dict[str, Array]):
-    since = state["step"] - spec.start_step
-    due = (since >= 0) & (jnp.mod(since, spec.update_step) == 0)
-    mask = jax.lax.cond(
-        due,
-        lambda: magnitude_mask(weight, spec, axes).astype(state["mask"].dtype),
-        lambda: state["mask"],
-    )
-    return jnp.where((since < 0) | (mask > 0), weight, 0), mask
+    return jnp.where(state["mask"] > 0, weight, 0)
 
 
 def _sparsify_fwd(spec, axes, weight, state):
-    out, mask = _masked(spec, axes, weight, state)
-    return out, (mask, state["step"])
+    since = state["step"] + 1 - spec.start_step
+    due = (since >= 0) & (jnp.mod(since, spec.update_step) == 0)
+    mask = state["mask"]
+    following = jax.lax.cond(due, lambda: magnitude_mask(weight, spec, axes).astype(mask.dtype), lambda: mask)
+    return sparsify(spec, axes, weight, state), (following, state["step"])
 
 
 def _sparsify_bwd(spec, axes, residuals, grad):

@@ -67,9 +67,47 @@ def test_bins_round_up_by_at_most_an_eighth(amax):
     assert np.float32(amax) <= value <= np.float32(amax) * 1.125
 
 
-def test_bins_are_one_hot_and_empty_for_a_non_finite_amax():
+def emitted(amax, history=0.0):
     spec = DelayedSpec(LENGTH)
-    state = delayed.initial_state(spec)
-    for amax, count in ((0.0, 1), (3.5, 1), (math.inf, 0), (math.nan, 0)):
-        new = delayed.next_state(state, state["scale"], jnp.float32(amax), spec)
-        assert float(new["amax_bins"].sum()) == count
+    state = delayed.initial_state(spec) | {"amax_history": jnp.full((LENGTH,), history)}
+    scale = delayed.current_scale(state, jnp.float32(amax), E4M3, spec)
+    return state, delayed.next_state(state, scale, jnp.float32(amax), spec)
+
+
+def test_bins_are_one_hot_and_finite():
+    for amax in (0.0, 3.5, 1e-30, 1e30, math.inf, math.nan):
+        _, new = emitted(amax)
+        assert float(new["amax_bins"][: delayed.SQUARE_BIN].sum()) == 1
+        assert jnp.isfinite(new["amax_bins"]).all()
+
+
+@pytest.mark.parametrize(
+    ("amaxes", "weights", "low", "high"),
+    [
+        ([3.5], [1], 3.5, 3.5),
+        ([3.5, 3.5], [0.5, 0.5], 3.5, 3.5),
+        ([1.01, 1.12], [0.5, 0.5], 1.12, 1.125),  # one bin
+        ([1.01, 1.12], [1, 1], 1.12, 1.125),
+        ([1.0, 9.0, 0.1], [0.2, 0.1, 0.7], 9.0, 9.0 * 1.125),
+        ([2.0, math.inf], [1, 1], 2.0, 2.25),
+        ([2.0, math.nan], [0.5, 0.5], 2.0, 2.25),
+        ([1e30, 3e30], [1, 1], 3e30, 3e30 * 1.125),
+        ([math.inf], [1], 7.0, 7.0),  # not recorded: the history stays
+        ([5.0], [0], 7.0, 7.0),  # not used
+    ],
+)
+def test_combined_uses_record_the_maximum(amaxes, weights, low, high):
+    states, each = zip(*(emitted(amax, history=7.0) for amax in amaxes), strict=True)
+    seen = jax.tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *each)
+    new = delayed.combine(states[0], seen)
+    assert np.float32(low) <= float(new["amax_history"][0]) <= np.float32(high)
+    np.testing.assert_array_equal(new["amax_history"][1:], 7.0)
+    expected = 7.0 / 448 if low != 7.0 else 1.0  # an unused state keeps its scale, which was 1
+    np.testing.assert_allclose(new["scale"], expected, rtol=2e-7)
+    assert not new["amax_bins"].any()
+
+
+@pytest.mark.parametrize("amax", [1e-30, 1e-36, 1e-38, 0.0])
+def test_a_scale_never_flushes_to_zero(amax):
+    _, new = emitted(amax)
+    assert float(new["scale"][0]) == 1.0

@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 import jaxquant
 from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
+from jaxquant.backends import native as native_backend
 from jaxquant.config.recipes import RECIPES
 
 OWG = state.OVERWRITE_WITH_GRADIENT
@@ -102,7 +103,7 @@ def test_remat_changes_no_bit_and_records_once():
     for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     seen = results[1][1][1]["layers"]["wi"]["Fp8DirectDotGeneralOp_0"]
-    assert (seen["input_amax_bins"].sum(-1) == 1).all()
+    assert (seen["input_amax_bins"][..., :-1].sum(-1) == 1).all()
 
 
 def test_the_remat_policy_keeps_one_byte_an_element():
@@ -266,6 +267,49 @@ def test_state_must_be_carried():
     variables = init(good, TOKENS)
     with pytest.raises(ValueError, match=message):
         good.apply({"params": variables["params"]}, TOKENS)
+
+
+def test_state_is_not_made_anew_by_a_mutable_call():
+    model = maybe_quantize_model(Model(), native("fp8"), TOKENS)
+    params, _ = state.split(init(model, TOKENS))
+    with pytest.raises(ValueError, match="this call has no 'input_scale' there"):
+        model.apply({"params": params}, TOKENS, mutable=True)
+
+
+def test_two_ops_of_one_layer_have_a_state_each():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", nn.initializers.ones, (4, 4))
+            einsum = native_backend.einsum_cls(RECIPES["fp8"].recipe)
+            return einsum()("ab,bc->ac", x, kernel) + einsum()("ab,cb->ac", x, kernel)
+
+    variables = jax.jit(Two().init)(jax.random.key(0), jnp.ones((2, 4)))
+    assert sorted(variables[OWG]) == ["Fp8Einsum_0", "Fp8Einsum_1"]
+
+
+def test_methods_that_need_no_scope():
+    class Sized(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(x)
+
+        def size(self):
+            return 4
+
+        @nn.nowrap
+        def initialize_carry(self):
+            return 5
+
+    model = maybe_quantize_model(Sized(), native("int8"))
+    assert (model.size(), model.initialize_carry()) == (4, 5)
+
+
+@pytest.mark.parametrize("name", ["quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"])
+def test_settings_of_serving_are_refused(name):
+    value = "somewhere" if name == "save_quantized_params_path" else True
+    with pytest.raises(NotImplementedError, match=f"{name} .* is a setting of serving"):
+        maybe_quantize_model(Model(), {name: value})
 
 
 def test_flax_train_state_keeps_the_state_out_of_the_optimizer():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.audit.cost import saved_for_backward
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
@@ -148,6 +149,7 @@ def test_precision_reaches_the_matmul():
     run_at = lambda p: jax.jit(lambda a, b: dot_general(a, b, NUMBERS, p, recipe=DISTINCT["fp8_current"])).lower(x, w)  # noqa: E731
     assert "precision = [HIGHEST, HIGHEST]" in run_at("highest").as_text()
     assert "precision = [DEFAULT, DEFAULT]" in run_at(None).as_text()
+    assert "precision = [HIGHEST, DEFAULT]" in run_at(("highest", "default")).as_text()
 
 
 @pytest.mark.parametrize("text", ["fixed,1", "absmax,0.5", "rms,1"])
@@ -274,13 +276,21 @@ def test_saved_for_backward_is_one_byte_an_element_and_the_scales(name):
     recipe = DISTINCT[name]
     x, w, _ = operands(dtype=jnp.bfloat16)
     state = initial_state(recipe)
-    saved = jax.eval_shape(
-        lambda a, b: jax.vjp(lambda *o: dot_general(*o, NUMBERS, recipe=recipe, state=state), a, b)[1], x, w
-    )
-    in_state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved)) - in_state
+    kept = saved_for_backward(lambda a, b, s: dot_general(a, b, NUMBERS, recipe=recipe, state=s), x, w, state)
     scales = 4 * (M + N + K + 8)
-    assert total <= x.size + w.size + scales
+    assert x.size + w.size <= sum(kept.values()) <= x.size + w.size + scales
+
+
+def test_stochastic_rounding_of_a_forward_operand():
+    spec = TensorSpec("int4", rounding="stochastic")
+    recipe = Recipe("noisy", MatmulSpec(spec, spec, "int32"), MatmulSpec(None, FORWARD), MatmulSpec(FORWARD, None))
+    x, w, grad = operands()
+    first, again = run(recipe, x, w, grad), run(recipe, x, w, grad)
+    np.testing.assert_array_equal(first[0], again[0])
+    keyed = [run(recipe, x, w, grad, key=jax.random.key(i))[0] for i in range(48)]
+    assert (keyed[0] != keyed[1]).any()
+    single = float(jnp.abs(keyed[0] - x @ w).mean())
+    assert float(jnp.abs(jnp.stack(keyed).mean(0) - x @ w).mean()) < 0.5 * single
 
 
 def test_equal_layers_are_traced_and_lowered_once():
@@ -305,7 +315,13 @@ def test_equal_layers_are_traced_and_lowered_once():
             TypeError,
             "lhs has dtype int32",
         ),
-        (lambda x, w: dot_general(x, w, NUMBERS, recipe=DISTINCT["fp8"]), ValueError, "'fp8' scales by past steps"),
+        (lambda x, w: dot_general(x, w, NUMBERS, recipe=DISTINCT["fp8"]), ValueError, "'fp8' takes state of"),
+        (lambda x, w: dot_general(x, w, NUMBERS, recipe=DISTINCT["fp8"], state={}), ValueError, "got none"),
+        (
+            lambda x, w: dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"], state=initial_state(DISTINCT["fp8"])),
+            ValueError,
+            "'int8' takes state of no tensor",
+        ),
     ],
 )
 def test_refusals(call, error, message):

@@ -45,7 +45,7 @@ def test_a_group_that_does_not_divide():
 
 
 def test_schedule_and_state_are_those_of_a_python_loop():
-    kept = initial_state((8, 3))
+    kept = initial_state(jnp.ones((8, 3)), SPEC, (0,))
     mask = np.ones((8, 3), bool)
 
     @jax.jit
@@ -56,9 +56,10 @@ def test_schedule_and_state_are_those_of_a_python_loop():
     for step in range(9):
         w = jax.random.normal(jax.random.key(step), (8, 3))
         out, grad, seen = run(w, kept)
-        if step >= 3 and (step - 3) % 2 == 0:
+        np.testing.assert_array_equal(out, np.where(mask, w, 0))
+        assert (int((~mask).sum()) == 12) == (step >= 3)
+        if step + 1 >= 3 and (step + 1 - 3) % 2 == 0:
             mask = python_mask(np.asarray(w), 2, 4)
-        np.testing.assert_array_equal(out, np.where(mask, w, 0) if step >= 3 else w)
         np.testing.assert_array_equal(grad, np.ones((8, 3)))  # masked weights can come back
         flat = lambda tree: {f"sparsity_{name}": leaf for name, leaf in tree.items()}  # noqa: E731
         new = state.update(flat(kept), flat(seen))
@@ -67,8 +68,15 @@ def test_schedule_and_state_are_those_of_a_python_loop():
         np.testing.assert_array_equal(kept["mask"].astype(bool), mask)
 
 
+def test_sparse_from_the_first_step():
+    w = jax.random.normal(jax.random.key(0), (8, 3))
+    spec = SparsitySpec(2, 4, start_step=0, update_step=1)
+    out = sparsify(spec, (0,), w, initial_state(w, spec, (0,)))
+    np.testing.assert_array_equal(out, np.where(python_mask(np.asarray(w), 2, 4), w, 0))
+
+
 def test_two_uses_of_a_weight_count_one_step():
-    kept = {f"sparsity_{name}": leaf for name, leaf in initial_state((8, 3)).items()}
+    kept = {f"sparsity_{name}": leaf for name, leaf in initial_state(jnp.ones((8, 3)), SPEC, (0,)).items()}
     seen = {
         "sparsity_step": jnp.float32(2.0),
         "sparsity_mask": 2 * kept["sparsity_mask"],
@@ -108,4 +116,4 @@ def test_training_saves_the_mask_and_evaluation_uses_it():
         quant = state.update(quant, seen)
         (saved,) = quant.values()
         zeros = int((saved["sparsity_mask"] == 0).sum())
-        assert zeros == (64 if i >= 2 else 0)
+        assert zeros == (64 if i >= 1 else 0)  # the mask of the next step

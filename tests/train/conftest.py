@@ -72,8 +72,7 @@ def finished(tiny: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 def quantized(config: TrainConfig, quantization: str) -> TrainConfig:
-    backend = "native" if quantization else "auto"
-    return dataclasses.replace(config, quantization=quantization, quant_backend=backend)
+    return dataclasses.replace(config, quantization=quantization)
 
 
 def train(config: TrainConfig, run_dir: Path, **fields: Any) -> list[str]:

@@ -85,8 +85,8 @@ def test_missing_file_is_refused(capsys):
     assert "nowhere.yml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"])
-def test_settings_of_serving_are_refused(name):
-    value = "somewhere" if name == "save_quantized_params_path" else True
-    with pytest.raises(NotImplementedError, match=f"{name} .* training does not read it"):
-        TrainConfig(**{name: value})
+def test_the_quantized_remat_policy_needs_the_native_backend():
+    TrainConfig(quantization="int8", quant_backend="native", remat_policy="quantized")
+    for fields in ({}, {"quantization": "int8"}):
+        with pytest.raises(ValueError, match="remat_policy 'quantized' keeps what the native backend saves"):
+            TrainConfig(remat_policy="quantized", **fields)
