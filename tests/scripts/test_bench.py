@@ -60,6 +60,13 @@ def test_step_times_and_ratio():
     assert quantized["ratio"] > 0
 
 
+def test_the_stored_figures_say_what_the_command_says():
+    about = " ".join((bench.measure_trace.__doc__ or "").split())
+    folder = bench.ROOT / "benchmarks"
+    assert about in (folder / "trace-cpu.md").read_text()
+    assert json.loads((folder / "trace-cpu.json").read_text())["about"] == about
+
+
 def test_figures_are_written_with_date_machine_and_versions(tmp_path):
     rows = [{"quantization": "none", "ratio": 1.0}, {"quantization": "int8", "ratio": 0.5}]
     data, text = bench.write("memory", "About.", rows, tmp_path)
