@@ -8,10 +8,12 @@ What Qwix does in its own way, under every recipe:
   sequence), where the other backends cut the first, and blocks of fewer than 128 elements are dequantized before the
   matmul.
 - Both backward matmuls round with the same noise.
-- ``precision`` and ``preferred_element_type`` of the replaced operations are dropped.
+- ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; ``maybe_quantize_model`` refuses
+  layers that have one.
 - An operand counts as the weight when it is a parameter of the module, derived from one by unary operations, or **of
   the same shape as one**. An activation of the kernel's shape stops with Qwix's ``AssertionError: lhs and rhs cannot be
-  both weights.``; the other backends take the roles from the call and do not mind.
+  both weights.``; ``maybe_quantize_model`` refuses it by name where the example has that shape. The other backends take
+  the roles from the call and do not mind.
 
 Qwix replaces functions of jax while a model runs, so a matmul inside a jitted function (``jnp.matmul``, ``x @ w``) can
 come out of jax's cache quantized or not, as whoever traced it first had it. The layers that are quantized here do not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -26,12 +26,19 @@ class Layer:
       kind: "dense", "dense_general" or "einsum".
       kernel_shape: shape of its kernel, without layers that nn.scan stacks.
       out_features: number of outputs.
+      parameter_shapes: shapes of all its parameters by name, without layers that nn.scan stacks.
+      input_shapes: shape of its input in each of its calls.
+      precision, preferred_element_type: as the module has them.
     """
 
     path: str
     kind: str
     kernel_shape: tuple[int, ...]
     out_features: int
+    parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    precision: Any = None
+    preferred_element_type: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,13 +115,46 @@ def linear_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any)
         out = next_fun(*args, **kwargs)
         if kind is not None and context.method_name == "__call__":
             path = relative_path(module, ())
-            kernel = meta.unbox(module.get_variable("params", "kernel"))
-            layers[path] = Layer(path, kind, tuple(kernel.shape), out_features(module, args, kwargs))
+            parameters = meta.unbox(module.variables["params"])
+            shapes = {name: tuple(value.shape) for name, value in parameters.items()}
+            before = layers[path].input_shapes if path in layers else ()
+            layers[path] = Layer(
+                path,
+                kind,
+                shapes["kernel"],
+                out_features(module, args, kwargs),
+                tuple(shapes.items()),
+                (*before, tuple((args[0] if args else kwargs["inputs"]).shape)),
+                module.precision,  # pyright: ignore[reportAttributeAccessIssue]
+                getattr(module, "preferred_element_type", None),
+            )
         return out
 
     with nn.intercept_methods(record):
         trace_init(model, *example_inputs, **example_kwargs)
     return list(layers.values())
+
+
+def check_for_qwix(layers: Iterable[Layer]) -> None:
+    """Refuse layers that Qwix would compute otherwise than they ask, or could not tell the weight of.
+
+    Raises:
+      NotImplementedError: a layer has a precision or a preferred_element_type, which Qwix drops.
+      ValueError: an input has the shape of a parameter of its layer. Qwix knows weights by their shape.
+    """
+    for layer in layers:
+        for option in ("precision", "preferred_element_type"):
+            value = getattr(layer, option)
+            if value is not None:
+                raise NotImplementedError(
+                    f"layer {layer.path!r} has {option} {value!r}, which Qwix drops; use quant_backend 'native'"
+                )
+        for name, shape in layer.parameter_shapes:
+            if shape in layer.input_shapes:
+                raise ValueError(
+                    f"layer {layer.path!r} has an input of shape {shape}, that of its {name}, and Qwix takes it for a "
+                    "second weight; use quant_backend 'native'"
+                )
 
 
 def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Any:

@@ -25,6 +25,8 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision, Resolver
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import (
+    Layer,
+    check_for_qwix,
     einsum_equation,
     kind_of,
     linear_layers,
@@ -70,6 +72,7 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
         raise TypeError(f"maybe_quantize_model takes a Flax module, got {type(model).__name__}")
     has_example = bool(example_inputs or example_kwargs)
     recipes: dict[str, Recipe] = {}
+    layers: list[Layer] = []
     if has_example:
         layers = linear_layers(model, *example_inputs, **example_kwargs)
         resolver.check_used(layer.path for layer in layers)
@@ -84,7 +87,8 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
             )
         from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
 
-        return qwix.quantize_linen(model, recipes)
+        check_for_qwix(layer for layer in layers if layer.path in recipes)
+        return qwix.quantize_linen(model, recipes, _model_methods(type(model)))
     return _subclass(model, _Quantizer(config, resolver, _op_factory(config), check_at_call=not has_example))
 
 

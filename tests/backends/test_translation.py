@@ -353,6 +353,62 @@ def test_activation_of_a_kernels_shape():
     quantized = qwix.quantize_linen(SameShape(), {"dense": RECIPES["fp8_e4m3"].recipe})
     with pytest.raises(AssertionError, match="cannot be both weights"):
         quantized.apply(params, x)
+    with pytest.raises(ValueError, match=r"layer 'dense' has an input of shape \(4, 4\), that of its kernel, and Qwix"):
+        jaxquant.maybe_quantize_model(SameShape(), config | {"quant_backend": "qwix"}, x)
+
+
+class Coder(nn.Module):
+    def setup(self):
+        self.up, self.down = nn.Dense(12), nn.Dense(8)
+
+    def encode(self, x):
+        return self.up(x)
+
+    def __call__(self, x):
+        return self.down(self.encode(x))
+
+
+@pytest.mark.parametrize("string", ["int8", "fp8_e4m3"])
+def test_qwix_quantizes_every_method(string):
+    x = X[0]
+    params = Coder().init(jax.random.key(0), x)
+    operand = MLIR[RECIPES[string].recipe.fwd.rhs.dtype]
+    quantized = jaxquant.maybe_quantize_model(Coder(), {"quantization": string, "quant_backend": "qwix"}, x)
+
+    def operands(method):
+        def run(params, key):
+            return quantized.apply(params, x, method=method, rngs={"quant": key})
+
+        return [lhs for lhs, _, _ in dot_operand_types(jax.jit(run).lower(params, jax.random.key(1)).as_text())]
+
+    assert operands("encode") == [operand]
+    assert operands("__call__") == [operand] * 2  # a method within a method is quantized once
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (functools.partial(nn.Dense, 5, precision="highest"), "precision 'highest'"),
+        (functools.partial(nn.DenseGeneral, (2, 3), precision="highest"), "precision 'highest'"),
+        (
+            functools.partial(nn.Einsum, (32, 3), "bsd,df->bsf", preferred_element_type=jnp.float32),
+            "preferred_element_t",
+        ),
+    ],
+)
+def test_qwix_refuses_options_that_it_drops(make, option):
+    class Model(nn.Module):
+        last: str
+
+        @nn.compact
+        def __call__(self, x):
+            return make(name=self.last)(nn.Dense(32, name="first")(x))
+
+    config = {"quantization": "fp8_e4m3", "quant_backend": "qwix"}
+    with pytest.raises(NotImplementedError, match=rf"layer 'wo' has {option}.*Qwix drops; use quant_backend 'native'"):
+        jaxquant.maybe_quantize_model(Model("wo"), config, X)
+    jaxquant.maybe_quantize_model(Model("wo"), config | {"quant_backend": "native"}, X)
+    jaxquant.maybe_quantize_model(Model("logits"), config, X)  # a layer that stays float keeps its own
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxquant import describe_layers, linear_layers
-from jaxquant.inject.layers import einsum_out_features
+from jaxquant.inject.layers import check_for_qwix, einsum_out_features
 
 X = jnp.ones((2, 4))
 
@@ -26,6 +27,21 @@ X = jnp.ones((2, 4))
 def test_a_matmul_with_one_float_operand_is_a_float_matmul(string, texts):
     (report,) = describe_layers(nn.Dense(4), {"quantization": string, "quant_backend": "native"}, X)
     assert (report.fwd, report.dlhs, report.drhs) == texts
+
+
+def test_a_layer_tells_its_options_and_the_shapes_that_meet_in_it():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(4, precision="high", name="mix")
+            return dense(dense(x)[0])
+
+    (layer,) = linear_layers(Twice(), X)
+    assert dict(layer.parameter_shapes) == {"kernel": (4, 4), "bias": (4,)}
+    assert layer.input_shapes == ((2, 4), (4,))
+    assert (layer.precision, layer.preferred_element_type) == ("high", None)
+    with pytest.raises(ValueError, match=r"layer 'mix' has an input of shape \(4,\), that of its bias"):
+        check_for_qwix([dataclasses.replace(layer, precision=None)])
 
 
 @pytest.mark.parametrize(
