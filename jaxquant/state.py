@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.core.delayed import combine
+from jaxquant.core.delayed import BINS, combine
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
@@ -47,6 +47,21 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
 def merge(params: Any, quant_state: Tree) -> dict[str, Any]:
     """Put parameters and quant state together again, for ``model.apply``."""
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if quant_state else {})
+
+
+def from_flax(quant_state: Tree) -> dict[str, Any]:
+    """Complete the state of flax's fp8 ops, as from a checkpoint, for recipes that do not run in flax mode.
+
+    Adds the empty ``amax_bins`` beside each amax history; ``amax_init: flax`` takes flax's state as it is. Leading
+    axes, as of layers under ``nn.scan``, are kept.
+    """
+    new: dict[str, Any] = {}
+    for name, value in quant_state.items():
+        new[name] = from_flax(value) if isinstance(value, Mapping) else value
+        if name.endswith("_amax_history"):
+            bins = name.removesuffix("_amax_history") + _BINS_SUFFIX
+            new[bins] = quant_state.get(bins, jnp.zeros((*value.shape[:-1], BINS), jnp.float32))
+    return new
 
 
 def update(old: Tree, seen: Tree) -> dict[str, Any]:
