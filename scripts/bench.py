@@ -191,8 +191,8 @@ def measure_trace(chosen: Sequence[Scheme], layers: int = 4) -> list[Row]:
     `same shape`: layers of one shape, helper functions once. `new shape`: layers of different shapes, so that none
     finds its helper functions made already. `inlined`: every call replaced by the body of its function.
 
-    The goal, at most 3 times as many lines as bf16, is met where layers share a shape, on the native backend; a layer of a
-    new shape costs more, on every backend (`new shape ratio`).
+    The goal, at most 3 times as many lines as bf16, is met where layers share a shape, on the native backend; a layer
+    of a new shape costs more, on every backend (`new shape ratio`).
     """
 
     def lower(scheme: Scheme, widths: tuple[int, ...]) -> str:
