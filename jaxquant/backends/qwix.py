@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -214,8 +214,24 @@ def _with_streams(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, 
     return next_fun(*args, **kwargs)
 
 
+def _only_known(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Refuse a linear layer that no rule was made for; Qwix would leave it in float without a word."""
+    if isinstance(context.module, (nn.Dense, nn.DenseGeneral, nn.Einsum)) and context.method_name == "__call__":
+        path = "/".join(map(str, context.module.path))
+        if path not in paths:
+            raise ValueError(
+                f"layer {path!r} is not one that the example call ran ({', '.join(sorted(paths))}), so Qwix has no "
+                "rule for it; quantize the outermost model, with a __call__ that runs every layer, or use quant_backend "
+                "'native'"
+            )
+    return next_fun(*args, **kwargs)
+
+
 def quantize_linen(
-    model: nn.Module, recipes: Mapping[str, Recipe], methods: Sequence[str] = ("__call__",)
+    model: nn.Module,
+    recipes: Mapping[str, Recipe],
+    methods: Sequence[str] = ("__call__",),
+    layers: Iterable[str] | None = None,
 ) -> nn.Module:
     """Quantize the linear layers of a Linen model with Qwix.
 
@@ -223,20 +239,26 @@ def quantize_linen(
       model: the model; it stays as it is.
       recipes: "/"-joined path of each linear layer to quantize, and its recipe. No other module is touched.
       methods: methods of the model that run quantized.
+      layers: paths of all its linear layers; another one that runs is refused.
 
     Raises:
       NotImplementedError: see ``to_qwix``.
-      ValueError: while applying: a recipe rounds stochastically and the stream ``quant`` is missing.
+      ValueError: while applying: a recipe rounds stochastically and the stream ``quant`` is missing, or a linear layer
+        runs that is none of ``layers``.
     """
     if not recipes:
         return model
     quantized = qwix.quantize_model(model, qwix.QtProvider(_rules(recipes)), methods=methods)
     noisy = frozenset(path for path, recipe in recipes.items() if rounds_stochastically(recipe))
-    return _sharing_stream(quantized, noisy, methods) if noisy else quantized
+    if noisy:
+        quantized = _intercepted(quantized, functools.partial(_with_streams, noisy), methods)
+    if layers is not None:
+        quantized = _intercepted(quantized, functools.partial(_only_known, frozenset(layers)), methods)
+    return quantized
 
 
-def _sharing_stream(model: nn.Module, paths: frozenset[str], methods: Sequence[str]) -> nn.Module:
-    """Give a copy of the model whose methods run with ``_with_streams``."""
+def _intercepted(model: nn.Module, interceptor: Any, methods: Sequence[str]) -> nn.Module:
+    """Give a copy of the model whose methods run with an interceptor."""
     kind = type(model)
 
     def wrap(name: str) -> Any:
@@ -244,7 +266,7 @@ def _sharing_stream(model: nn.Module, paths: frozenset[str], methods: Sequence[s
 
         @functools.wraps(method)
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with nn.intercept_methods(functools.partial(_with_streams, paths)):
+            with nn.intercept_methods(interceptor):
                 return method(self, *args, **kwargs)
 
         return run

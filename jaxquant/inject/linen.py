@@ -88,7 +88,7 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
         from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
 
         check_for_qwix(layer for layer in layers if layer.path in recipes)
-        return qwix.quantize_linen(model, recipes, _model_methods(type(model)))
+        return qwix.quantize_linen(model, recipes, _model_methods(type(model)), [layer.path for layer in layers])
     return _subclass(model, _Quantizer(config, resolver, _op_factory(config), check_at_call=not has_example))
 
 

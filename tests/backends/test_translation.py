@@ -385,6 +385,31 @@ def test_qwix_quantizes_every_method(string):
     assert operands("__call__") == [operand] * 2  # a method within a method is quantized once
 
 
+def test_qwix_refuses_a_layer_that_the_example_did_not_run():
+    class More(Coder):
+        def setup(self):
+            super().setup()
+            self.probe = nn.Dense(3)
+
+        def look(self, x):
+            return self.probe(x)
+
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    x = X[0]
+    quantized = jaxquant.maybe_quantize_model(More(), {"quantization": "fp8_e4m3", "quant_backend": "qwix"}, x)
+    for run, path in (
+        (lambda: quantized.init(jax.random.key(0), x, method="look"), "probe"),
+        (lambda: Outer(quantized).init(jax.random.key(0), x), "inner/up"),
+    ):
+        with pytest.raises(ValueError, match=rf"layer '{path}' is not one that the example call ran \(down, up\)"):
+            run()
+
+
 @pytest.mark.parametrize(
     ("make", "option"),
     [
