@@ -221,7 +221,7 @@ def _only_known(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, co
         if path not in paths:
             raise ValueError(
                 f"layer {path!r} is not one that the example call ran ({', '.join(sorted(paths))}), so Qwix has no "
-                "rule for it; quantize the outermost model, with a __call__ that runs every layer, or use quant_backend "
+                "rule for it; quantize the outermost model with a __call__ that runs every layer, or use quant_backend "
                 "'native'"
             )
     return next_fun(*args, **kwargs)
