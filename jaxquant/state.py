@@ -58,7 +58,7 @@ def from_flax(quant_state: Tree) -> dict[str, Any]:
     new: dict[str, Any] = {}
     for name, value in quant_state.items():
         new[name] = from_flax(value) if isinstance(value, Mapping) else value
-        if name.endswith("_amax_history"):
+        if name.endswith("_amax_history") and not isinstance(value, Mapping):
             bins = name.removesuffix("_amax_history") + _BINS_SUFFIX
             new[bins] = quant_state.get(bins, jnp.zeros((*value.shape[:-1], BINS), jnp.float32))
     return new
