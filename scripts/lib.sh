@@ -54,8 +54,10 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
     "$base" -m pip --python "$venv/bin/python" install --quiet --constraint "$pins" pip setuptools ||
       fail "installing pip and setuptools in $venv failed; the lines above say why"
     # PYTHONWARNINGS: setuptools warns that an editable install looks into this folder, which is what it is for.
+    # compat: a plain path entry; the default import hook loses to a folder named jaxquant beside a user's script.
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
-      --editable "$root[aqt,qwix,train,parquet,dev]" || fail "the pinned install failed; the lines above say why"
+      --config-settings editable_mode=compat --editable "$root[aqt,qwix,train,parquet,dev]" ||
+      fail "the pinned install failed; the lines above say why"
     echo "$wanted" >"$stamp"
   fi
   export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv" PYTHONNOUSERSITE=1
