@@ -74,8 +74,8 @@ def current_scale(state: TensorState, amax: jax.Array, element: Element, spec: D
 
 
 def record(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """Roll a history by −1 and put an amax in slot 0."""
-    return jnp.roll(history, -1, axis=0).at[0].set(amax.astype(history.dtype))
+    """Roll a history by −1 along its last axis and put an amax in slot 0; leading axes are carried along."""
+    return jnp.roll(history, -1, axis=-1).at[..., 0].set(amax.astype(history.dtype))
 
 
 def needed_for_update(state: TensorState) -> TensorState:
@@ -117,7 +117,7 @@ def combine(state: TensorState, seen: TensorState) -> TensorState:
     newest, square = seen["amax_history"][..., 0], seen["amax_bins"][..., SQUARE_BIN]
     exact = (total[..., 0] == 1) & (jnp.square(newest) == square) & (bin_of(newest) == highest)
     amax = jnp.where(exact, newest, bin_value(jnp.maximum(highest, 0)))
-    recorded = jnp.roll(state["amax_history"], -1, axis=-1).at[..., 0].set(amax)
+    recorded = record(state["amax_history"], amax)
     used = highest[..., None] >= 0
     return {
         "scale": jnp.where(used, seen["scale"] / jnp.where(used, total, 1.0), state["scale"]),
