@@ -60,8 +60,7 @@ class _Quantized(nn.Module):
 
     def _operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
         # flax's op computes in the kernel's dtype, whatever the input has.
-        is_flax = self.recipe.delayed is not None and self.recipe.delayed.amax_init == "flax"
-        return (lhs.astype(rhs.dtype) if is_flax else lhs), rhs
+        return (lhs.astype(rhs.dtype) if self.recipe.is_flax else lhs), rhs
 
 
 class DotGeneral(_Quantized):

@@ -165,18 +165,13 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
             }
     if recipe.drhs.shards != 1:
         rule["bwd_weight_grad_tile_size"] = 1 / recipe.drhs.shards
-    if rounds_stochastically(recipe):
+    if recipe.is_stochastic:
         # One noise element for each element of the gradient; by default Qwix draws one for a whole row.
         rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": _ALL_AXES}
         for name, grad in grads.items():
             if isinstance(grad, TensorSpec) and grad.rounding == "nearest":
                 extra[f"{name}_stochastic_rounding_noise_fn"] = None
     return rule | {"additional_qt_config": extra}
-
-
-def rounds_stochastically(recipe: Recipe) -> bool:
-    """Whether a recipe needs the random stream ``quant``."""
-    return any(isinstance(spec, TensorSpec) and spec.rounding == "stochastic" for spec in recipe.specs.values())
 
 
 def _rules(recipes: Mapping[str, Recipe]) -> list[qwix.QtRule]:
@@ -249,7 +244,7 @@ def quantize_linen(
     if not recipes:
         return model
     quantized = qwix.quantize_model(model, qwix.QtProvider(_rules(recipes)), methods=methods)
-    noisy = frozenset(path for path, recipe in recipes.items() if rounds_stochastically(recipe))
+    noisy = frozenset(path for path, recipe in recipes.items() if recipe.is_stochastic)
     if noisy:
         quantized = _intercepted(quantized, functools.partial(_with_streams, noisy), methods)
     if layers is not None:

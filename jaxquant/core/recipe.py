@@ -141,6 +141,11 @@ class Recipe:
         return any(isinstance(spec, TensorSpec) and spec.rounding == "stochastic" for spec in self.specs.values())
 
     @property
+    def is_flax(self) -> bool:
+        """Whether delayed scaling follows ``flax.linen.fp8_ops`` bit for bit."""
+        return self.delayed is not None and self.delayed.amax_init == "flax"
+
+    @property
     def is_stateful(self) -> bool:
         """Whether the op needs quant state (amax histories or a sparsity mask)."""
         return self.delayed is not None or self.sparsity is not None

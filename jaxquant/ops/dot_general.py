@@ -49,7 +49,7 @@ class _Static:
 
     @property
     def is_flax(self) -> bool:
-        return self.recipe.delayed is not None and self.recipe.delayed.amax_init == "flax"
+        return self.recipe.is_flax
 
     def compute_dtype(self, x: Array) -> str:
         """flax divides and multiplies by scales in the operand's dtype, we in float32."""
