@@ -1,17 +1,19 @@
 """Delayed scaling: a tensor is scaled by the largest amax of past steps, kept in an amax history.
 
 State of one tensor: ``scale`` (f32, shape (1,), starts at 1), ``amax_history`` (f32, shape (length,), zeros) and, but
-in flax mode, ``amax_bins`` (f32, shape (2048,), zeros). At a step, with a the largest entry of the history *before* the
-step: the scale becomes ``a / max · 2**margin``, the tensor is quantized with it, the history rolls by −1 and slot 0
-takes this step's amax. In ``warmup`` mode a history without entries is replaced by the tensor's own amax, and an amax
-that is not finite is not recorded; ``flax`` mode starts at scale 1 and records everything.
+in flax mode, ``amax_bins`` (f32, shape (3, 2048), zeros). At a step, with a the largest entry of the history *before*
+the step: the scale becomes ``a / max · 2**margin``, the tensor is quantized with it, the history rolls by −1 and slot 0
+takes this step's amax. In ``warmup`` mode a history without entries gives way to the tensor's own amax (``scale`` stays
+what it is, since each use has its own), and an amax that is not finite is not recorded; ``flax`` mode starts at scale 1
+and records everything.
 
-The new state leaves the backward pass as the "gradient" of the old one. Where a state is used more than once, automatic
-differentiation *sums* these gradients, which destroys a scale or an amax. ``amax_bins`` survives a sum: its gradient is
-the one-hot count of the amax among 2048 bins (exponent and three mantissa bits, rounded up), so after any sum or mean
-the highest bin that is not empty is the maximum. The last bin, which no amax has, holds the square of the amax: where
-it is the square of what the history's slot 0 says, one amax was recorded and not the mean of several.
-``jaxquant.state.update`` reads all that; in a state ``amax_bins`` is only ever zeros.
+What a backward pass saw leaves it as the "gradient" of the state. Where a state is used more than once, automatic
+differentiation *sums* these gradients, which destroys a scale or an amax. ``amax_bins`` survives a sum, a mean and any
+weights: the amax falls into one of 2048 bins (exponent and three mantissa bits, rounded up), and in its bin the three
+rows count it, add up how far it reaches into the bin (t, in (0, 1]), and add up t². After any sum the highest bin that
+is not empty holds the maximum; the moments say whether all amaxes there are one number, and which. Only where
+different amaxes share that bin is the maximum rounded up to the end of the bin, by at most 12.5 %. In a state
+``amax_bins`` is only ever zeros. Flax mode has flax's protocol instead, for one use: the "gradient" is the new state.
 
 Source: flax.linen.fp8_ops (flax mode, bit for bit); TransformerEngine's delayed scaling recipe.
 """
@@ -27,9 +29,11 @@ from jaxquant.core.recipe import DelayedSpec
 
 BINS = 2048
 NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN
-SQUARE_BIN = BINS - 1
 # float32 bits are sign, 8 exponent, 23 mantissa: dropping the low 20 leaves exponent and three mantissa bits.
 _DROPPED_BITS = 20
+# Variance of t below which the amaxes of a bin count as one number. Its float32 error is a few 2^-24 (three roundings
+# of numbers up to 1); two amaxes that the test takes for one are closer than 2^-9 of the bin, a 4000th of their value.
+_SAME = 2.0**-20
 
 TensorState = dict[str, jax.Array]
 
@@ -37,18 +41,27 @@ TensorState = dict[str, jax.Array]
 def initial_state(spec: DelayedSpec) -> TensorState:
     """Make the state of a tensor that has not been seen."""
     state = {"scale": jnp.ones((1,), jnp.float32), "amax_history": jnp.zeros((spec.amax_history_length,), jnp.float32)}
-    return state if spec.amax_init == "flax" else state | {"amax_bins": jnp.zeros((BINS,), jnp.float32)}
+    return state if spec.amax_init == "flax" else state | {"amax_bins": empty_bins()}
+
+
+def empty_bins(leading: tuple[int, ...] = ()) -> jax.Array:
+    """Make the bins of a state, zeros of shape (*leading, 3, 2048)."""
+    return jnp.zeros((*leading, 3, BINS), jnp.float32)
+
+
+def _bits(amax: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
 
 
 def bin_of(amax: jax.Array) -> jax.Array:
     """Find the bin of an amax: the float32 exponent and three mantissa bits, rounded up."""
-    bits = jax.lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.uint32)
-    return (bits + ((1 << _DROPPED_BITS) - 1)) >> _DROPPED_BITS
+    return (_bits(amax) + ((1 << _DROPPED_BITS) - 1)) >> _DROPPED_BITS
 
 
-def bin_value(index: jax.Array) -> jax.Array:
-    """Return the largest amax of a bin, at most 12.5 % above any other amax of it."""
-    return jax.lax.bitcast_convert_type(index.astype(jnp.uint32) << _DROPPED_BITS, jnp.float32)
+def bin_value(index: jax.Array, reach: jax.Array | float = 1.0) -> jax.Array:
+    """Return the amax that reaches so far into a bin; 1 is its end, at most 12.5 % above any other amax of the bin."""
+    into = jnp.round(jnp.asarray(reach, jnp.float32) * (1 << _DROPPED_BITS)).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(((index.astype(jnp.int32) - 1) << _DROPPED_BITS) + into, jnp.float32)
 
 
 def current_scale(state: TensorState, amax: jax.Array, element: Element, spec: DelayedSpec) -> jax.Array:
@@ -78,49 +91,74 @@ def record(history: jax.Array, amax: jax.Array) -> jax.Array:
     return jnp.roll(history, -1, axis=-1).at[..., 0].set(amax.astype(history.dtype))
 
 
-def needed_for_update(state: TensorState) -> TensorState:
-    """Leave out what ``next_state`` does not read, so that it is not kept for the backward pass."""
+def without_bins(state: TensorState) -> TensorState:
+    """Leave out what no step reads, so that it is not kept for the backward pass."""
     return {name: value for name, value in state.items() if name != "amax_bins"}
 
 
-def next_state(state: TensorState, scale: jax.Array, amax: jax.Array, spec: DelayedSpec) -> TensorState:
-    """Return the state after a step, as it leaves the backward pass in place of a gradient.
+def observe(state: TensorState, scale: jax.Array, amax: jax.Array, spec: DelayedSpec) -> TensorState:
+    """Return what leaves the backward pass of one use in place of the state's gradient.
 
     Args:
-      state: the state before the step.
-      scale: the scale that the step used.
-      amax: the tensor's largest magnitude in the step.
+      state: the state before the step, without its bins.
+      scale: the scale that the use took, shape (1,).
+      amax: the tensor's largest magnitude.
       spec: first-step behaviour.
     """
-    recorded = record(state["amax_history"], amax)
     if spec.amax_init == "flax":
-        return {"scale": scale, "amax_history": recorded}
-    amax = jnp.where(jnp.isnan(amax), jnp.inf, amax.astype(jnp.float32))
-    index = jnp.arange(BINS, dtype=jnp.uint32)
-    bins = jnp.where(index == SQUARE_BIN, jnp.square(amax), (bin_of(amax) == index).astype(jnp.float32))
-    # An infinite square would turn the zeros of a mean or a mask into NaN.
-    bins = jnp.where(jnp.isfinite(bins), bins, 0.0)
-    history = jnp.where(jnp.isfinite(amax), recorded, state["amax_history"])
-    return {"scale": scale, "amax_history": history, "amax_bins": bins}
+        return {"scale": scale, "amax_history": record(state["amax_history"], amax)}
+    amax = jnp.where(jnp.isfinite(amax), amax.astype(jnp.float32), jnp.inf)
+    index = bin_of(amax)
+    reach = (_bits(amax) - ((index - 1) << _DROPPED_BITS)).astype(jnp.float32) * 2.0**-_DROPPED_BITS
+    rows = jnp.stack([jnp.ones_like(reach), reach, jnp.square(reach)])
+    bins = jnp.where(jnp.arange(BINS) == index, rows[:, None], 0.0)
+    return {"scale": scale, "amax_history": jnp.zeros_like(state["amax_history"]), "amax_bins": bins}
 
 
-def combine(state: TensorState, seen: TensorState) -> TensorState:
-    """Read the state after a step out of a sum or mean of what ``next_state`` wrote at each use of the tensor.
+def largest(seen: TensorState) -> jax.Array:
+    """Read the largest finite amax out of a sum or mean of observations; −1 where there is none."""
+    count, first, second = (seen["amax_bins"][..., row, :NON_FINITE_BIN] for row in range(3))
+    highest = jnp.max(jnp.where(count > 0, jnp.arange(NON_FINITE_BIN), -1), axis=-1)
+    at = jnp.maximum(highest, 0)[..., None]
+    count, first, second = (jnp.take_along_axis(row, at, axis=-1)[..., 0] for row in (count, first, second))
+    weight = jnp.where(count > 0, count, 1.0)
+    mean = first / weight
+    is_one = jnp.abs(second / weight - jnp.square(mean)) < _SAME
+    return jnp.where(highest >= 0, bin_value(highest, jnp.where(is_one, mean, 1.0)), -1.0)
+
+
+@jax.jit  # tensors of one shape share a lowered function
+def advance(state: TensorState, seen: TensorState) -> TensorState:
+    """Return the state after a step.
 
     Args:
       state: the state before the step. Leading axes, as of layers under ``nn.scan``, are carried along.
-      seen: the sum or mean.
+      seen: a sum or mean of what ``observe`` returned at each use of the tensor, all with this state.
     """
-    counts = seen["amax_bins"][..., : NON_FINITE_BIN + 1]
-    total = jnp.sum(counts, axis=-1, keepdims=True)
-    highest = jnp.max(jnp.where(counts[..., :NON_FINITE_BIN] > 0, jnp.arange(NON_FINITE_BIN), -1), axis=-1)
-    newest, square = seen["amax_history"][..., 0], seen["amax_bins"][..., SQUARE_BIN]
-    exact = (total[..., 0] == 1) & (jnp.square(newest) == square) & (bin_of(newest) == highest)
-    amax = jnp.where(exact, newest, bin_value(jnp.maximum(highest, 0)))
-    recorded = record(state["amax_history"], amax)
-    used = highest[..., None] >= 0
+    amax = largest(seen)
+    used = amax[..., None] >= 0
+    # All uses of a step share the scale that the history gave, so that their mean is it. Without a history each use has
+    # its own, and the state none.
+    total = jnp.sum(seen["amax_bins"][..., 0, :], axis=-1, keepdims=True)
+    history = state["amax_history"]
+    had_scale = (total > 0) & (jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=-1, keepdims=True) > 0)
     return {
-        "scale": jnp.where(used, seen["scale"] / jnp.where(used, total, 1.0), state["scale"]),
-        "amax_history": jnp.where(used, recorded, state["amax_history"]),
-        "amax_bins": jnp.zeros_like(seen["amax_bins"]),
+        "scale": jnp.where(had_scale, seen["scale"] / jnp.where(had_scale, total, 1.0), state["scale"]),
+        "amax_history": jnp.where(used, record(history, amax), history),
+        "amax_bins": jnp.zeros_like(state["amax_bins"]),
     }
+
+
+@jax.jit
+def larger(first: TensorState, second: TensorState) -> TensorState:
+    """Choose, of what two passes saw, the one with the larger amax; the choice loses no bit, as a sum might.
+
+    Leading axes are carried along. In flax mode, whose "gradients" are new states, every entry takes the larger one:
+    both rolled the same history, and differ in slot 0.
+    """
+    if "amax_bins" not in first:
+        return jax.tree.map(jnp.maximum, first, second)
+    keep = largest(first) >= largest(second)
+    return jax.tree.map(
+        lambda a, b: jnp.where(keep.reshape(keep.shape + (1,) * (a.ndim - keep.ndim)), a, b), first, second
+    )

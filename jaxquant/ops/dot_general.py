@@ -5,7 +5,7 @@ Data flow of a call, for the operands of ``recipe``:
     lhs, rhs ── quantize ──► qvalues ── contract ──► y
         └── kept for backward: one byte an element and the scales (see ``_save``)
     grad ── fold the residual's per-channel scale in ── quantize ── contract ──► dlhs, drhs
-    quant state ── new state ──► leaves as the "gradient" of the state
+    quant state ── what was seen (``delayed.observe``) ──► leaves as the "gradient" of the state
 
 The forward and the backward pass are each a nested jit: a model with many equal layers traces and lowers them once.
 """
@@ -81,7 +81,8 @@ def dot_general(
         accumulation on and off.
       preferred_element_type: dtype of the result, None for the promoted dtype of the operands.
       recipe: all numbers.
-      state: for a recipe with delayed scaling, the amax state from ``initial_state``. Its gradient is the new state.
+      state: for a recipe with delayed scaling, the amax state from ``initial_state``. Its gradient tells
+        ``jaxquant.state.update`` the state after the step.
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
 
     Raises:
@@ -162,7 +163,7 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         _save(rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0].rhs_contract, key),
         _clip_mask(lhs, q_lhs, recipe.fwd.lhs),
         _clip_mask(rhs, q_rhs, recipe.fwd.rhs),
-        {name: delayed.needed_for_update(tensor) for name, tensor in state.items()},
+        {name: delayed.without_bins(tensor) for name, tensor in state.items()},
         lhs_seen,
         rhs_seen,
         key,
@@ -188,12 +189,12 @@ def _backward(static: _Static, residuals, grad: Array):
     drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, keys[1])
     drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype)
     seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
-    new_state = {}
+    observed = {}
     for name, old in state.items():
         assert recipe.delayed is not None
         scale, amax = seen[name]
-        new_state[name] = delayed.next_state(old, scale, amax, recipe.delayed)
-    return dlhs, drhs, new_state, None
+        observed[name] = delayed.observe(old, scale, amax, recipe.delayed)
+    return dlhs, drhs, observed, None
 
 
 def _operand_key(x: Array, operand: Operand, key: Array | None) -> Array | None:

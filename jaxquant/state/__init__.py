@@ -1,5 +1,5 @@
 """Quant state in a training loop: split it from the parameters, and apply what a backward pass says of it."""
 
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, from_flax, merge, split, update
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, accumulate, from_flax, merge, nothing_seen, split, update
 
-__all__ = ["OVERWRITE_WITH_GRADIENT", "from_flax", "merge", "split", "update"]
+__all__ = ["OVERWRITE_WITH_GRADIENT", "accumulate", "from_flax", "merge", "nothing_seen", "split", "update"]

@@ -13,20 +13,20 @@ cast) must not touch it. The loop is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxquant.core.delayed import BINS, combine
+from jaxquant.core import delayed
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
 Tree = Mapping[str, Any]
 _FIELDS = ("scale", "amax_history", "amax_bins")
-_BINS_SUFFIX = "_amax_bins"
+_HISTORY_SUFFIX, _BINS_SUFFIX = "_amax_history", "_amax_bins"
 _USES = "sparsity_uses"
 
 
@@ -58,9 +58,9 @@ def from_flax(quant_state: Tree) -> dict[str, Any]:
     new: dict[str, Any] = {}
     for name, value in quant_state.items():
         new[name] = from_flax(value) if isinstance(value, Mapping) else value
-        if name.endswith("_amax_history") and not isinstance(value, Mapping):
-            bins = name.removesuffix("_amax_history") + _BINS_SUFFIX
-            new[bins] = quant_state.get(bins, jnp.zeros((*value.shape[:-1], BINS), jnp.float32))
+        if name.endswith(_HISTORY_SUFFIX) and not isinstance(value, Mapping):
+            bins = name.removesuffix(_HISTORY_SUFFIX) + _BINS_SUFFIX
+            new[bins] = quant_state.get(bins, delayed.empty_bins(value.shape[:-1]))
     return new
 
 
@@ -71,31 +71,76 @@ def update(old: Tree, seen: Tree) -> dict[str, Any]:
       old: the state that the step used.
       seen: its "gradient", from one backward pass or summed or averaged over several (all with this ``old``).
 
-    A tensor that was used once gets exactly what its backward pass wrote. One that was used several times gets the
-    largest amax, rounded up by at most 12.5 % (``core.delayed``). One that was not used, or whose amax was not finite,
-    keeps its state. State in flax mode has no such record and is overwritten as flax does it.
+    A tensor's history takes the largest amax of all uses, exactly, unless different amaxes lie within an eighth of the
+    largest one in the same sum; then it is rounded up by at most 12.5 % (``core.delayed``). One that was not used, or
+    whose amax was not finite, keeps its state. State in flax mode is overwritten as flax does it, but for a tensor that
+    was not used.
 
     Raises:
       ValueError: the two trees differ.
     """
-    if set(old) != set(seen):
-        raise ValueError(f"quant state has {sorted(old)} and its gradient has {sorted(seen)}; they must be one tree")
-    new = {name: update(old[name], seen[name]) for name in old if isinstance(old[name], Mapping)}
-    if new:
-        return new | {name: seen[name] for name in old if name not in new}
+    return _pairwise(old, seen, _advance, "quant state", "its gradient")
+
+
+def accumulate(total: Tree, seen: Tree) -> dict[str, Any]:
+    """Combine what two backward passes saw of the same quant state, as micro-batches: the maximum of every amax.
+
+    Gradients are added, this is not: ``grads = grads + new_grads``, ``total = accumulate(total, seen)``. The order does
+    not matter, and ``nothing_seen(quant_state)`` is where to begin. (A sum or mean is right too, but for the rounding
+    that ``update`` tells of.)
+
+    Raises:
+      ValueError: the two trees differ.
+    """
+    return _pairwise(total, seen, _combine, "what was seen", "what is added")
+
+
+def nothing_seen(quant_state: Any) -> Any:
+    """Make the observation of a step that used no tensor; ``update`` with it changes nothing."""
+    return jax.tree.map(jnp.zeros_like, quant_state)
+
+
+def _pairwise(
+    first: Tree, second: Tree, combine: Callable[[Tree, Tree], dict[str, Any]], *names: str
+) -> dict[str, Any]:
+    """Apply ``combine`` to the variables of every module, pairing two trees of one structure."""
+    if set(first) != set(second):
+        raise ValueError(f"{names[0]} has {sorted(first)} and {names[1]} has {sorted(second)}; they must be one tree")
+    inner = {name: value for name, value in first.items() if isinstance(value, Mapping)}
+    new = {name: _pairwise(value, second[name], combine, *names) for name, value in inner.items()}
+    leaves = [{name: tree[name] for name in first if name not in inner} for tree in (first, second)]
+    return new | (combine(*leaves) if leaves[0] else {})
+
+
+def _tensors(variables: Tree) -> list[str]:
+    """Name the tensors with delayed scaling among a module's variables."""
+    return [name.removesuffix(_HISTORY_SUFFIX) for name in variables if name.endswith(_HISTORY_SUFFIX)]
+
+
+def _fields(variables: Tree, tensor: str) -> dict[str, jax.Array]:
+    return {name: variables[f"{tensor}_{name}"] for name in _FIELDS if f"{tensor}_{name}" in variables}
+
+
+def _advance(old: Tree, seen: Tree) -> dict[str, Any]:
     new = dict(seen)
-    for name in old:
-        if name.endswith(_BINS_SUFFIX):
-            new |= _update_tensor(old, seen, name.removesuffix(_BINS_SUFFIX))
-    if _USES in old:
-        new |= _update_sparsity(old, seen)
+    for tensor in _tensors(old):
+        before, after = _fields(old, tensor), _fields(seen, tensor)
+        if "amax_bins" in before:
+            fields = delayed.advance(before, after)
+        else:
+            # A scale of 0 is no scale: it is the gradient of a tensor that was not used.
+            used = after["scale"] != 0
+            fields = {name: jnp.where(used, after[name], before[name]) for name in before}
+        new |= {f"{tensor}_{name}": value for name, value in fields.items()}
+    return new | (_update_sparsity(old, seen) if _USES in old else {})
+
+
+def _combine(total: Tree, seen: Tree) -> dict[str, Any]:
+    new = {name: total[name] + seen[name] for name in total}  # sparsity: sums, divided by their uses in the update
+    for tensor in _tensors(total):
+        fields = delayed.larger(_fields(total, tensor), _fields(seen, tensor))
+        new |= {f"{tensor}_{name}": value for name, value in fields.items()}
     return new
-
-
-def _update_tensor(old: Tree, seen: Tree, tensor: str) -> dict[str, jax.Array]:
-    """Apply ``delayed.combine`` to one tensor's variables."""
-    before, after = ({name: tree[f"{tensor}_{name}"] for name in _FIELDS} for tree in (old, seen))
-    return {f"{tensor}_{name}": value for name, value in combine(before, after).items()}
 
 
 def _update_sparsity(old: Tree, seen: Tree) -> dict[str, jax.Array]:
