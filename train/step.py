@@ -95,7 +95,7 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
     Raises:
       ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization
         does not fit the model.
-      NotImplementedError: gradient accumulation under a recipe with quant state.
+      NotImplementedError: a model or an option that the backend does not take.
     """
     mesh = make_mesh(config)
     tokens = example_inputs(config)
@@ -125,17 +125,21 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
             return jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.quant_state, batch, key)
         count = jnp.maximum((batch["segment_ids"] != 0).sum().astype(jnp.float32), 1)
 
-        def share(params: Any, micro_batch: Batch, key: jax.Array) -> jax.Array:
-            return total_loss(params, state.quant_state, micro_batch, key)[0] / count
+        def share(params: Any, quant_state: Any, micro_batch: Batch, key: jax.Array) -> jax.Array:
+            return total_loss(params, quant_state, micro_batch, key)[0] / count
 
         def add(carry: Any, item: Any) -> tuple[Any, None]:
-            micro_batch, index = item
-            new = jax.value_and_grad(share)(state.params, micro_batch, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, carry, new), None
+            (total, total_grads, total_seen), (micro_batch, index) = carry, item
+            value, (grads, seen) = jax.value_and_grad(share, argnums=(0, 1))(
+                state.params, state.quant_state, micro_batch, jax.random.fold_in(key, index)
+            )
+            grads = jax.tree.map(jnp.add, total_grads, grads)
+            return (total + value, grads, quantization_state.accumulate(total_seen, seen)), None
 
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-        (value, grads), _ = jax.lax.scan(add, zeros, (_micro_batches(batch, k), jnp.arange(k)))
-        return value, (grads, {})
+        nothing = quantization_state.nothing_seen(state.quant_state)
+        start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params), nothing)
+        (value, grads, seen), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
+        return value, (grads, seen)
 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
@@ -166,12 +170,6 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
         return jax.tree.map(jnp.sum, parts)
 
     shapes: TrainState = jax.eval_shape(init)
-    if config.gradient_accumulation_steps > 1 and shapes.quant_state:
-        raise NotImplementedError(
-            f"gradient_accumulation_steps {config.gradient_accumulation_steps} with quantization "
-            f"{config.quantization!r}: amax histories over micro-batches are not supported; "
-            "set gradient_accumulation_steps to 1 or choose a recipe without quant state"
-        )
     shardings = state_shardings(mesh, shapes)
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -12,8 +12,10 @@ differentiation *sums* these gradients, which destroys a scale or an amax. ``ama
 weights: the amax falls into one of 2048 bins (exponent and three mantissa bits, rounded up), and in its bin the three
 rows count it, add up how far it reaches into the bin (t, in (0, 1]), and add up t². After any sum the highest bin that
 is not empty holds the maximum; the moments say whether all amaxes there are one number, and which. Only where
-different amaxes share that bin is the maximum rounded up to the end of the bin, by at most 12.5 %. In a state
-``amax_bins`` is only ever zeros. Flax mode has flax's protocol instead, for one use: the "gradient" is the new state.
+different amaxes share that bin is the maximum rounded up to the end of the bin, by at most 12.5 %. The scale, which
+all uses of a step share, goes the same way: its bits, in three integers so small that their mean rounds back to them,
+lie in bins that no amax has. In a state ``amax_bins`` is only ever zeros. Flax mode has flax's protocol instead, for
+one use: the "gradient" is the new state.
 
 Source: flax.linen.fp8_ops (flax mode, bit for bit); TransformerEngine's delayed scaling recipe.
 """
@@ -31,6 +33,9 @@ BINS = 2048
 NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN
 # float32 bits are sign, 8 exponent, 23 mantissa: dropping the low 20 leaves exponent and three mantissa bits.
 _DROPPED_BITS = 20
+# Shifts of the pieces of a scale's 31 bits, each 11 bits wide, kept from bin 2041 on.
+_PIECES = (22, 11, 0)
+_PIECE_BINS = slice(NON_FINITE_BIN + 1, NON_FINITE_BIN + 1 + len(_PIECES))
 # Variance of t below which the amaxes of a bin count as one number. Its float32 error is a few 2^-24 (three roundings
 # of numbers up to 1); two amaxes that the test takes for one are closer than 2^-9 of the bin, a 4000th of their value.
 _SAME = 2.0**-20
@@ -112,7 +117,12 @@ def observe(state: TensorState, scale: jax.Array, amax: jax.Array, spec: Delayed
     reach = (_bits(amax) - ((index - 1) << _DROPPED_BITS)).astype(jnp.float32) * 2.0**-_DROPPED_BITS
     rows = jnp.stack([jnp.ones_like(reach), reach, jnp.square(reach)])
     bins = jnp.where(jnp.arange(BINS) == index, rows[:, None], 0.0)
-    return {"scale": scale, "amax_history": jnp.zeros_like(state["amax_history"]), "amax_bins": bins}
+    pieces = (_bits(scale) >> jnp.array(_PIECES)) & 2047
+    return {
+        "scale": jnp.zeros_like(scale),
+        "amax_history": jnp.zeros_like(state["amax_history"]),
+        "amax_bins": bins.at[0, _PIECE_BINS].set(pieces.astype(jnp.float32)),
+    }
 
 
 def largest(seen: TensorState) -> jax.Array:
@@ -137,13 +147,14 @@ def advance(state: TensorState, seen: TensorState) -> TensorState:
     """
     amax = largest(seen)
     used = amax[..., None] >= 0
-    # All uses of a step share the scale that the history gave, so that their mean is it. Without a history each use has
-    # its own, and the state none.
-    total = jnp.sum(seen["amax_bins"][..., 0, :], axis=-1, keepdims=True)
-    history = state["amax_history"]
+    history, counts = state["amax_history"], seen["amax_bins"][..., 0, :]
+    total = jnp.sum(counts[..., : NON_FINITE_BIN + 1], axis=-1, keepdims=True)
+    pieces = jnp.round(counts[..., _PIECE_BINS] / jnp.where(total > 0, total, 1.0)).astype(jnp.int32)
+    scale = jnp.sum(pieces << jnp.array(_PIECES), axis=-1, keepdims=True)
+    # Without a history each use has a scale of its own, and the state none.
     had_scale = (total > 0) & (jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=-1, keepdims=True) > 0)
     return {
-        "scale": jnp.where(had_scale, seen["scale"] / jnp.where(had_scale, total, 1.0), state["scale"]),
+        "scale": jnp.where(had_scale, jax.lax.bitcast_convert_type(scale, jnp.float32), state["scale"]),
         "amax_history": jnp.where(used, record(history, amax), history),
         "amax_bins": jnp.zeros_like(state["amax_bins"]),
     }

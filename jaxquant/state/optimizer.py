@@ -1,0 +1,125 @@
+"""Optimizers beside quant state: gradients go to the optimizer, what was seen to the state, and never crosswise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, Tree, accumulate, merge, nothing_seen, split, update
+
+
+class OptimizerState(NamedTuple):
+    """State of ``Optimizer``.
+
+    Attributes:
+      inner: that of the wrapped optimizer, over the parameters.
+      seen: under ``optax.MultiSteps``, what was seen of the quant state since its last update; else None.
+    """
+
+    inner: Any
+    seen: Any
+
+
+class Optimizer:
+    """Step a model's variables, parameters by an optax optimizer and quant state by what the backward pass saw.
+
+    Clipping, weight decay, EMA and casts inside ``tx`` are handed the parameters and their gradients alone. Under
+    ``optax.MultiSteps`` the quant state waits for the optimizer: over k micro-batches it records the largest amax and
+    changes once, when the parameters do.
+
+        optimizer = jaxquant.state.Optimizer(optax.MultiSteps(optax.adamw(1e-3), 4))
+        opt_state = optimizer.init(variables)
+        variables, opt_state = optimizer.step(jax.grad(loss)(variables), opt_state, variables)
+
+    Args:
+      tx: an optax ``GradientTransformation`` or ``MultiSteps``.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation | optax.MultiSteps):
+        self._tx = tx
+
+    def init(self, variables: Tree) -> OptimizerState:
+        """Make the optimizer's state for a model's variables, as ``model.init`` gives them."""
+        params, quant_state = split(variables)
+        inner = self._tx.init(params)
+        return OptimizerState(inner, nothing_seen(quant_state) if quant_state and _steps(inner) else None)
+
+    def step(
+        self, grads: Tree, state: OptimizerState, variables: Tree, **extra: Any
+    ) -> tuple[dict[str, Any], OptimizerState]:
+        """Return the variables and the optimizer's state after a step.
+
+        Args:
+          grads: gradient with respect to ``variables``, quant state included.
+          state: from ``init`` or the last step.
+          variables: parameters and quant state.
+          extra: further arguments of the optimizer's ``update``.
+
+        Raises:
+          ValueError: the gradient has no quant state while the variables have, or the other way round.
+        """
+        (params, quant_state), (param_grads, seen) = split(variables), split(grads)
+        if bool(quant_state) != bool(seen):
+            has, lacks = ("variables", "gradient") if quant_state else ("gradient", "variables")
+            raise ValueError(
+                f"the {has} have {OVERWRITE_WITH_GRADIENT!r} and the {lacks} have not; "
+                "take the gradient with respect to all that model.init returned"
+            )
+        updates, inner = self._tx.update(param_grads, state.inner, params, **extra)
+        params = optax.apply_updates(params, updates)
+        if state.seen is None:
+            return merge(params, update(quant_state, seen)), OptimizerState(inner, None)
+        seen = accumulate(state.seen, seen)
+        stepped = [new != old for old, new in zip(_steps(state.inner), _steps(inner), strict=True)]
+        ended = jnp.all(jnp.stack(stepped))
+        quant_state = jax.tree.map(_choose(ended), update(quant_state, seen), quant_state)
+        return merge(params, quant_state), OptimizerState(inner, jax.tree.map(_choose(ended), nothing_seen(seen), seen))
+
+
+def _choose(condition: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda chosen, other: jnp.where(condition, chosen, other)
+
+
+def _steps(state: Any) -> list[jax.Array]:
+    """List the counts of optimizer steps that each ``optax.MultiSteps`` within an optimizer's state keeps."""
+
+    def is_multi(node: Any) -> bool:
+        return isinstance(node, optax.MultiStepsState)
+
+    return [node.gradient_step for node in jax.tree.leaves(state, is_leaf=is_multi) if is_multi(node)]
+
+
+class TrainState(train_state.TrainState):
+    """flax's ``TrainState`` with quant state: ``params`` holds all that ``model.init`` returned.
+
+    flax's own overwrites the quant state with its gradient, which under reuse, accumulation or a skipped layer is not
+    the next state. This one applies ``Optimizer``; ``create``, ``apply_fn`` and ``replace`` are flax's.
+    """
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> TrainState:
+        """Return the state after a step.
+
+        Args:
+          grads: gradient with respect to ``params``, quant state included.
+          kwargs: further fields to replace.
+        """
+        params, opt_state = Optimizer(self.tx).step(grads, self.opt_state, self.params)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+
+    @classmethod
+    def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> TrainState:
+        """Make a state at step 0.
+
+        Args:
+          apply_fn: usually ``model.apply``.
+          params: the model's variables: ``{"params": …}``, with quant state where the recipe has some.
+          tx: an optax ``GradientTransformation`` or ``MultiSteps``.
+          kwargs: fields of a subclass.
+        """
+        opt_state = Optimizer(tx).init(params)
+        return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
