@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,13 +31,13 @@ Counted from the end because a scan over layers puts an axis in front. What is n
 """
 
 
-def make_mesh(config: TrainConfig) -> Mesh:
-    """Lay the devices present out as (data, fsdp).
+def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Lay devices out as (data, fsdp): those given (of a chip that is not here, for an audit), else those present.
 
     Raises:
       ValueError: the two sizes do not make up the number of devices, or do not divide the batch or ``emb_dim``.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else list(devices)
     data, fsdp = config.mesh_data, config.mesh_fsdp
     asked = f"mesh_data {data} x mesh_fsdp {fsdp}"
     if data == -1 and fsdp == -1:

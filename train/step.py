@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -89,15 +89,15 @@ def example_inputs(config: TrainConfig) -> jax.Array:
     return jnp.zeros((config.batch_size // config.gradient_accumulation_steps, config.sequence_length), jnp.int32)
 
 
-def build(config: TrainConfig, vocab_size: int) -> Program:
-    """Put model, quantization, optimizer and mesh together.
+def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
+    """Put model, quantization, optimizer and mesh (of the devices given, else of those present) together.
 
     Raises:
       ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization
         does not fit the model.
       NotImplementedError: a model or an option that the backend does not take.
     """
-    mesh = make_mesh(config)
+    mesh = make_mesh(config, devices)
     tokens = example_inputs(config)
     model = jaxquant.maybe_quantize_model(Decoder(model_config(config, vocab_size, mesh)), config, tokens)
     optimizer = make_optimizer(config)

@@ -1,0 +1,101 @@
+"""chips: what is known of each chip that an audit compiles for: its compiler's description, memory, peak rates.
+
+Peak rates are dense (without structured sparsity), of the data sheets:
+
+- H100 SXM, H200, B200: NVIDIA's data sheets (H100 and H200: 989 TFLOP/s bf16, 1979 fp8 and int8; HGX B200 per GPU: 2250, 4500),
+  NVLink in both directions together.
+- v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e and v6e have no fp8 unit and v5p neither:
+  their fp8 matmuls run at the rate of bf16. v7x has an fp8 unit and no published int8 rate; bf16's is assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Platform = Literal["cuda", "tpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A target of an audit.
+
+    Attributes:
+      platform: whose compiler.
+      name: as the compiler calls it.
+      peak: dense operations per second by kind of matmul (``bf16``, ``fp8``, ``int8``, ``f32``).
+      bandwidth: of the chip's memory, bytes/s.
+      memory: bytes of the chip.
+      link: bytes/s that a chip sends and receives to its neighbours together.
+      devices: what JAX sees of one chip (v7x: two).
+      gpu: description for the GPU compiler: cores, L2 bytes, clock in GHz, compute capability.
+    """
+
+    platform: Platform
+    name: str
+    peak: dict[str, float]
+    bandwidth: float
+    memory: float
+    link: float
+    devices: int = 1
+    gpu: tuple[int, int, float, int] | None = None
+
+
+def _peak(bf16: float, fp8: float, int8: float, f32: float) -> dict[str, float]:
+    return {"bf16": bf16 * 1e12, "fp8": fp8 * 1e12, "int8": int8 * 1e12, "f32": f32 * 1e12}
+
+
+CHIPS: dict[str, Chip] = {
+    "h100": Chip("cuda", "NVIDIA H100", _peak(989, 1979, 1979, 494), 3.35e12, 80e9, 900e9, 1, (132, 52428800, 1.98, 9)),
+    "h200": Chip("cuda", "NVIDIA H200", _peak(989, 1979, 1979, 494), 4.8e12, 141e9, 900e9, 1, (132, 62914560, 1.98, 9)),
+    "b200": Chip(
+        "cuda", "NVIDIA B200", _peak(2250, 4500, 4500, 1125), 8.0e12, 180e9, 1800e9, 1, (148, 132644864, 1.965, 10)
+    ),
+    "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197 / 6), 0.819e12, 16e9, 200e9),
+    "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459 / 6), 2.765e12, 95e9, 600e9),
+    "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918 / 6), 1.64e12, 32e9, 448e9),
+    "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307 / 6), 7.38e12, 192e9, 1200e9, 2),
+}
+"""Targets by the name that a user gives."""
+
+
+def chip(target: str) -> Chip:
+    """Look a target up.
+
+    Raises:
+      ValueError: it is not known.
+    """
+    if target not in CHIPS:
+        raise ValueError(f"target {target!r} is not a known chip; known are {', '.join(CHIPS)}")
+    return CHIPS[target]
+
+
+def gpu_target(chip: Chip) -> str:
+    """Describe a GPU to XLA: a ``GpuTargetConfigProto`` in text form, with what CUDA would report of the device."""
+    assert chip.gpu is not None
+    cores, l2, clock, capability = chip.gpu
+    info = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": 233472,
+        "threads_per_core_limit": 2048,
+        "core_count": cores,
+        "fpus_per_core": 128,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": int(chip.bandwidth),
+        "l2_cache_size": l2,
+        "clock_rate_ghz": clock,
+        "device_memory_size": int(chip.memory),
+        "shared_memory_per_block_optin": 232448,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    fields = " ".join(f"{name}: {value}" for name, value in info.items())
+    return (
+        f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {capability} }} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
+        f'runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{chip.name}"'
+    )

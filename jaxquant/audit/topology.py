@@ -1,0 +1,80 @@
+"""topology: devices of a chip that is not here, from the chip's own compiler.
+
+Only for a process of its own, which ``environment`` made: with the plug-ins of accelerators installed, JAX looks for the devices.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from typing import Any
+
+from jaxquant.audit.chips import CHIPS, Chip, gpu_target
+
+NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
+"""Platform -> the extra that installs its compiler, and the module that shows that it is there."""
+
+DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
+"""Smallest slice of each TPU that its compiler knows."""
+
+
+def environment() -> dict[str, str]:
+    """Make the environment of a process that compiles for absent chips.
+
+    Triton matmuls are left out: choosing among them is timed on a device.
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "JAX_COMPILATION_CACHE_DIR": "",
+    }
+
+
+def require_compiler(chip: Chip) -> None:
+    """Check that a chip's compiler is installed.
+
+    Raises:
+      ModuleNotFoundError: it is not.
+    """
+    extra, module = NEEDED[chip.platform]
+    parent = module.split(".")[0]
+    if importlib.util.find_spec(parent) is None or importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(
+            f"target {_name(chip)!r} needs the compiler of its chip, and {module} is not installed; "
+            f"pip install 'jaxquant[{extra}]'"
+        )
+
+
+def _name(chip: Chip) -> str:
+    return next(name for name, each in CHIPS.items() if each is chip)
+
+
+def devices(chip: Chip, topology: str = "") -> list[Any]:
+    """Give the devices of a slice of absent chips.
+
+    Args:
+      chip: which.
+      topology: a GPU's number of devices ("8", "64"), a TPU's slice ("8x8", "4x4x4"); empty is one GPU, or the smallest TPU slice.
+
+    Raises:
+      ValueError: the topology is not written that way, or the compiler does not know it.
+    """
+    from jax.experimental import topologies
+
+    name = _name(chip)
+    if not re.fullmatch(r"\d+" if chip.platform == "cuda" else r"\d+(x\d+){1,2}", topology or DEFAULT_TOPOLOGY.get(name, "1")):
+        shape = "a number of devices, as '8'" if chip.platform == "cuda" else "a slice, as '8x8' or '4x4x4'"
+        raise ValueError(f"topology {topology!r} does not fit target {name!r}; give {shape}")
+    if chip.platform == "cuda":
+        found = topologies.get_topology_desc(
+            platform="cuda", topology_name=name, target_config=gpu_target(chip), topology=f"1x1x{topology or 1}"
+        )
+    else:
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{chip.name}:{topology or DEFAULT_TOPOLOGY[name]}"
+        )
+    return list(found.devices)

@@ -1,0 +1,135 @@
+"""yardstick: one MLP step, quantized by everybody, through one compiler: the matmuls it makes and what moves beside them.
+
+The measured function: y = silu(x · W1) · W2, loss = mean(y²) in float32, and its gradients with respect to x, W1, W2 and the quant state: six
+matmuls. 4096 tokens, widths 4096 → 8192 → 4096, bfloat16 activations, float32 weights, float32 weight gradients. Weights,
+x and quant state come in, gradients and quant state go out; no optimizer. Layers are ``flax.linen.Dense``, quantized as a user
+would do it. What is counted: see ``hlo.read_program``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import fp8_ops
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxquant import state as quant_state
+from jaxquant.audit.chips import chip
+from jaxquant.audit.hlo import Program, read_program
+from jaxquant.audit.topology import devices
+from jaxquant.inject.linen import maybe_quantize_model
+
+
+class Mlp(nn.Module):
+    """Two dense layers without bias; ``op`` is flax's hook for another contraction."""
+
+    hidden: int
+    out: int
+    op: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def dense(width: int) -> nn.Dense:
+            return nn.Dense(width, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.op)
+
+        return dense(self.out)(nn.silu(dense(self.hidden)(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row: whose quantization, by which options."""
+
+    name: str
+    config: dict[str, Any]
+    op: Any = None
+
+
+def _entry(string: str, backend: str, **options: Any) -> Entry:
+    words = " ".join(str(value) for value in list(options.values())[:1])
+    name = " ".join(filter(None, ("jaxquant" if backend == "native" else backend, string, words)))
+    return Entry(name, {"quantization": string, "quant_backend": backend} | options)
+
+
+_FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("weight", "act", "bwd")}
+ENTRIES = (
+    Entry("bf16", {}),
+    Entry("flax fp8", {}, fp8_ops.Fp8DirectDotGeneralOp),
+    _entry("fp8_full", "qwix", **_FIXED),
+    _entry("fp8_full", "qwix"),
+    _entry("int8", "qwix"),
+    _entry("int8", "aqt"),
+    _entry("aqt_fp8", "aqt"),
+    _entry("aqt_fp8_full", "aqt"),
+    _entry("fp8", "native"),
+    _entry("fp8_current", "native"),
+    _entry("fp8_full", "native"),
+    _entry("fp8_full", "native", **_FIXED),
+    _entry("int8", "native"),
+)
+
+
+def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
+    """Give the measured function of an entry and the shapes of its arguments."""
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    model: Any = Mlp(hidden, width, entry.op)
+    if entry.config:
+        model = maybe_quantize_model(model, entry.config, x)
+    keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
+    params, state = quant_state.split(jax.eval_shape(model.init, keys, x))
+
+    def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
+        def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
+            y = model.apply(quant_state.merge(params, state), x, rngs={"quant": key})
+            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+        return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
+
+    return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def measure(entry: Entry, target: str) -> tuple[Program, str]:
+    """Compile an entry for a chip that is not here. Returns what the compiler made of it, and its text."""
+    mesh = Mesh(devices(chip(target))[:1], ("x",))
+    where = NamedSharding(mesh, PartitionSpec())
+    function, shapes = step(entry)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+    text = jax.jit(function).lower(*placed).compile().as_text()
+    assert text is not None
+    return read_program(text), text
+
+
+def rows(target: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Measure the entries whose name holds one of ``names`` (all of them by default), as rows of a table.
+
+    Raises:
+      ValueError: no entry is named so.
+    """
+    found = []
+    for entry in ENTRIES:
+        if names and not any(name in entry.name for name in names):
+            continue
+        program, _ = measure(entry, target)
+        found.append(row(entry.name, program))
+    if not found:
+        known = ", ".join(entry.name for entry in ENTRIES)
+        raise ValueError(f"no yardstick entry is named like {' or '.join(map(repr, names))}; there are {known}")
+    return found
+
+
+def row(name: str, program: Program) -> dict[str, Any]:
+    """Say of a program what the table shows."""
+    matmuls = ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
+    eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
+    return {
+        "step": name,
+        "8-bit matmuls": f"{eight} of {sum(program.count().values())}",
+        "matmuls": matmuls,
+        "other MB": round(program.moved / 1e6),
+        "big moves": program.big_moves,
+        "moves": sum(move.times for move in program.moves),
+    }

@@ -1,0 +1,37 @@
+"""What ``python -m jaxquant.audit`` compiles: the training step of a configuration, on devices that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from train.__main__ import read_config
+from train.sharding import BATCH
+from train.step import build
+from train.tokenizer import open_tokenizer
+
+
+def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Give the jitted training step of a configuration and the shapes of its arguments, placed on a mesh of ``devices``.
+
+    No text is read: where ``vocab_size`` is given, that is the vocabulary, else the tokenizer's.
+
+    Args:
+      path: YAML file.
+      overrides: ``key=value`` words laid over it.
+      devices: of the mesh, as ``jax.devices()`` gives them.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError, OSError: the configuration does not fit, or not the devices.
+    """
+    config = read_config(path, overrides)
+    built = build(config, config.vocab_size or open_tokenizer(config.tokenizer_path).vocab_size, devices)
+    shape = (config.batch_size, config.sequence_length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(built.mesh, BATCH))
+    batch = {name: tokens for name in ("inputs", "targets", "segment_ids", "positions")}
+    healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(built.mesh, PartitionSpec()))
+    return built.step, (built.abstract_state, batch, healthy)
