@@ -1,0 +1,124 @@
+"""What quantization costs: properties 15 and 16, each of which fails when it is broken on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxquant
+from jaxquant import RECIPES, state
+from jaxquant.audit.cost import program_lines, saved_for_backward
+from jaxquant.core.recipe import TensorSpec
+
+ops = sys.modules["jaxquant.ops.dot_general"]  # the package shows the function under this name
+ROWS, WIDTH = 256, 128
+STRINGS = [name for name, row in RECIPES.items() if row.recipe is not None and "native" in row.backends]
+
+
+class Stack(nn.Module):
+    """Dense layers without bias, of one shape."""
+
+    depth: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.depth):
+            x = nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16)(x)
+        return x
+
+
+def stack_loss(name: str, depth: int):
+    """Give the loss of a stack in a string's recipe, and the shapes of (params, quant state, x)."""
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    model = jaxquant.maybe_quantize_model(
+        Stack(depth), {"quantization": name, "quant_backend": "native"} if name else {}, x
+    )
+    params, quant = state.split(jax.eval_shape(model.init, jax.random.key(0), x))
+
+    def loss(params, quant, x):
+        return model.apply(state.merge(params, quant), x).astype(jnp.float32).sum()
+
+    return loss, (params, quant, x)
+
+
+def lines(name: str, depth: int) -> int:
+    loss, args = stack_loss(name, depth)
+    return program_lines(jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).as_text())
+
+
+def check_trace(name: str) -> None:
+    """Forty-eight layers, as peers were measured, and what one more layer adds."""
+    assert lines(name, 48) <= 3 * lines("", 48)
+    assert lines(name, 8) - lines(name, 4) <= 3 * (lines("", 8) - lines("", 4))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_current", "fp8_full", "int8"])
+def test_16_the_program_stays_within_three_times_the_float_one(name):
+    check_trace(name)
+
+
+def check_saved(name: str) -> None:
+    """Per layer: one byte for each element of input and kernel, and scales (a scalar, or one a row and column)."""
+    kept = {depth: saved_for_backward(*_flat(stack_loss(name, depth))) for depth in (1, 2)}
+    layer = {dtype: kept[2][dtype] - kept[1].get(dtype, 0) for dtype in kept[2]}
+    scales = 4 * 2 * (ROWS + WIDTH)
+    amaxes = 4 * 2 * 3
+    assert all(layer.get(dtype, 0) <= amaxes for dtype in ("int32", "bfloat16", "float16")), layer
+    assert sum(layer.values()) <= (ROWS + WIDTH) * WIDTH + scales + amaxes, layer
+
+
+def _flat(measured):
+    loss, args = measured
+    return loss, *args
+
+
+def _is_quantized(name: str) -> bool:
+    recipe = RECIPES[name].recipe
+    assert recipe is not None
+    return all(operand is not None for operand in recipe.specs.values()) and not any(
+        isinstance(spec, TensorSpec) and spec.calibration.clips for spec in recipe.specs.values()
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in STRINGS if _is_quantized(name)])
+def test_15_one_byte_an_element_is_saved_for_backward(name):
+    check_saved(name)
+
+
+def test_15_a_remat_policy_keeps_just_that():
+    loss, (params, quant, x) = stack_loss("fp8", 2)
+    kept = saved_for_backward(jax.checkpoint(loss, policy=jaxquant.save_quantized), params, quant, x)
+    assert kept.get("bfloat16", 0) == 0
+    assert kept["float8_e4m3fn"] == 2 * (ROWS + WIDTH) * WIDTH
+
+
+def _keep_the_float(x, forward, operand, axes, key):
+    return x
+
+
+def _not_shared(static, *args, original=ops._forward):
+    return original.__wrapped__(dataclasses.replace(static), *args)
+
+
+BROKEN = {
+    "the bf16 tensor is kept": ("_save", _keep_the_float, lambda: check_saved("fp8_current")),
+    "every layer has functions of its own": ("_forward", _not_shared, lambda: check_trace("fp8")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_property_is_seen(name, monkeypatch):
+    attribute, broken, check = BROKEN[name]
+    jax.clear_caches()
+    monkeypatch.setattr(ops, attribute, broken)
+    try:
+        with pytest.raises(AssertionError):
+            check()
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
