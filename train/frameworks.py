@@ -92,7 +92,7 @@ def _make_nnx(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, line
 
 
 def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the ops in a tree of NNX quant state the names that they have in Linen's, so that checkpoints are the same."""
+    """Give the ops in a tree of NNX quant state the names that they have in Linen: checkpoints are the same."""
     if list(tree) == [_NNX_OP]:
         (name,) = linen
         return {name: tree[_NNX_OP]}

@@ -256,6 +256,11 @@ def quantize_linen(
     return quantized
 
 
+# jit caches by function and shapes. This is part of their key: what a jitted function inside a model has in its cache
+# from other recipes, or from a call outside the model, is not taken.
+_active_recipes = jax.make_user_context(None)
+
+
 class _NnxProvider(qwix.QtProvider):
     """Round stochastically with noise from a layer's own operands.
 
@@ -301,7 +306,15 @@ def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe]) -> Any:
       NotImplementedError: see ``to_qwix``.
     """
     # Qwix runs a model once to make statistics, of which training with dynamic scales has none.
-    return qwix.quantize_model(model, _NnxProvider(_rules(recipes)), skip_nnx_init=True)
+    quantized: Any = qwix.quantize_model(model, _NnxProvider(_rules(recipes)), skip_nnx_init=True)
+    kind, chosen = type(quantized), frozenset(recipes.items())
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _active_recipes(chosen):
+            return kind.__call__(self, *args, **kwargs)
+
+    quantized.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return quantized
 
 
 def _intercepted(model: nn.Module, interceptor: Any, methods: Sequence[str]) -> nn.Module:
