@@ -6,8 +6,7 @@ from jaxquant import ops, state
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.inject.handle import configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
-from jaxquant.inject.layers import describe_layers, linear_layers
-from jaxquant.inject.linen import maybe_quantize_model
+from jaxquant.inject.model import describe_layers, linear_layers, maybe_quantize_model
 from jaxquant.ops.dot_general import RESIDUAL_NAME as _RESIDUAL_NAME
 
 save_quantized = _jax.checkpoint_policies.save_only_these_names(_RESIDUAL_NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import Backend, QuantConfig
 
 RUN_CONTROL = frozenset(
     {
@@ -34,6 +34,7 @@ class TrainConfig(QuantConfig):
 
     Attributes:
       run_dir: folder of the run; empty is ``runs/NAME`` with NAME from the config file and the quantization.
+      framework: of Flax in which the decoder is built; parameters and numbers are the same.
       seed: of the initial parameters and of stochastic rounding.
       steps: optimizer steps.
       vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
@@ -61,6 +62,7 @@ class TrainConfig(QuantConfig):
     """
 
     run_dir: str = ""
+    framework: Literal["linen", "nnx"] = "linen"
     seed: int = 0
     steps: int = 1000
     vocab_size: int = 0
@@ -101,6 +103,11 @@ class TrainConfig(QuantConfig):
     checkpoint_every: int = 100
     checkpoint_keep: int = 2
     tensorboard: bool = True
+
+    @property
+    def resolved_backend(self) -> Backend | None:
+        """The backend that runs, ``auto`` resolved for the framework; None where nothing is quantized."""
+        return self.resolved_nnx_backend if self.framework == "nnx" else super().resolved_backend
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,7 +44,7 @@ def _forward(program: Program, state: TrainState, batch: Batch, key: jax.Array) 
 
     @jax.jit
     def run(state: TrainState, batch: Batch) -> Any:
-        _, kept = program.model.apply(
+        _, kept = program.model.linen.apply(
             quantization_state.merge(state.params, state.quant_state),
             batch["inputs"],
             batch["segment_ids"],

@@ -18,21 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxquant
 from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
 from train.diagnose import explain_non_finite
 from train.metrics import Metrics
-from train.model import Decoder
 from train.step import (
     Batch,
     Program,
     TrainState,
     build,
     check_step,
-    example_inputs,
-    model_config,
     saved_activation_bytes,
 )
 
@@ -86,7 +82,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     check_config(run_dir, config)
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
-    layers = _layers(program, data)
+    layers = [dataclasses.asdict(layer) for layer in program.model.layers]
     check_step(program, next(data.held_out()))
     write_config(run_dir, config)
     say(f"data: {data.description}")
@@ -189,13 +185,6 @@ def _diverged(
         f"step {failed.step}: {what} is {value}; {where}; the last good state, step {good}, is saved; "
         "lower learning_rate, or start a new run_dir"
     )
-
-
-def _layers(program: Program, data: Data) -> list[dict[str, Any]]:
-    """Say of every linear layer what the configuration makes of it."""
-    config = program.config
-    model = Decoder(model_config(config, data.vocab_size, program.mesh))
-    return [dataclasses.asdict(layer) for layer in jaxquant.describe_layers(model, config, example_inputs(config))]
 
 
 def _summary(

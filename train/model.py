@@ -17,6 +17,13 @@ import jax.numpy as jnp
 QUANTIZED_RESIDUALS = "quantized"
 """The ``checkpoint_name`` of what a quantized matmul saves for its backward pass."""
 
+REMAT_POLICIES = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "quantized": jax.checkpoint_policies.save_only_these_names(QUANTIZED_RESIDUALS),
+}
+"""What the backward pass keeps, by the name of a ``remat_policy``; "none" keeps everything."""
+
 EXECUTION_ORDER = (
     "token_embedder",
     "pre_self_attention_layer_norm",
@@ -77,6 +84,19 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
 
+def attention_mask(
+    tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Give the mask [batch, 1, query, key] of a batch, True where a query may look, and its positions."""
+    length = tokens.shape[1]
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return mask, positions
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention; ``mask`` is [batch, 1, query, key], True where a query may look."""
 
@@ -116,7 +136,7 @@ class DecoderLayer(nn.Module):
         attention = SelfAttention(c, name="self_attention")
         x = x + attention(c.norm("pre_self_attention_layer_norm")(x), mask, positions)
         x = x + Mlp(c, name="mlp")(c.norm("post_self_attention_layer_norm")(x))
-        return _constrain(x, c), None
+        return constrain(x, c), None
 
 
 class Decoder(nn.Module):
@@ -132,16 +152,11 @@ class Decoder(nn.Module):
         self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
         c = self.config
-        length = tokens.shape[1]
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        if segment_ids is not None:
-            mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        mask, positions = attention_mask(tokens, segment_ids, positions)
         embedder = nn.Embed(
             c.vocab_size, c.emb_dim, dtype=jnp.dtype(c.dtype), param_dtype=jnp.float32, name="token_embedder"
         )
-        x = _constrain(embedder(tokens), c)
+        x = constrain(embedder(tokens), c)
         layer = _remat(c)
         if c.scan_layers:
             layers = nn.scan(
@@ -160,19 +175,15 @@ class Decoder(nn.Module):
         return logits.astype(jnp.float32)
 
 
-def _constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:
+def constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:
+    """Place an activation on the mesh."""
     if config.activation_sharding is None:
         return x
     return jax.lax.with_sharding_constraint(x, config.activation_sharding)
 
 
 def _remat(config: DecoderConfig) -> Any:
-    policies = {
-        "full": None,
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "quantized": jax.checkpoint_policies.save_only_these_names(QUANTIZED_RESIDUALS),
-    }
     if config.remat_policy == "none":
         return DecoderLayer
     # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
-    return nn.remat(DecoderLayer, policy=policies[config.remat_policy], prevent_cse=not config.scan_layers)
+    return nn.remat(DecoderLayer, policy=REMAT_POLICIES[config.remat_policy], prevent_cse=not config.scan_layers)

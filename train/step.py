@@ -6,18 +6,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jaxquant
 from jaxquant import state as quantization_state
 from jaxquant.audit.cost import saved_for_backward
 from train.config import TrainConfig
-from train.model import Decoder, DecoderConfig
+from train.frameworks import Model, make_model
+from train.model import DecoderConfig
 from train.optimizer import learning_rate_schedule, make_optimizer
 from train.sharding import BATCH, make_mesh, state_shardings
 
@@ -49,7 +48,7 @@ class Program:
 
     config: TrainConfig
     mesh: Mesh
-    model: nn.Module
+    model: Model
     abstract_state: TrainState
     init: Any
     step: Any
@@ -99,20 +98,18 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     """
     mesh = make_mesh(config, devices)
     tokens = example_inputs(config)
-    model = jaxquant.maybe_quantize_model(Decoder(model_config(config, vocab_size, mesh)), config, tokens)
+    model = make_model(config, model_config(config, vocab_size, mesh), tokens)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
     key = jax.random.key(config.seed)
 
     def init() -> TrainState:
-        variables = model.init({"params": key, "quant": key}, tokens)
-        params, quant_state = quantization_state.split(variables)
+        params, quant_state = model.init(key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), quant_state)
 
     def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        variables = quantization_state.merge(params, quant_state)
-        logits = model.apply(variables, batch["inputs"], batch["segment_ids"], batch["positions"], rngs={"quant": key})
-        return token_losses(logits, batch)  # pyright: ignore[reportArgumentType]
+        inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
+        return token_losses(model.apply(params, quant_state, *inputs, rngs={"quant": key}), batch)
 
     def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
         total, count = total_loss(params, quant_state, batch, key)

@@ -58,9 +58,10 @@ class _Quantized(nn.Module):
         """A key for stochastic rounding, where the caller passes a "quant" stream; else the op makes its own."""
         return self.make_rng(RANDOM_STREAM) if self.recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
 
-    def _operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        # flax's op computes in the kernel's dtype, whatever the input has.
-        return (lhs.astype(rhs.dtype) if self.recipe.is_flax else lhs), rhs
+
+def activation_as_read(recipe: Recipe, activation: Array, weight: Array) -> Array:
+    """Give an activation the dtype in which the op reads it: flax's computes in the kernel's, whatever comes in."""
+    return activation.astype(weight.dtype) if recipe.is_flax else activation
 
 
 class DotGeneral(_Quantized):
@@ -70,7 +71,7 @@ class DotGeneral(_Quantized):
     def __call__(
         self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
-        lhs, rhs = self._operands(lhs, rhs)
+        lhs = activation_as_read(self.recipe, lhs, rhs)
         axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
         return dot_general(
             lhs,
@@ -98,9 +99,9 @@ class Einsum(_Quantized):
         self, equation: str, lhs: Array, rhs: Array, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
         if self.weight == 1:
-            lhs, rhs = self._operands(lhs, rhs)
+            lhs = activation_as_read(self.recipe, lhs, rhs)
         else:
-            rhs, lhs = self._operands(rhs, lhs)
+            rhs = activation_as_read(self.recipe, rhs, lhs)
         return einsum(
             equation,
             lhs,

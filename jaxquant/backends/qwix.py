@@ -1,4 +1,4 @@
-"""Qwix: translate a recipe to Qwix rules and quantize a Linen model with them. The only place that imports Qwix.
+"""Qwix: translate a recipe to Qwix rules and quantize a model with them. The only place that imports Qwix.
 
 What Qwix does in its own way, under every recipe:
 
@@ -17,25 +17,29 @@ What Qwix does in its own way, under every recipe:
 
 Qwix replaces functions of jax while a model runs, so a matmul inside a jitted function (``jnp.matmul``, ``x @ w``) can
 come out of jax's cache quantized or not, as whoever traced it first had it. The layers that are quantized here do not
-take that way: ``nn.Dense`` and ``nn.DenseGeneral`` call ``jax.lax.dot_general``, ``nn.Einsum`` calls ``jnp.einsum``,
-which Qwix runs without jit.
+take that way: ``nn.Dense`` and ``nn.DenseGeneral``, and their NNX twins, call ``jax.lax.dot_general``; ``nn.Einsum``
+and ``nnx.Einsum`` call ``jnp.einsum``, which Qwix runs without jit.
 
 Tested with the series in ``SERIES``; everything imported is public there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxquant.backends._versions import require
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.rounding import content_key
 
 SERIES = "0.1."
 require("qwix", SERIES)
@@ -249,6 +253,67 @@ def quantize_linen(
         quantized = _intercepted(quantized, functools.partial(_with_streams, noisy), methods)
     if layers is not None:
         quantized = _intercepted(quantized, functools.partial(_only_known, frozenset(layers)), methods)
+    return quantized
+
+
+# jit caches by function and shapes. This is part of their key: what a jitted function inside a model has in its cache
+# from other recipes, or from a call outside the model, is not taken.
+_active_recipes = jax.make_user_context(None)
+
+
+class _NnxProvider(qwix.QtProvider):
+    """Round stochastically with noise from a layer's own operands.
+
+    Qwix would draw it from an ``nnx.Rngs`` hung on every module, whose counters change in the middle of a forward pass:
+    nnx.scan with broadcast variables and nnx.remat refuse that.
+    """
+
+    def _create_dot_general_qt_config(self, rule: qwix.QtRule, op_id: str, lhs: Any, rhs: Any) -> Any:
+        if rule.bwd_stochastic_rounding is None:
+            return super()._create_dot_general_qt_config(rule, op_id, lhs, rhs)
+        plain = dataclasses.replace(rule, bwd_stochastic_rounding=None)
+        config = super()._create_dot_general_qt_config(plain, op_id, lhs, rhs)
+        lhs_bits, rhs_key = jax.random.bits(_key_of(lhs)), _key_of(rhs)
+        noise = _Noise(jax.random.fold_in(rhs_key, lhs_bits))
+        chosen = rule.additional_qt_config or {}
+        fields = ("dlhs_stochastic_rounding_noise_fn", "drhs_stochastic_rounding_noise_fn")
+        return dataclasses.replace(config, **{name: chosen.get(name, noise) for name in fields})
+
+
+def _key_of(x: Any) -> Any:
+    return content_key(jax.lax.stop_gradient(x))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Noise:
+    """Uniform noise in [-0.5, 0.5) of a shape; a pytree, as Qwix hands it through its custom derivative."""
+
+    key: Any
+
+    def __call__(self, shape: tuple[int, ...]) -> Any:
+        return jax.random.uniform(self.key, shape, jnp.float32, -0.5, 0.5)
+
+
+def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe]) -> Any:
+    """Quantize linear layers of an NNX model with Qwix; only its ``__call__`` runs quantized.
+
+    Args:
+      model: the model; it stays as it is.
+      recipes: "/"-joined path of each linear layer to quantize, and its recipe. No other module is touched.
+
+    Raises:
+      NotImplementedError: see ``to_qwix``.
+    """
+    # Qwix runs a model once to make statistics, of which training with dynamic scales has none.
+    quantized: Any = qwix.quantize_model(model, _NnxProvider(_rules(recipes)), skip_nnx_init=True)
+    kind, chosen = type(quantized), frozenset(recipes.items())
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _active_recipes(chosen):
+            return kind.__call__(self, *args, **kwargs)
+
+    quantized.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     return quantized
 
 

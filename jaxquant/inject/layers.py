@@ -1,4 +1,4 @@
-"""Linear layers of a Linen model: which there are, and what a config makes of each."""
+"""Linear layers: which a Linen model has, and what a config makes of each layer of any model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 from flax.core import meta
 
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Resolver
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, TensorSpec
 from jaxquant.ops.einsum import plan_einsum
 
@@ -29,6 +29,7 @@ class Layer:
       parameter_shapes: shapes of all its parameters by name, without layers that nn.scan stacks.
       input_shapes: shape of its input in each of its calls.
       precision, preferred_element_type: as the module has them.
+      uses_op: whether its calls went through the op that quantization replaces; None where that was not looked at.
     """
 
     path: str
@@ -39,6 +40,7 @@ class Layer:
     input_shapes: tuple[tuple[int, ...], ...] = ()
     precision: Any = None
     preferred_element_type: Any = None
+    uses_op: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def relative_path(module: nn.Module, root: tuple[str, ...]) -> str:
     return "/".join(module.path[len(root) :])
 
 
-def linear_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
+def linen_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
     """List the linear layers that a call of a model runs, in order, without computing anything.
 
     Args:
@@ -157,34 +159,40 @@ def check_for_qwix(layers: Iterable[Layer]) -> None:
                 )
 
 
-def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Any:
-    """Trace a model's initialization and return the shapes of its variables."""
-    leaves, structure = jax.tree.flatten((example_inputs, example_kwargs))
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Part a tree into its arrays and a function that puts arrays back among the rest."""
+    leaves, structure = jax.tree.flatten(tree)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
-    def initialize(key: jax.Array, arrays: list[Any]) -> Any:
+    def rebuild(arrays: list[Any]) -> Any:
         given: Iterator[Any] = iter(arrays)
         filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
+        return jax.tree.unflatten(structure, filled)
+
+    return [leaf for leaf, array in zip(leaves, is_array, strict=True) if array], rebuild
+
+
+def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Any:
+    """Trace a model's initialization and return the shapes of its variables."""
+    arrays, rebuild = split_arrays((example_inputs, example_kwargs))
+
+    def initialize(key: jax.Array, arrays: list[Any]) -> Any:
+        args, kwargs = rebuild(arrays)
         rngs = {stream: key for stream in ("params", "quant", "dropout")}
         return model.init(rngs, *args, **kwargs)
 
-    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
     return jax.eval_shape(initialize, jax.random.key(0), arrays)
 
 
-def describe_layers(model: nn.Module, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[LayerReport]:
-    """Report what a config makes of every linear layer of a model, float ones with the reason.
+def describe(layers: Iterable[Layer], resolver: Resolver | None, backend: str | None) -> list[LayerReport]:
+    """Report what a config makes of every linear layer, float ones with the reason.
 
     Args:
-      model: the model, before quantization.
-      config: anything that ``QuantConfig.from_any`` takes.
-      example_inputs, example_kwargs: arguments of the model's ``__call__``.
+      layers: of the model.
+      resolver, backend: of the config; None where it quantizes nothing.
     """
-    config = QuantConfig.from_any(config)
-    resolver, backend = config.resolver(), config.resolved_backend
     reports = []
-    for layer in linear_layers(model, *example_inputs, **example_kwargs):
+    for layer in layers:
         decision = None if resolver is None else resolver(layer.path, layer.out_features)
         recipe = None if decision is None else decision.recipe
         reason = "quantization is off" if decision is None else decision.reason

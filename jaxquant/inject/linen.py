@@ -18,7 +18,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxquant.backends import native
 from jaxquant.config.quant_config import QuantConfig
@@ -29,7 +28,6 @@ from jaxquant.inject.layers import (
     check_for_qwix,
     einsum_equation,
     kind_of,
-    linear_layers,
     out_features,
     relative_path,
     substituted,
@@ -40,59 +38,30 @@ from jaxquant.inject.layers import (
 _active_quantizer = jax.make_user_context(None)
 
 
-def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Any:
-    """Return a model whose linear layers run in the low precision that a config asks for.
-
-    ``init`` and ``apply`` stay as they are, and so do the parameters. A recipe with state (delayed scaling, sparsity)
-    adds the collection ``_overwrite_with_gradient``; see ``jaxquant.state``.
+def quantize_linen(
+    model: nn.Module, config: QuantConfig, resolver: Resolver, recipes: dict[str, Recipe], layers: list[Layer]
+) -> nn.Module:
+    """Quantize a Linen model on the backend of a config.
 
     Args:
-      model: a Linen module. With ``quantization: ""`` it comes back unchanged.
-      config: a QuantConfig, a mapping, or an object with its fields, such as MaxText's config.
-      example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
-        them the rules are checked now, without them at the first call. The qwix backend needs them.
+      model: the model; it stays as it is.
+      config, resolver: what is asked.
+      recipes: of the layers to quantize, by path.
+      layers: all that the example call ran; empty where there was none, and the rules are then checked at the first
+        call.
 
     Raises:
-      ValueError: a rule that matches no layer, or a model without a layer to quantize.
-      NotImplementedError: an NNX model, or a setting of serving.
-      TypeError: something that is no model.
+      ValueError: the qwix backend without an example, or an input that it would take for a weight.
     """
-    config = QuantConfig.from_any(config)
-    for name in ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"):
-        if getattr(config, name):
-            raise NotImplementedError(
-                f"{name} {getattr(config, name)!r} is a setting of serving, which training has not"
-            )
-    resolver = config.resolver()
-    if resolver is None:
-        return model
-    if isinstance(model, nnx.Module):
-        raise NotImplementedError(f"{type(model).__name__} is an NNX model; jaxquant quantizes Linen models so far")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"maybe_quantize_model takes a Flax module, got {type(model).__name__}")
-    has_example = bool(example_inputs or example_kwargs)
-    recipes: dict[str, Recipe] = {}
-    layers: list[Layer] = []
-    if has_example:
-        layers = linear_layers(model, *example_inputs, **example_kwargs)
-        resolver.check_used(layer.path for layer in layers)
-        decisions = {layer.path: resolver(layer.path, layer.out_features) for layer in layers}
-        recipes = {path: d.recipe for path, d in decisions.items() if d.recipe is not None}
-        _refuse_nothing(config, {path: decision.reason for path, decision in decisions.items()}, bool(recipes))
     if config.resolved_backend == "qwix":
-        if not has_example:
-            raise ValueError(
-                f"quantization {config.quantization!r} on qwix needs to see the model's layers: "
-                "call maybe_quantize_model(model, config, *example_inputs)"
-            )
         from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
 
         check_for_qwix(layer for layer in layers if layer.path in recipes)
         return qwix.quantize_linen(model, recipes, _model_methods(type(model)), [layer.path for layer in layers])
-    return _subclass(model, _Quantizer(config, resolver, _op_factory(config), check_at_call=not has_example))
+    return _subclass(model, _Quantizer(config, resolver, _op_factory(config), check_at_call=not layers))
 
 
-def _refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) -> None:
+def refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) -> None:
     """Refuse a model in which a config quantizes nothing: that is never what was asked."""
     if found:
         return
@@ -138,7 +107,7 @@ class _Quantizer:
                 decisions: dict[str, Decision] = self._local.decisions
                 self._resolver.check_used(decisions)
                 found = any(decision.recipe is not None for decision in decisions.values())
-                _refuse_nothing(self._config, {path: d.reason for path, d in decisions.items()}, found)
+                refuse_nothing(self._config, {path: d.reason for path, d in decisions.items()}, found)
         finally:
             self._local.root = None
 

@@ -1,0 +1,105 @@
+"""The public functions on whole models, for Linen and NNX alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+
+from jaxquant.config.quant_config import Backend, QuantConfig
+from jaxquant.config.rules import Resolver
+from jaxquant.core.recipe import Recipe
+from jaxquant.inject.layers import Layer, LayerReport, describe, linen_layers
+from jaxquant.inject.linen import quantize_linen, refuse_nothing
+from jaxquant.inject.nnx import nnx_layers, quantize_nnx
+
+
+def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Any:
+    """Return a model whose linear layers run in the low precision that a config asks for.
+
+    A Linen model keeps its ``init`` and ``apply``, an NNX model its methods, and both keep their parameters. A recipe
+    with state (delayed scaling, sparsity) adds the collection ``_overwrite_with_gradient`` in Linen and variables of
+    type ``jaxquant.state.QuantState`` in NNX; see ``jaxquant.state``.
+
+    Args:
+      model: a Linen or NNX module. It stays as it is; an NNX model shares its arrays with the one that comes back. With
+        ``quantization: ""`` the model itself comes back.
+      config: a QuantConfig, a mapping, or an object with its fields, such as MaxText's config.
+      example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
+        them the rules of a Linen model are checked now, without them at the first call. The qwix backend needs them,
+        and so does an NNX model with a layer class of its own.
+
+    Raises:
+      ValueError: a rule that matches no layer, or a model without a layer to quantize.
+      NotImplementedError: AQT on an NNX model, a layer that a recipe cannot reach, or a setting of serving.
+      TypeError: something that is no model.
+    """
+    config = QuantConfig.from_any(config)
+    for name in ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"):
+        if getattr(config, name):
+            raise NotImplementedError(
+                f"{name} {getattr(config, name)!r} is a setting of serving, which training has not"
+            )
+    resolver = config.resolver()
+    if resolver is None:
+        return model
+    if not isinstance(model, (nn.Module, nnx.Module)):
+        raise TypeError(f"maybe_quantize_model takes a Flax module, got {type(model).__name__}")
+    has_example = bool(example_inputs or example_kwargs)
+    backend = _backend(model, config)
+    if backend == "qwix" and not has_example:
+        raise ValueError(
+            f"quantization {config.quantization!r} on qwix needs to see the model's layers: "
+            "call maybe_quantize_model(model, config, *example_inputs)"
+        )
+    if isinstance(model, nnx.Module):
+        layers = nnx_layers(model, *example_inputs, **example_kwargs)
+        return quantize_nnx(model, backend, _recipes(config, resolver, layers), layers)
+    layers, recipes = [], {}
+    if has_example:
+        layers = linen_layers(model, *example_inputs, **example_kwargs)
+        recipes = _recipes(config, resolver, layers)
+    return quantize_linen(model, config, resolver, recipes, layers)
+
+
+def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
+    """List the linear layers of a model without computing anything.
+
+    Of a Linen model, those that a call runs, in order. Of an NNX model all that it has, those that the call runs first
+    and in order.
+
+    Args:
+      model: a Linen module that is not bound, or an NNX module.
+      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``. An NNX
+        model may go without.
+    """
+    if isinstance(model, nnx.Module):
+        return nnx_layers(model, *example_inputs, **example_kwargs)
+    return linen_layers(model, *example_inputs, **example_kwargs)
+
+
+def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[LayerReport]:
+    """Report what a config makes of every linear layer of a model, float ones with the reason.
+
+    Args:
+      model: the model, before quantization.
+      config: anything that ``QuantConfig.from_any`` takes.
+      example_inputs, example_kwargs: as in ``linear_layers``.
+    """
+    config = QuantConfig.from_any(config)
+    layers = linear_layers(model, *example_inputs, **example_kwargs)
+    return describe(layers, config.resolver(), _backend(model, config))
+
+
+def _backend(model: Any, config: QuantConfig) -> Backend | None:
+    return config.resolved_nnx_backend if isinstance(model, nnx.Module) else config.resolved_backend
+
+
+def _recipes(config: QuantConfig, resolver: Resolver, layers: list[Layer]) -> dict[str, Recipe]:
+    """Choose the recipe of each layer to quantize, and refuse rules and configs that do nothing."""
+    resolver.check_used(layer.path for layer in layers)
+    decisions = {layer.path: resolver(layer.path, layer.out_features) for layer in layers}
+    recipes = {path: decision.recipe for path, decision in decisions.items() if decision.recipe is not None}
+    refuse_nothing(config, {path: decision.reason for path, decision in decisions.items()}, bool(recipes))
+    return recipes

@@ -1,0 +1,220 @@
+"""Quantize an NNX model that knows nothing of jaxquant.
+
+An NNX model carries its layers, so they are found without running it: in lists, inside attention, beneath
+``nnx.LoRA``. A copy of the model is made that shares its arrays, and in the copy each layer that has a recipe gets a
+quantized op in place of its ``dot_general`` or ``einsum_op``. What nnx.vmap made as one layer with a leading axis gets
+quant state with that axis.
+
+The low-rank factors of ``nnx.LoRA`` and ``nnx.LoRALinear`` stay in float: their matmuls are thin, and a tuned
+difference is what rounding would hurt most. Their base layer is quantized like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxquant.backends import native_nnx
+from jaxquant.core.recipe import Recipe
+from jaxquant.inject.layers import Layer, check_for_qwix, einsum_out_features, split_arrays
+
+Linear = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
+
+_KNOWN_CALLS = (nnx.Linear.__call__, nnx.LoRALinear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__)
+
+
+def nnx_layers(model: nnx.Module, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
+    """List the linear layers of an NNX model, those that a call runs first and in its order.
+
+    Args:
+      model: the model.
+      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
+    """
+    found = {path: _layer(path, module) for path, module in _linear_modules(model)}
+    if not (example_inputs or example_kwargs):
+        return list(found.values())
+    called = _trace_call(model, example_inputs, example_kwargs)
+    return [*called.values(), *(layer for path, layer in found.items() if path not in called)]
+
+
+def quantize_nnx(
+    model: nnx.Module, backend: str | None, recipes: Mapping[str, Recipe], layers: list[Layer]
+) -> nnx.Module:
+    """Quantize an NNX model.
+
+    Args:
+      model: the model; it stays as it is.
+      backend: "native" or "qwix".
+      recipes: of the layers to quantize, by path.
+      layers: all layers of the model.
+
+    Raises:
+      ValueError: a layer has an op of its own.
+      NotImplementedError: a layer does not use its op, so that no recipe can reach it.
+    """
+    by_path = {layer.path: layer for layer in layers}
+    chosen = {path: module for path, module in _linear_modules(model) if path in recipes}
+    for path, module in chosen.items():
+        _check_op(path, module, by_path[path], recipes[path])
+    if backend == "qwix":
+        from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
+
+        check_for_qwix(by_path[path] for path in chosen)
+        return qwix.quantize_nnx(model, recipes)
+    copy = _copy(model)
+    for path, module in _linear_modules(copy):
+        if path in recipes:
+            setattr(module, _op_name(module), nnx.data(_op(path, module, recipes[path])))
+    return copy
+
+
+def _linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
+    """Give the path of each linear layer as users write it in rules; a shared layer once, by its first path."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Linear):
+            yield "/".join(map(str, path)), node
+
+
+def _copy(model: nnx.Module) -> Any:
+    """Copy a model; variables are new objects around the same arrays."""
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, state, copy=True)
+
+
+def _shape(module: Linear) -> tuple[int, ...]:
+    """Give the kernel's shape for one layer, whatever nnx.vmap stacks."""
+    if isinstance(module, nnx.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nnx.LinearGeneral):
+        return *module.batch_axis.values(), *module.in_features, *module.out_features
+    return tuple(module.kernel_shape)
+
+
+def _stacked(path: str, module: Linear) -> int:
+    """Count the leading axes that nnx.vmap put before the kernel's own.
+
+    Raises:
+      NotImplementedError: other axes than leading ones.
+    """
+    kernel, shape = module.kernel.shape, _shape(module)
+    extra = len(kernel) - len(shape)
+    if extra < 0 or kernel[extra:] != shape:
+        raise NotImplementedError(
+            f"layer {path!r} has a kernel of shape {kernel} where {type(module).__name__} makes {shape}; only leading "
+            "axes may be added, as by nnx.vmap with out_axes 0"
+        )
+    return extra
+
+
+def _layer(path: str, module: Linear, is_called: bool = False) -> Layer:
+    stacked = 0 if is_called else _stacked(path, module)  # a call sees one layer at a time
+    named = {"kernel": module.kernel, "bias": module.bias}
+    shapes = {name: tuple(value.shape)[stacked:] for name, value in named.items() if value is not None}
+    kind = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
+    return Layer(
+        path,
+        next(name for base, name in kind.items() if isinstance(module, base)),
+        shapes["kernel"],
+        _out_features(module),
+        tuple(shapes.items()),
+        precision=module.precision,
+        preferred_element_type=module.preferred_element_type,
+    )
+
+
+def _out_features(module: Linear) -> int:
+    if isinstance(module, nnx.Einsum):
+        equation = module.einsum_str
+        return einsum_out_features(equation, native_nnx.lhs_labels(equation), module.kernel_shape)
+    features = module.out_features
+    return math.prod(features) if isinstance(features, tuple) else features
+
+
+def _op_name(module: Linear) -> str:
+    return "einsum_op" if isinstance(module, nnx.Einsum) else "dot_general"
+
+
+def _op(path: str, module: Linear, recipe: Recipe) -> nnx.Module:
+    stacked = _stacked(path, module)
+    if isinstance(module, nnx.Einsum):
+        return native_nnx.Einsum(recipe, path, module.kernel, stacked, module.einsum_str)
+    batch = len(module.batch_axis) if isinstance(module, nnx.LinearGeneral) else 0
+    inputs = len(module.in_features) if isinstance(module, nnx.LinearGeneral) else 1
+    return native_nnx.DotGeneral(recipe, path, module.kernel, stacked, tuple(range(batch, batch + inputs)))
+
+
+def _check_op(path: str, module: Linear, layer: Layer, recipe: Recipe) -> None:
+    """Refuse a layer that would lose its own op, or would not use the one that it gets."""
+    own = getattr(module, "dot_general_cls", None) or getattr(module, _op_name(module))
+    if own not in (None, jax.lax.dot_general, jnp.einsum):
+        raise ValueError(
+            f"layer {path!r} has a {_op_name(module)} of its own ({own}) and config asks for {recipe.name!r} there; "
+            f"drop one, or add the rule {{path: {path}, recipe: null}}"
+        )
+    if type(module).__call__ not in _KNOWN_CALLS and not layer.input_shapes:
+        raise ValueError(
+            f"layer {path!r} ({type(module).__name__}) has a __call__ of its own and was not seen to use its "
+            f"{_op_name(module)}; pass maybe_quantize_model example inputs whose call runs it, or add the rule "
+            f"{{path: {path}, recipe: null}}"
+        )
+    if layer.uses_op is False:
+        raise NotImplementedError(
+            f"layer {path!r} ({type(module).__name__}) does not use its {_op_name(module)}, so {recipe.name!r} cannot "
+            f"reach it; add the rule {{path: {path}, recipe: null}}"
+        )
+
+
+def _trace_call(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Layer]:
+    """Trace a call of a copy of the model whose layers note their calls."""
+    seen: dict[str, Layer] = {}
+    copy = _copy(model)
+    for path, module in list(_linear_modules(copy)):
+        object.__setattr__(module, "__class__", _noting(type(module), path, seen))
+    graph, state = nnx.split(copy)
+    arrays, rebuild = split_arrays((args, kwargs))
+
+    def call(state: Any, arrays: list[Any]) -> None:
+        args, kwargs = rebuild(arrays)
+        nnx.merge(graph, state)(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    jax.eval_shape(call, state, arrays)
+    return seen
+
+
+def _noting(kind: type, path: str, seen: dict[str, Layer]) -> type:
+    """Subclass a layer's class so that a call notes its input and whether it used its op."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = _op_name(self)
+        op, used = getattr(self, name), []
+
+        def noting_op(*args: Any, **kwargs: Any) -> Any:
+            used.append(path)
+            default = jnp.einsum if name == "einsum_op" else jax.lax.dot_general
+            return (op or default)(*args, **kwargs)
+
+        out = _with_attribute(self, name, noting_op, lambda: kind.__call__(self, *args, **kwargs))
+        before = seen[path].input_shapes if path in seen else ()
+        inputs = args[0] if args else kwargs["x" if isinstance(self, nnx.LoRALinear) else "inputs"]
+        layer = _layer(path, self, is_called=True)
+        seen[path] = dataclasses.replace(layer, input_shapes=(*before, tuple(inputs.shape)), uses_op=bool(used))
+        return out
+
+    call.__name__ = "__call__"
+    return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(__call__=call))
+
+
+def _with_attribute(module: Any, name: str, value: Any, call: Callable[[], Any]) -> Any:
+    before = getattr(module, name)
+    object.__setattr__(module, name, value)
+    try:
+        return call()
+    finally:
+        object.__setattr__(module, name, before)

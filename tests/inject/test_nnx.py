@@ -1,0 +1,262 @@
+"""maybe_quantize_model on NNX models that know nothing of jaxquant."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
+from jaxquant.config.recipes import RECIPES
+from tests.inject.test_linen import NATIVE
+
+X = jax.random.normal(jax.random.key(0), (2, 5, 16))
+QWIX = [name for name, row in RECIPES.items() if "qwix" in row.backends and name != "fp4_e2m1"]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.wi, self.wo = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.wo(nnx.silu(self.wi(x)))
+
+
+class Model(nnx.Module):
+    """Every kind of layer: in a list, stacked under nnx.scan and nnx.remat, in attention, beneath LoRA, used twice."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs)])
+        self.stack = nnx.vmap(Block, in_axes=0, out_axes=0)(rngs.split(2))
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.mix = nnx.Einsum("bsd,dhk->bshk", (16, 2, 8), rngs=rngs)
+        self.join = nnx.LinearGeneral((2, 8), 16, axis=(-2, -1), rngs=rngs)
+        self.wrapped = nnx.LoRA(16, 2, 16, base_module=nnx.Linear(16, 16, rngs=rngs), rngs=rngs)
+        self.tuned = nnx.LoRALinear(16, 16, lora_rank=2, rngs=rngs)
+        self.gate, self.logits = nnx.Linear(16, 4, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.blocks[0](x)
+        scan = nnx.scan(nnx.remat(lambda block, x: block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        x = self.attention(scan(self.stack, x))
+        x = self.tuned(self.tuned(self.wrapped(self.join(self.mix(x)))))
+        return self.logits(x) * self.gate(x).sum(-1, keepdims=True)
+
+
+QUANTIZED = [
+    "blocks/0/wi",
+    "blocks/0/wo",
+    "stack/wi",
+    "stack/wo",
+    *(f"attention/{name}" for name in ("query", "key", "value", "out")),
+    "mix",
+    "join",
+    "wrapped/base_module",
+    "tuned",
+]
+
+
+def asked(quantization, backend="native", **fields):
+    return {"quantization": quantization, "quant_backend": backend, **fields}
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+def pure(tree, kind):
+    return nnx.to_pure_dict(nnx.state(tree, kind))
+
+
+def assert_same(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nnx.jit(lambda: Model(nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def block():
+    return Block(nnx.Rngs(0))
+
+
+@functools.cache
+def _float_step(model):
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(model, X)
+    return value, pure(grads, nnx.Param)
+
+
+def test_layers_are_found_in_the_order_of_a_call(model):
+    assert [layer.path for layer in linear_layers(model, X)] == [*QUANTIZED, "logits", "gate"]
+    assert sorted(layer.path for layer in linear_layers(model)) == sorted([*QUANTIZED, "gate", "logits"])
+    layers = {layer.path: layer for layer in linear_layers(model, X)}
+    assert layers["stack/wi"].kernel_shape == (16, 32)
+    assert layers["tuned"].input_shapes == (X.shape, X.shape)
+    assert layers["mix"].out_features == layers["join"].out_features == 16
+    reports = {report.path: report for report in describe_layers(model, {"quantization": "int8"}, X)}
+    assert [path for path, report in reports.items() if report.recipe] == QUANTIZED
+    assert {report.backend for report in reports.values()} == {"native", None}  # auto, where Linen has AQT
+    assert "output head" in reports["logits"].reason
+    assert "router" in reports["gate"].reason
+
+
+@pytest.mark.parametrize(("quantization", "backend"), [("fp8", "native"), ("int8", "qwix")])
+def test_every_kind_of_layer_trains(quantization, backend, model):
+    check_a_step(model, quantization, backend)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "backend"),
+    [*((string, "native") for string in NATIVE), *((string, "qwix") for string in QWIX)],
+)
+def test_every_recipe_trains(quantization, backend, block):
+    check_a_step(block, quantization, backend)
+
+
+def check_a_step(model, quantization, backend):
+    """Quantize a model: the same parameters, the given model as it was, and a step that comes close to its own."""
+    before, graph = pure(model, nnx.Param), nnx.graphdef(model)
+    exact = _float_step(model)
+    quantized = maybe_quantize_model(model, asked(quantization, backend), X)
+    assert_same(pure(quantized, nnx.Param), before)
+    assert nnx.graphdef(model) == graph, "the given model has changed"
+    stateful = RECIPES[quantization].recipe.is_stateful
+    assert bool(pure(quantized, state.QuantState)) == stateful
+    value, grads = nnx.jit(state.value_and_grad(loss))(quantized, X)
+    four_bits = "4" in quantization.replace("e4m3", "")
+    assert value != exact[0]
+    assert float(value) == pytest.approx(float(exact[0]), rel=0.5 if four_bits else 0.15)
+    ours = pure(grads, nnx.Param)
+    cosine = optax.tree.vdot(ours, exact[1]) / (optax.tree.norm(ours) * optax.tree.norm(exact[1]))
+    assert float(cosine) > (0.8 if four_bits else 0.95)
+
+
+class Pair(nnx.Module):
+    """Two layers of one shape that share a jitted function."""
+
+    def __init__(self, rngs):
+        self.one, self.two = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        run = _shared()
+        return run(self.two, run(self.one, x))
+
+
+@functools.cache
+def _shared():
+    return nnx.jit(lambda layer, x: layer(x))
+
+
+@pytest.mark.parametrize("backend", ["native", "qwix"])
+def test_only_the_layer_that_was_asked_for_is_quantized(backend):
+    """Not the other one of its shape, whatever a shared jitted function has in its cache."""
+    pair = Pair(nnx.Rngs(0))
+    exact = pair(X[0])
+    outs = {}
+    for path in ("one", "two"):
+        config = asked("fp8_e4m3", backend, rules=[{"path": path, "recipe": None}])
+        outs[path] = maybe_quantize_model(pair, config, X[0])(X[0])
+    both = maybe_quantize_model(pair, asked("fp8_e4m3", backend), X[0])(X[0])
+    np.testing.assert_array_equal(pair(X[0]), exact)
+    hidden = pair.one(X[0])
+    second = maybe_quantize_model(pair.two, asked("fp8_e4m3", backend), hidden)
+    np.testing.assert_array_equal(outs["one"], second(hidden))
+    first = maybe_quantize_model(pair.one, asked("fp8_e4m3", backend), X[0])
+    np.testing.assert_array_equal(outs["two"], pair.two(first(X[0])))
+    np.testing.assert_array_equal(both, second(first(X[0])))
+
+
+def test_a_call_outside_the_model_leaves_nothing_in_a_shared_cache():
+    pair = Pair(nnx.Rngs(1))
+    quantized = maybe_quantize_model(pair, asked("fp8_e4m3", "qwix"), X[0])
+    _shared()(quantized.one, X[0])  # in float: Qwix quantizes calls of the whole model
+    np.testing.assert_array_equal(quantized(X[0]), maybe_quantize_model(pair, asked("fp8_e4m3"), X[0])(X[0]))
+
+
+def test_an_activation_of_a_kernels_shape():
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+    linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    out = maybe_quantize_model(linear, asked("int8"), x)(x)
+    assert (out != linear(x)).any()
+    np.testing.assert_allclose(out, linear(x), atol=0.1)
+    with pytest.raises(ValueError, match=r"has an input of shape \(16, 16\), that of its kernel"):
+        maybe_quantize_model(linear, asked("int8", "qwix"), x)
+
+
+def test_sparsity_state_of_stacked_layers():
+    stack = nnx.vmap(Block, in_axes=0, out_axes=0)(nnx.Rngs(0).split(2))
+    fields = {"weight_sparsity_n": 2, "weight_sparsity_m": 4, "weight_sparsity_start_step": 0}
+    quantized = maybe_quantize_model(stack, asked("fp8_full", **fields))
+    mask = quantized.wi.dot_general.sparsity_mask[...]
+    assert mask.shape == (2, 16, 32)
+    assert (mask.reshape(2, 4, 4, 32).sum(2) == 2).all()
+
+
+def test_state_must_be_mapped_with_its_layers(model):
+    quantized = maybe_quantize_model(model, asked("fp8"))
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+    with pytest.raises(ValueError, match="'stack/wi' has quant state of 2 layers in the call of one"):
+        nnx.vmap(lambda block, x: block(x), in_axes=(axes, None))(quantized.stack, X)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
+def test_a_gradient_without_the_state_is_an_error(model, transform):
+    quantized = maybe_quantize_model(model, asked("fp8"))
+    match = r"layer 'blocks/0/wi' has quant state .* jaxquant\.state\.value_and_grad"
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(lambda m: transform(nnx.grad(loss))(m, X), quantized)
+    with state.frozen():
+        jax.eval_shape(lambda m: transform(nnx.grad(loss))(m, X), quantized)
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(lambda m: transform(nnx.grad(loss))(m, X), quantized)
+
+
+class Stubborn(nnx.Linear):
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class Logged(nnx.Linear):
+    def __call__(self, inputs):
+        return super().__call__(inputs)
+
+
+def _linear(kind=nnx.Linear, **fields):
+    return kind(16, 16, rngs=nnx.Rngs(0), **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "inputs", "error", "message"),
+    [
+        (_linear(), asked("int8", "aqt"), [X], NotImplementedError, "use quant_backend 'native', which runs .* 'int8'"),
+        (_linear(dot_general=jnp.dot), asked("int8"), [], ValueError, "has a dot_general of its own"),
+        (nnx.List([_linear(Stubborn)]), asked("int8"), [], ValueError, r"'0' \(Stubborn\) has a __call__ of its own"),
+        (_linear(Stubborn), asked("int8"), [X], NotImplementedError, r"\(Stubborn\) does not use its dot_general"),
+        (nnx.List([]), asked("int8"), [], ValueError, "would quantize no layer of this model"),
+        (_linear(), asked("int8", rules=[{"path": "a", "recipe": None}]), [], ValueError, "'a' matches no layer"),
+        (_linear(), asked("fp8_e4m3", "qwix"), [], ValueError, "on qwix needs to see the model's layers"),
+        (_linear(precision="high"), asked("int8", "qwix"), [X], NotImplementedError, "which Qwix drops"),
+    ],
+)
+def test_refusals(model, config, inputs, error, message):
+    with pytest.raises(error, match=message):
+        maybe_quantize_model(model, config, *inputs)
+
+
+def test_a_layer_class_that_calls_its_base_is_quantized():
+    logged = _linear(Logged)
+    assert (maybe_quantize_model(logged, asked("int8"), X)(X) != logged(X)).any()
+
+
+def test_out_sharding_is_refused():
+    quantized = maybe_quantize_model(_linear(), asked("int8"))
+    with pytest.raises(NotImplementedError, match="which a quantized layer does not take"):
+        quantized(X, out_sharding=jax.sharding.PartitionSpec())

@@ -1,0 +1,138 @@
+"""Quant state of NNX models through real optimizer steps, against a plain Python loop."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxquant import maybe_quantize_model, state
+
+BIN = 1.125  # an amax read from the bins is rounded up by at most an eighth
+XS = [jax.random.normal(jax.random.key(i), (4, 8)) * scale for i, scale in enumerate((1.0, 9.0, 0.1))]
+LENGTH = 4
+FP8 = {"quantization": "fp8", "amax_history_length": LENGTH}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
+        self.scale = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        return self.layers[0](x) * self.scale
+
+
+class Twice(Net):
+    def __call__(self, x):
+        return self.layers[0](x) + self.layers[0](9 * x)
+
+
+def loss(model, x):
+    return (model(x) ** 2).sum()
+
+
+def step(model, optimizer, x):
+    value, grads = state.value_and_grad(loss)(model, x)
+    state.apply_gradients(model, optimizer, grads)
+    return value
+
+
+def op_state(model):
+    return {
+        name: np.asarray(value)
+        for name, value in nnx.to_pure_dict(nnx.state(model, state.QuantState))["layers"][0]["dot_general"].items()
+    }
+
+
+def setup(kind=Net, config=FP8):
+    model = maybe_quantize_model(kind(nnx.Rngs(0)), config)
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def rolled(history, amax):
+    """Roll by −1 and put the amax in slot 0, in plain Python."""
+    return [amax, *history[2:], history[0]]
+
+
+def test_state_advances_through_optimizer_steps_as_a_plain_loop_says():
+    model, optimizer = setup()
+    assert not any(
+        "dot_general" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(optimizer.opt_state)
+    )
+    jitted = nnx.jit(step)
+    inputs, kernels = [0.0] * LENGTH, [0.0] * LENGTH
+    for x in [*XS, *XS]:
+        past, amax = max(inputs), float(jnp.abs(x).max())
+        kernel = float(jnp.abs(model.layers[0].kernel[...]).max())
+        jitted(model, optimizer, x)
+        inputs, kernels = rolled(inputs, amax), rolled(kernels, kernel)
+        new = op_state(model)
+        np.testing.assert_array_equal(new["input_amax_history"], np.float32(inputs))
+        np.testing.assert_array_equal(new["kernel_amax_history"], np.float32(kernels))
+        np.testing.assert_array_equal(new["input_scale"], np.float32([past or amax]) * np.float32(1 / 448))
+        assert not new["input_amax_bins"].any()
+
+
+def test_what_reads_the_same_names_advances_the_same():
+    """nnx.DiffState by hand, auxiliary output and key arguments give the gradients of the helper."""
+    model, _ = setup()
+    _, expected = state.value_and_grad(loss)(model, XS[0])
+    by_hand = nnx.grad(loss, argnums=nnx.DiffState(0, state.TRAINED))(model, XS[0])
+    with_aux, aux = state.grad(lambda x, model, factor: (factor * loss(model, x), "aux"), argnums=1, has_aux=True)(
+        XS[0], model, factor=1.0
+    )
+    (both,) = state.grad(loss, argnums=(0,))(model, XS[0])
+    assert aux == "aux"
+    for grads in (by_hand, with_aux, both):
+        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(grads), nnx.to_pure_dict(expected))
+
+
+@pytest.mark.parametrize("how", ["twice", "vmap", "sum"])
+def test_several_uses_record_the_maximum(how):
+    model, optimizer = setup(Twice if how == "twice" else Net)
+    if how == "twice":
+        grads, true = state.grad(loss)(model, XS[0]), float(jnp.abs(9 * XS[0]).max())
+    else:
+        true = max(float(jnp.abs(x).max()) for x in XS)
+        if how == "vmap":
+            mapped = nnx.vmap(loss, in_axes=(None, 0))
+            grads = state.grad(lambda model, xs: mapped(model, xs).sum())(model, jnp.stack(XS))
+        else:
+            each = [state.grad(loss)(model, x) for x in XS]
+            grads = jax.tree.map(lambda *leaves: sum(leaves), *each)
+    state.apply_gradients(model, optimizer, grads)
+    history = op_state(model)["input_amax_history"]
+    assert true <= history[0] <= true * BIN
+    assert not history[1:].any()
+
+
+def test_only_the_factors_of_a_tuned_model_are_trained():
+    model = maybe_quantize_model(nnx.List([nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0))]), FP8)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    kernel, factor = (np.asarray(value[...]) for value in (model[0].kernel, model[0].lora.lora_b))
+    tuned = lambda model, x: (model[0](x) ** 2).sum()  # noqa: E731
+    grads = state.grad(tuned, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, XS[0])
+    state.apply_gradients(model, optimizer, grads)
+    np.testing.assert_array_equal(model[0].kernel[...], kernel)
+    assert (model[0].lora.lora_b[...] != factor).any()
+    assert float(model[0].dot_general.input_amax_history[0]) == float(jnp.abs(XS[0]).max())
+
+
+def test_a_float_model_passes_through_the_same_loop():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    assert step(model, optimizer, XS[0]) > step(model, optimizer, XS[0])
+
+
+def test_gradients_without_the_state_are_an_error_and_change_nothing():
+    model, optimizer = setup()
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    with state.frozen():
+        grads = nnx.grad(loss)(model, XS[0])
+    with pytest.raises(ValueError, match=r"'layers/0'; differentiate with jaxquant.state.value_and_grad"):
+        state.apply_gradients(model, optimizer, grads)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)

@@ -1,0 +1,108 @@
+"""The decoder in Linen and in NNX behind one face: parameters and quant state are the same nested dicts in both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+import jaxquant
+from jaxquant import state as quantization_state
+from jaxquant.inject.layers import LayerReport
+from train import model as linen_model
+from train import model_nnx
+from train.config import TrainConfig
+from train.model import DecoderConfig
+
+Rngs = Mapping[str, jax.Array]
+_NNX_OP = "dot_general"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A quantized decoder.
+
+    Attributes:
+      init: key -> (params, quant_state), nested dicts by module name, the same in both frameworks.
+      apply: (params, quant_state, inputs, segment_ids, positions, rngs) -> logits.
+      linen: the Linen decoder of these parameters, for looking inside: itself, or the twin of an NNX one.
+      layers: what the configuration makes of each linear layer.
+    """
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    apply: Callable[..., jax.Array]
+    linen: nn.Module
+    layers: list[LayerReport]
+
+
+def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Model:
+    """Build the decoder of a configuration in its framework and quantize it.
+
+    Args:
+      shape: the decoder's shape and numerics.
+      tokens: of the shape of one micro-batch.
+
+    Raises:
+      ValueError, NotImplementedError: the quantization does not fit the model.
+    """
+    linen = jaxquant.maybe_quantize_model(linen_model.Decoder(shape), config, tokens)
+    # The native op then draws its noise from each gradient's bits: the same in both frameworks.
+    streams = () if config.resolved_backend == "native" else ("quant",)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        return quantization_state.split(linen.init({"params": key, "quant": key}, tokens))
+
+    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs) -> jax.Array:
+        variables = quantization_state.merge(params, quant_state)
+        return linen.apply(variables, *inputs, rngs={name: rngs[name] for name in streams})  # pyright: ignore
+
+    if config.framework == "linen":
+        layers = jaxquant.describe_layers(linen_model.Decoder(shape), config, tokens)
+        return Model(init, apply, linen, layers)
+    return _make_nnx(config, shape, tokens, linen)
+
+
+def _make_nnx(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, linen: nn.Module) -> Model:
+    plain = nnx.eval_shape(lambda: model_nnx.Decoder(shape, nnx.Rngs(0)))
+    _, linen_state = jax.eval_shape(lambda: quantization_state.split(linen.init(jax.random.key(0), tokens)))
+
+    def quantized(params: Any) -> Any:
+        model = model_nnx.Decoder(shape, nnx.Rngs(0))
+        nnx.update(model, params)
+        return jaxquant.maybe_quantize_model(model, config, tokens)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        params = linen_model.Decoder(shape).init(key, tokens)["params"]
+        model = quantized(params)
+        return params, _as_in_linen(nnx.to_pure_dict(nnx.state(model, quantization_state.QuantState)), linen_state)
+
+    structure, blank = nnx.split(nnx.eval_shape(quantized, nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
+
+    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs) -> jax.Array:
+        model = nnx.merge(structure, blank, copy=True)
+        nnx.update(model, params)
+        nnx.update(model, _as_in_nnx(quant_state))
+        return model(*inputs)  # pyright: ignore[reportCallIssue]
+
+    return Model(init, apply, linen, jaxquant.describe_layers(plain, config, tokens))
+
+
+def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the ops in a tree of NNX quant state the names that they have in Linen: checkpoints are the same."""
+    if list(tree) == [_NNX_OP]:
+        (name,) = linen
+        return {name: tree[_NNX_OP]}
+    return {name: _as_in_linen(value, linen[name]) for name, value in tree.items()}
+
+
+def _as_in_nnx(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``_as_in_linen``."""
+    new = {}
+    for name, value in tree.items():
+        is_op = not any(isinstance(child, Mapping) for child in value.values())
+        new |= {_NNX_OP: value} if is_op else {name: _as_in_nnx(value)}
+    return new

@@ -1,0 +1,115 @@
+"""The decoder of ``train.model`` in plain NNX: the same names, shapes and numbers. It knows nothing of quantization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from train.model import REMAT_POLICIES, DecoderConfig, attention_mask, constrain, rotate
+
+
+def _dense(
+    c: DecoderConfig, inputs: int | tuple[int, ...], features: int | tuple[int, ...], rngs: nnx.Rngs
+) -> nnx.LinearGeneral:
+    axis = (-2, -1) if isinstance(inputs, tuple) else -1
+    return nnx.LinearGeneral(
+        inputs, features, axis=axis, use_bias=False, dtype=jnp.dtype(c.dtype), param_dtype=jnp.float32, rngs=rngs
+    )
+
+
+def _norm(c: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(c.emb_dim, epsilon=c.norm_epsilon, dtype=jnp.dtype(c.dtype), param_dtype=jnp.float32, rngs=rngs)
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query attention; ``mask`` is [batch, 1, query, key], True where a query may look."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c = self.config = config
+        self.query = _dense(c, c.emb_dim, (c.num_query_heads, c.head_dim), rngs)
+        self.key = _dense(c, c.emb_dim, (c.num_kv_heads, c.head_dim), rngs)
+        self.value = _dense(c, c.emb_dim, (c.num_kv_heads, c.head_dim), rngs)
+        self.out = _dense(c, (c.num_query_heads, c.head_dim), c.emb_dim, rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        theta = self.config.rope_theta
+        query, key = rotate(query, positions, theta), rotate(key, positions, theta)
+        return self.out(jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla"))
+
+
+class Mlp(nnx.Module):
+    """SwiGLU: ``wo(silu(wi_0(x)) * wi_1(x))``."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.wi_0 = _dense(config, config.emb_dim, config.mlp_dim, rngs)
+        self.wi_1 = _dense(config, config.emb_dim, config.mlp_dim, rngs)
+        self.wo = _dense(config, config.mlp_dim, config.emb_dim, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.wo(nnx.silu(self.wi_0(x)) * self.wi_1(x))
+
+
+class DecoderLayer(nnx.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.pre_self_attention_layer_norm = _norm(config, rngs)
+        self.self_attention = SelfAttention(config, rngs)
+        self.post_self_attention_layer_norm = _norm(config, rngs)
+        self.mlp = Mlp(config, rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+        x = x + self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions)
+        x = x + self.mlp(self.post_self_attention_layer_norm(x))
+        return constrain(x, self.config)
+
+
+class Decoder(nnx.Module):
+    """Tokens to logits (float32), as ``train.model.Decoder``."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c = self.config = config
+        dtype = jnp.dtype(c.dtype)
+        self.token_embedder = nnx.Embed(c.vocab_size, c.emb_dim, dtype=dtype, param_dtype=jnp.float32, rngs=rngs)
+        if c.scan_layers:
+            make = nnx.vmap(lambda rngs: DecoderLayer(c, rngs), in_axes=0, out_axes=0)
+            self.layers = make(rngs.split(c.num_layers))
+        else:
+            for index in range(c.num_layers):
+                setattr(self, f"layers_{index}", DecoderLayer(c, rngs))
+        self.decoder_norm = _norm(c, rngs)
+        if not c.logits_via_embedding:
+            self.logits_dense = _dense(c, c.emb_dim, c.vocab_size, rngs)
+
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        c = self.config
+        mask, positions = attention_mask(tokens, segment_ids, positions)
+        x = constrain(self.token_embedder(tokens), c)
+
+        def apply(graph: Any, x: jax.Array, state: Any) -> jax.Array:
+            return nnx.merge(graph, state)(x, mask, positions)
+
+        def run(layer: Any, x: jax.Array, scan: bool) -> jax.Array:
+            graph, state = nnx.split(layer)
+            body = lambda x, state: apply(graph, x, state)  # noqa: E731
+            if c.remat_policy != "none":
+                body = jax.checkpoint(body, policy=REMAT_POLICIES[c.remat_policy], prevent_cse=not scan)
+            if not scan:
+                return body(x, state)
+            return jax.lax.scan(lambda x, state: (body(x, state), None), x, state)[0]
+
+        if c.scan_layers:
+            x = run(self.layers, x, scan=True)
+        else:
+            for index in range(c.num_layers):
+                x = run(getattr(self, f"layers_{index}"), x, scan=False)
+        x = self.decoder_norm(x)
+        logits = self.token_embedder.attend(x) if c.logits_via_embedding else self.logits_dense(x)
+        return logits.astype(jnp.float32)
