@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxquant
+from jaxquant.audit.coverage import of_trace
+from jaxquant.inject.layers import LayerReport
 from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
@@ -86,9 +88,14 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     check_config(run_dir, config)
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
-    layers = _layers(program, data)
-    check_step(program, next(data.held_out()))
+    reports = _layers(program, data)
+    coverage = of_trace(check_step(program, next(data.held_out())), layers=reports)
+    if config.strict:
+        coverage.check()
+    layers = [dataclasses.asdict(report) for report in reports]
     write_config(run_dir, config)
+    (run_dir / "coverage.json").write_text(coverage.to_json() + "\n")
+    say(coverage.text())
     say(f"data: {data.description}")
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run_dir, config))
@@ -191,11 +198,11 @@ def _diverged(
     )
 
 
-def _layers(program: Program, data: Data) -> list[dict[str, Any]]:
+def _layers(program: Program, data: Data) -> list[LayerReport]:
     """Say of every linear layer what the configuration makes of it."""
     config = program.config
     model = Decoder(model_config(config, data.vocab_size, program.mesh))
-    return [dataclasses.asdict(layer) for layer in jaxquant.describe_layers(model, config, example_inputs(config))]
+    return jaxquant.describe_layers(model, config, example_inputs(config))
 
 
 def _summary(

@@ -192,13 +192,15 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
     )
 
 
-def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> None:
+def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> jax.stages.Traced:
     """Trace a step without running it, so that what does not fit shows before a run's folder is touched.
+
+    The first step finds this trace in jax's cache.
 
     Raises:
       ValueError, NotImplementedError: from the quantized operations, forward or backward.
     """
-    jax.eval_shape(program.step, program.abstract_state, dict(batch), jax.ShapeDtypeStruct((), jnp.bool_))
+    return program.step.trace(program.abstract_state, dict(batch), jax.ShapeDtypeStruct((), jnp.bool_))
 
 
 def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) -> int:
