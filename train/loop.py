@@ -125,7 +125,7 @@ def _train(
     layers: list[dict[str, Any]],
 ) -> None:
     config = program.config
-    healthy = jnp.bool_(True)
+    healthy = jax.device_put(jnp.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
     pending: _Pending | None = None
     first = int(state.step)
     with checkpoints, Metrics(run_dir, config, first) as metrics, StopRequest() as stop:

@@ -15,7 +15,7 @@ from jaxquant.audit.dataflow import contractions
 from jaxquant.audit.places import Placed, place, weight_side
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
-from jaxquant.core.dtypes import element
+from jaxquant.core.dtypes import ELEMENTS, element
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.inject.layers import LayerReport
 
@@ -70,7 +70,8 @@ class Row:
         """Operand dtypes in one word, as ``LayerReport`` spells them."""
         if self.is_low:
             return f"{self.lhs_dtype} × {self.rhs_dtype}"
-        held = [dtype.split("(")[1][:-1] for dtype in (self.lhs_dtype, self.rhs_dtype) if "(" in dtype]
+        dtypes = (self.lhs_dtype, self.rhs_dtype)
+        held = [dtype.partition("(")[2][:-1] or dtype for dtype in dtypes if "(" in dtype or dtype in ELEMENTS]
         return f"float ({', '.join(held)})" if held else "float"
 
     @property
@@ -114,7 +115,7 @@ class Coverage:
         return [_layer(path, rows) for path, rows in paths.items()]
 
     def table(self) -> Any:
-        """Make a ``rich.table.Table`` with a line for every path.
+        """Make a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn.
 
         Raises:
           ImportError: rich is not installed.
@@ -123,21 +124,22 @@ class Coverage:
             from rich.table import Table
         except ImportError:
             raise ImportError("Coverage.table needs the package rich; run pip install 'jaxquant[train]'") from None
-        table = Table(caption=self.summary(), caption_justify="left")
-        for name in ("path", *MATMULS, "scales", "times", "reason"):
+        columns = ("path", *MATMULS, "scales", "times", "reason")
+        table = Table(box=None, caption=self.summary(), caption_justify="left", caption_style="", pad_edge=False)
+        for name in columns:
             table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
         for entry in self.layers():
-            table.add_row(*(str(entry[name]) for name in ("path", *MATMULS, "scales", "times", "reason")))
+            table.add_row(*(_short(str(entry[name])) for name in columns))
         return table
 
-    def text(self, width: int = 120) -> str:
+    def text(self, width: int = 140) -> str:
         """Give ``table`` as plain text.
 
         Args:
           width: columns of the page.
         """
         table = self.table()
-        from rich.console import Console  # there, as table() has shown
+        from rich.console import Console
 
         file = io.StringIO()
         Console(file=file, width=width).print(table)
@@ -165,9 +167,7 @@ class Coverage:
           ValueError: names path, matmul, what was wanted and what was found, of the first such contraction.
         """
         wrong = [f"{row.path or 'the model itself'} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
-        wrong += [
-            f"{path}: the config quantizes it ({MATMULS[0]}) and no contraction is there" for path in self.missing
-        ]
+        wrong += [f"{path}: the config quantizes it and no contraction of it was found" for path in self.missing]
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise ValueError(
@@ -245,7 +245,7 @@ class _Decider:
         if each.path in self.reports:
             report = self.reports[each.path]
             wanted = {name: _dtypes_of(getattr(report, name)) for name in MATMULS}
-            return _Decision(wanted, report.reason if report.recipe is None else f"{report.recipe}: {report.reason}")
+            return _Decision(wanted, _reason(report.recipe, report.reason))
         forward = each.forward
         if self.reports or self.resolver is None or forward is None or not _has_kernel(forward):
             return None
@@ -254,7 +254,11 @@ class _Decider:
         if recipe is None:
             return _Decision(dict.fromkeys(MATMULS, ()), decision.reason)
         wanted = {name: _recipe_dtypes(recipe, name) for name in MATMULS}
-        return _Decision(wanted, f"{recipe.name}: {decision.reason}")
+        return _Decision(wanted, _reason(recipe.name, decision.reason))
+
+
+def _reason(recipe: str | None, reason: str) -> str:
+    return reason if recipe is None or repr(recipe) in reason else f"{recipe}, by {reason}"
 
 
 def _decider(config: Any, layers: Iterable[LayerReport] | None) -> _Decider:
@@ -362,6 +366,19 @@ def _float_reason(each: Placed, decide: _Decider) -> str:
     if decide.has_config:
         return "quantization is off" if decide.is_off else "not a linear layer of the model"
     return "float operands: no quantization reached it"
+
+
+_SHORT = {"float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz"} | {
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "float4_e2m1fn": "e2m1",
+}
+
+
+def _short(text: str) -> str:
+    for name, short in _SHORT.items():
+        text = text.replace(name, short)
+    return text
 
 
 def _layer(path: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map", "composite"}
+    {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 )
 """Primitives whose one inner program takes their operands and gives their results, in order."""
@@ -29,7 +29,7 @@ class Value:
     Attributes:
       operation: name of the primitive that made it; "argument" and "constant" have none, and a loop adds its own:
         "scan_slice" (one step's part of an input), "scan_carry" (made from the first value and the last step's),
-        "scan_stack" (one step's results, stacked).
+        "scan_stack" (one step's results, stacked); ``shard_map`` adds "shard" and "unshard".
       inputs: what it was computed from.
       shape, dtype: dtype by name.
       position: which of the primitive's results it is.
@@ -130,8 +130,12 @@ class _Walk:
         if special is not None:
             return special(eqn, inputs, stack, times)
         inner = list(_programs(eqn.params))
+        if name == "shard_map":
+            parts = [_value("shard", (value,), var.aval) for value, var in zip(inputs, inner[0].invars, strict=True)]
+            results = self.run(inner[0], parts, stack, times * _shards(eqn))
+            return [_value("unshard", (out,), var.aval) for out, var in zip(results, eqn.outvars, strict=True)]
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
-            return self.run(inner[0], inputs, stack, times * _shards(eqn) if name == "shard_map" else times)
+            return self.run(inner[0], inputs, stack, times)
         for program in inner:  # of an unknown primitive: its contractions are found, their operands' origin is not
             self.run(program, [_value("unknown", (), var.aval) for var in program.invars], stack, times)
         outs = [_value(name, tuple(inputs), var.aval, i, params=eqn.params) for i, var in enumerate(eqn.outvars)]

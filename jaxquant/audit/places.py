@@ -66,10 +66,10 @@ def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
     groups: dict[tuple[str, ...], list[Placed]] = {}
     for each in placed:
         groups.setdefault(each.scopes, []).append(each)
-    known = [tuple(path.split("/")) for path in layers if path]
+    known = [tuple(path.split("/")) for path in layers]
     for scopes, group in groups.items():
         if scopes:
-            path = _path(group, known)
+            path = "" if known == [("",)] else _path(group, known)  # a model that is a layer itself
             for each in group:
                 each.path = path
         else:  # no scopes around it: an NNX model, or none

@@ -13,7 +13,7 @@ _MOVES = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "rev", "slice", "dynamic_slice", "pad"}
     | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier"}
     | {"scan_slice", "scan_stack", "scan_result"}
-    | {"sharding_constraint", "mesh_cast", "reshard", "pvary", "pcast", "all_gather"}
+    | {"sharding_constraint", "mesh_cast", "reshard", "shard", "unshard", "pvary", "pcast", "all_gather"}
 )
 # What stands between a division by the scale and the cast: clipping, rounding, noise, a zero point.
 _ROUNDING = frozenset(
