@@ -156,7 +156,10 @@ class _Walk:
 
     def _scan(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
         body = _open(eqn.params["jaxpr"])
-        consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        if "ft_in" in eqn.params:  # jax 0.12
+            consts, carries, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
+        else:
+            consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
         given = inputs[:consts]
         kinds = ["scan_carry"] * carries + ["scan_slice"] * (len(inputs) - consts - carries)
         given += [

@@ -362,7 +362,7 @@ def test_a_convolution_and_a_ragged_matmul_are_listed():
 
 
 def test_shards_are_counted_together():
-    mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("x")
     function = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
     row = only(jaxquant.coverage(jax.jit(function), A, B))
