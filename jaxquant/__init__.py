@@ -3,6 +3,7 @@
 import jax as _jax
 
 from jaxquant import ops, state
+from jaxquant.audit.coverage import coverage
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.inject.handle import configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
@@ -16,6 +17,7 @@ __all__ = [
     "RECIPES",
     "QuantConfig",
     "configure_quantization",
+    "coverage",
     "describe_layers",
     "get_quant_mode",
     "in_convert_mode",

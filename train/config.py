@@ -11,6 +11,7 @@ RUN_CONTROL = frozenset(
     {
         "run_dir",
         "steps",
+        "strict",
         "log_every",
         "eval_every",
         "checkpoint_every",
@@ -22,8 +23,8 @@ RUN_CONTROL = frozenset(
 )
 """Fields that may differ when a run is resumed.
 
-They say how long the run lasts, what it writes down and on how many devices it goes. Everything else decides the
-numbers of the run and must equal the checkpoint's. (``steps`` also places the end of the cosine: a run resumed with
+They say how long the run lasts, what it checks and writes down and on how many devices it goes. Everything else decides
+the numbers of the run and must equal the checkpoint's. (``steps`` also places the end of the cosine: a run resumed with
 more steps goes on from the checkpoint along the longer schedule.)
 """
 

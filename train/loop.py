@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant.audit.coverage import of_trace
 from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
@@ -82,9 +83,14 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     check_config(run_dir, config)
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
-    layers = [dataclasses.asdict(layer) for layer in program.model.layers]
-    check_step(program, next(data.held_out()))
+    reports = program.model.layers
+    coverage = of_trace(check_step(program, next(data.held_out())), layers=reports)
+    if config.strict:
+        coverage.check()
+    layers = [dataclasses.asdict(report) for report in reports]
     write_config(run_dir, config)
+    (run_dir / "coverage.json").write_text(coverage.to_json() + "\n")
+    say(coverage.text())
     say(f"data: {data.description}")
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run_dir, config))
@@ -114,7 +120,7 @@ def _train(
     layers: list[dict[str, Any]],
 ) -> None:
     config = program.config
-    healthy = jnp.bool_(True)
+    healthy = jax.device_put(jnp.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
     pending: _Pending | None = None
     first = int(state.step)
     with checkpoints, Metrics(run_dir, config, first) as metrics, StopRequest() as stop:

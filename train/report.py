@@ -11,6 +11,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from train.report_coverage import coverage_table
 from train.runs import Run, differing_fields, find_baseline
 
 MATMULS = ("fwd", "dlhs", "drhs")
@@ -59,6 +60,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
         "NOTES": "".join(f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)),
         "SUMMARY": _summary_table(runs),
         "LAYERS": _layer_table([run for run in runs if run.summary.get("layers")]),
+        "COVERAGE": coverage_table(runs, _dtype_cell),
         "CHARTS": json.dumps(charts(runs)).replace("<", "\\u003c"),
         "PLOTLY": get_plotlyjs().replace("</script", "<\\/script"),
     }

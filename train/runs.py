@@ -30,6 +30,7 @@ class Run:
       train, held_out: loss by step, in nats per token.
       step_time_s: median of a step in seconds; None where no step was timed.
       summary: its ``summary.json``; {} for a run that has not finished.
+      coverage: its ``coverage.json``; {} for a run that wrote none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Run:
     held_out: dict[int, float]
     step_time_s: float | None
     summary: dict[str, Any]
+    coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def quantization(self) -> str:
@@ -112,10 +114,10 @@ def load_run(folder: Path, name: str) -> Run:
     config = folder / "config.yml"
     if not config.is_file():
         raise ValueError(f"run folder {folder} has no config.yml; give a folder that `python -m train` wrote")
-    summary = _read_summary(folder / "summary.json")
+    summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
     timed = times[WARM_STEPS:] or times
     median = summary.get("step_time_s") or (statistics.median(timed) if timed else None)
-    return Run(name, load_yaml(str(config)), train, held_out, median, summary)
+    return Run(name, load_yaml(str(config)), train, held_out, median, summary, coverage)
 
 
 def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[float]]:
@@ -141,7 +143,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
     return train, held_out, times
 
 
-def _read_summary(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:

@@ -55,6 +55,11 @@ class Program:
     evaluate: Any
     loss: Any
 
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
 
 def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None) -> DecoderConfig:
     """Take the decoder's shape out of a training configuration.
@@ -187,13 +192,16 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     )
 
 
-def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> None:
+def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> jax.stages.Traced:
     """Trace a step without running it, so that what does not fit shows before a run's folder is touched.
+
+    The steps that follow find this trace in jax's cache.
 
     Raises:
       ValueError, NotImplementedError: from the quantized operations, forward or backward.
     """
-    jax.eval_shape(program.step, program.abstract_state, dict(batch), jax.ShapeDtypeStruct((), jnp.bool_))
+    healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=program.replicated)
+    return program.step.trace(program.abstract_state, dict(batch), healthy)
 
 
 def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) -> int:

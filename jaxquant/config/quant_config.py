@@ -34,6 +34,8 @@ class QuantConfig(options.Options):
       quantization: config string, a key of ``RECIPES``; "" is none.
       quant_backend: ``auto`` (the backend of the string's row), ``aqt``, ``qwix`` or ``native``.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
+      strict: a training run refuses to start where a layer's matmuls are not in the dtypes of its recipe; in a loop of
+        your own, ``jaxquant.coverage(step, ..., config=config).check()``.
       rules: ordered rules, first match wins; a string of theirs must run on the config's backend.
       quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
         local device count, 0 a float weight gradient.
@@ -58,6 +60,7 @@ class QuantConfig(options.Options):
     quantization: str = ""
     quant_backend: Literal["auto", "aqt", "qwix", "native"] = "auto"
     use_qwix_quantization: bool = False
+    strict: bool = False
     rules: tuple[Rule, ...] = ()
     quantize_kvcache: bool = False
     kv_quant_axis: Literal["", "dkv", "heads_and_dkv"] = "heads_and_dkv"

@@ -1,0 +1,209 @@
+"""The GEMM set of one transformer layer, timed with its quantization, forward and both gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import fp8_ops
+
+from jaxquant.audit.coverage import coverage
+from jaxquant.audit.schemes import Row, tell
+from jaxquant.inject.linen import maybe_quantize_model
+
+PROGRAMS = ("fwd", "dlhs", "drhs", "bwd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Sizes of the layer; the default is the one that TransformerEngine published figures for on an H200.
+
+    Attributes:
+      hidden, mlp: widths of the residual stream and of the MLP.
+      tokens: rows of every activation.
+    """
+
+    hidden: int = 4096
+    mlp: int = 16384
+    tokens: int = 15872
+
+    @property
+    def gemms(self) -> tuple[tuple[int, int], ...]:
+        """(K, N) of the layer's matmuls: query, key and value in one; attention output; MLP up; MLP down."""
+        hidden, mlp = self.hidden, self.mlp
+        return (hidden, 3 * hidden), (hidden, hidden), (hidden, mlp), (mlp, hidden)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of one of the three matmuls of all of them."""
+        return sum(2 * self.tokens * k * n for k, n in self.gemms)
+
+
+SMALL = Layer(hidden=128, mlp=512, tokens=256)
+"""A layer that a CPU runs in milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One library and recipe.
+
+    Attributes:
+      library: "jax" (no quantization), "flax" (its own fp8 ops) or a quant_backend.
+      recipe: config string; "" for none, "fp8" for flax.
+    """
+
+    library: str
+    recipe: str = ""
+
+    def dense(self, features: int, x: Any) -> nn.Module:
+        """Make a bf16 dense layer without bias that computes in this recipe."""
+        options: dict[str, Any] = {}
+        if self.library == "flax":
+            options["dot_general_cls"] = fp8_ops.Fp8DirectDotGeneralOp
+        layer = nn.Dense(features, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **options)
+        if self.library in ("jax", "flax"):
+            return layer
+        config = {"quantization": self.recipe, "quant_backend": self.library}
+        return maybe_quantize_model(layer, config, x)
+
+
+CONTENDERS = (
+    Contender("jax"),
+    Contender("flax", "fp8"),
+    Contender("qwix", "fp8_full"),
+    Contender("qwix", "int8"),
+    Contender("aqt", "aqt_fp8"),
+    Contender("aqt", "aqt_fp8_full"),
+    Contender("aqt", "int8"),
+    Contender("native", "fp8"),
+    Contender("native", "fp8_current"),
+    Contender("native", "fp8_full"),
+    Contender("native", "int8"),
+)
+
+
+class _Set:
+    """The compiled programs of one contender: all four GEMMs in each.
+
+    The backward ones start from what the forward one saved, as in training. ``bwd`` makes both gradients (and the new
+    quant state) and quantizes the output gradient for both; ``dlhs`` and ``drhs`` make one of them each.
+    """
+
+    def __init__(self, contender: Contender, layer: Layer, inputs: Sequence[jax.Array], grads: Sequence[jax.Array]):
+        self.contender = contender
+        self.times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+        models = [contender.dense(n, x) for (_, n), x in zip(layer.gemms, inputs, strict=True)]
+        keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
+        variables = [jax.jit(model.init)(keys, x) for model, x in zip(models, inputs, strict=True)]
+
+        def run(variables: Any, inputs: Any) -> list[Any]:
+            rngs = {"quant": jax.random.key(2)}
+            return [m.apply(v, x, rngs=rngs) for m, v, x in zip(models, variables, inputs, strict=True)]
+
+        def gradients(pull: Any, grads: Any, *which: int) -> list[Any]:
+            found = pull(list(grads))
+            return [found[index] for index in which]
+
+        forward = jax.jit(lambda variables, inputs: jax.vjp(run, variables, list(inputs)))
+        _, pull = jax.block_until_ready(forward(variables, inputs))
+        backward = {
+            "dlhs": jax.jit(lambda pull, grads: gradients(pull, grads, 1)),
+            "drhs": jax.jit(lambda pull, grads: [tree["params"] for tree in gradients(pull, grads, 0)[0]]),
+            "bwd": jax.jit(lambda pull, grads: gradients(pull, grads, 0, 1)),
+        }
+        self._calls: dict[str, Callable[[], Any]] = {"fwd": lambda: forward(variables, inputs)}
+        for name, program in backward.items():
+            self._calls[name] = lambda program=program: program(pull, grads)
+        whole = lambda variables, inputs, grads: jax.vjp(run, variables, list(inputs))[1](list(grads))  # noqa: E731
+        self.coverage = coverage(whole, variables, inputs, grads)
+        for name in PROGRAMS:  # compile, and once more so that nothing is first
+            self.run(name)
+            self.run(name)
+
+    def run(self, name: str) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(self._calls[name]())
+        return time.perf_counter() - began
+
+    def measure(self) -> None:
+        for name in PROGRAMS:
+            self.times[name].append(self.run(name))
+
+    def total(self) -> list[float]:
+        return [fwd + bwd for fwd, bwd in zip(self.times["fwd"], self.times["bwd"], strict=True)]
+
+
+def measure_gemm_set(
+    layer: Layer = Layer(), rounds: int = 20, contenders: Sequence[Contender] = CONTENDERS
+) -> list[Row]:
+    """Time the matmuls of one transformer layer with all that quantizes their operands; parameters are bf16.
+
+    The four GEMMs (query-key-value, attention output, MLP up, MLP down) run in one program: `fwd` with what it saves,
+    `dlhs` and `drhs` alone from what it saved, and `bwd` both together as training has them. Every contender runs
+    once a round; times are medians. `speedup` is the median over rounds of the time of fwd + bwd in bf16 over the
+    contender's in that round; `low` is the share of the FLOPs on operands of at most 8 bits, read off the traced
+    program.
+
+    Args:
+      layer: sizes.
+      rounds: measurements of each.
+      contenders: what is compared, with the first one. One that cannot run here says why in its row.
+
+    Raises:
+      ImportError, NotImplementedError, jax.errors.JaxRuntimeError: the first one cannot run.
+    """
+    keys = jax.random.split(jax.random.key(0), 2 * len(layer.gemms))
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    inputs, grads = [], []
+    for index, (k, n) in enumerate(layer.gemms):
+        inputs.append(draw(keys[2 * index], (layer.tokens, k), jnp.bfloat16))
+        grads.append(draw(keys[2 * index + 1], (layer.tokens, n), jnp.bfloat16))
+    sets: list[_Set] = []
+    failed: list[Row] = []
+    for contender in contenders:
+        began = time.perf_counter()
+        try:
+            sets.append(_Set(contender, layer, inputs, grads))
+        except (ImportError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            if not sets:
+                raise
+            failed.append(_not_run(contender, str(error).splitlines()[0]))
+        tell(f"compiled {contender.library} {contender.recipe} in {time.perf_counter() - began:.1f} s")
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for each in sets:
+            each.measure()
+    gc.enable()
+    base = sets[0].total()
+    return [_row(each, layer, base) for each in sets] + failed
+
+
+_MEASURED = (*(f"{name} ms" for name in (*PROGRAMS, "fwd + bwd")), "TFLOP/s", "speedup", "low")
+
+
+def _row(each: _Set, layer: Layer, base: Sequence[float]) -> Row:
+    total = statistics.median(each.total())
+    times = [statistics.median(values) for values in each.times.values()]
+    values = (
+        *(round(1000 * value, 3) for value in (*times, total)),
+        round(3 * layer.flops / total / 1e12, 3),
+        round(statistics.median(b / a for a, b in zip(each.total(), base, strict=True)), 3),
+        f"{each.coverage.share():.0%}",
+    )
+    return _named(each.contender) | dict(zip(_MEASURED, values, strict=True)) | {"note": ""}
+
+
+def _not_run(contender: Contender, reason: str) -> Row:
+    return _named(contender) | dict.fromkeys(_MEASURED, "–") | {"note": f"did not run: {reason}"}
+
+
+def _named(contender: Contender) -> Row:
+    return {"library": contender.library, "recipe": contender.recipe or "none"}

@@ -1,0 +1,232 @@
+"""Which layer a contraction belongs to, and which of its three matmuls it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from jaxquant.audit.dataflow import Contraction
+from jaxquant.audit.scales import Origin, argument, origin
+
+_TRANSFORM = re.compile(r"(\w+)\((.*)\)")
+_OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
+_NO_MODULE = frozenset({"rematted_computation", "checkpoint", "remat"})
+_COLLECTIONS = frozenset({"params", "state", "model"})
+_ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
+
+
+@dataclasses.dataclass(eq=False)
+class Placed:
+    """A contraction with its place.
+
+    Attributes:
+      contraction: as found.
+      origins: of its operands, as executed.
+      parameters: for each operand the path of the argument whose elements it holds, or None.
+      scopes: module scopes and equations around it, without those of transformations and quantized ops.
+      label: "dlhs" or "drhs" where the quantized op's own scopes say so.
+      is_backward, is_recomputed: within the backward pass; a forward matmul done again there.
+      path: "/"-joined module path.
+      matmul: "fwd", "dlhs", "drhs", or "bwd" where it cannot be told which of the two.
+      swapped: its operands stand in another order than activation · weight, grad · weight, activation · grad.
+      forward: the forward contraction that a backward one belongs to, where it was found; itself for a forward one.
+    """
+
+    contraction: Contraction
+    origins: tuple[Origin, Origin]
+    parameters: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
+    scopes: tuple[str, ...]
+    label: str
+    is_backward: bool
+    is_recomputed: bool
+    path: str = ""
+    matmul: str = "fwd"
+    swapped: bool = False
+    forward: Placed | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Scopes that are modules: without einsum equations, and methods without their names."""
+        return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
+
+
+def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
+    """Find path and matmul of contractions.
+
+    A path is that of the known layer whose name stands in the name scopes; else that of the parameter, as far as it
+    stands there too; else the scopes. Which backward matmul one is follows from the operand that it shares with the
+    forward matmul of the same place: the weight (dlhs) or the activation (drhs).
+
+    Args:
+      found: contractions of a program.
+      layers: paths of the layers that are known.
+    """
+    placed = [_open(contraction) for contraction in found]
+    groups: dict[tuple[str, ...], list[Placed]] = {}
+    for each in placed:
+        groups.setdefault(each.scopes, []).append(each)
+    known = [tuple(path.split("/")) for path in layers]
+    for scopes, group in groups.items():
+        if scopes:
+            path = "" if known == [("",)] else _path(group, known)  # a model that is a layer itself
+            for each in group:
+                each.path = path
+        else:  # no scopes around it: an NNX model, or none
+            for each in group:
+                each.path = _path_of_parameter(each, known)
+    unnamed = groups.get((), [])
+    forward = [each for each in unnamed if not each.is_backward]
+    for each in unnamed:
+        if each.is_backward and not each.path:
+            each.path = next((f.path for f in forward if _shared(each, f) is not None), "")
+    places: dict[tuple[tuple[str, ...], str], list[Placed]] = {}
+    for each in placed:
+        places.setdefault((each.scopes, each.path), []).append(each)
+    for group in places.values():
+        _find_matmuls(group)
+    return placed
+
+
+def _open(contraction: Contraction) -> Placed:
+    scopes: list[str] = []
+    is_backward = is_recomputed = False
+    label = ""
+    for part in (part for text in contraction.stack for part in _split(text)):
+        while match := _TRANSFORM.fullmatch(part):
+            is_backward |= match[1] == "transpose"
+            part = match[2]
+        is_recomputed |= part == "rematted_computation"
+        if part.endswith(("dlhs", "drhs")) and _OP_MODULE.fullmatch(part):
+            label = part[-4:]
+        if part and part not in _NO_MODULE and not _OP_MODULE.fullmatch(part):
+            scopes.append(part)
+    origins = (origin(contraction.lhs), origin(contraction.rhs))
+    arguments = [argument(each.source) for each in origins]
+    parameters = (arguments[0].name if arguments[0] else None, arguments[1].name if arguments[1] else None)
+    is_backward &= not is_recomputed
+    return Placed(contraction, origins, parameters, tuple(scopes), label, is_backward, is_recomputed)
+
+
+def _split(text: str) -> list[str]:
+    """Cut a name stack at the slashes outside parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "/" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def contains(whole: Sequence[str], part: Sequence[str]) -> bool:
+    """Whether a path has another one in it, without gaps."""
+    return any(tuple(whole[i : i + len(part)]) == tuple(part) for i in range(len(whole) - len(part) + 1))
+
+
+def _path(group: Sequence[Placed], known: Sequence[tuple[str, ...]]) -> str:
+    modules = group[0].modules
+    matches = [path for path in known if contains(modules, path)]
+    if matches:
+        return "/".join(max(matches, key=len))
+    for name in (name for each in group for name in each.parameters if name):
+        runs = [name[i:-1] for i in range(len(name) - 1)]
+        if run := next((run for run in runs if contains(modules, run)), None):
+            return "/".join(run)
+    start = 0
+    while start < len(modules) and _ROOT.fullmatch(modules[start]):
+        start += 1
+    return "/".join(modules[start:])
+
+
+def _path_of_parameter(each: Placed, known: Sequence[tuple[str, ...]]) -> str:
+    for name in reversed([name for name in each.parameters if name and len(name) > 1]):
+        matches = [path for path in known if contains(name, path)]
+        if matches:
+            return "/".join(max(matches, key=len))
+        parts = list(name[:-1])
+        while parts and (parts[0].isdigit() or parts[0] in _COLLECTIONS):
+            parts.pop(0)
+        if parts:
+            return "/".join(parts)
+    return ""
+
+
+def weight_side(each: Placed) -> int | None:
+    """Tell which operand of a forward contraction is a parameter: 0, 1, or None where none is."""
+    path = tuple(each.path.split("/")) if each.path else ()
+    named = [side for side, name in enumerate(each.parameters) if name and path and contains(name, path)]
+    if len(named) == 1:
+        return named[0]
+    given = [side for side, name in enumerate(each.parameters) if name is not None]
+    return given[-1] if given else None
+
+
+def _find_matmuls(group: Sequence[Placed]) -> None:
+    forward = [each for each in group if not each.is_backward]
+    for each in forward:
+        each.swapped, each.forward = weight_side(each) == 0, each
+    for each in group:
+        if not each.is_backward:
+            continue
+        first = next((f for f in forward if _shared(each, f) is not None), forward[0] if forward else None)
+        each.forward = first
+        if first is not None:
+            each.matmul, residual = _backward_matmul(each, first)
+            each.swapped = residual == (1 if each.matmul == "drhs" else 0)
+        else:
+            each.matmul = each.label or "bwd"
+
+
+def _shared(each: Placed, forward: Placed) -> tuple[int, int] | None:
+    """Give (side, side of the forward) of the one operand that a backward contraction shares with a forward one."""
+    pairs = [
+        (mine, theirs)
+        for mine in (0, 1)
+        for theirs in (0, 1)
+        if each.origins[mine].source is forward.origins[theirs].source
+        or (each.parameters[mine] and each.parameters[mine] == forward.parameters[theirs])
+    ]
+    return pairs[0] if len(pairs) == 1 else None
+
+
+def _backward_matmul(each: Placed, forward: Placed) -> tuple[str, int]:
+    """Give the matmul and which of its operands is the forward's, activation being lhs and weight rhs.
+
+    Where the side cannot be told it is the second: jax and the quantization libraries put the gradient first.
+    """
+    names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
+    if shared := _shared(each, forward):
+        return names[shared[1]], shared[0]
+    if each.label:
+        # The op's own lhs and rhs are those of the executed forward matmul.
+        return names[0 if each.label == "drhs" else 1], 1
+    weight = weight_side(forward)
+    if weight is not None and forward.parameters[weight] not in each.parameters:
+        return names[1 - weight], 1  # the weight is in neither operand, so the activation is: made again, under remat
+    fits = {
+        theirs: mine
+        for theirs in (0, 1)
+        for mine in (0, 1)
+        if _continues(each.contraction, mine, forward.contraction, theirs)
+    }
+    if len(fits) == 1:
+        [(theirs, mine)] = fits.items()
+        return names[theirs], mine
+    return "bwd", 1
+
+
+def _continues(backward: Contraction, mine: int, forward: Contraction, theirs: int) -> bool:
+    """Whether an operand of a backward matmul can be one of the forward's: its shape, its axes, the result's size."""
+    if backward.dimension_numbers is None or forward.dimension_numbers is None:
+        return False
+    operand, residual = ((backward.lhs, backward.rhs)[mine], (forward.lhs, forward.rhs)[theirs])
+    other = (forward.lhs, forward.rhs)[1 - theirs]
+    grad = (backward.lhs, backward.rhs)[1 - mine]
+    if operand.shape != residual.shape or backward.out.size != other.size or grad.size != forward.out.size:
+        return False
+    contracted, batch = backward.dimension_numbers[0][mine], backward.dimension_numbers[1][mine]
+    was_contracted, was_batch = forward.dimension_numbers[0][theirs], forward.dimension_numbers[1][theirs]
+    free = set(range(len(residual.shape))) - set(was_contracted) - set(was_batch)
+    return set(contracted) == free and set(batch) == set(was_batch)

@@ -1,0 +1,216 @@
+"""Where an operand of a matmul comes from: which parameter, how it was quantized, how its scale is shared and made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxquant.audit.dataflow import Value
+from jaxquant.core.dtypes import ELEMENTS
+
+# Values that hold the elements of their first input, in another place, shape or number.
+_MOVES = frozenset(
+    {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "rev", "slice", "dynamic_slice", "pad"}
+    | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier"}
+    | {"scan_slice", "scan_stack", "scan_result"}
+    | {"sharding_constraint", "mesh_cast", "reshard", "shard", "unshard", "pvary", "pcast", "all_gather"}
+)
+# What stands between a division by the scale and the cast: clipping, rounding, noise, a zero point.
+_ROUNDING = frozenset(
+    {"max", "min", "clamp", "round", "floor", "ceil", "add", "sub", "select_n", "nextafter", "integer_pow"}
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What is known of one operand.
+
+    Attributes:
+      source: the value before quantization, casts and changes of shape.
+      dtype: of the operand; a float operand that was dequantized is "float32 (int8 dequantized)".
+      element: low-precision dtype that the matmul runs on; "" for a float operand.
+      scale: such as "per tensor, delayed"; "" for a float operand that was never quantized.
+    """
+
+    source: Value
+    dtype: str
+    element: str
+    scale: str
+
+
+def origin(value: Value) -> Origin:
+    """Follow an operand back to what it was made from."""
+    if value.dtype in ELEMENTS:
+        element, source, scale = _quantized(value)
+        return Origin(source, element, element, scale)
+    plain = _moved(value, through_casts=True)
+    low = _dequantized(plain)
+    if low is not None:
+        element, source, scale = _quantized(low)
+        return Origin(source, f"{value.dtype} ({element} dequantized)", "", scale)
+    return Origin(plain, value.dtype, "", "")
+
+
+def argument(value: Value) -> Value | None:
+    """Find the argument or captured array whose elements a value holds one for one, such as a masked or cast kernel."""
+    seen: set[int] = set()
+    queue = [value]
+    while queue:
+        value = _moved(queue.pop(0), through_casts=True)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.operation == "argument" or (value.operation == "constant" and value.size > 1):
+            return value
+        if value.operation in _ROUNDING or value.operation in ("mul", "div"):
+            queue += [each for each in value.inputs if each.size == value.size and each.operation != "broadcast_in_dim"]
+    return None
+
+
+def _moved(value: Value, through_casts: bool = False) -> Value:
+    """Go back through changes of place and shape, and through casts between float types."""
+    while value.inputs:
+        if value.operation == "optimization_barrier":
+            value = value.inputs[value.position]
+        elif value.operation in _MOVES or (
+            through_casts and value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
+        ):
+            value = value.inputs[0]
+        else:
+            break
+    return value
+
+
+def _quantized(value: Value) -> tuple[str, Value, str]:
+    """Give (element, source, scale) of a low-precision value."""
+    element = value.dtype
+    while True:
+        value = _moved(value)
+        if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
+            value = value.inputs[0]  # int4 as int8 holds the same numbers
+            element = value.dtype
+        elif value.operation == "select_n" and value.inputs[1].dtype in ELEMENTS:
+            value = value.inputs[1]
+        else:
+            break
+    if value.operation != "convert_element_type":
+        return element, value, "stored" if value.operation in ("argument", "constant") else "unknown scale"
+    found = next(_divisions(value.inputs[0]), None)
+    if found is None:
+        return element, _moved(value.inputs[0], through_casts=True), "no scale"
+    x, scale = found
+    source = _moved(x, through_casts=True)
+    if (again := _same_again(source, element)) is not None and _made(scale, source) == "static":
+        return _quantized(again)  # qvalues that went through a float and are rounded to what they were
+    return element, source, f"{_sharing(x, scale)}, {_made(scale, source)}"
+
+
+def _same_again(source: Value, element: str) -> Value | None:
+    if source.operation == "convert_element_type" and source.inputs[0].dtype == element:
+        return source.inputs[0]
+    return None
+
+
+def _dequantized(value: Value) -> Value | None:
+    """Find the low-precision value that a float one is a multiple of."""
+    for _ in range(4):  # two scales, a zero point, a cast
+        if value.operation == "convert_element_type" and value.inputs[0].dtype in ELEMENTS:
+            return value.inputs[0]
+        if value.operation not in ("mul", "sub", "convert_element_type"):
+            return None
+        value = _moved(next((v for v in value.inputs if v.size == value.size and not _is_spread(v)), value.inputs[0]))
+    return None
+
+
+def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
+    """Find (dividend, scale) behind a rounding, the main operand first; also a product with a reciprocal."""
+    value = _moved(value)
+    if value.operation in ("div", "mul"):
+        first, second = value.inputs
+        pairs = [(first, second)] if value.operation == "div" else [(first, second), (second, first)]
+        for x, scale in pairs:
+            if x.size == value.size and not _is_spread(x) and (_is_spread(scale) or _spread(scale).size < value.size):
+                yield x, scale
+        if value.size == 1 and value.operation == "div":
+            yield first, second
+    elif value.operation == "clamp":
+        yield from _divisions(value.inputs[1])
+    elif value.operation in _ROUNDING or (
+        value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
+    ):
+        operands = value.inputs[1:] if value.operation == "select_n" else value.inputs
+        for operand in operands:
+            if operand.size == value.size:
+                yield from _divisions(operand)
+
+
+def _is_spread(value: Value) -> bool:
+    """Whether a value repeats a smaller one."""
+    return _spread(value).size < value.size
+
+
+def _spread(value: Value) -> Value:
+    """Give what a broadcast repeats."""
+    while value.operation in ("broadcast_in_dim", "reshape", "expand_dims", "squeeze", "convert_element_type"):
+        if value.inputs[0].dtype in ELEMENTS:
+            break
+        value = value.inputs[0]
+    return value
+
+
+def _sharing(x: Value, scale: Value) -> str:
+    """Say who shares a scale."""
+    if _spread(scale).size == 1:
+        return "per tensor"
+    kept = _varying(scale)
+    for first, second in _cuts(x):
+        if (first in kept) != (second in kept):
+            return "per tile"
+    return "per channel"
+
+
+def _varying(scale: Value) -> set[int]:
+    """Give the axes of a division along which its scale varies."""
+    if scale.operation != "broadcast_in_dim":
+        return {axis for axis, size in enumerate(scale.shape) if size > 1}
+    places = scale.params["broadcast_dimensions"]
+    return {places[axis] for axis, size in enumerate(scale.inputs[0].shape) if size > 1}
+
+
+def _cuts(x: Value) -> Iterator[tuple[int, int]]:
+    """Give pairs of neighbouring axes of x that a reshape cut out of one axis."""
+    while x.operation == "convert_element_type":
+        x = x.inputs[0]
+    place = list(range(len(x.shape)))  # where the axes of what we look at stand in x
+    if x.operation == "transpose":
+        place = [x.params["permutation"].index(axis) for axis in place]
+        x = x.inputs[0]
+    if x.operation != "reshape":
+        return
+    before, axis = x.inputs[0].shape, 0
+    for size in before:
+        first, done = axis, 1
+        while axis < len(x.shape) and done < size:
+            done *= x.shape[axis]
+            axis += 1
+        if done != size:
+            return
+        yield from ((place[i], place[i + 1]) for i in range(first, axis - 1))
+        if size == 1 and axis < len(x.shape) and x.shape[axis] == 1:
+            axis += 1
+
+
+def _made(scale: Value, source: Value) -> str:
+    """Say what a scale is computed from: an argument (delayed), else the tensor itself (dynamic), else static."""
+    seen: set[int] = set()
+    queue, is_dynamic = [scale], False
+    while queue:
+        value = queue.pop()
+        if value is source:
+            is_dynamic = True
+        elif value.operation == "argument":
+            return "delayed"
+        elif id(value) not in seen:
+            seen.add(id(value))
+            queue += value.inputs
+    return "dynamic" if is_dynamic else "static"

@@ -1,0 +1,408 @@
+"""Coverage says of every contraction what the program has, against recipes, another count, and loops told by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec
+
+import jaxquant
+from jaxquant import QuantConfig
+from jaxquant.audit.coverage import MATMULS, of_trace
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.recipe import FORWARD
+from tests.lowering import dot_operand_types
+
+pytest.importorskip("aqt")
+pytest.importorskip("qwix")
+
+LINEAR = ("mix/query", "mix/out", "mix/down")
+X = jax.ShapeDtypeStruct((4, 7, 32), jnp.float32)
+
+
+class Mix(nn.Module):
+    """Three kinds of linear layer around attention scores."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((3, 16), name="query")(x)
+        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", x, 2 * x))
+        x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(jnp.einsum("bhqk,bkhd->bqhd", scores, x))
+        return nn.Einsum((32, 8), "bsd,df->bsf", name="down")(x)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5, name="head")(Mix(name="mix")(x))
+
+
+def gradient(model, config, x=X):
+    """Give (function, arguments, what describe_layers says) of a quantized model's loss and gradients."""
+    quantized = jaxquant.maybe_quantize_model(model, config, x)
+    keys = {"params": jax.random.key(0), "quant": jax.random.key(0)}
+    params, state = jaxquant.state.split(jax.eval_shape(quantized.init, keys, x))
+
+    def loss(params, state, x):
+        variables = jaxquant.state.merge(params, state)
+        return jnp.mean(jnp.square(quantized.apply(variables, x, rngs={"quant": jax.random.key(1)})))
+
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    return step, (params, state, x), jaxquant.describe_layers(model, config, x)
+
+
+def rows_of(found, path):
+    return {row.matmul: row for row in found.rows if row.path == path}
+
+
+def specs_of(recipe, matmul):
+    """The specs of both operands, what is reused of the forward matmul resolved."""
+    found = []
+    for side in ("lhs", "rhs"):
+        spec = getattr(getattr(recipe, matmul), side)
+        found.append(getattr(recipe.fwd, "rhs" if matmul == "dlhs" else "lhs") if spec == FORWARD else spec)
+    return found
+
+
+def scale_of(spec):
+    if spec is None:
+        return ""
+    return f"{spec.granularity.replace('_', ' ')}, {spec.scaling}"
+
+
+PAIRS = [
+    (string, backend)
+    for string, row in RECIPES.items()
+    for backend in row.backends
+    if row.recipe is not None and row.recipe.name == string
+]
+
+
+@pytest.mark.parametrize(("string", "backend"), PAIRS)
+def test_every_matmul_has_the_dtypes_and_scales_of_its_recipe(string, backend):
+    config = {"quantization": string, "quant_backend": backend}
+    step, args, layers = gradient(Model(), config)
+    traced = jax.jit(step).trace(*args)
+    found = of_trace(traced, layers=layers)
+    found.check()
+    recipe = QuantConfig(**config).recipe()
+    for path in LINEAR:
+        rows = rows_of(found, path)
+        assert set(rows) == set(MATMULS)
+        for matmul, row in rows.items():
+            specs = specs_of(recipe, matmul)
+            assert (row.lhs_scale, row.rhs_scale) == tuple(map(scale_of, specs)), matmul
+            dtypes = [spec and spec.dtype for spec in specs]
+            assert row.is_low == all(dtypes)
+            shown = [
+                dtype if row.is_low else f"float32 ({dtype} dequantized)" if dtype else "float32" for dtype in dtypes
+            ]
+            assert [row.lhs_dtype, row.rhs_dtype] == shown
+    counted = Counter(tuple(sorted(types[:2])) for types in dot_operand_types(traced.lower().as_text()))
+    assert Counter(tuple(sorted(map(mlir, (row.lhs_dtype, row.rhs_dtype)))) for row in found.rows) == counted
+
+
+def mlir(dtype):
+    names = {"float32": "f32", "int8": "i8", "int4": "i4", "float4_e2m1fn": "f4E2M1FN"}
+    return names.get(dtype.split(" ")[0]) or dtype.replace("float8_", "f8").replace("e", "E").replace("m", "M").replace(
+        "fn", "FN"
+    ).replace("uz", "UZ")
+
+
+def test_shapes_result_and_cost_of_one_layer():
+    step, args, layers = gradient(nn.Dense(8, use_bias=False, name="dense"), {"quantization": "fp8_current"})
+    found = jaxquant.coverage(step, *args, layers=layers)
+    rows = rows_of(found, "")
+    assert {name: (row.lhs_shape, row.rhs_shape) for name, row in rows.items()} == {
+        "fwd": ((4, 7, 32), (32, 8)),
+        "dlhs": ((4, 7, 8), (32, 8)),
+        "drhs": ((4, 7, 32), (4, 7, 8)),
+    }
+    assert {(row.flops, row.times, row.result_dtype) for row in rows.values()} == {(2 * 4 * 7 * 32 * 8, 1, "float32")}
+    assert found.share() == found.share("fwd") == 1
+
+
+def test_float_matmuls_have_a_reason():
+    config = {"quantization": "int8", "rules": [{"path": "mix/out", "recipe": None}]}
+    step, args, layers = gradient(Model(), config)
+    reasons = {
+        "mix": "no parameter: activation × activation",
+        "head": "output head ('head'), left in float by default",
+        "mix/out": "left in float by rules[0].path 'mix/out'",
+        "mix/query": "quantization 'int8'",
+    }
+    for found in (jaxquant.coverage(step, *args, layers=layers), jaxquant.coverage(step, *args, config=config)):
+        said = {path: {row.reason for row in found.rows if row.path == path} for path in reasons}
+        assert said == {path: {reason} for path, reason in reasons.items()}
+    bare = rows_of(jaxquant.coverage(step, *args), "head")
+    assert {row.reason for row in bare.values()} == {"float operands: no quantization reached it"}
+    off = rows_of(jaxquant.coverage(step, *args, config={}), "head")
+    assert {row.reason for row in off.values()} == {"quantization is off"}
+
+
+def test_backward_of_two_activations_is_told_apart():
+    step, args, _ = gradient(Model(), {"quantization": "int8"})
+    found = [row.matmul for row in jaxquant.coverage(step, *args).rows if row.path == "mix"]
+    assert sorted(found) == sorted(2 * MATMULS)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(32, name="wo")(nn.relu(nn.Dense(64, name="wi")(x))), None
+
+
+class Stack(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        axes = {"params": 0, "_overwrite_with_gradient": 0}
+        split = {"params": True, "quant": True}
+        return nn.scan(layer, variable_axes=axes, split_rngs=split, length=3)(name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix"), ("fp8", "native")])
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_of_a_scan_are_counted(string, backend, remat):
+    step, args, layers = gradient(Stack(remat), {"quantization": string, "quant_backend": backend})
+
+    def two_micro_batches(params, state, x):
+        return jax.lax.scan(lambda carry, x: (carry, step(params, state, x)), 0, jnp.stack([x, x]))[1]
+
+    found = jaxquant.coverage(two_micro_batches, *args, layers=layers)
+    found.check()
+    times = Counter()
+    for row in found.rows:
+        times[row.path, row.matmul, row.is_recomputed] += row.times
+        assert "scaling" not in row.lhs_scale
+        assert row.is_low
+    expected = {(f"layers/{name}", matmul, False): 6 for name in ("wi", "wo") for matmul in MATMULS}
+    if remat:  # the last matmul's result is not needed again
+        expected["layers/wi", "fwd", True] = 6
+        times.pop(("layers/wo", "fwd", True), None)
+    assert times == expected
+
+
+# -- what is quantized is what was asked (must-hold 10) ----------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Two layers of one shape that run through one jitted function, and an activation of the kernel's shape."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("first", "second"):
+            x = jax.nn.relu(nn.Dense(32, use_bias=False, name=name)(x))
+        return _twice(x, x)
+
+
+@jax.jit
+def _twice(x, y):
+    return x @ y
+
+
+SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+
+
+@pytest.mark.parametrize("backend", ["aqt", "native"])
+@pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
+def test_one_of_two_equal_layers_is_quantized(backend, order):
+    quantized, left = order
+    config = {"quantization": "int8", "quant_backend": backend, "rules": [{"path": left, "recipe": None}]}
+    jax.eval_shape(_twice, SQUARE, SQUARE)  # in jax's cache before the model runs
+    step, args, layers = gradient(Shared(), config, SQUARE)
+    found = jaxquant.coverage(step, *args, layers=layers)
+    found.check()
+    assert {row.path for row in found.rows if row.is_low} == {quantized}
+    assert {row.path for row in found.rows} == {*order, ""}
+    assert len(found.rows) == 9
+
+
+def test_qwix_quantizes_a_function_of_the_cache_or_not_and_coverage_tells():
+    """Qwix's own rules on ``x @ w``, a jitted function of jax: what runs depends on who traced it first."""
+    qwix = pytest.importorskip("qwix")
+
+    class Own(nn.Module):
+        features: int
+
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", nn.initializers.ones, (32, self.features))
+
+    rule = qwix.QtRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)
+
+    def is_low(features, float_first):
+        params = {"params": {"kernel": jax.ShapeDtypeStruct((32, features), jnp.float32)}}
+        if float_first:
+            jax.eval_shape(Own(features).apply, params, SQUARE)
+        model = qwix.quantize_model(Own(features), qwix.QtProvider([rule]))
+        return only(jaxquant.coverage(model.apply, params, SQUARE)).is_low
+
+    # Sizes that nothing else has, so that the cache holds what is asked here and no more.
+    assert is_low(13, float_first=False)
+    assert not is_low(11, float_first=True)
+
+
+# -- strict ------------------------------------------------------------------------------------------------------------
+
+
+def test_check_names_path_matmul_wanted_and_found():
+    step, args, _ = gradient(Model(), {"quantization": "aqt_fp8", "quant_backend": "native"})
+    wanted = jaxquant.describe_layers(Model(), {"quantization": "aqt_fp8_full", "quant_backend": "native"}, X)
+    found = jaxquant.coverage(step, *args, layers=wanted)
+    message = (
+        r"strict: mix/down dlhs: float8_e5m2 × float8_e5m2 is wanted .* and float32 × float32 is there \(and 5 more"
+    )
+    with pytest.raises(ValueError, match=message):
+        found.check()
+
+
+def test_check_refuses_what_should_be_float_and_what_never_ran():
+    config = {"quantization": "int8", "quant_backend": "native"}
+    step, args, layers = gradient(Model(), config)
+    off = jaxquant.describe_layers(Model(), {}, X)
+    with pytest.raises(ValueError, match=r"strict: mix/query fwd: float is wanted .* and int8 × int8 is there"):
+        jaxquant.coverage(step, *args, layers=off).check()
+    with pytest.raises(ValueError, match="strict: mix/query: the config quantizes it and no contraction of it"):
+        jaxquant.coverage(jnp.sin, 1.0, layers=layers).check()
+
+
+def test_blocks_that_qwix_multiplies_in_float_are_a_fault():
+    config = {"quantization": "int8", "quant_backend": "qwix", "quantization_local_shard_count": 2}
+    step, args, layers = gradient(nn.Dense(8, name="dense"), config, jax.ShapeDtypeStruct((16, 32), jnp.float32))
+    found = jaxquant.coverage(step, *args, layers=layers)
+    with pytest.raises(ValueError, match=r"drhs: int8 × int8 is wanted .* float32 \(int8 dequantized\)"):
+        found.check()
+
+
+# -- scales ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["qwix", "native"])
+def test_a_fixed_range_is_static(backend):
+    ranges = {f"{tensor}_quantization_calibration_method": "fixed,4" for tensor in ("weight", "act")}
+    step, args, _ = gradient(Model(), {"quantization": "fp8_full", "quant_backend": backend} | ranges)
+    rows = rows_of(jaxquant.coverage(step, *args), "mix/query")
+    assert (rows["fwd"].lhs_scale, rows["fwd"].rhs_scale) == 2 * ("per tensor, static",)
+    assert rows["dlhs"].rhs_scale == "per tensor, static"
+    assert rows["dlhs"].lhs_scale == "per channel, dynamic"
+
+
+@pytest.mark.parametrize("backend", ["aqt", "native"])
+def test_tiles_and_widths_of_a_mixed_precision_file(backend, tmp_path):
+    path = tmp_path / "mixed.json"
+    path.write_text(
+        json.dumps({"mix/(query|down)": {"w_bits": 4, "a_bits": 8, "tile_size": 8}, "mix/out": {"w_bits": 8}})
+    )
+    config = {"quantization": "intmp", "quant_backend": backend, "quant_cfg_path": str(path)}
+    step, args, layers = gradient(Model(), config)
+    found = jaxquant.coverage(step, *args, layers=layers)
+    found.check()
+    for layer in ("mix/query", "mix/down"):
+        row = rows_of(found, layer)["fwd"]
+        assert (row.lhs_scale, row.rhs_scale) == 2 * ("per tile, dynamic",)
+        assert row.is_low
+    weight_only = rows_of(found, "mix/out")["fwd"]
+    assert (weight_only.is_low, weight_only.rhs_scale) == (False, "per channel, dynamic")
+    assert "int8" in weight_only.dtypes
+    assert rows_of(found, "mix/query")["drhs"].reason.startswith("drhs stays float in ")
+
+
+def test_a_sparse_weight_is_still_the_weight():
+    sparsity = {"weight_sparsity_n": 2, "weight_sparsity_m": 4}
+    step, args, layers = gradient(Model(), {"quantization": "fp8_full", "quant_backend": "native"} | sparsity)
+    found = jaxquant.coverage(step, *args, layers=layers)
+    found.check()
+    assert set(rows_of(found, "mix/query")) == set(MATMULS)
+
+
+# -- other programs ----------------------------------------------------------------------------------------------------
+
+A, B = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4), jnp.float32)
+
+
+def only(found):
+    [row] = found.rows
+    return row
+
+
+def test_branches_loops_and_jit_are_opened():
+    def function(a, b):
+        inner = jax.jit(lambda a, b: jax.lax.cond(a[0, 0] > 0, lambda: a @ b, lambda: a @ (2 * b)))
+        return jax.lax.fori_loop(0, 5, lambda _, total: total + inner(a, b), jnp.zeros((8, 4)))
+
+    found = jaxquant.coverage(function, A, B)
+    assert [(row.times, row.matmul) for row in found.rows] == [(5, "fwd"), (5, "fwd")]
+    loop = jaxquant.coverage(lambda a: jax.lax.while_loop(lambda a: a[0, 0] > 0, lambda a: a @ a, a), SQUARE)
+    assert only(loop).times == 1
+
+
+def test_a_convolution_and_a_ragged_matmul_are_listed():
+    image, filters = jnp.zeros((2, 8, 8, 3)), jnp.zeros((3, 3, 3, 5))
+    dims = ("NHWC", "HWIO", "NHWC")
+    row = only(
+        jaxquant.coverage(
+            lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims), image, filters
+        )
+    )
+    assert (row.operation, row.flops) == ("conv_general_dilated", 2 * 2 * 8 * 8 * 5 * 27)
+    sizes = jnp.array([3, 5], jnp.int32)
+    row = only(jaxquant.coverage(jax.lax.ragged_dot, A, jnp.zeros((2, 16, 4)), sizes))
+    assert (row.operation, row.flops) == ("ragged_dot_general", 2 * 8 * 16 * 4)
+
+
+def test_shards_are_counted_together():
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("x")
+    function = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    row = only(jaxquant.coverage(jax.jit(function), A, B))
+    assert (row.times, row.lhs_shape, row.flops) == (4, (2, 16), 2 * 2 * 16 * 4)
+
+
+def test_a_kernel_is_listed_with_the_dtypes_that_it_multiplies():
+    def kernel(a, b, out):
+        out[...] = jnp.dot(a[...].astype(jnp.bfloat16), b[...].astype(jnp.bfloat16)).astype(jnp.float32)
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 4), jnp.float32),
+        grid=(2,),
+        in_specs=[pl.BlockSpec((4, 16), lambda i: (i, 0)), pl.BlockSpec((16, 4), lambda i: (0, 0))],
+        out_specs=pl.BlockSpec((4, 4), lambda i: (i, 0)),
+        interpret=True,
+    )
+    row = only(jaxquant.coverage(call, A, B))
+    assert (row.operation, row.lhs_shape, row.lhs_dtype, row.times) == ("pallas_call", (4, 16), "bfloat16", 2)
+
+
+def test_a_jitted_function_with_keywords_and_static_arguments():
+    @functools.partial(jax.jit, static_argnames="twice")
+    def function(a, *, b, twice):
+        return a @ b @ b.T @ b if twice else a @ b
+
+    assert len(jaxquant.coverage(function, A, b=B, twice=True).rows) == 3
+    with pytest.raises(TypeError, match="coverage takes a function and its arguments, got int"):
+        jaxquant.coverage(3)
+
+
+def test_what_is_printed_and_stored():
+    step, args, layers = gradient(Model(), {"quantization": "fp8", "quant_backend": "native"})
+    found = jaxquant.coverage(step, *args, layers=layers)
+    assert "mix/query  e4m3 × e4m3  e5m2 × e4m3  e4m3 × e5m2  per tensor, delayed      3" in found.text()
+    assert found.summary() in found.text()
+    stored = json.loads(found.to_json())
+    assert stored["low_precision_share"]["forward"] == pytest.approx(found.share("fwd"))
+    assert len(stored["rows"]) == len(found.rows) == 18
+    linear = 2 * 4 * 7 * (32 * 48 + 48 * 32 + 32 * 8)
+    scores = 2 * 2 * 4 * 3 * 7 * 7 * 16
+    np.testing.assert_allclose(found.share("fwd"), linear / (linear + scores + 2 * 4 * 7 * 8 * 5))

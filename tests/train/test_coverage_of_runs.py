@@ -1,0 +1,61 @@
+"""A run says at its start what its step multiplies, and strict refuses one that is not what was asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.train.conftest import quantized
+from train.loop import prepare
+from train.report import render
+from train.runs import load_runs
+
+LAYERS = 2
+LINEAR = ["self_attention/query", "self_attention/key", "self_attention/value", "self_attention/out"] + [
+    f"mlp/{name}" for name in ("wi_0", "wi_1", "wo")
+]
+
+
+def test_coverage_json_has_every_matmul_of_the_step(finished):
+    coverage = json.loads((finished("fp8") / "coverage.json").read_text())
+    layers = {layer["path"]: layer for layer in coverage["layers"]}
+    assert set(layers) == {f"layers/{name}" for name in LINEAR} | {"layers/self_attention", "token_embedder"}
+    for name in LINEAR:
+        layer = layers[f"layers/{name}"]
+        assert layer["times"] == 3 * LAYERS
+        assert layer["fwd"] == "float8_e4m3fn × float8_e4m3fn"
+        assert layer["dlhs"] == "float8_e5m2 × float8_e4m3fn"
+        assert layer["drhs"] == "float8_e4m3fn × float8_e5m2"
+        assert layer["scales"] == "per tensor, delayed"
+    assert layers["layers/self_attention"]["reason"] == "no parameter: activation × activation"
+    assert layers["layers/self_attention"]["times"] == 2 * 3 * LAYERS
+    assert layers["token_embedder"]["reason"] == "embeddings stay float"
+    assert coverage["missing"] == []
+
+
+def test_the_report_shows_it(finished):
+    page = render(load_runs([finished(""), finished("fp8")]))
+    assert "What the traced step multiplies" in page
+    assert "no parameter: activation × activation" in page
+    assert json.loads((finished("fp8") / "coverage.json").read_text())["summary"] in page
+
+
+def test_strict_refuses_before_anything_is_written(tiny, tmp_path):
+    blocks = {
+        "quantization": "int8",
+        "quant_backend": "qwix",
+        "quantization_local_shard_count": 2,
+    }  # under 128 elements
+    config = dataclasses.replace(tiny, run_dir=str(tmp_path / "run"), strict=True, **blocks)
+    with pytest.raises(ValueError, match=r"strict: layers/.* drhs: int8 × int8 is wanted .* is there"):
+        prepare(config, print)
+    assert not (tmp_path / "run").exists()
+
+
+def test_strict_lets_a_run_start_that_is_what_was_asked(tiny, tmp_path):
+    said = []
+    prepare(dataclasses.replace(quantized(tiny, "fp8"), run_dir=str(tmp_path / "run"), strict=True), said.append)
+    assert "layers/mlp/wo" in said[0]
+    assert "42 of 57 matmuls in at most 8 bits" in said[0]

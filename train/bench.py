@@ -1,0 +1,107 @@
+"""Step times and held-out losses of the quickstart model under every scheme."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant.audit.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
+from jaxquant.config.loader import build as build_dataclass
+from jaxquant.config.loader import load_yaml
+from train.config import TrainConfig
+from train.data import make_iterators
+from train.report import comparison_rows
+from train.runs import load_runs
+from train.step import build
+
+QUICKSTART = "configs/quickstart.yml"
+
+
+class _Stepper:
+    """A compiled training step of the quickstart model and its state."""
+
+    def __init__(self, scheme: Scheme, quickstart: dict[str, Any]):
+        config = build_dataclass(TrainConfig, quickstart | scheme.config | {"run_dir": "unused"})
+        data = make_iterators(config, config.batch_size)
+        program = build(config, data.vocab_size)
+        self.scheme, self._step = scheme, program.step
+        self._batch = jax.tree.map(np.asarray, dict(next(data.train)))
+        self._state = program.init()
+        self.times: list[float] = []
+        began = time.perf_counter()
+        self._run()
+        self.first = time.perf_counter() - began
+        self._run()
+
+    def _run(self) -> None:
+        self._state, values = self._step(self._state, self._batch, jnp.bool_(True))
+        jax.block_until_ready((self._state, values))
+
+    def measure(self) -> None:
+        began = time.perf_counter()
+        self._run()
+        self.times.append(time.perf_counter() - began)
+
+
+def measure_steps(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, Any] | None = None) -> list[Row]:
+    """Time training steps, one step of every scheme a round, so that a slow moment of the machine hits all alike.
+
+    The ratio is the median over rounds of a scheme's time over the unquantized one's in that round.
+    """
+    quickstart = load_yaml(str(ROOT / QUICKSTART)) | (overrides or {})
+    steppers = []
+    for scheme in (UNQUANTIZED, *chosen):
+        steppers.append(_Stepper(scheme, quickstart))
+        tell(f"compiled {scheme.string or 'none'} {scheme.backend} in {steppers[-1].first:.1f} s")
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for stepper in steppers:
+            stepper.measure()
+    gc.enable()
+    base = steppers[0].times
+    return [
+        {
+            **stepper.scheme.cells,
+            "step ms": round(1000 * statistics.median(stepper.times), 1),
+            "ratio": round(statistics.median(a / b for a, b in zip(stepper.times, base, strict=True)), 3),
+            "first step s": round(stepper.first, 1),
+        }
+        for stepper in steppers
+    ]
+
+
+def measure_losses(chosen: Sequence[Scheme], steps: int, folder: Path) -> list[Row]:
+    """Train the quickstart model under every scheme, each in a process of its own, and compare held-out losses.
+
+    A run that is in the folder already is not trained again.
+    """
+    folders = []
+    for scheme in (UNQUANTIZED, *chosen):
+        run = folder / "-".join(filter(None, (scheme.string or "none", scheme.backend)))
+        words = [f"{name}={value}" for name, value in scheme.config.items()]
+        if not (run / "summary.json").is_file():
+            tell(f"training {run.name}")
+            command = [sys.executable, "-m", "train", QUICKSTART, *words, f"steps={steps}", f"run_dir={run}"]
+            done = subprocess.run([*command, "tensorboard=false"], cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"training {run.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        folders.append(run)
+    runs = load_runs(folders)
+    short = [run.name for run in runs if run.last_step != steps]
+    if short:
+        raise ValueError(f"runs {', '.join(short)} in {folder} have another number of steps; remove them")
+    return [
+        {**scheme.cells, **{name: row[name] for name in ("steps", "held-out loss", "gap")}}
+        for scheme, row in zip((UNQUANTIZED, *chosen), comparison_rows(runs), strict=True)
+    ]
