@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxquant
 from jaxquant import state as quantization_state
 from jaxquant.audit.cost import saved_for_backward
+from jaxquant.config.recipes import strings_reading
 from train.config import TrainConfig
 from train.model import Decoder, DecoderConfig
 from train.optimizer import learning_rate_schedule, make_optimizer
@@ -99,7 +100,8 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
     """
     mesh = make_mesh(config)
     tokens = example_inputs(config)
-    model = jaxquant.maybe_quantize_model(Decoder(model_config(config, vocab_size, mesh)), config, tokens)
+    decoder = Decoder(model_config(config, vocab_size, mesh))
+    model = jaxquant.maybe_quantize_model(decoder, with_global_shards(config, mesh), tokens)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
     key = jax.random.key(config.seed)
@@ -190,6 +192,18 @@ def build(config: TrainConfig, vocab_size: int) -> Program:
         evaluate=jax.jit(evaluate, in_shardings=(shardings, batch_sharding), out_shardings=replicated),
         loss=loss,
     )
+
+
+def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """Resolve ``quantization_local_shard_count: -1`` in a run of several processes, where one sees its devices alone.
+
+    A block of the weight gradient's contraction must lie on one device, or its integer sums would be added across
+    devices; so there are as many as devices that share the batch.
+    """
+    reads = config.quantization in strings_reading("quantization_local_shard_count")
+    if jax.process_count() == 1 or config.quantization_local_shard_count != -1 or not reads:
+        return config
+    return dataclasses.replace(config, quantization_local_shard_count=mesh.shape["data"] * mesh.shape["fsdp"])
 
 
 def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> None:

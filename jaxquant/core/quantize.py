@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize, split_axes
+from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import asymmetric_cast, saturating_cast, stochastic_cast
-from jaxquant.core.sharding import over_devices
+from jaxquant.core.sharding import over_devices, split_axes
 
 # A scale below this flushes the reciprocal to a value whose square is not normal; such tensors are all but zero.
 SMALLEST_SCALE = math.sqrt(float(jnp.finfo(jnp.float32).tiny))

@@ -8,6 +8,7 @@ different values. Under axes of ``AxisType.Explicit`` it names the sharding. Els
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -107,6 +108,43 @@ def fit_sizes(sharding: NamedSharding | None, shape: Sequence[int]) -> NamedShar
     return NamedSharding(
         sharding.mesh, PartitionSpec(*(axis if n > 1 else None for axis, n in zip(spec, shape, strict=True)))
     )
+
+
+def whole_axis(x: Array, axis: int) -> Array:
+    """Gather one axis of x, for an operation that mixes its elements."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return x
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def split_axes(x: Array, counts: dict[int, int]) -> Array:
+    """Reshape every axis of ``counts`` into (tiles, size of a tile); other axes stay.
+
+    A sharded axis leaves its sharding to the tiles, or else to their insides, or else is gathered.
+    """
+    sharding = explicit_sharding(x)
+    shape: list[int] = []
+    spec: list = []
+    for axis, size in enumerate(x.shape):
+        parts = [counts[axis], size // counts[axis]] if axis in counts else [size]
+        shape += parts
+        if sharding is None:
+            continue
+        entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        devices = math.prod(sharding.mesh.shape[name] for name in names)
+        holder = next((i for i, part in enumerate(parts) if part % devices == 0), None)
+        spec += [entry if i == holder else None for i in range(len(parts))]
+    place = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.lax.reshape(x, shape, out_sharding=place)
+
+
+def merge_axes(x: Array, like: Array) -> Array:
+    """Reshape x to the shape and sharding of ``like``: the inverse of ``split_axes``."""
+    return jax.lax.reshape(x, like.shape, out_sharding=explicit_sharding(like))
 
 
 def broadcastable(scale: Array, x: Array) -> Array:

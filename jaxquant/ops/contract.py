@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes
+from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, split_axes
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -196,14 +196,13 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
 
 def _cut(tensor: QTensor, cuts: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
     """Split axes in tiles. Returns the tensor, where each old axis went, and where the tile axes stand."""
-    values, place, tiles = [], {}, {}
-    for axis, size in enumerate(tensor.shape):
+    place, tiles, position = {}, {}, 0
+    for axis in range(tensor.ndim):
         if axis in cuts:
-            tiles[axis] = len(values)
-            values += [cuts[axis], size // cuts[axis]]
-        else:
-            values.append(size)
-        place[axis] = len(values) - 1
+            tiles[axis] = position
+            position += 1
+        place[axis] = position
+        position += 1
 
     def cut_scale(scale: Array) -> Array:
         shape: list[int] = []
@@ -215,4 +214,4 @@ def _cut(tensor: QTensor, cuts: dict[int, int]) -> tuple[QTensor, dict[int, int]
         return scale.reshape(shape)
 
     zero = None if tensor.zero_point is None else cut_scale(tensor.zero_point)
-    return QTensor(tensor.qvalue.reshape(values), cut_scale(tensor.scale), zero), place, tiles
+    return QTensor(split_axes(tensor.qvalue, cuts), cut_scale(tensor.scale), zero), place, tiles

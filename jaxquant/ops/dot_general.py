@@ -27,7 +27,17 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import absolute, outside_range, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
-from jaxquant.core.sharding import Place, Sharding, broadcastable, device_key, fit_varying, named, over_devices, varying_axes
+from jaxquant.core.sharding import (
+    Place,
+    Sharding,
+    broadcastable,
+    device_key,
+    fit_varying,
+    named,
+    over_devices,
+    varying_axes,
+    whole_axis,
+)
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 
@@ -196,10 +206,12 @@ def _backward(static: _Static, residuals, grad: Array):
         q_grad, grad_seen = _quantize_delayed(static, grad, recipe.dlhs.lhs, state["output_grad"])
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
     dims, order = static.dims.for_dlhs()
-    dlhs = _gradient(static, recipe.dlhs, recipe.dlhs.lhs, recipe.fwd.rhs, grad, q_grad, rhs, dims, static.lhs_place.sharding_before(order), keys[0])
+    place = static.lhs_place.sharding_before(order)
+    dlhs = _gradient(static, recipe.dlhs, recipe.dlhs.lhs, recipe.fwd.rhs, grad, q_grad, rhs, dims, place, keys[0])
     dlhs = _finish(dlhs, order, lhs_mask, static.lhs_dtype, static.lhs_place)
     dims, order = static.dims.for_drhs()
-    drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, static.rhs_place.sharding_before(order), keys[1])
+    place = static.rhs_place.sharding_before(order)
+    drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, place, keys[1])
     drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype, static.rhs_place)
     seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     new_state = {}
@@ -207,7 +219,7 @@ def _backward(static: _Static, residuals, grad: Array):
         assert recipe.delayed is not None
         scale, amax = seen[name]
         new = delayed.next_state(old, scale, amax, recipe.delayed)
-        new_state[name] = jax.tree.map(lambda x, axes=varying_axes(old["scale"]): fit_varying(x, axes), new)
+        new_state[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
     return dlhs, drhs, new_state, None
 
 
@@ -268,7 +280,7 @@ def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | N
     if not (isinstance(operand, TensorSpec) and operand.calibration.clips and isinstance(tensor, QTensor)):
         return None
     outside = outside_range(x, operand, tensor.scale, tensor.zero_point)
-    return checkpoint_name(jnp.packbits(outside, axis=-1), RESIDUAL_NAME)
+    return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
 def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: str, place: Place) -> Array:

@@ -105,9 +105,7 @@ def einsums(kind: str, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     specs = P("data"), P(None, "tensor"), P("data", "tensor")
 
     def op(out_sharding: Any) -> Callable[..., Any]:
-        return lambda x, w, s: einsum(
-            "bsd,dhk->bhsk", x, w, recipe=recipe, state=s, out_sharding=out_sharding
-        )
+        return lambda x, w, s: einsum("bsd,dhk->bhsk", x, w, recipe=recipe, state=s, out_sharding=out_sharding)
 
     one = jax.jit(lambda *args: _both(*args, op(None)))(x, w, g, initial_state(recipe))
     if kind == "manual":
