@@ -1,4 +1,8 @@
-"""``python -m train CONFIG.yml [key=value ...]``: train, or go on with, the run that a YAML file describes."""
+"""``python -m train CONFIG.yml [key=value ...]``: train, or go on with, the run that a YAML file describes.
+
+A run on several hosts is the same command on each, with ``--coordinator-address HOST:PORT --num-processes N
+--process-id I`` as ``jax.distributed.initialize`` takes them; run_dir is a folder that all of them see.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +32,29 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; 0 when the run ended or was stopped in order, 1 when it diverged, 2 when it could not start."""
-    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__.splitlines()[0])
     parser.add_argument("config", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
+    parser.add_argument("--coordinator-address", metavar="HOST:PORT", help="of process 0, in a run of several")
+    parser.add_argument("--num-processes", type=int, help="how many processes make up the run")
+    parser.add_argument("--process-id", type=int, help="number of this process, from 0")
     words = parser.parse_args(arguments)
     try:
         config = read_config(words.config, words.overrides)
-        from train.loop import Diverged, prepare  # after the configuration: a typo is reported before jax loads
+        from train import processes  # after the configuration: a typo is reported before jax loads
 
-        train = prepare(config, lambda text: print(text, flush=True))
+        processes.join(words.coordinator_address, words.num_processes, words.process_id)
+        from train.loop import Diverged, prepare
+
+        train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
     except (TypeError, ValueError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
         train()
     except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
+        if processes.is_main():
+            print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from jaxquant.config.loader import build, load_yaml, to_mapping
+from train import processes
 from train.config import RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
@@ -101,6 +102,7 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps(), reverse=True)
         broken: list[tuple[int, Exception]] = []
         for step in steps:
+            found, failure = None, None
             try:
                 found = self._manager.restore(
                     step,
@@ -111,6 +113,10 @@ class Checkpoints:
             except Exception as error:
                 if not _is_unreadable(error):
                     raise
+                failure = error
+            # What one process cannot read no process goes on from.
+            if not processes.all_agree(failure is None) or found is None:
+                error = failure or OSError("it does not load in another process")
                 broken.append((step, error))
                 say(f"checkpoint {step} does not load ({_first_line(error)}); trying the one before it")
                 continue
@@ -124,7 +130,7 @@ class Checkpoints:
         return None
 
     def _discard(self, steps: list[int], say: Any) -> None:
-        for step in steps:
+        for step in steps if processes.is_main() else ():
             self._discarded.mkdir(exist_ok=True)
             target = self._discarded / str(step)
             while target.exists():
@@ -132,6 +138,7 @@ class Checkpoints:
             os.replace(self._folder / str(step), target)
             say(f"moved checkpoint {step} to {target}")
         if steps:
+            processes.wait_for_all("broken checkpoints moved")
             self._manager.reload()
 
 

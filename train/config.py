@@ -19,6 +19,7 @@ RUN_CONTROL = frozenset(
         "tensorboard",
         "mesh_data",
         "mesh_fsdp",
+        "mesh_tensor",
     }
 )
 """Fields that may differ when a run is resumed.
@@ -55,7 +56,8 @@ class TrainConfig(QuantConfig):
         ``learning_rate_final_fraction`` of it.
       adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only.
       gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 is no clipping.
-      mesh_data, mesh_fsdp: devices along the two mesh axes; -1 is the rest of those present.
+      mesh_data, mesh_fsdp, mesh_tensor: devices along the three mesh axes (copies of the model, parts of every
+        parameter, parts of the heads and of ``mlp_dim``); -1 is the rest of those present.
       log_every: steps between two plain progress lines (every step is in metrics.jsonl).
       eval_every, eval_batches: steps between two held-out losses (0: at the end only), batches of each.
       checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
@@ -98,6 +100,7 @@ class TrainConfig(QuantConfig):
     gradient_clipping_threshold: float = 1.0
     mesh_data: int = 1
     mesh_fsdp: int = -1
+    mesh_tensor: int = 1
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 8

@@ -15,15 +15,16 @@ from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.audit.coverage import of_trace
+from train import processes
 from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
 from train.diagnose import explain_non_finite
 from train.metrics import Metrics
+from train.sharding import BATCH
 from train.step import (
     Batch,
     Program,
@@ -48,6 +49,7 @@ class _Pending:
     metrics: dict[str, jax.Array]
     batch: Batch
     data_state: Any
+    stop: Any
 
 
 class StopRequest:
@@ -88,8 +90,11 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     if config.strict:
         coverage.check()
     layers = [dataclasses.asdict(report) for report in reports]
-    write_config(run_dir, config)
-    (run_dir / "coverage.json").write_text(coverage.to_json() + "\n")
+    processes.wait_for_all("configuration read")
+    if processes.is_main():
+        write_config(run_dir, config)
+        (run_dir / "coverage.json").write_text(coverage.to_json() + "\n")
+    processes.wait_for_all("configuration written")
     say(coverage.text())
     say(f"data: {data.description}")
     with contextlib.ExitStack() as stack:
@@ -120,50 +125,63 @@ def _train(
     layers: list[dict[str, Any]],
 ) -> None:
     config = program.config
-    healthy = jax.device_put(jnp.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
+    healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
+    stop_anywhere = processes.Flag(program.mesh)
     pending: _Pending | None = None
+    agreed = False
     first = int(state.step)
     with checkpoints, Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
 
         def settle() -> None:
             """Read the pending step's metrics, which waits for it."""
-            nonlocal pending
+            nonlocal pending, agreed
             if pending is None:
                 return
             values = {name: float(value) for name, value in pending.metrics.items()}
             if not values["healthy"]:
                 _diverged(program, state, pending, values, checkpoints)
             metrics.step(pending.step, values)
+            agreed = agreed or bool(pending.stop)
             pending = None
 
+        def stopping() -> bool:
+            """Whether to stop. Several processes stop together, where the answer of an earlier step is known to all."""
+            return agreed if jax.process_count() > 1 else stop.signal is not None
+
         batch: Batch = {}
+        saved = 0
         held_out = _held_out(program, data, state) if first >= config.steps else None
         for step in range(first + 1, config.steps + 1):
             before = data.train.get_state()
             batch = next(data.train)
-            state, values = program.step(state, batch, healthy)
+            placed = processes.place(program.mesh, BATCH, batch)
+            state, values = program.step(state, placed, healthy)
             healthy = values["healthy"]
+            asked = stop_anywhere.ask(stop.signal is not None)
             settle()
-            pending = _Pending(step, values, batch, before)
+            pending = _Pending(step, values, placed, before, asked)
             last = step == config.steps
             if last or _due(step, config.eval_every):
                 settle()
                 held_out = _held_out(program, data, state)
                 metrics.held_out(step, held_out)
                 metrics.pause()
-            if last or _due(step, config.checkpoint_every) or stop.signal:
+            if last or _due(step, config.checkpoint_every) or stopping():
                 settle()
                 checkpoints.save(step, state, data.train.get_state())
+                saved = step
                 metrics.pause()
-            if stop.signal and not last:
+            if saved == step and stopping() and not last:
                 checkpoints.wait()
-                metrics.say(f"stopped by {stop.signal} after step {step}, saved; the same command goes on from there")
+                by = stop.signal or "a signal to another process"
+                metrics.say(f"stopped by {by} after step {step}, saved; the same command goes on from there")
                 return
         checkpoints.wait()
         batch = batch or next(data.train)
         assert held_out is not None
         summary = _summary(program, data, state, batch, layers) | metrics.timing() | {"held_out_loss": held_out}
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        if processes.is_main():
+            (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {run_dir}")
 
 
@@ -172,7 +190,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def _held_out(program: Program, data: Data, state: TrainState) -> float:
-    parts = [program.evaluate(state, batch) for batch in data.held_out()]
+    batches = (processes.place(program.mesh, BATCH, batch) for batch in data.held_out())
+    parts = [program.evaluate(state, batch) for batch in batches]
     return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from train import processes
 from train.config import TrainConfig
 from train.runs import WARM_STEPS
 
@@ -34,21 +35,23 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 class Metrics:
-    """Writes the numbers of a run from ``first_step`` on. A context manager."""
+    """Writes the numbers of a run from ``first_step`` on, in process 0. A context manager."""
 
     def __init__(self, run_dir: Path, config: TrainConfig, first_step: int):
         self._config, self._first = config, first_step
-        path = run_dir / "metrics.jsonl"
-        truncate_metrics(path, first_step)
-        self._file = path.open("a")
-        self._events = None
-        if config.tensorboard:
+        self._is_main = processes.is_main()
+        self._file = self._events = None
+        if self._is_main:
+            path = run_dir / "metrics.jsonl"
+            truncate_metrics(path, first_step)
+            self._file = path.open("a")
+        if self._is_main and config.tensorboard:
             from tensorboardX import SummaryWriter
 
             self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         self._console = Console(file=sys.stdout)
         self._progress = None
-        if self._console.is_terminal:
+        if self._is_main and self._console.is_terminal:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self._console)
             self._task = self._progress.add_task("", total=config.steps, completed=first_step)
@@ -66,10 +69,13 @@ class Metrics:
             self._progress.stop()
         if self._events:
             self._events.close()
-        self._file.close()
+        if self._file:
+            self._file.close()
 
     def say(self, text: str) -> None:
         """Print a message without disturbing the progress line."""
+        if not self._is_main:
+            return
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
@@ -109,6 +115,8 @@ class Metrics:
         }
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
+        if not self._file:
+            return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         if self._events:

@@ -1,7 +1,8 @@
-"""Which axis of which parameter lies on which mesh axis: one table for parameters and optimizer state alike."""
+"""Which axis of which parameter lies on which mesh axis: one table for parameters, optimizer and quant state alike."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,51 +12,68 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from train.config import TrainConfig
 
+AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
-"""Sequences of a batch are spread over all devices."""
+"""Sequences of a batch are spread over all devices but those of one tensor group, which share them."""
 
-EMBEDDING_AXIS: dict[tuple[str, str], int] = {
-    ("query", "kernel"): -3,
-    ("key", "kernel"): -3,
-    ("value", "kernel"): -3,
-    ("out", "kernel"): -1,
-    ("wi_0", "kernel"): -2,
-    ("wi_1", "kernel"): -2,
-    ("wo", "kernel"): -1,
-    ("token_embedder", "embedding"): -1,
-    ("logits_dense", "kernel"): -2,
+PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
+    ("query", "kernel"): {"fsdp": -3, "tensor": -2},
+    ("key", "kernel"): {"fsdp": -3, "tensor": -2},
+    ("value", "kernel"): {"fsdp": -3, "tensor": -2},
+    ("out", "kernel"): {"fsdp": -1, "tensor": -3},
+    ("wi_0", "kernel"): {"fsdp": -2, "tensor": -1},
+    ("wi_1", "kernel"): {"fsdp": -2, "tensor": -1},
+    ("wo", "kernel"): {"fsdp": -1, "tensor": -2},
+    ("token_embedder", "embedding"): {"fsdp": -1},
+    ("logits_dense", "kernel"): {"fsdp": -2},
 }
-"""(module, parameter) -> its axis of size ``emb_dim``, counted from the end; FSDP cuts that one.
+"""(module, parameter) -> which of its axes each mesh axis cuts: ``fsdp`` the one of size ``emb_dim``, ``tensor`` the
+heads or ``mlp_dim``.
 
-Counted from the end because a scan over layers puts an axis in front. What is not listed (norms) is replicated.
+Counted from the end because a scan over layers puts an axis in front. What is not listed (norms, scales and amax
+histories) is replicated. A sparsity mask lies as its kernel does.
 """
 
 
 def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lay devices out as (data, fsdp): those given (of a chip that is not here, for an audit), else those present.
+    """Lay devices out as (data, fsdp, tensor).
+
+    Args:
+      config: sizes of the mesh, and what they have to divide.
+      devices: None takes all that are present, those of other processes included; others may be of an absent chip.
 
     Raises:
-      ValueError: the two sizes do not make up the number of devices, or do not divide the batch or ``emb_dim``.
+      ValueError: the sizes do not make up the number of devices, or do not divide what they cut.
     """
-    devices = jax.devices() if devices is None else list(devices)
-    data, fsdp = config.mesh_data, config.mesh_fsdp
-    asked = f"mesh_data {data} x mesh_fsdp {fsdp}"
-    if data == -1 and fsdp == -1:
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(config, f"mesh_{axis}") for axis in AXES}
+    asked = " x ".join(f"mesh_{axis} {size}" for axis, size in sizes.items())
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
         raise ValueError(f"{asked}: only one of them may be -1, the rest of the devices")
-    if data == -1:
-        data = len(devices) // max(fsdp, 1)
-    if fsdp == -1:
-        fsdp = len(devices) // max(data, 1)
-    if data < 1 or fsdp < 1 or data * fsdp != len(devices):
+    if rest:
+        sizes[rest[0]] = len(devices) // max(math.prod(size for size in sizes.values() if size != -1), 1)
+    if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
         raise ValueError(f"{asked} does not make up the {len(devices)} devices present")
-    sequences = config.batch_size // config.gradient_accumulation_steps
-    if sequences % len(devices):
+    sequences, shares = config.batch_size // config.gradient_accumulation_steps, sizes["data"] * sizes["fsdp"]
+    if sequences % shares:
         raise ValueError(
-            f"batch_size / gradient_accumulation_steps is {sequences}, which {len(devices)} devices do not divide"
+            f"batch_size / gradient_accumulation_steps is {sequences}, which {shares} devices (mesh_data x mesh_fsdp) "
+            "do not divide"
         )
-    if config.emb_dim % fsdp:
-        raise ValueError(f"emb_dim {config.emb_dim} is not a multiple of mesh_fsdp {fsdp}")
-    return Mesh(np.array(devices).reshape(data, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    for axis, names in {"fsdp": ("emb_dim",), "tensor": ("num_query_heads", "num_kv_heads", "mlp_dim")}.items():
+        for name in names:
+            if getattr(config, name) % sizes[axis]:
+                raise ValueError(f"{name} {getattr(config, name)} is not a multiple of mesh_{axis} {sizes[axis]}")
+    return Mesh(np.array(devices).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def parameter_spec(module: str, parameter: str, ndim: int) -> PartitionSpec:
+    """Give the partition spec of a parameter by its module's name and its own."""
+    spec: list[str | None] = [None] * ndim
+    for mesh_axis, axis in PARAMETER_AXES.get((module, parameter), {}).items():
+        spec[axis] = mesh_axis
+    return PartitionSpec(*spec)
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
@@ -66,11 +84,8 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        axis = EMBEDDING_AXIS.get(tuple(str(getattr(key, "key", key)) for key in path[-2:]))  # pyright: ignore
-        if axis is None:
-            return NamedSharding(mesh, PartitionSpec())
-        spec: list[str | None] = [None] * len(leaf.shape)
-        spec[axis] = "fsdp"
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        names = ["", "", "", *(str(getattr(key, "key", key)) for key in path)]
+        module, parameter = (names[-3], "kernel") if names[-1] == "sparsity_mask" else (names[-2], names[-1])
+        return NamedSharding(mesh, parameter_spec(module, parameter, len(leaf.shape)))
 
     return jax.tree_util.tree_map_with_path(place, state)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.cost import saved_for_backward
+from jaxquant.config.recipes import strings_reading
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
 from train.model import DecoderConfig
@@ -103,7 +104,8 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     """
     mesh = make_mesh(config, devices)
     tokens = example_inputs(config)
-    model = make_model(config, model_config(config, vocab_size, mesh), tokens)
+    decoder = model_config(config, vocab_size, mesh)
+    model = make_model(with_global_shards(config, mesh), decoder, tokens)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
     key = jax.random.key(config.seed)
@@ -190,6 +192,18 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         evaluate=jax.jit(evaluate, in_shardings=(shardings, batch_sharding), out_shardings=replicated),
         loss=loss,
     )
+
+
+def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """Resolve ``quantization_local_shard_count: -1`` by the mesh, whose devices need not be those of this process.
+
+    A block of the weight gradient's contraction must lie on one device, or its integer sums would be added across
+    devices; so there are as many as devices that share the batch.
+    """
+    reads = config.quantization in strings_reading("quantization_local_shard_count")
+    if config.quantization_local_shard_count != -1 or not reads:
+        return config
+    return dataclasses.replace(config, quantization_local_shard_count=mesh.shape["data"] * mesh.shape["fsdp"])
 
 
 def check_step(program: Program, batch: Mapping[str, np.ndarray]) -> jax.stages.Traced:

@@ -8,6 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxquant.core.sharding import broadcastable, merge_axes, split_axes
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +42,6 @@ def tile_counts(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> dict[in
     return {axis: count for axis, (size, count) in pairs if count not in (1, size)}
 
 
-def split_axes(x: jax.Array, counts: dict[int, int]) -> jax.Array:
-    """Reshape every axis of ``counts`` into (tiles, size of a tile); other axes stay."""
-    shape: list[int] = []
-    for axis, size in enumerate(x.shape):
-        shape += [counts[axis], size // counts[axis]] if axis in counts else [size]
-    return x.reshape(shape)
-
-
 def expand_scale(scale: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, dict[int, int]]:
     """Give a scale one broadcastable axis beside each tile axis.
 
@@ -66,7 +60,8 @@ def apply_scaled(operation, x: jax.Array, scale: jax.Array) -> jax.Array:
     if not tile_counts(x.shape, scale.shape):
         return operation(x, scale)
     expanded, counts = expand_scale(scale, x.shape)
-    return operation(split_axes(x, counts), expanded).reshape(x.shape)
+    split = split_axes(x, counts)
+    return merge_axes(operation(split, broadcastable(expanded, split)), x)
 
 
 def dequantize(tensor: QTensor, dtype: str = "float32") -> jax.Array:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize, split_axes
+from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import asymmetric_cast, saturating_cast, stochastic_cast
+from jaxquant.core.sharding import over_devices, split_axes
 
 # A scale below this flushes the reciprocal to a value whose square is not normal; such tensors are all but zero.
 SMALLEST_SCALE = math.sqrt(float(jnp.finfo(jnp.float32).tiny))
@@ -62,8 +63,8 @@ def absolute(x: jax.Array) -> jax.Array:
     )
 
 
-def _reduce(x: jax.Array, counts: tuple[int, ...], reduction) -> jax.Array:
-    """Reduce x to the shape ``counts``."""
+def _reduce(x: jax.Array, counts: tuple[int, ...], reduction, collective=None) -> jax.Array:
+    """Reduce x to the shape ``counts``, with a collective also over the devices that hold other parts of x."""
     tiled = {axis: n for axis, n in enumerate(counts) if n not in (1, x.shape[axis])}
     axes: list[int] = []
     position = 0
@@ -72,13 +73,15 @@ def _reduce(x: jax.Array, counts: tuple[int, ...], reduction) -> jax.Array:
         if n == 1 or axis in tiled:
             axes.append(position)
         position += 1
-    return reduction(split_axes(x, tiled), axis=tuple(axes)).reshape(counts)
+    statistic = reduction(split_axes(x, tiled), axis=tuple(axes)).reshape(counts)
+    return statistic if collective is None else over_devices(collective, statistic, x)
 
 
 def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
     """Compute the scale, and the zero point of an asymmetric range, from this tensor's statistic.
 
-    ``scale = statistic · factor / bound`` in float32, 1 where it falls below sqrt(tiny).
+    ``scale = statistic · factor / bound`` in float32, 1 where it falls below sqrt(tiny). Inside ``jax.shard_map`` a
+    scale of the whole tensor is one for all devices; a finer one is that of the device's own part.
 
     Args:
       x: the tensor, any float dtype.
@@ -88,6 +91,8 @@ def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tu
     Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value).
     """
     calibration, kind = spec.calibration, element(spec.dtype)
+    whole = spec.granularity == "per_tensor" and math.prod(counts) == 1
+    lowest, highest, mean = (jax.lax.pmin, jax.lax.pmax, jax.lax.pmean) if whole else (None, None, None)
     if calibration.method == "fixed" and calibration.is_symmetric:
         return jnp.full(counts, _floor(calibration.maximum / kind.bound), jnp.float32), None
     if calibration.method == "fixed":
@@ -97,13 +102,13 @@ def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tu
         )
     elif calibration.method == "minmax":
         known = jnp.where(jnp.isnan(x), jnp.inf, x)
-        low = jnp.minimum(_reduce(known, counts, jnp.min).astype(jnp.float32), 0) * calibration.factor
-        high = jnp.maximum(_reduce(known, counts, jnp.max).astype(jnp.float32), 0) * calibration.factor
+        low = jnp.minimum(_reduce(known, counts, jnp.min, lowest).astype(jnp.float32), 0) * calibration.factor
+        high = jnp.maximum(_reduce(known, counts, jnp.max, highest).astype(jnp.float32), 0) * calibration.factor
     elif calibration.method == "rms":
-        squares = _reduce(jnp.square(x.astype(jnp.float32)), counts, jnp.mean)
+        squares = _reduce(jnp.square(x.astype(jnp.float32)), counts, jnp.mean, mean)
         low, high = None, jnp.sqrt(squares) * calibration.factor
     else:
-        high = _reduce(absolute(x), counts, jnp.max).astype(jnp.float32)
+        high = _reduce(absolute(x), counts, jnp.max, highest).astype(jnp.float32)
         low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
         # XLA turns a division by a constant into this multiplication under jit, but not outside it.

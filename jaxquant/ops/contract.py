@@ -6,8 +6,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, split_axes
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -32,6 +34,7 @@ def contract(
     precision: Precision = None,
     default_precision: Precision = None,
     scale_dtype: str = "float32",
+    out_sharding: NamedSharding | None = None,
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
@@ -46,6 +49,7 @@ def contract(
       precision: as in ``lax.dot_general``.
       default_precision: what None means for a quantized matmul.
       scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own).
+      out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
     """
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         if isinstance(lhs, QTensor):
@@ -59,12 +63,18 @@ def contract(
             dims.numbers,
             precision=precision,
             preferred_element_type=dtype,
+            out_sharding=out_sharding,
         )
         return out.astype(out_dtype)
 
     lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
     out = _multiply(
-        lhs, rhs, dims, accumulator_dtype(accumulator, out_dtype), default_precision if precision is None else precision
+        lhs,
+        rhs,
+        dims,
+        accumulator_dtype(accumulator, out_dtype),
+        default_precision if precision is None else precision,
+        _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles),
     )
     if scale_dtype == "float32" or out.dtype == jnp.int32:
         out = out.astype(jnp.float32)
@@ -72,16 +82,36 @@ def contract(
     return (out.sum(axis=tuple(range(tiles))) if tiles else out).astype(out_dtype)
 
 
-def _multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, precision: Precision) -> Array:
+def _tiled_sharding(
+    out_sharding: NamedSharding | None, lhs: Array, dims: Dimensions, tiles: int
+) -> NamedSharding | None:
+    """Put the leading tile axes in front of a result's sharding: where the operand has them, unless that is taken."""
+    operand = explicit_sharding(lhs)
+    if out_sharding is None or operand is None or not tiles:
+        return out_sharding
+    taken = {name for entry in out_sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+    entries = [operand.spec[axis] for axis in dims.lhs_batch[:tiles]]
+    is_free = [taken.isdisjoint(entry if isinstance(entry, tuple) else (entry,)) for entry in entries]
+    spec = [entry if free else None for entry, free in zip(entries, is_free, strict=True)]
+    return NamedSharding(out_sharding.mesh, PartitionSpec(*spec, *out_sharding.spec))
+
+
+def _multiply(
+    lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, precision: Precision, out_sharding: NamedSharding | None
+) -> Array:
     """Contract qvalues, subtracting what the zero points add."""
 
     def dot(a: Array, b: Array) -> Array:
         # One integer dtype for both: there is no mixed int4 by int8 matmul.
         if a.dtype != b.dtype and jnp.issubdtype(a.dtype, jnp.signedinteger):
             a, b = a.astype(jnp.int8), b.astype(jnp.int8)
+        sizes = [a.shape[axis] for axis in (*dims.lhs_batch, *dims.lhs_free)] + [b.shape[i] for i in dims.rhs_free]
+        place = fit_sizes(out_sharding, sizes)
         if min(jax.dtypes.itemsize_bits(a.dtype), jax.dtypes.itemsize_bits(b.dtype)) < 8:
-            return _dot_sub_byte(a, b, dims, precision, dtype)
-        return jax.lax.dot_general(a, b, dims.numbers, precision=precision, preferred_element_type=dtype)
+            return _dot_sub_byte(a, b, dims, precision, dtype, place)
+        return jax.lax.dot_general(
+            a, b, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=place
+        )
 
     out = dot(lhs.qvalue, rhs.qvalue)
     lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract)
@@ -95,7 +125,9 @@ def _multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str, precisio
     return out
 
 
-def _dot_sub_byte(a: Array, b: Array, dims: Dimensions, precision: Precision, dtype: str) -> Array:
+def _dot_sub_byte(
+    a: Array, b: Array, dims: Dimensions, precision: Precision, dtype: str, place: NamedSharding | None
+) -> Array:
     """Multiply 4-bit operands with one more free axis, of size 1.
 
     XLA:CPU fails on a plain matrix product of 4-bit types ("does not support custom element sizes", jax 0.10 and 0.12)
@@ -103,8 +135,13 @@ def _dot_sub_byte(a: Array, b: Array, dims: Dimensions, precision: Precision, dt
     """
     up = lambda axes: tuple(axis + 1 for axis in axes)  # noqa: E731
     numbers = ((up(dims.lhs_contract), dims.rhs_contract), (up(dims.lhs_batch), dims.rhs_batch))
-    out = jax.lax.dot_general(a[None], b, numbers, precision=precision, preferred_element_type=dtype)
-    return out.squeeze(len(dims.lhs_batch))
+    axis = len(dims.lhs_batch)
+    if place is not None:
+        place = NamedSharding(place.mesh, PartitionSpec(*place.spec[:axis], None, *place.spec[axis:]))
+    out = jax.lax.dot_general(
+        a[None], b, numbers, precision=precision, preferred_element_type=dtype, out_sharding=place
+    )
+    return out.squeeze(axis)
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -121,7 +158,7 @@ def _rescale(out: Array, lhs_scale: Array, rhs_scale: Array, dims: Dimensions, d
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
     left = _layout(lhs_scale, dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
     right = _layout(rhs_scale, dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
-    return out * left.astype(dtype) * right.astype(dtype)
+    return out * broadcastable(left, out).astype(dtype) * broadcastable(right, out).astype(dtype)
 
 
 def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before, after) -> Array:
@@ -159,14 +196,13 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
 
 def _cut(tensor: QTensor, cuts: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
     """Split axes in tiles. Returns the tensor, where each old axis went, and where the tile axes stand."""
-    values, place, tiles = [], {}, {}
-    for axis, size in enumerate(tensor.shape):
+    place, tiles, position = {}, {}, 0
+    for axis in range(tensor.ndim):
         if axis in cuts:
-            tiles[axis] = len(values)
-            values += [cuts[axis], size // cuts[axis]]
-        else:
-            values.append(size)
-        place[axis] = len(values) - 1
+            tiles[axis] = position
+            position += 1
+        place[axis] = position
+        position += 1
 
     def cut_scale(scale: Array) -> Array:
         shape: list[int] = []
@@ -178,4 +214,4 @@ def _cut(tensor: QTensor, cuts: dict[int, int]) -> tuple[QTensor, dict[int, int]
         return scale.reshape(shape)
 
     zero = None if tensor.zero_point is None else cut_scale(tensor.zero_point)
-    return QTensor(tensor.qvalue.reshape(values), cut_scale(tensor.scale), zero), place, tiles
+    return QTensor(split_axes(tensor.qvalue, cuts), cut_scale(tensor.scale), zero), place, tiles

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
@@ -26,6 +27,17 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import absolute, outside_range, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
+from jaxquant.core.sharding import (
+    Place,
+    Sharding,
+    broadcastable,
+    device_key,
+    fit_varying,
+    named,
+    over_devices,
+    varying_axes,
+    whole_axis,
+)
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 
@@ -46,6 +58,9 @@ class _Static:
     rhs_dtype: str
     out_dtype: str
     precision: Any
+    lhs_place: Place
+    rhs_place: Place
+    out_sharding: NamedSharding | None
 
     @property
     def is_flax(self) -> bool:
@@ -66,6 +81,7 @@ def dot_general(
     recipe: Recipe,
     state: QuantState | None = None,
     key: Array | None = None,
+    out_sharding: Sharding = None,
 ) -> Array:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
@@ -84,6 +100,8 @@ def dot_general(
       state: for a recipe with delayed scaling, the amax state from ``initial_state``. Its gradient tells
         ``jaxquant.state.update`` the state after the step.
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
+      out_sharding: as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients lie as
+        their operands do.
 
     Raises:
       ValueError: missing state, tiles or shards that do not divide.
@@ -106,6 +124,9 @@ def dot_general(
         rhs.dtype.name,
         jnp.dtype(out).name,
         _hashable(precision),
+        Place.of(lhs, rhs),
+        Place.of(rhs, lhs),
+        named(out_sharding, lhs),
     )
     return _dot(static, lhs, rhs, state or {}, key)
 
@@ -157,6 +178,7 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         precision=static.precision,
         default_precision=jax.lax.Precision.DEFAULT,
         scale_dtype=static.out_dtype if static.is_flax else "float32",
+        out_sharding=static.out_sharding,
     )
     residuals = (
         _save(lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0].rhs_contract, key),
@@ -177,23 +199,28 @@ def _backward(static: _Static, residuals, grad: Array):
     recipe = static.recipe
     if key is None and recipe.is_stochastic:
         key = content_key(grad)
+    elif key is not None:
+        key = device_key(key, grad)
     q_grad, grad_seen = None, None
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
         q_grad, grad_seen = _quantize_delayed(static, grad, recipe.dlhs.lhs, state["output_grad"])
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
     dims, order = static.dims.for_dlhs()
-    dlhs = _gradient(static, recipe.dlhs, recipe.dlhs.lhs, recipe.fwd.rhs, grad, q_grad, rhs, dims, keys[0])
-    dlhs = _finish(dlhs, order, lhs_mask, static.lhs_dtype)
+    place = static.lhs_place.sharding_before(order)
+    dlhs = _gradient(static, recipe.dlhs, recipe.dlhs.lhs, recipe.fwd.rhs, grad, q_grad, rhs, dims, place, keys[0])
+    dlhs = _finish(dlhs, order, lhs_mask, static.lhs_dtype, static.lhs_place)
     dims, order = static.dims.for_drhs()
-    drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, keys[1])
-    drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype)
+    place = static.rhs_place.sharding_before(order)
+    drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, place, keys[1])
+    drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype, static.rhs_place)
     seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {}
     for name, old in state.items():
         assert recipe.delayed is not None
         scale, amax = seen[name]
-        observed[name] = delayed.observe(old, scale, amax, recipe.delayed)
+        new = delayed.observe(old, scale, amax, recipe.delayed)
+        observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
     return dlhs, drhs, observed, None
 
 
@@ -202,7 +229,7 @@ def _operand_key(x: Array, operand: Operand, key: Array | None) -> Array | None:
     if not (isinstance(operand, TensorSpec) and operand.rounding == "stochastic"):
         return None
     own = content_key(x)
-    return own if key is None else jax.random.fold_in(key, jax.random.bits(own))
+    return own if key is None else jax.random.fold_in(device_key(key, x), jax.random.bits(own))
 
 
 def _quantize_forward(
@@ -227,6 +254,7 @@ def _quantize_delayed(static: _Static, x: Array, spec: TensorSpec, state: delaye
     assert static.recipe.delayed is not None
     # flax takes the maximum as it comes, NaN or not.
     amax = jnp.max(jnp.abs(x) if static.is_flax else absolute(x))
+    amax = over_devices(jax.lax.pmax, amax, x, but=varying_axes(state["scale"]))
     scale = delayed.current_scale(state, amax, element(spec.dtype), static.recipe.delayed)
     tensor = quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=static.compute_dtype(x))
     return tensor, (scale, amax)
@@ -253,16 +281,16 @@ def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | N
     if not (isinstance(operand, TensorSpec) and operand.calibration.clips and isinstance(tensor, QTensor)):
         return None
     outside = outside_range(x, operand, tensor.scale, tensor.zero_point)
-    return checkpoint_name(jnp.packbits(outside, axis=-1), RESIDUAL_NAME)
+    return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
-def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: str) -> Array:
-    """Bring a gradient into its operand's layout and dtype, zero where the forward clipped."""
+def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: str, place: Place) -> Array:
+    """Bring a gradient into its operand's layout, dtype and place, zero where the forward clipped."""
     gradient = gradient.transpose(order)
     if mask is not None:
         outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1])
         gradient = jnp.where(outside.astype(bool), 0, gradient)
-    return gradient.astype(dtype)
+    return fit_varying(gradient.astype(dtype), place.varying)
 
 
 def _gradient(
@@ -274,9 +302,10 @@ def _gradient(
     q_grad: QTensor | None,
     residual: QTensor | Array,
     dims: Dimensions,
+    place: NamedSharding | None,
     key: Array | None,
 ) -> Array:
-    """Contract the output gradient with what was kept of an operand."""
+    """Contract the output gradient with what was kept of an operand; ``place`` is the sharding of the result."""
     out_dtype = grad.dtype.name
     left: QTensor | Array = grad
     if isinstance(grad_spec, TensorSpec):
@@ -298,6 +327,7 @@ def _gradient(
         precision=static.precision,
         default_precision=jax.lax.Precision.HIGHEST,
         scale_dtype=out_dtype if static.is_flax else "float32",
+        out_sharding=place,
     )
 
 
@@ -322,7 +352,7 @@ def _align(
         kept = sorted(places, key=lambda axis: places[axis])
         others = [axis for axis in range(residual.ndim) if axis not in places]
         factor = residual.scale.transpose(kept + others).reshape(target)
-        folded = grad.astype(jnp.float32) * factor
+        folded = grad.astype(jnp.float32) * broadcastable(factor, grad)
         return folded, QTensor(residual.qvalue, jnp.ones((1,) * residual.ndim, jnp.float32))
     assert isinstance(forward_spec, TensorSpec)
     again = dataclasses.replace(forward_spec, rounding="nearest")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.recipe import Recipe
+from jaxquant.core.sharding import Sharding, named, transposed
 from jaxquant.ops.dimensions import DotDimensionNumbers
 from jaxquant.ops.dot_general import QuantState, dot_general
 
@@ -97,6 +98,7 @@ def einsum(
     precision: Any = None,
     preferred_element_type: Any = None,
     weight: int = 1,
+    out_sharding: Sharding = None,
     transform: Callable[[Array, tuple[int, ...]], Array] | None = None,
 ) -> Array:
     """Contract an activation with a weight by an einsum equation, in the low precision of a recipe.
@@ -106,6 +108,7 @@ def einsum(
       lhs, rhs: the operands in the equation's order.
       recipe, state, key, precision, preferred_element_type: as in ``dot_general``.
       weight: which operand is the weight, 0 or 1. The other is the activation, whatever order the equation has.
+      out_sharding: of the result, as in ``dot_general``.
       transform: applied to the weight with its contraction axes before quantization (sparsity).
 
     Raises:
@@ -125,6 +128,14 @@ def einsum(
     if transform is not None:
         rhs = transform(rhs, tuple(plan.dimension_numbers[0][1]))
     out = dot_general(
-        lhs, rhs, plan.dimension_numbers, precision, preferred_element_type, recipe=recipe, state=state, key=key
+        lhs,
+        rhs,
+        plan.dimension_numbers,
+        precision,
+        preferred_element_type,
+        recipe=recipe,
+        state=state,
+        key=key,
+        out_sharding=transposed(named(out_sharding, lhs), plan.permutation),
     )
     return jnp.transpose(out, plan.permutation)

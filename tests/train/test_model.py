@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from train.model import Decoder, DecoderConfig, rotate
 from train.optimizer import DECAYED
-from train.sharding import EMBEDDING_AXIS
+from train.sharding import PARAMETER_AXES
 
 SMALL = DecoderConfig(64, 32, 64, 2, 4, 2, 16)
 UNTIED = dataclasses.replace(SMALL, logits_via_embedding=False)
@@ -45,9 +45,13 @@ def test_parameter_names_and_shapes():
 def test_every_matrix_is_sharded_along_the_embedding_and_decayed():
     for path, leaf in flatten_dict(_init(UNTIED)["params"]).items():
         matrix = path[-1] != "scale"
-        assert (path[-2:] in EMBEDDING_AXIS) == matrix == (path[-1] in DECAYED)
+        assert (path[-2:] in PARAMETER_AXES) == matrix == (path[-1] in DECAYED)
         if matrix:
-            assert leaf.shape[EMBEDDING_AXIS[path[-2:]]] == SMALL.emb_dim
+            axes = PARAMETER_AXES[path[-2:]]
+            assert leaf.shape[axes["fsdp"]] == SMALL.emb_dim
+            if "layers" in path:
+                tensor = leaf.shape[axes["tensor"]]
+                assert tensor in (SMALL.num_query_heads, SMALL.num_kv_heads, SMALL.mlp_dim)
 
 
 def test_a_token_does_not_see_later_ones():

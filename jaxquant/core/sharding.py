@@ -1,0 +1,155 @@
+"""What the type of an array says of the mesh: the axes along which it varies, and where its parts lie.
+
+Inside ``jax.shard_map`` (with its default ``check_vma=True``) a type names the mesh axes along which the devices hold
+different values. Under axes of ``AxisType.Explicit`` it names the sharding. Elsewhere (one device, automatic sharding,
+``check_vma=False``) it says neither, and every function here returns its argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Array = jax.Array
+Sharding = NamedSharding | PartitionSpec | None
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """Name the manual mesh axes along which devices hold different values of x."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def explicit_sharding(x: Array) -> NamedSharding | None:
+    """Return the sharding in the type of x; None where no axis of its mesh is explicit."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an operand lies, as its type says it. Hashable, so that it can be static in a jit."""
+
+    varying: frozenset[str]
+    sharding: NamedSharding | None
+
+    @classmethod
+    def of(cls, x: Array, beside: Array) -> Place:
+        """Read the place of x; where x has none and ``beside`` lies on an explicit mesh, x is replicated there."""
+        sharding, other = explicit_sharding(x), explicit_sharding(beside)
+        if sharding is None and other is not None:
+            sharding = NamedSharding(other.mesh, PartitionSpec())
+        return cls(varying_axes(x), sharding)
+
+    def sharding_before(self, order: Sequence[int]) -> NamedSharding | None:
+        """Return the sharding of an array that ``transpose(order)`` brings into this place."""
+        return transposed(self.sharding, order)
+
+
+def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:
+    """Return the sharding that ``transpose(order)`` turns into ``sharding``."""
+    if sharding is None:
+        return None
+    spec: list = [None] * len(order)
+    for after, before in enumerate(order):
+        spec[before] = sharding.spec[after] if after < len(sharding.spec) else None
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def fit_varying(x: Array, wanted: frozenset[str]) -> Array:
+    """Make a cotangent vary along the axes of its primal and no others.
+
+    It is summed over the axes in which it varies and its primal does not: each device holds the share of its own part.
+    """
+    present = varying_axes(x)
+    if present - wanted:
+        x = jax.lax.psum(x, tuple(sorted(present - wanted)))
+    if wanted - present:
+        x = jax.lax.pcast(x, tuple(sorted(wanted - present)), to="varying")
+    return x
+
+
+def over_devices(reduce, statistic: Array, x: Array, but: frozenset[str] = frozenset()) -> Array:
+    """Reduce a statistic of x over the devices that hold different parts of x, so that it is that of the whole.
+
+    Args:
+      reduce: ``jax.lax.pmax`` and its like.
+      statistic: of the local part.
+      x: the tensor.
+      but: axes along which there is one statistic for each device.
+    """
+    axes = varying_axes(x) - but
+    return reduce(statistic, tuple(sorted(axes))) if axes else statistic
+
+
+def device_key(key: Array, x: Array) -> Array:
+    """Give each device that holds another part of x a random key of its own."""
+    for axis in sorted(varying_axes(x)):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return key
+
+
+def named(sharding: Sharding, like: Array) -> NamedSharding | None:
+    """Complete a partition spec to a sharding, on the mesh of an operand or else that of the context."""
+    if not isinstance(sharding, PartitionSpec):
+        return sharding
+    own = explicit_sharding(like)
+    return NamedSharding(jax.sharding.get_abstract_mesh() if own is None else own.mesh, sharding)
+
+
+def fit_sizes(sharding: NamedSharding | None, shape: Sequence[int]) -> NamedSharding | None:
+    """Leave axes of size 1 unsharded."""
+    if sharding is None:
+        return None
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*(axis if n > 1 else None for axis, n in zip(spec, shape, strict=True)))
+    )
+
+
+def whole_axis(x: Array, axis: int) -> Array:
+    """Gather one axis of x, for an operation that mixes its elements."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return x
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def split_axes(x: Array, counts: dict[int, int]) -> Array:
+    """Reshape every axis of ``counts`` into (tiles, size of a tile); other axes stay.
+
+    A sharded axis leaves its sharding to the tiles, or else to their insides, or else is gathered.
+    """
+    sharding = explicit_sharding(x)
+    shape: list[int] = []
+    spec: list = []
+    for axis, size in enumerate(x.shape):
+        parts = [counts[axis], size // counts[axis]] if axis in counts else [size]
+        shape += parts
+        if sharding is None:
+            continue
+        entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        devices = math.prod(sharding.mesh.shape[name] for name in names)
+        holder = next((i for i, part in enumerate(parts) if part % devices == 0), None)
+        spec += [entry if i == holder else None for i in range(len(parts))]
+    place = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.lax.reshape(x, shape, out_sharding=place)
+
+
+def merge_axes(x: Array, like: Array) -> Array:
+    """Reshape x to the shape and sharding of ``like``: the inverse of ``split_axes``."""
+    return jax.lax.reshape(x, like.shape, out_sharding=explicit_sharding(like))
+
+
+def broadcastable(scale: Array, x: Array) -> Array:
+    """Lay a scale of x's rank out as x is, so that the two multiply in place."""
+    target = explicit_sharding(x)
+    if target is None or scale.ndim != x.ndim:
+        return scale
+    return jax.sharding.reshard(scale, fit_sizes(target, scale.shape))

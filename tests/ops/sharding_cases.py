@@ -1,0 +1,189 @@
+"""Native contractions on a mesh of eight simulated devices and on one, for ``test_sharding.py`` to compare.
+
+    python -m tests.ops.sharding_cases FILE.npz
+
+runs every case and writes "CASE|what|mesh" and "CASE|what|one" arrays, and "CASE|error" where one raised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxquant
+from jaxquant.core.recipe import Recipe
+from jaxquant.ops import dot_general, einsum, initial_state
+from tests.ops.recipes import RECIPES
+
+M, K, N = 16, 32, 24
+NUMBERS = (((1,), (0,)), ((), ()))
+PLACES = {
+    "replicated": (P("data"), P()),
+    "columns": (P("data"), P(None, "tensor")),
+    "fsdp": (P("data"), P("data")),
+    "rows": (P("data", "tensor"), P("tensor")),
+}
+"""Where activation and weight lie: data parallel, tensor parallel by columns and by rows, and FSDP."""
+
+
+def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (M, K)) * jnp.logspace(-1, 1, M)[:, None]
+    w = jax.random.normal(keys[1], (K, N)) * jnp.logspace(-1, 1, N)
+    return x, w, jax.random.normal(keys[2], (M, N))
+
+
+def _both(x: Any, w: Any, g: Any, state: Any, op: Callable[..., Any]) -> dict[str, Any]:
+    """Output and gradients of op(x, w, state), with g as the output's gradient."""
+    out, pull = jax.vjp(op, x, w, state)
+    dx, dw, new = pull(g)
+    return {"out": out, "dx": dx, "dw": dw} | {f"state/{t}/{n}": v for t, d in new.items() for n, v in d.items()}
+
+
+def one_device(recipe: Recipe) -> dict[str, Any]:
+    op = lambda x, w, s: dot_general(x, w, NUMBERS, recipe=recipe, state=s)  # noqa: E731
+    return jax.jit(lambda x, w, g, s: _both(x, w, g, s, op))(*operands(), initial_state(recipe))
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind, kind))
+
+
+def manual(recipe: Recipe, place: str) -> dict[str, Any]:
+    """Run inside ``jax.shard_map`` with its default ``check_vma``."""
+    left, right = PLACES[place]
+
+    def op(x: Any, w: Any, state: Any) -> Any:
+        if place == "fsdp":
+            w = jax.lax.all_gather(w, "data", tiled=True)
+        out = dot_general(x, w, NUMBERS, recipe=recipe, state=state)
+        return jax.lax.psum(out, "tensor") if place == "rows" else out
+
+    out = P("data", "tensor") if place == "columns" else P("data")
+    specs = {"out": out, "dx": left, "dw": right}
+    mapped = jax.shard_map(
+        lambda x, w, g, s: _both(x, w, g, s, op),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(left, right, out, P()),
+        out_specs=specs | {name: P() for name in one_device(recipe) if name not in specs},
+    )
+    return jax.jit(mapped)(*operands(), initial_state(recipe))
+
+
+def explicit(recipe: Recipe, place: str) -> dict[str, Any]:
+    """Run under a mesh whose axes are explicit."""
+    left, right = PLACES[place]
+    out = P("data", "tensor") if place == "columns" else P("data", None)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w, g = operands()
+        x, w, g = (jax.device_put(a, s) for a, s in ((x, left), (w, right), (g, out)))
+        op = lambda x, w, s: dot_general(x, w, NUMBERS, recipe=recipe, state=s, out_sharding=out)  # noqa: E731
+        found = jax.jit(lambda *args: _both(*args, op))(x, w, g, initial_state(recipe))
+        for name, like in (("dx", x), ("dw", w)):
+            assert jax.typeof(found[name]).sharding == jax.typeof(like).sharding, (name, jax.typeof(found[name]))
+        return found
+
+
+def einsums(kind: str, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An einsum with heads, transposed on its way out, weight by heads: mesh and one device."""
+    x = jax.random.normal(jax.random.key(0), (8, 4, 16))
+    w = jax.random.normal(jax.random.key(1), (16, 6, 4))
+    g = jax.random.normal(jax.random.key(2), (8, 6, 4, 4))
+    specs = P("data"), P(None, "tensor"), P("data", "tensor")
+
+    def op(out_sharding: Any) -> Callable[..., Any]:
+        return lambda x, w, s: einsum("bsd,dhk->bhsk", x, w, recipe=recipe, state=s, out_sharding=out_sharding)
+
+    one = jax.jit(lambda *args: _both(*args, op(None)))(x, w, g, initial_state(recipe))
+    if kind == "manual":
+        out_specs = dict(zip(("out", "dx", "dw"), (specs[2], specs[0], specs[1]), strict=True))
+        mapped = jax.shard_map(
+            lambda *args: _both(*args, op(None)),
+            mesh=mesh_of(AxisType.Auto),
+            in_specs=(specs[0], specs[1], specs[2], P()),
+            out_specs=out_specs | {name: P() for name in one if name not in out_specs},
+        )
+        return jax.jit(mapped)(x, w, g, initial_state(recipe)), one
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        placed = [jax.device_put(a, s) for a, s in zip((x, w, g), specs, strict=True)]
+        return jax.jit(lambda *args: _both(*args, op(P("data", "tensor", None, None))))(
+            *placed, initial_state(recipe)
+        ), one
+
+
+def layers(kind: str, quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two nn.Dense of a quantized model, replicated weights, mean square loss: mesh and one device."""
+    x = jax.random.normal(jax.random.key(0), (M, K))
+    config = {"quantization": quantization, "quant_backend": "native"}
+    model = jaxquant.maybe_quantize_model(nn.Sequential([nn.Dense(N), nn.relu, nn.Dense(K)]), config, x)
+    params, state = jaxquant.state.split(jax.jit(model.init)(jax.random.key(1), x))
+
+    def loss(params: Any, state: Any, x: Any, reduce: Callable[[Any], Any]) -> Any:
+        return reduce((model.apply(jaxquant.state.merge(params, state), x) ** 2).mean())
+
+    def run(params: Any, state: Any, x: Any, reduce: Callable[[Any], Any]) -> dict[str, Any]:
+        value, (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, state, x, reduce)
+        new = jaxquant.state.update(state, seen) if state else {}
+        leaves = jax.tree_util.tree_leaves_with_path({"grads": grads, "state": new})
+        return {"out": value} | {jax.tree_util.keystr(path, simple=True, separator="/"): v for path, v in leaves}
+
+    one = jax.jit(lambda *args: run(*args, lambda v: v))(params, state, x)
+    if kind == "manual":
+        mapped = jax.shard_map(
+            lambda *args: run(*args, lambda v: jax.lax.pmean(v, "data")),
+            mesh=mesh_of(AxisType.Auto),
+            in_specs=(P(), P(), P("data")),
+            out_specs=P(),
+        )
+        return jax.jit(mapped)(params, state, x), one
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        return jax.jit(lambda *args: run(*args, lambda v: v))(params, state, placed), one
+
+
+def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
+    found: dict[str, Any] = {}
+    for name, recipe in RECIPES.items():
+        for place in PLACES:
+            found[f"manual {name} {place}"] = lambda r=recipe, p=place: (manual(r, p), one_device(r))
+            found[f"explicit {name} {place}"] = lambda r=recipe, p=place: (explicit(r, p), one_device(r))
+    for kind in ("manual", "explicit"):
+        for name in ("fp8", "int8"):
+            found[f"{kind} {name} einsum"] = lambda k=kind, r=RECIPES[name]: einsums(k, r)
+            found[f"{kind} {name} layers"] = lambda k=kind, n=name: layers(k, n)
+    return found
+
+
+def main(path: str, only: str = "") -> None:
+    arrays: dict[str, np.ndarray] = {}
+    for name, case in cases().items():
+        if only not in name:
+            continue
+        try:
+            mesh, one = case()
+        except Exception as error:
+            arrays[f"{name}|error"] = np.array(f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}")
+            continue
+        for what, value in mesh.items():
+            parts = [np.asarray(part.data) for part in value.addressable_shards] if what.startswith("state") else []
+            arrays[f"{name}|{what}|same"] = np.array(all(np.array_equal(part, parts[0]) for part in parts))
+            arrays[f"{name}|{what}|mesh"], arrays[f"{name}|{what}|one"] = np.asarray(value), np.asarray(one[what])
+    np.savez(path, **arrays)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
