@@ -16,6 +16,8 @@ RUN_CONTROL = frozenset(
         "checkpoint_every",
         "checkpoint_keep",
         "tensorboard",
+        "health_every",
+        "health_sequences",
         "mesh_data",
         "mesh_fsdp",
     }
@@ -58,6 +60,8 @@ class TrainConfig(QuantConfig):
       eval_every, eval_batches: steps between two held-out losses (0: at the end only), batches of each.
       checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
       tensorboard: whether TensorBoard events are written.
+      health_every: steps between two rows of health.jsonl, see ``train.health`` (0: none).
+      health_sequences: sequences of the step's batch that health is measured on (0: an eighth of them).
     """
 
     run_dir: str = ""
@@ -101,13 +105,15 @@ class TrainConfig(QuantConfig):
     checkpoint_every: int = 100
     checkpoint_keep: int = 2
     tensorboard: bool = True
+    health_every: int = 0
+    health_sequences: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("vocab_size", "eval_every", "checkpoint_every", "gradient_clipping_threshold", "weight_decay"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("learning_rate_final_fraction", "warmup_steps_fraction"):
@@ -133,6 +139,15 @@ class TrainConfig(QuantConfig):
             )
 
 
+_NOT_NEGATIVE = (
+    "vocab_size",
+    "eval_every",
+    "checkpoint_every",
+    "health_every",
+    "health_sequences",
+    "gradient_clipping_threshold",
+    "weight_decay",
+)
 _POSITIVE = (
     "steps",
     "emb_dim",

@@ -23,6 +23,7 @@ from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
 from train.diagnose import explain_non_finite
+from train.health import Health, HealthLog, build_health
 from train.metrics import Metrics
 from train.model import Decoder
 from train.step import (
@@ -51,6 +52,7 @@ class _Pending:
     metrics: dict[str, jax.Array]
     batch: Batch
     data_state: Any
+    health: dict[str, jax.Array] | None
 
 
 class StopRequest:
@@ -88,6 +90,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     program = build(config, data.vocab_size)
     layers = _layers(program, data)
     check_step(program, next(data.held_out()))
+    health = build_health(program) if config.health_every else None
     write_config(run_dir, config)
     say(f"data: {data.description}")
     with contextlib.ExitStack() as stack:
@@ -106,7 +109,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         f"model: {count:,} parameters, {len(low)} of {len(layers)} linear layers quantized"
         f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
     )
-    return lambda: _train(program, data, state, checkpoints, run_dir, layers)
+    return lambda: _train(program, data, state, checkpoints, run_dir, layers, health)
 
 
 def _train(
@@ -116,18 +119,22 @@ def _train(
     checkpoints: Checkpoints,
     run_dir: Path,
     layers: list[dict[str, Any]],
+    health: Health | None,
 ) -> None:
     config = program.config
     healthy = jnp.bool_(True)
     pending: _Pending | None = None
     first = int(state.step)
     with checkpoints, Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
+        health_log = HealthLog(health, run_dir, metrics, first) if health else None
 
         def settle() -> None:
             """Read the pending step's metrics, which waits for it."""
             nonlocal pending
             if pending is None:
                 return
+            if health_log and pending.health:
+                health_log.write(pending.step, pending.health)
             values = {name: float(value) for name, value in pending.metrics.items()}
             if not values["healthy"]:
                 _diverged(program, state, pending, values, checkpoints)
@@ -139,10 +146,12 @@ def _train(
         for step in range(first + 1, config.steps + 1):
             before = data.train.get_state()
             batch = next(data.train)
+            # Before the step, which takes the state for its own.
+            measured = health.measure(state, batch) if health and _due(step, config.health_every) else None
             state, values = program.step(state, batch, healthy)
             healthy = values["healthy"]
             settle()
-            pending = _Pending(step, values, batch, before)
+            pending = _Pending(step, values, batch, before, measured)
             last = step == config.steps
             if last or _due(step, config.eval_every):
                 settle()
