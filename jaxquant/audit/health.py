@@ -145,7 +145,9 @@ class HealthMonitor:
         self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
         module = context.module
-        if kind_of(module) is None or context.method_name != "__call__":
+        # A model that is a linear layer itself has a wrapper around its own call, which makes no parameters.
+        makes_parameters = hasattr(getattr(context.orig_method, "func", None), "compact")
+        if kind_of(module) is None or context.method_name != "__call__" or not makes_parameters:
             return next_fun(*args, **kwargs)
         path = relative_path(module, ())
         if module.is_initializing():
@@ -252,7 +254,10 @@ def _contraction(
         order = tuple(int(axis) for axis in np.argsort(plan.permutation))
         return lhs, rhs, Dimensions.of(plan.dimension_numbers, lhs.ndim, rhs.ndim), order
     if isinstance(module, nn.DenseGeneral):
-        axes, batch = _as_tuple(module.axis), _as_tuple(module.batch_dims)
+        # flax sorts both, and so lays out the kernel.
+        axes, batch = (
+            sorted(axis % lhs.ndim for axis in _as_tuple(given)) for given in (module.axis, module.batch_dims)
+        )
         first = len(batch)
         numbers = ((axes, tuple(range(first, first + len(axes)))), (batch, tuple(range(first))))
     else:
