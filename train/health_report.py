@@ -23,7 +23,7 @@ SHARES = ("saturated", "flushed", "nonfinite")
 _SMALLEST_SHARE = 1e-5
 _SHARE_TICKS = {1e-5: "0", 1e-4: "0.01 %", 1e-3: "0.1 %", 1e-2: "1 %", 1e-1: "10 %", 1.0: "100 %"}
 # The range of SQNR that every map shows at least, so that a format has one colour in all of them.
-_SQNR_RANGE = (15.0, 45.0)
+_SQNR_RANGE = (10.0, 40.0)
 _MOST_TICKS = 7
 
 
@@ -31,9 +31,9 @@ def health_maps(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Give the maps of the runs that measured health, as plain data.
 
     Returns:
-      A dict a run: ``name``, ``steps``, ``layers`` (labels), ``names`` (full), ``sequences`` and ``maps``: by tensor and
-      statistic the ``values`` [layer][step], None where there is none, with ``low``, ``high`` and ``ticks`` of their
-      colours, as logarithms where ``log`` says so. A statistic without values has no map.
+      A dict a run: ``name``, ``steps``, ``layers`` (labels), ``names`` (full), ``sequences`` and ``maps``: by tensor
+      and statistic the ``values`` [layer][step], None where there is none, with ``low``, ``high`` and ``ticks`` of
+      their colours, as logarithms where ``log`` says so. A statistic without values has no map.
     """
     found = []
     for run in runs:
@@ -80,9 +80,9 @@ def _colours(statistic: str, known: Sequence[float]) -> dict[str, Any]:
 
 
 def _log_ticks(low: float, high: float) -> dict[float, str]:
-    """Choose round numbers between two bounds: 1, 2 and 5 times powers of ten, powers alone where those are too many."""
+    """Choose round numbers between two bounds, in steps that are as small as ``_MOST_TICKS`` allows."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    for digits, every in (((1, 2, 5), 1), ((1,), 1), ((1,), 2), ((1,), 3), ((1,), 5)):
+    for digits, every in (((1, 1.5, 2, 3, 5, 7), 1), ((1, 2, 5), 1), ((1,), 1), ((1,), 2), ((1,), 3), ((1,), 5)):
         values = [d * 10.0**power for power in range(first, last + 1, every) for d in digits]
         values = [value for value in values if low <= value <= high]
         if len(values) <= _MOST_TICKS:
