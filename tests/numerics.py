@@ -54,3 +54,12 @@ TWIN_OUTPUT = {"int8": 2.0**-11, "fp8_full": 2.0**-7, "fp8_e4m3": 2.0**-7, "aqt_
 # one's error, which is 1/sqrt(6) of a step of 1/127 of the largest in 16 to 24 terms: about 2 %. The others round to
 # nearest and differ where a boundary is crossed, and for aqt_fp8 by the bfloat16 accumulator, 2^-8 a layer.
 TWIN_GRADIENT = {"int8": 0.03, "fp8_full": 0.01, "fp8_e4m3": 0.01, "aqt_fp8": 0.01}
+
+# SQNR in dB of n elements summed in float32 against the same sum in float64: each sum of n squares is off by at most
+# (n + 1) · eps, and 10 · log10(1 + 2 (n + 1) eps) = 8.7 (n + 1) eps; n <= 4096 here.
+SQNR_ATOL_DB = 8.7 * 4097 * FLOAT32_EPS
+# An amax of several uses is rounded up to a bin with three mantissa bits: by at most one eighth.
+BIN_RTOL = 0.125
+# Statistics of one tensor in two programs that add in another order: a few of some hundred elements can round to the
+# other neighbour, which moves SQNR, amax of the next layer and shares by well under one in a hundred.
+REROUNDED_RTOL = 1e-2

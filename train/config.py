@@ -17,6 +17,8 @@ RUN_CONTROL = frozenset(
         "checkpoint_every",
         "checkpoint_keep",
         "tensorboard",
+        "health_every",
+        "health_sequences",
         "mesh_data",
         "mesh_fsdp",
         "mesh_tensor",
@@ -62,6 +64,8 @@ class TrainConfig(QuantConfig):
       eval_every, eval_batches: steps between two held-out losses (0: at the end only), batches of each.
       checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
       tensorboard: whether TensorBoard events are written.
+      health_every: steps between two rows of health.jsonl, see ``train.health`` (0: none).
+      health_sequences: sequences of the step's batch that health is measured on (0: an eighth of them).
     """
 
     run_dir: str = ""
@@ -107,6 +111,8 @@ class TrainConfig(QuantConfig):
     checkpoint_every: int = 100
     checkpoint_keep: int = 2
     tensorboard: bool = True
+    health_every: int = 0
+    health_sequences: int = 0
 
     @property
     def resolved_backend(self) -> Backend | None:
@@ -118,7 +124,7 @@ class TrainConfig(QuantConfig):
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("vocab_size", "eval_every", "checkpoint_every", "gradient_clipping_threshold", "weight_decay"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("learning_rate_final_fraction", "warmup_steps_fraction"):
@@ -144,6 +150,15 @@ class TrainConfig(QuantConfig):
             )
 
 
+_NOT_NEGATIVE = (
+    "vocab_size",
+    "eval_every",
+    "checkpoint_every",
+    "health_every",
+    "health_sequences",
+    "gradient_clipping_threshold",
+    "weight_decay",
+)
 _POSITIVE = (
     "steps",
     "emb_dim",

@@ -30,12 +30,14 @@ class Model:
       init: key -> (params, quant_state), nested dicts by module name, the same in both frameworks.
       apply: (params, quant_state, inputs, segment_ids, positions, rngs) -> logits.
       linen: the Linen decoder of these parameters, for looking inside: itself, or the twin of an NNX one.
+      apply_linen: its ``apply``, called as ours.
       layers: what the configuration makes of each linear layer.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     apply: Callable[..., jax.Array]
     linen: nn.Module
+    apply_linen: Callable[..., jax.Array]
     layers: list[LayerReport]
 
 
@@ -62,11 +64,17 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
 
     if config.framework == "linen":
         layers = jaxquant.describe_layers(linen_model.Decoder(shape), config, tokens)
-        return Model(init, apply, linen, layers)
-    return _make_nnx(config, shape, tokens, linen)
+        return Model(init, apply, linen, apply, layers)
+    return _make_nnx(config, shape, tokens, linen, apply)
 
 
-def _make_nnx(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, linen: nn.Module) -> Model:
+def _make_nnx(
+    config: TrainConfig,
+    shape: DecoderConfig,
+    tokens: jax.Array,
+    linen: nn.Module,
+    apply_linen: Callable[..., jax.Array],
+) -> Model:
     plain = nnx.eval_shape(lambda: model_nnx.Decoder(shape, nnx.Rngs(0)))
     _, linen_state = jax.eval_shape(lambda: quantization_state.split(linen.init(jax.random.key(0), tokens)))
 
@@ -88,7 +96,7 @@ def _make_nnx(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, line
         nnx.update(model, _as_in_nnx(quant_state))
         return model(*inputs)  # pyright: ignore[reportCallIssue]
 
-    return Model(init, apply, linen, jaxquant.describe_layers(plain, config, tokens))
+    return Model(init, apply, linen, apply_linen, jaxquant.describe_layers(plain, config, tokens))
 
 
 def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:

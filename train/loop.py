@@ -23,6 +23,7 @@ from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
 from train.diagnose import explain_non_finite
+from train.health import Health, HealthLog, build_health
 from train.metrics import Metrics
 from train.sharding import BATCH
 from train.step import (
@@ -50,6 +51,7 @@ class _Pending:
     batch: Batch
     data_state: Any
     stop: Any
+    health: dict[str, jax.Array] | None
 
 
 class StopRequest:
@@ -90,6 +92,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     if config.strict:
         coverage.check()
     layers = [dataclasses.asdict(report) for report in reports]
+    health = build_health(program) if config.health_every else None
     processes.wait_for_all("configuration read")
     if processes.is_main():
         write_config(run_dir, config)
@@ -113,7 +116,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         f"model: {count:,} parameters, {len(low)} of {len(layers)} linear layers quantized"
         f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
     )
-    return lambda: _train(program, data, state, checkpoints, run_dir, layers)
+    return lambda: _train(program, data, state, checkpoints, run_dir, layers, health)
 
 
 def _train(
@@ -123,6 +126,7 @@ def _train(
     checkpoints: Checkpoints,
     run_dir: Path,
     layers: list[dict[str, Any]],
+    health: Health | None,
 ) -> None:
     config = program.config
     healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
@@ -131,12 +135,15 @@ def _train(
     agreed = False
     first = int(state.step)
     with checkpoints, Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
+        health_log = HealthLog(health, run_dir, metrics, first) if health else None
 
         def settle() -> None:
             """Read the pending step's metrics, which waits for it."""
             nonlocal pending, agreed
             if pending is None:
                 return
+            if health_log and pending.health:
+                health_log.write(pending.step, pending.health)
             values = {name: float(value) for name, value in pending.metrics.items()}
             if not values["healthy"]:
                 _diverged(program, state, pending, values, checkpoints)
@@ -155,11 +162,13 @@ def _train(
             before = data.train.get_state()
             batch = next(data.train)
             placed = processes.place(program.mesh, BATCH, batch)
+            # Before the step, which takes the state for its own.
+            measured = health.measure(state, placed) if health and _due(step, config.health_every) else None
             state, values = program.step(state, placed, healthy)
             healthy = values["healthy"]
             asked = stop_anywhere.ask(stop.signal is not None)
             settle()
-            pending = _Pending(step, values, placed, before, asked)
+            pending = _Pending(step, values, placed, before, asked, measured)
             last = step == config.steps
             if last or _due(step, config.eval_every):
                 settle()

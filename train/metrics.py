@@ -104,6 +104,10 @@ class Metrics:
         self._write(step, {"held_out_loss": loss})
         self.say(f"step {step}/{self._config.steps}  held-out loss {loss:.4f}")
 
+    def health(self, step: int, values: dict[str, float]) -> None:
+        """Record the worst of a step's health; all of it is in health.jsonl."""
+        self._write(step, {f"health/{name}": value for name, value in values.items()})
+
     def timing(self) -> dict[str, float | None]:
         """Median step time and speed of this process, without the steps that compile; None before the first step."""
         if not self.step_times:

@@ -11,6 +11,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from train.health_report import STATISTICS, health_maps
 from train.report_coverage import coverage_table
 from train.runs import Run, differing_fields, find_baseline
 
@@ -61,13 +62,27 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
         "SUMMARY": _summary_table(runs),
         "LAYERS": _layer_table([run for run in runs if run.summary.get("layers")]),
         "COVERAGE": coverage_table(runs, _dtype_cell),
-        "CHARTS": json.dumps(charts(runs)).replace("<", "\\u003c"),
+        "HEALTH": _health_sections(),
+        "CHARTS": _script_data(charts(runs)),
+        "HEALTH_MAPS": _script_data({"runs": health_maps(runs), "statistics": STATISTICS}),
         "PLOTLY": get_plotlyjs().replace("</script", "<\\/script"),
     }
     page = resources.files("train").joinpath("report_template.html").read_text()
     head, *parts = page.split("<!--")
     # One pass over the template: what is filled in (plotly's source, a path) may itself look like a placeholder.
     return head + "".join(fill[name] + rest for name, rest in (part.split("-->", 1) for part in parts))
+
+
+def _script_data(data: Any) -> str:
+    return json.dumps(data).replace("<", "\\u003c")
+
+
+def _health_sections() -> str:
+    return "".join(
+        f"<section class='half health'><h2>{about['title']}</h2><p class=about>{about['about']}</p>"
+        f"<div class=map data-statistic={name}></div></section>"
+        for name, about in STATISTICS.items()
+    )
 
 
 def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:

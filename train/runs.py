@@ -31,6 +31,7 @@ class Run:
       step_time_s: median of a step in seconds; None where no step was timed.
       summary: its ``summary.json``; {} for a run that has not finished.
       coverage: its ``coverage.json``; {} for a run that wrote none.
+      health: the lines of its ``health.jsonl``; none for a run that did not measure health.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Run:
     step_time_s: float | None
     summary: dict[str, Any]
     coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    health: tuple[dict[str, Any], ...] = ()
 
     @property
     def quantization(self) -> str:
@@ -117,7 +119,8 @@ def load_run(folder: Path, name: str) -> Run:
     summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
     timed = times[WARM_STEPS:] or times
     median = summary.get("step_time_s") or (statistics.median(timed) if timed else None)
-    return Run(name, load_yaml(str(config)), train, held_out, median, summary, coverage)
+    health = _read_health(folder / "health.jsonl")
+    return Run(name, load_yaml(str(config)), train, held_out, median, summary, coverage, health)
 
 
 def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[float]]:
@@ -141,6 +144,20 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
                 f"{path}, line {number} is not a metrics line: {line[:60]!r}; resume the run, or delete that line"
             ) from None
     return train, held_out, times
+
+
+def _read_health(path: Path) -> tuple[dict[str, Any], ...]:
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
+        try:
+            row = json.loads(line)
+            _ = row["step"], row["sequences"], row["layers"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path}, line {number} is not a health line: {line[:60]!r}; resume the run, or delete that line"
+            ) from None
+        rows.append(row)
+    return tuple(rows)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

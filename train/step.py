@@ -44,7 +44,7 @@ class Program:
         step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
         False.
       evaluate: (state, batch) -> (sum of the tokens' losses, number of tokens).
-      loss: (params, quant_state, batch, key) -> mean loss; not jitted, for looking inside.
+      loss: (params, quant_state, batch, key[, apply]) -> mean loss; not jitted, for looking inside.
     """
 
     config: TrainConfig
@@ -114,12 +114,14 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         params, quant_state = model.init(key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), quant_state)
 
-    def total_loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def total_loss(
+        params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
+    ) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
-        return token_losses(model.apply(params, quant_state, *inputs, rngs={"quant": key}), batch)
+        return token_losses(apply(params, quant_state, *inputs, rngs={"quant": key}), batch)
 
-    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array) -> jax.Array:
-        total, count = total_loss(params, quant_state, batch, key)
+    def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply) -> jax.Array:
+        total, count = total_loss(params, quant_state, batch, key, apply)
         return total / jnp.maximum(count, 1)
 
     def gradients(state: TrainState, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:

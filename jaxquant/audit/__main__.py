@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxquant.audit", description=__doc__)
     parser.add_argument("--yardstick", action="store_true", help="the MLP step of jaxquant and its peers")
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="yardstick entries whose name holds a NAME")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="yardstick entries whose name holds a NAME"
+    )
     words = parser.parse_args(arguments)
     require_compiler(chip(words.target))
     if _INSIDE not in os.environ:

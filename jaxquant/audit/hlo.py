@@ -301,9 +301,7 @@ def _join(prefix: str, name: str) -> str:
     return name if not prefix or name.startswith(prefix) else f"{prefix}/{name}".rstrip("/")
 
 
-def _matmuls(
-    module: Module, computation: Computation, instruction: Instruction, path: str, times: int
-) -> list[Matmul]:
+def _matmuls(module: Module, computation: Computation, instruction: Instruction, path: str, times: int) -> list[Matmul]:
     """List the matmuls that an instruction is or holds."""
     if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in _MATMUL_CALLS:
         return [_matmul(computation, instruction, path, times)]

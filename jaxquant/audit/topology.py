@@ -66,7 +66,9 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
     from jax.experimental import topologies
 
     name = _name(chip)
-    if not re.fullmatch(r"\d+" if chip.platform == "cuda" else r"\d+(x\d+){1,2}", topology or DEFAULT_TOPOLOGY.get(name, "1")):
+    if not re.fullmatch(
+        r"\d+" if chip.platform == "cuda" else r"\d+(x\d+){1,2}", topology or DEFAULT_TOPOLOGY.get(name, "1")
+    ):
         shape = "a number of devices, as '8'" if chip.platform == "cuda" else "a slice, as '8x8' or '4x4x4'"
         raise ValueError(f"topology {topology!r} does not fit target {name!r}; give {shape}")
     if chip.platform == "cuda":

@@ -310,7 +310,7 @@ def _gradient(
     left: QTensor | Array = grad
     if isinstance(grad_spec, TensorSpec):
         if isinstance(residual, QTensor):
-            left, residual = _align(grad, residual, dims, forward_spec, is_delayed=grad_spec.scaling == "delayed")
+            left, residual = align(grad, residual, dims, forward_spec, is_delayed=grad_spec.scaling == "delayed")
         if grad_spec.scaling == "delayed":
             assert q_grad is not None
             left = q_grad
@@ -331,7 +331,7 @@ def _gradient(
     )
 
 
-def _align(
+def align(
     grad: Array, residual: QTensor, dims: Dimensions, forward_spec: Operand, is_delayed: bool
 ) -> tuple[Array, QTensor]:
     """Make a residual's scale fit the backward contraction.

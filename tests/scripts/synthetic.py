@@ -37,6 +37,19 @@ def layers(quantization: str) -> list[dict[str, Any]]:
     return [*found, head | {"fwd": plain, "dlhs": plain, "drhs": plain, "reason": "output head"}]
 
 
+def _health(step: int, quantization: str) -> dict[str, Any]:
+    """A line of health.jsonl: two layers of each shape, the last one worse from step to step."""
+    names = [f"layers/{path}, layer {layer}" for layer in range(2) for path in SHAPES]
+    row: dict[str, Any] = {"step": step, "sequences": 2, "layers": names}
+    for tensor in ("input", "kernel", "output_grad"):
+        count = len(names)
+        row[tensor] = {"amax": [1.0 + step] * count, "nonfinite": [0.0] * count}
+        for statistic, good, last in (("scale", 0.01, 0.02), ("saturated", 0.0, step / 1000), ("flushed", 0.0, 0.5)):
+            row[tensor][statistic] = [good] * (count - 1) + [last] if quantization else [None] * count
+        row[tensor]["sqnr"] = [31.5] * (count - 1) + [30 - step / 20] if quantization else [None] * count
+    return row
+
+
 def write_run(
     folder: Path,
     quantization: str,
@@ -45,6 +58,7 @@ def write_run(
     time: float = 0.25,
     steps: int = 300,
     finished: bool = True,
+    health_every: int = 0,
     **config: Any,
 ) -> Path:
     """Write a run whose losses lie ``excess`` (relative) above those of the unquantized one."""
@@ -75,6 +89,9 @@ def write_run(
         "devices": "1 x cpu",
         "data": "stdlib: 1,000 files",
     }
+    if health_every:
+        rows = [_health(step, quantization) for step in range(health_every, steps + 1, health_every)]
+        (folder / "health.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if finished:
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -7,6 +7,7 @@ import pytest
 
 from scripts.compare import main
 from tests.scripts.synthetic import write_run
+from train.health_report import STATISTICS, health_maps
 from train.report import BYTES, _dtype_cell, charts, comparison_rows, render
 from train.runs import Run, find_baseline, load_runs
 
@@ -97,6 +98,45 @@ def test_charts_hold_every_run_and_only_json(runs):
     assert saved == pytest.approx([31e6 / 2**20, 9.5e6 / 2**20, 9.5e6 / 2**20])
 
 
+def test_health_is_drawn_where_it_was_measured(tmp_path):
+    folders = [write_run(tmp_path / name, name.strip("0"), steps=100, health_every=20) for name in ("0", "fp8")]
+    runs = load_runs([*folders, write_run(tmp_path / "int8", "int8", steps=100)])
+    found = health_maps(runs)
+    json.dumps(found, allow_nan=False)
+    assert [run["name"] for run in found] == ["0", "fp8"]
+    plain, fp8 = found
+    assert fp8["steps"] == [20, 40, 60, 80, 100]
+    assert fp8["layers"][:2] == ["0 self_attention/query", "0 self_attention/out"]
+    assert fp8["names"][-1] == "layers/mlp/wi_0, layer 1"
+    assert set(plain["maps"]["kernel"]) == {"amax"}
+    for tensor in ("input", "kernel", "output_grad"):
+        maps = fp8["maps"][tensor]
+        assert set(maps) == set(STATISTICS) - {"nonfinite"}
+        assert maps["sqnr"]["values"][-1] == [29, 28, 27, 26, 25]
+        assert maps["saturated"]["values"][-1] == [0.02, 0.04, 0.06, 0.08, 0.1]
+        for each in maps.values():
+            assert len(each["values"]) == 6
+            known = [value for line in each["values"] for value in line if value]
+            assert each["low"] <= min(known) <= max(known) <= each["high"]
+            assert 3 <= len(each["ticks"]) <= 8
+    page = render(runs)
+    assert "Health of the quantized tensors" in page
+    assert all(f"data-statistic={name}" in page for name in STATISTICS)
+    assert '"runs": []' in render(load_runs([tmp_path / "int8"]))
+
+
+def test_what_was_not_finite_has_a_map_and_no_colour(tmp_path):
+    folder = write_run(tmp_path / "fp8", "fp8", steps=20, health_every=20)
+    row = json.loads((folder / "health.jsonl").read_text())
+    row["input"]["amax"][2], row["input"]["nonfinite"][2] = float("inf"), 0.25
+    (folder / "health.jsonl").write_text(json.dumps(row) + "\n")
+    (run,) = health_maps(load_runs([folder]))
+    json.dumps(run, allow_nan=False)
+    assert run["maps"]["input"]["amax"]["values"][2] == [None]
+    assert run["maps"]["input"]["nonfinite"]["values"][2] == [0.25]
+    assert "nonfinite" not in run["maps"]["kernel"]
+
+
 def test_a_matmul_with_one_float_operand_is_coloured_as_float():
     assert _dtype_cell("int8 × int8", "dlhs") == "<td class='int'>int8 × int8</td>"
     for text in ("float (int8 dequantized)", "float (float8_e4m3fn dequantized)"):
@@ -143,6 +183,7 @@ def test_equal_folder_names_are_told_apart_by_path(tmp_path):
         ),
         (lambda run: (run / "metrics.jsonl").write_text('{"loss": 1.0}'), "line 1 is not a metrics line"),
         (lambda run: (run / "config.yml").unlink(), "has no config.yml"),
+        (lambda run: (run / "health.jsonl").write_text('{"step": 5}\n'), "health.jsonl, line 1 is not a health line"),
         (lambda run: (run / "summary.json").write_text("{"), "summary.json is not JSON"),
         (lambda run: (run / "summary.json").write_text("[1]"), "summary.json holds list, not a summary"),
     ],

@@ -1,0 +1,116 @@
+"""What quantization did to one tensor, as a vector of numbers that may be summed over the uses of a layer.
+
+A record leaves the backward pass as a cotangent (``audit.health``), and where a layer is used more than once, automatic
+differentiation sums the records. Counts and squares sum to those of all uses together. An amax and a scale would not,
+so each is kept beside a one-hot count over bins, whose highest filled bin is the maximum (as ``core.delayed`` keeps
+amaxes): exact for one use, rounded up by at most 12.5 % for several.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core.delayed import BINS, bin_of, bin_value
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize
+from jaxquant.core.quantize import absolute
+from jaxquant.core.recipe import TensorSpec
+
+Array = jax.Array
+STATISTICS = ("amax", "scale", "saturated", "flushed", "sqnr", "nonfinite")
+"""What ``read`` gives of a tensor, in order."""
+
+_SUMS = ("uses", "quantized", "elements", "nonzero", "saturated", "flushed", "nonfinite", "signal", "noise")
+_PEAK = 1 + BINS
+WIDTH = 2 * _PEAK + len(_SUMS)
+"""Numbers in a record."""
+
+# scale = amax · (1 / bound) rounds three times, 2⁻²⁴ each; the largest element must not count as saturated for that.
+_ROUNDING = 1 + 2.0**-22
+
+
+def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: Array | None = None) -> Array:
+    """Count what became of a tensor's elements.
+
+    Args:
+      x: what was quantized, any float dtype.
+      spec: how; None for a tensor that stays float, of which amax and non-finite elements alone are counted.
+      tensor: the result; None for a float one.
+      original: the tensor whose amax is meant, where that is not ``x``.
+
+    Returns:
+      A float32 vector of ``WIDTH`` numbers, for ``read``.
+    """
+    amax = jnp.max(absolute(x if original is None else original)).astype(jnp.float32)
+    values = x.astype(jnp.float32)
+    sums = {"uses": 1, "elements": x.size, "nonfinite": jnp.sum(~jnp.isfinite(values), dtype=jnp.int32)}
+    scale = jnp.zeros(())
+    if spec is not None:
+        assert tensor is not None
+        back, nonzero = dequantize(tensor), values != 0
+        # A channel of zeros has scale 1, which says nothing of the others.
+        filled = jnp.max(apply_scaled(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.scale))
+        scale = jnp.where(filled > 0, filled, 1.0)
+        sums |= {
+            "quantized": 1,
+            "nonzero": jnp.sum(nonzero, dtype=jnp.int32),
+            "saturated": jnp.sum(_is_saturated(values, spec, tensor), dtype=jnp.int32),
+            "flushed": jnp.sum(nonzero & (back == 0), dtype=jnp.int32),
+            "signal": jnp.sum(jnp.square(values)),
+            "noise": jnp.sum(jnp.square(values - back)),
+        }
+    counts = jnp.stack([jnp.asarray(sums.get(name, 0), jnp.float32) for name in _SUMS])
+    return jnp.concatenate([_peak(amax), _peak(scale), counts])
+
+
+def read(records: Array) -> dict[str, Array]:
+    """Turn records, or sums of them, into the statistics of their tensors.
+
+    With x the elements, x̂ what their quantized values stand for, and several uses counted together:
+
+    - ``amax`` = max |x|, infinite where an element is not finite.
+    - ``scale``: the largest of the tensor's scales, those of channels or tiles of zeros aside.
+    - ``saturated``: share of elements with |x| / scale above the largest value of the element type (integers: its
+      bound, qmax + 0.5), which were clipped.
+    - ``flushed``: share of the elements x ≠ 0 with x̂ = 0.
+    - ``sqnr`` = 10 · log10(Σ x² / Σ (x − x̂)²), in dB.
+    - ``nonfinite``: share of elements that are infinite or NaN.
+
+    All but amax and nonfinite are NaN for a float tensor, and all six for one that no backward pass reached.
+
+    Args:
+      records: float32 [..., WIDTH].
+    """
+    amax, scale = records[..., :_PEAK], records[..., _PEAK : 2 * _PEAK]
+    sums = dict(zip(_SUMS, jnp.moveaxis(records[..., 2 * _PEAK :], -1, 0), strict=True))
+    used, uses = sums["uses"] > 0, sums["uses"]
+    is_quantized = sums["quantized"] > 0
+    ratio = jnp.where(is_quantized, sums["signal"] / sums["noise"], jnp.nan)
+    return {
+        "amax": jnp.where(used, _read_peak(amax, uses), jnp.nan),
+        "scale": jnp.where(is_quantized, _read_peak(scale, uses), jnp.nan),
+        "saturated": jnp.where(is_quantized, sums["saturated"] / sums["elements"], jnp.nan),
+        "flushed": jnp.where(is_quantized, sums["flushed"] / jnp.maximum(sums["nonzero"], 1), jnp.nan),
+        "sqnr": 10 * jnp.log10(ratio),
+        "nonfinite": jnp.where(used, sums["nonfinite"] / sums["elements"], jnp.nan),
+    }
+
+
+def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
+    bound = element(spec.dtype).bound * _ROUNDING
+    scaled = apply_scaled(jnp.divide, values, tensor.scale)
+    if tensor.zero_point is None:
+        return jnp.abs(scaled) > bound
+    # Every code of the integer is used, -qmax - 1 included, and the zero point is rounded by up to half a code.
+    shifted = apply_scaled(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
+    return (shifted > bound) | (shifted < -bound - 1)
+
+
+def _peak(value: Array) -> Array:
+    return jnp.concatenate([value[None], (jnp.arange(BINS, dtype=jnp.uint32) == bin_of(value)).astype(jnp.float32)])
+
+
+def _read_peak(peaks: Array, uses: Array) -> Array:
+    highest = jnp.max(jnp.where(peaks[..., 1:] > 0, jnp.arange(BINS), 0), axis=-1)
+    return jnp.where(uses == 1, peaks[..., 0], bin_value(highest))

@@ -1,0 +1,198 @@
+"""Health of a run: amax, scale, saturation, flushing and SQNR of every linear layer's tensors, every so many steps.
+
+At a health step the model runs forward and backward once more on a part of the step's batch, with the state that the
+step starts from. The tensors are those of that part alone: an amax of ``input`` or ``output_grad`` is that of the
+sampled sequences, and so is a dynamic per-tensor scale. Kernels, and scales from quant state, are whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxquant.audit.health import HealthMonitor, HealthRow
+from jaxquant.audit.statistics import STATISTICS
+from jaxquant.core.dtypes import element
+from jaxquant.ops.dot_general import TENSORS
+from train.config import TrainConfig
+from train.metrics import Metrics, truncate_metrics
+from train.sharding import BATCH
+from train.step import Batch, Program, TrainState, example_inputs
+
+FILE = "health.jsonl"
+SHARE = 8
+"""One in so many sequences of a batch is measured, where ``health_sequences`` does not say."""
+
+WARN_SATURATED = 0.01
+"""Share of clipped elements above which a line is printed: a delayed scale that follows its tensor clips next to none,
+and a clipping calibration that cuts one element in a hundred has its range too small."""
+
+WARN_SQNR_DB = {8: 20.0, 4: 10.0}
+"""SQNR by bits of the element below which a line is printed, in dB.
+
+20 dB is an error of a tenth of the tensor (root mean square), 10 dB of a third. N(0, 1) comes out at 31.5 (e4m3), 25.8
+(e5m2), about 40 (int8) and 16 to 19 (int4, e2m1): a tensor below the line has lost more than twice that error to
+clipping, flushing or outliers.
+"""
+_LINES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """A jitted health pass.
+
+    Attributes:
+      rows: the linear layers.
+      sequences: how many sequences of a batch are measured.
+      measure: (state, batch) -> {statistic: float32 [rows, 3]}; reads the state and leaves it as it is.
+    """
+
+    rows: tuple[HealthRow, ...]
+    sequences: int
+    measure: Callable[[TrainState, Batch], dict[str, jax.Array]]
+
+
+def build_health(program: Program) -> Health:
+    """Make the health pass of a program.
+
+    Raises:
+      ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
+    """
+    config = program.config
+
+    def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
+        return program.loss(params, quant_state, part, key, program.model.apply_linen) * share
+
+    monitor = HealthMonitor(program.model.linen, config, share_of_loss, example_inputs(config))
+    sequences = sampled_sequences(config, program.mesh.size, monitor.shards)
+    stride = config.batch_size // sequences
+
+    def measure(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+        # Strided, so that the batch axis stays sharded as it is.
+        part = {name: x.reshape(-1, stride, *x.shape[1:])[:, 0] for name, x in batch.items()}
+        tokens, all_tokens = ((b["segment_ids"] != 0).sum().astype(jnp.float32) for b in (part, batch))
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        # A gradient of the whole batch's mean loss, not of the part's: the output gradients have the step's magnitude.
+        return monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
+
+    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+    batch_sharding, replicated = NamedSharding(program.mesh, BATCH), NamedSharding(program.mesh, PartitionSpec())
+    jitted = jax.jit(measure, in_shardings=(shardings, batch_sharding), out_shardings=replicated)
+    return Health(monitor.rows, sequences, jitted)
+
+
+def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
+    """Choose how many sequences of a batch are measured.
+
+    Args:
+      config: ``batch_size`` and ``health_sequences``; 0 is the smallest number that fits and is an eighth or more.
+      devices: over which a batch is spread evenly.
+      shards: blocks into which a recipe cuts the batch.
+
+    Raises:
+      ValueError: ``health_sequences`` does not divide ``batch_size``, or devices or shards do not divide it.
+    """
+    batch, unit = config.batch_size, math.lcm(devices, shards)
+    fitting = [n for n in range(1, batch + 1) if batch % n == 0 and n % unit == 0]
+    if not config.health_sequences:
+        if not fitting:
+            raise ValueError(
+                f"health_every {config.health_every}: no part of batch_size {batch} is a multiple of {unit} "
+                f"({devices} devices, {shards} shards); set health_every to 0"
+            )
+        return next(n for n in fitting if n * SHARE >= batch)
+    if config.health_sequences not in fitting:
+        raise ValueError(
+            f"health_sequences {config.health_sequences} must divide batch_size {batch} and be a multiple of {unit} "
+            f"({devices} devices, {shards} shards); use one of {fitting}"
+        )
+    return config.health_sequences
+
+
+class HealthLog:
+    """Writes health passes down and prints a line for each tensor that goes wrong, once.
+
+    Args:
+      health: the pass.
+      run_dir: where ``health.jsonl`` goes on; lines after ``first_step`` are dropped.
+      metrics: takes the worst values and the lines.
+      first_step: from which the run goes on.
+    """
+
+    def __init__(self, health: Health, run_dir: Path, metrics: Metrics, first_step: int):
+        self._health, self._metrics = health, metrics
+        self._path = run_dir / FILE
+        truncate_metrics(self._path, first_step)
+        self._told: set[tuple[int, str]] = set()
+
+    def write(self, step: int, values: dict[str, jax.Array]) -> None:
+        """Write a pass, which waits for it."""
+        table = {name: np.asarray(value) for name, value in values.items()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(to_json(step, self._health, table)) + "\n")
+        self._metrics.health(step, worst(table))
+        found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
+        self._told.update(place for place, _ in found)
+        for _, text in found[:_LINES]:
+            self._metrics.say(f"health, step {step}: {text}")
+        if len(found) > _LINES:
+            self._metrics.say(f"health, step {step}: {len(found) - _LINES} more tensors like these, see {self._path}")
+
+
+def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Give a line of ``health.jsonl``: layers by name and, by tensor and statistic, one number a layer.
+
+    A number that there is none of (the scale of a float tensor) is null.
+    """
+
+    def column(statistic: str, place: int) -> list[float | None]:
+        return [None if math.isnan(v) else float(f"{v:.6g}") for v in table[statistic][:, place].tolist()]
+
+    tensors = {
+        tensor: {statistic: column(statistic, place) for statistic in STATISTICS}
+        for place, tensor in enumerate(TENSORS)
+    }
+    return {"step": step, "sequences": health.sequences, "layers": [row.name for row in health.rows], **tensors}
+
+
+def worst(table: dict[str, np.ndarray]) -> dict[str, float]:
+    """Give the lowest SQNR and the largest shares over all tensors; nothing where no tensor is quantized."""
+    found: dict[str, float] = {}
+    if not np.isnan(table["sqnr"]).all():
+        found["lowest_sqnr_db"] = float(np.nanmin(table["sqnr"]))
+    for name in ("saturated", "flushed", "nonfinite"):
+        if not np.isnan(table[name]).all():
+            found[f"largest_{name}"] = float(np.nanmax(table[name]))
+    return found
+
+
+def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list[tuple[tuple[int, str], str]]:
+    """Name the tensors that are not finite, saturate or fall under the SQNR of their format; worst first.
+
+    Returns:
+      ((row, tensor), text) each.
+    """
+    found: list[tuple[float, tuple[int, str], str]] = []
+    for index, row in enumerate(rows):
+        for place, (tensor, dtype) in enumerate(row.dtypes.items()):
+            at = {name: float(table[name][index, place]) for name in STATISTICS}
+            where = f"{row.name}, {tensor}" + (f" ({dtype})" if dtype else "")
+            floor = WARN_SQNR_DB[8 if element(dtype).bits >= 8 else 4] if dtype else math.nan
+            if at["nonfinite"] > 0:
+                found.append((-math.inf, (index, tensor), f"{where}: {at['nonfinite']:.2%} not finite"))
+            elif at["saturated"] > WARN_SATURATED:
+                text = f"{where}: {at['saturated']:.1%} saturated, SQNR {at['sqnr']:.1f} dB"
+                found.append((at["sqnr"], (index, tensor), f"{text} (warns above {WARN_SATURATED:.0%})"))
+            elif at["sqnr"] < floor:
+                text = f"{where}: SQNR {at['sqnr']:.1f} dB, {at['flushed']:.1%} flushed to zero"
+                found.append((at["sqnr"], (index, tensor), f"{text} (warns below {floor:.0f} dB)"))
+    return [(place, text) for _, place, text in sorted(found, key=lambda fault: fault[0])]
