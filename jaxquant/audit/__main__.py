@@ -1,7 +1,8 @@
 """``python -m jaxquant.audit CONFIG.yml [key=value ...] --target h200``: what a chip's compiler makes of a training step.
 
-The chip need not be here. The step is compiled twice, as configured and with ``quantization=`` laid over it, and both are printed
-and written as JSON and markdown. ``--yardstick`` measures one MLP step of jaxquant and its peers instead.
+The chip need not be here. The step is compiled twice, as configured and with ``quantization=`` laid over it (or that one's JSON
+of an earlier call is read, ``--unquantized FILE``), and both are printed and written as JSON and markdown. ``--yardstick``
+measures one MLP step of jaxquant and its peers instead.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODULE:FUNCTION",
         help="builds the step: FUNCTION(config, overrides, devices) -> (jitted step, shapes) (default: %(default)s)",
     )
-    parser.add_argument("--no-unquantized", action="store_true", help="do not compile the unquantized step too")
+    parser.add_argument(
+        "--unquantized", default="", metavar="FILE", help="JSON of the unquantized step, written by an earlier call"
+    )
     parser.add_argument("--yardstick", action="store_true", help="an MLP step of jaxquant and its peers")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="with --yardstick: entries named so")
     words = parser.parse_intermixed_args(arguments)
@@ -75,9 +78,23 @@ def audit_words(words: argparse.Namespace) -> report.Audit:
     strings = [word.partition("=")[2] for word in words.overrides if word.startswith("quantization=")]
     name = " ".join(filter(None, (Path(words.config).stem, *strings[-1:])))
     found = audit_program(words.program, words.config, words.overrides, name=name, **where)
-    if found.fate.asked and not words.no_unquantized:
+    if words.unquantized:
+        found.unquantized = _read(words.unquantized, found)
+    elif found.fate.asked:
         plain = [*words.overrides, *UNQUANTIZED]
         found.unquantized = audit_program(words.program, words.config, plain, name=f"{name} unquantized", **where)
+    return found
+
+
+def _read(path: str, beside: report.Audit) -> report.Audit:
+    """Read an earlier report that is to stand beside another."""
+    found = report.from_json(json.loads(Path(path).read_text()))
+    ours, theirs = ((each.target, each.topology, each.devices) for each in (beside, found))
+    if ours != theirs or found.fate.asked:
+        raise ValueError(
+            f"--unquantized {path!r} is a step of {theirs} with {sum(found.fate.asked.values())} quantized matmuls; "
+            f"give an unquantized one of {ours}"
+        )
     return found
 
 
