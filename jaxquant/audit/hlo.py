@@ -224,7 +224,6 @@ class Collective:
     bytes: int
     path: str
     times: int
-    group: int
 
 
 @dataclasses.dataclass
@@ -254,22 +253,37 @@ class Program:
         return sum(move.times for move in self.moves if move.bytes > BIG)
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str, is_optimized: bool = True) -> Program:
     """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
+
+    In a program that is not optimized yet a function's paths are relative to its caller's; here they are joined.
 
     Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; what is inside a
     fusion stays on the chip. Its bytes are its operands plus its results, each once, with two exceptions for loops over stacked
     layers: an operand of which a fusion only takes a slice counts as the slice, and a result updated in place counts as the
-    update. A loop body counts as often as its trip count says (once where the compiler does not know it); every branch of a
-    conditional counts once. A fusion around a matmul is the matmul, its bytes go to ``matmul_bytes``.
+    update. A loop body counts as often as its trip count says (the compiler's, or the constant that the loop's counter is
+    compared with; once where there is neither, as ``while_loop`` has); every branch of a conditional counts once. A fusion around a matmul is the matmul, its bytes go to ``matmul_bytes``.
     """
     module = parse(text)
     program = Program()
-    _walk(module, module.entry, 1, "", program)
+    _walk(module, module.entry, 1, None if is_optimized else "", program)
     return program
 
 
-def _walk(module: Module, name: str, times: int, prefix: str, program: Program) -> None:
+def _trips(module: Module, instruction: Instruction) -> int:
+    """How often a loop runs its body."""
+    if found := _TRIPS.search(instruction.rest):
+        return int(found[1])
+    condition = next(name for role, name in _CALLED.findall(instruction.rest) if role == "condition")
+    root = next(each for each in module.computations[condition].values() if each.is_root)
+    if root.opcode == "compare" and "direction=LT" in root.rest:
+        limit = module.computations[condition][root.operands[1]]
+        if limit.opcode == "constant":
+            return int(limit.arguments)
+    return 1
+
+
+def _walk(module: Module, name: str, times: int, prefix: str | None, program: Program) -> None:
     computation = module.computations[name]
     for instruction in computation.values():
         opcode = instruction.opcode.removesuffix("-start")
@@ -277,10 +291,10 @@ def _walk(module: Module, name: str, times: int, prefix: str, program: Program) 
         if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             continue
         if opcode in ("while", "call", "conditional", "async"):
-            trips = _TRIPS.search(instruction.rest)
-            inner = path if opcode == "call" else prefix
+            trips = _trips(module, instruction) if opcode == "while" else 1
+            inner = path if prefix is not None and opcode == "call" else prefix
             for called in instruction.called:
-                _walk(module, called, times * (int(trips[1]) if trips else 1), inner, program)
+                _walk(module, called, times * trips, inner, program)
             continue
         if opcode in COLLECTIVES:
             program.collectives.append(_collective(computation, instruction, opcode, path, times))
@@ -296,9 +310,8 @@ def _walk(module: Module, name: str, times: int, prefix: str, program: Program) 
         program.moves.append(Move(instruction.target or opcode, moved, path, times, types))
 
 
-def _join(prefix: str, name: str) -> str:
-    """Put a caller's path before a callee's, where the compiler has not done so itself."""
-    return name if not prefix or name.startswith(prefix) else f"{prefix}/{name}".rstrip("/")
+def _join(prefix: str | None, name: str) -> str:
+    return "/".join(filter(None, (prefix, name)))
 
 
 def _matmuls(module: Module, computation: Computation, instruction: Instruction, path: str, times: int) -> list[Matmul]:
@@ -389,6 +402,4 @@ def _collective(computation: Computation, instruction: Instruction, kind: str, p
         results = [array for array in instruction.arrays if array.shape]
         arrays = results[-len(operands) :] if results else arrays
     dtypes = sorted({array.dtype for array in arrays})
-    found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", instruction.rest)
-    group = (found[1].count(",") + 1 if found[1] else int(found[2])) if found else 0
-    return Collective(kind, "+".join(dtypes), sum(array.bytes for array in arrays), path, times, group)
+    return Collective(kind, "+".join(dtypes), sum(array.bytes for array in arrays), path, times)

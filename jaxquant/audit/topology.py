@@ -29,6 +29,7 @@ def environment() -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "JAX_COMPILATION_CACHE_DIR": "",
     }

@@ -9,6 +9,8 @@ would do it. What is counted: see ``hlo.read_program``.
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,3 +135,7 @@ def row(name: str, program: Program) -> dict[str, Any]:
         "big moves": program.big_moves,
         "moves": sum(move.times for move in program.moves),
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(rows(sys.argv[1], sys.argv[2:])))

@@ -1,0 +1,93 @@
+"""absent: audit a step on a chip that is not here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxquant.audit.chips import chip
+from jaxquant.audit.report import Audit, from_json
+from jaxquant.audit.topology import environment, require_compiler
+
+_ERRORS = {error.__name__: error for error in (ValueError, TypeError, NotImplementedError, OSError)}
+
+
+def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Audit:
+    """Compile a step with the real compiler of an absent chip and report what it made.
+
+    The step is exported (``jax.export``) here and compiled in a process of its own. Its 8-bit matmuls are followed from the
+    traced program into the compiler's: see ``report.fate`` and, for what is counted, ``hlo.read_program``.
+
+    Args:
+      step: function or jitted function. Arguments that the jitted function donates are donated.
+      shapes: trees of ``jax.ShapeDtypeStruct`` (or arrays). For several devices give them shardings over a
+        ``jax.sharding.AbstractMesh`` of that many.
+      target: h100, h200, b200, v5e, v5p, v6e or v7x.
+      topology: number of GPUs ("8") or TPU slice ("4x4"); empty is one GPU or the smallest slice.
+      name: title of the report; empty is the step's own name.
+
+    Raises:
+      ValueError: an unknown target, a topology that does not fit it or the shapes.
+      ModuleNotFoundError: the chip's compiler is not installed.
+      RuntimeError: the compiler failed, other than for want of memory.
+    """
+    it = chip(target)
+    require_compiler(it)
+    jitted = step if hasattr(step, "lower") else jax.jit(step)
+    leaves, tree = jax.tree.flatten(shapes)
+    lowered = jitted.trace(*shapes)
+    donated = [index for index, info in enumerate(jax.tree.leaves(lowered.args_info)) if info.donated]
+
+    def flat(*leaves: Any) -> Any:
+        return jitted(*jax.tree.unflatten(tree, leaves))
+
+    custom_calls = jax.export.DisabledSafetyCheck.custom_call
+    every_call = [custom_calls(each) for each in _KERNEL_CALLS]
+    exported = jax.export.export(jax.jit(flat), platforms=[it.platform], disabled_checks=every_call)(*leaves)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step"
+        path.write_bytes(bytes(exported.serialize()))
+        request = {"exported": str(path), "donated": donated, "name": name or getattr(step, "__name__", "step")}
+        return _ask(request | {"target": target, "topology": topology}, folder)
+
+
+_KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+
+
+def audit_program(
+    program: str, config: str, overrides: Sequence[str], *, target: str, topology: str = "", name: str = ""
+) -> Audit:
+    """Audit the step that a plug-in builds: ``MODULE:FUNCTION`` called with (config, overrides, devices) there.
+
+    Raises:
+      As ``audit``, and what the plug-in raises.
+    """
+    require_compiler(chip(target))
+    request = {"program": program, "config": config, "overrides": list(overrides), "name": name or Path(config).stem}
+    with tempfile.TemporaryDirectory() as folder:
+        return _ask(request | {"target": target, "topology": topology}, folder)
+
+
+def _ask(request: dict[str, Any], folder: str) -> Audit:
+    """Run a worker process and read its answer."""
+    asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
+    asked.write_text(json.dumps(request))
+    command = [sys.executable, "-m", "jaxquant.audit.worker", str(asked), str(answered)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    if done.returncode or not answered.is_file():
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise RuntimeError(
+            f"compiling {request['name']!r} for {request['target']} ended with status {done.returncode}: "
+            f"{' '.join(last) or 'no message'}"
+        )
+    answer = json.loads(answered.read_text())
+    if "error" in answer:
+        raise _ERRORS.get(answer["error"], ValueError)(answer["text"])
+    return from_json(answer["audit"])

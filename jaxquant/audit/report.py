@@ -1,0 +1,345 @@
+"""report: what an audit found, as a value, as a table and as JSON."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+from typing import Any
+
+from jaxquant.audit.chips import Chip, chip
+from jaxquant.audit.hlo import Matmul, Program
+
+Row = dict[str, Any]
+_PHASE = re.compile(r"transpose\(|rematted_computation")
+_NOISE = re.compile(
+    r"^(jit\(\w+\)|call_exported|closed_call|checkpoint|rematted_computation|remat|while|body|cond|dot_general|transpose"
+    r"|convert_element_type|\w*\(?jvp\(.*\)+|transpose\(jvp\(.*\)+)$"
+)
+
+
+def layer(path: str) -> tuple[str, str]:
+    """Split a matmul's path into its layer and the pass it belongs to: forward, recomputed or backward."""
+    words = [word for word in path.split("/") if not _NOISE.match(word)]
+    if "transpose(" not in path:
+        phase = "forward"
+    else:
+        phase = "recomputed" if "rematted_computation" in path else "backward"
+    return "/".join(words) or "(no path)", phase
+
+
+def kind(dtype: str) -> str:
+    """Say by which peak rate a matmul of that operand dtype runs: fp8, int8, bf16 or f32."""
+    if dtype.startswith("f8"):
+        return "fp8"
+    if dtype[0] in "su":
+        return "int8"
+    return "f32" if dtype in ("f32", "f64") else "bf16"
+
+
+def _kind(matmul: Matmul) -> str:
+    kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}
+    return kinds.pop() if len(kinds) == 1 else max(kinds, key=["int8", "fp8", "bf16", "f32"].index)
+
+
+@dataclasses.dataclass
+class Fate:
+    """What became of the matmuls that a step asks for in 8 bits.
+
+    Attributes:
+      asked: how many there are in the step as traced, by path.
+      fell_back: those that the compiler made in more than 8 bits.
+      merged: those that it made as part of another 8-bit matmul with a common operand.
+      removed: those whose result nobody needs, or that equal another.
+    """
+
+    asked: dict[str, int]
+    fell_back: list[str]
+    merged: list[str]
+    removed: list[str]
+
+
+def fate(asked: Program, emitted: Program) -> Fate:
+    """Compare a step as traced with what a compiler made of it.
+
+    A matmul is followed by its path. One that is gone was merged if an 8-bit matmul of the same pass does more work than its own
+    path asks for, as much more as is missing; otherwise it was removed.
+    """
+    wanted = [matmul for matmul in asked.matmuls if matmul.bits <= 8]
+    paths = collections.Counter(matmul.path for matmul in wanted)
+    fell_back = [f"{m.path}: {m.dtypes}" for m in emitted.matmuls if m.path in paths and m.bits > 8]
+    made: dict[str, int] = collections.Counter()
+    for matmul in emitted.matmuls:
+        if matmul.bits <= 8:
+            made[matmul.path] += matmul.times * matmul.flops
+    asked_work: dict[str, int] = collections.Counter()
+    for matmul in wanted:
+        asked_work[matmul.path] += matmul.times * matmul.flops
+    lost = {each.split(": ")[0] for each in fell_back}
+    spare = {path: made[path] - asked_work[path] for path in made}
+    merged, removed = [], []
+    for path, work in asked_work.items():
+        if path in lost or made.get(path, 0) >= work:
+            continue
+        missing = work - made.get(path, 0)
+        host = next((p for p in spare if layer(p)[1] == layer(path)[1] and spare[p] * 1.01 >= missing), None)
+        if host is None:
+            removed.append(path)
+        else:
+            spare[host] -= missing
+            merged.append(f"{path} → {layer(host)[0]}")
+    return Fate(dict(paths), fell_back, merged, removed)
+
+
+@dataclasses.dataclass
+class Roofline:
+    """An estimate of a step's time on one chip, in seconds, from peak rates: a bound from below, not a forecast."""
+
+    matmul: float
+    moves: float
+    communication: float
+
+    @property
+    def step(self) -> float:
+        return max(self.matmul + self.moves, self.communication)
+
+
+ASSUMPTIONS = (
+    "Every matmul runs at the chip's dense peak rate for its operands, or at the speed of its memory where that is longer.",
+    "Everything else runs one after another at the memory's full bandwidth: operands plus results, no cache.",
+    "Communication runs at the full rate of all links and hides behind the rest: the step is the longer of the two.",
+    "float32 matmuls at default precision: TF32 on NVIDIA, one pass of bf16 on TPU. Calls of hand-written kernels count as moves.",
+)
+
+
+@dataclasses.dataclass
+class Audit:
+    """What the compiler of an absent chip made of a step. Counts, bytes and times are of one step on one device.
+
+    Attributes:
+      target, topology, devices: chip, slice as given, number of devices of the program.
+      fits: whether it fits the device's memory; ``refusal`` is the compiler's word where it does not compile.
+      memory: bytes: arguments, outputs (without those that share memory with arguments), temporaries, peak, capacity.
+      matmuls: one row a matmul: layer, pass, dtypes, operands, times, flops.
+      counts: matmuls of a step by operand dtypes.
+      fate: what became of the 8-bit ones.
+      moved, big_moves, moves: bytes, number over 1 MB and number of what is not a matmul (see ``hlo.read_program``).
+      largest_moves: the ten that move most in a step.
+      collectives: one row a kind and dtype: times, bytes.
+      roofline: estimate from peak rates.
+      unquantized: the same step without quantization, where there is one.
+    """
+
+    name: str
+    target: str
+    topology: str
+    devices: int
+    fits: bool
+    refusal: str
+    memory: dict[str, int]
+    matmuls: list[Row]
+    counts: dict[str, int]
+    fate: Fate
+    moved: int
+    big_moves: int
+    moves: int
+    largest_moves: list[Row]
+    collectives: list[Row]
+    roofline: Roofline
+    bf16_matmul: float
+    compile_seconds: float
+    versions: dict[str, str]
+    unquantized: Audit | None = None
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether something was asked for in 8 bits and nothing of it fell back."""
+        return bool(self.fate.asked) and not self.fate.fell_back
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def to_markdown(self) -> str:
+        return "\n".join(_markdown(self)) + "\n"
+
+
+def from_json(data: Row) -> Audit:
+    """Read what ``Audit.to_json`` wrote."""
+    below = data.get("unquantized")
+    return Audit(
+        **data
+        | {
+            "fate": Fate(**data["fate"]),
+            "roofline": Roofline(**data["roofline"]),
+            "unquantized": None if below is None else from_json(below),
+        }
+    )
+
+
+def estimate(chip: Chip, program: Program) -> tuple[Roofline, float]:
+    """Estimate a step from peak rates; also how long its matmuls would take if all were in bf16 (or f32 where they are)."""
+    seconds, bf16 = 0.0, 0.0
+    for matmul in program.matmuls:
+        size = sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out)) / chip.bandwidth
+        name = _kind(matmul)
+        seconds += matmul.times * max(matmul.flops / chip.peak[name], size)
+        slow = "f32" if name == "f32" else "bf16"
+        bf16 += matmul.times * max(matmul.flops / chip.peak[slow], size)
+    communication = sum(each.times * each.bytes for each in program.collectives) / chip.link
+    devices = chip.devices
+    return Roofline(seconds * devices, program.moved / chip.bandwidth * devices, communication * devices), bf16 * devices
+
+
+def matmul_rows(program: Program) -> list[Row]:
+    """List matmuls with the layer and the pass they belong to."""
+    rows = []
+    for matmul in program.matmuls:
+        name, phase = layer(matmul.path)
+        rows.append(
+            {
+                "layer": name,
+                "pass": phase,
+                "dtypes": matmul.dtypes,
+                "operands": f"{matmul.lhs} {matmul.rhs} → {matmul.out}",
+                "times": matmul.times,
+                "flops": matmul.flops,
+                "kind": matmul.kind,
+            }
+        )
+    return rows
+
+
+def collective_rows(program: Program) -> list[Row]:
+    """Add collectives up by kind and dtype."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for each in program.collectives:
+        total = found.setdefault((each.kind, each.dtype), [0, 0])
+        total[0] += each.times
+        total[1] += each.times * each.bytes
+    rows = ({"kind": kind, "dtype": dtype, "times": n, "bytes": size} for (kind, dtype), (n, size) in found.items())
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def largest_moves(program: Program) -> list[Row]:
+    """List the ten instructions that move most in a step."""
+    moves = sorted(program.moves, key=lambda move: -move.bytes * move.times)[:10]
+    return [{"kind": m.kind, "times": m.times, "bytes": m.bytes, "types": m.types, "path": m.path} for m in moves]
+
+
+def layer_rows(audit: Audit) -> list[Row]:
+    """Say of each layer in which dtypes its matmuls run, by pass."""
+    found: dict[str, dict[str, collections.Counter[str]]] = {}
+    for row in audit.matmuls:
+        passes = found.setdefault(row["layer"], {})
+        passes.setdefault(row["pass"], collections.Counter())[row["dtypes"]] += 1
+    merged = {tuple(each.split(" → ")) for each in audit.fate.merged}
+    for path, host in merged:
+        name, phase = layer(path)
+        found.setdefault(name, {}).setdefault(phase, collections.Counter())[f"in {host}"] += 1
+    rows = []
+    for name, passes in sorted(found.items()):
+        cells = {phase: _counted(passes.get(phase, {})) for phase in ("forward", "recomputed", "backward")}
+        rows.append({"layer": name} | cells)
+    return rows
+
+
+def _counted(counts: Any) -> str:
+    return ", ".join(f"{n} {what}" if n > 1 else what for what, n in sorted(counts.items())) or "–"
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Write rows as a markdown table."""
+    return [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)] if rows else ["(none)"]
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f} ms"
+
+
+def summary_rows(audit: Audit) -> list[Row]:
+    """Give the figures of an audit beside those of the unquantized step."""
+    columns = {"quantized" if audit.unquantized else "step": audit}
+    if audit.unquantized:
+        columns["unquantized"] = audit.unquantized
+    cells: dict[str, dict[str, str]] = {
+        "matmuls": {name: _counted(each.counts) for name, each in columns.items()},
+        "moved beside matmuls": {name: _gb(each.moved) for name, each in columns.items()},
+        "moves, over 1 MB": {name: f"{each.moves}, {each.big_moves}" for name, each in columns.items()},
+        "communicated": {name: _gb(sum(row["bytes"] for row in each.collectives)) for name, each in columns.items()},
+        "peak memory": {name: _memory(each) for name, each in columns.items()},
+        "roofline: matmuls": {name: _ms(each.roofline.matmul) for name, each in columns.items()},
+        "roofline: moves": {name: _ms(each.roofline.moves) for name, each in columns.items()},
+        "roofline: communication": {name: _ms(each.roofline.communication) for name, each in columns.items()},
+        "roofline: step": {name: _ms(each.roofline.step) for name, each in columns.items()},
+        "compiled in": {name: f"{each.compile_seconds:.0f} s" for name, each in columns.items()},
+    }
+    return [{"": name} | row for name, row in cells.items()]
+
+
+def _memory(audit: Audit) -> str:
+    if audit.refusal:
+        return "does not fit"
+    fits = "fits" if audit.fits else "DOES NOT FIT"
+    return f"{_gb(audit.memory['peak'])} of {_gb(audit.memory['capacity'])}: {fits}"
+
+
+def verdict(audit: Audit) -> str:
+    """Say in a sentence whether the 8-bit matmuls are there."""
+    if audit.refusal:
+        return f"The compiler for {audit.target} refuses this step: {audit.refusal}"
+    asked = sum(audit.fate.asked.values())
+    if not asked:
+        return "Nothing was asked for in 8 bits."
+    if audit.fate.fell_back:
+        return f"FELL BACK: {len(audit.fate.fell_back)} of {asked} matmuls asked for in 8 bits are not: " + "; ".join(
+            audit.fate.fell_back
+        )
+    ends = [f"{len(audit.fate.merged)} inside another"] if audit.fate.merged else []
+    ends += [f"{len(audit.fate.removed)} not needed and removed"] if audit.fate.removed else []
+    return f"All {asked} matmuls asked for in 8 bits are 8-bit ones{': ' if ends else ''}{', '.join(ends)}."
+
+
+def speedup(audit: Audit) -> str:
+    """Compare with the unquantized step."""
+    if audit.refusal:
+        return ""
+    if audit.unquantized and not audit.unquantized.refusal:
+        ratio = audit.unquantized.roofline.step / audit.roofline.step
+        return f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step."
+    whole = audit.bf16_matmul + audit.roofline.moves
+    ratio = max(whole, audit.roofline.communication) / audit.roofline.step
+    return f"Roofline estimate: {ratio:.2f}× the same step with its matmuls in bf16 (and the same moves: no unquantized step was compiled)."
+
+
+def assumptions(target: str) -> list[str]:
+    """List what the estimate assumes, with the chip's figures."""
+    it = chip(target)
+    rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in it.peak.items())
+    figures = f"{target}, per chip: peak TFLOP/s {rates}; memory {it.bandwidth / 1e12:.2f} TB/s, {it.memory / 1e9:.0f} GB; links {it.link / 1e9:.0f} GB/s."
+    shared = [f"A device is one of {it.devices} of a chip and has its share of these."] if it.devices > 1 else []
+    return [figures, *shared, *ASSUMPTIONS]
+
+
+def _markdown(audit: Audit) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in audit.versions.items())
+    lines = [f"# {audit.name} on {audit.devices} × {audit.target}", "", verdict(audit), speedup(audit), ""]
+    lines += [f"Compiled without the chip; one step, per device. {versions}.", "", *table(summary_rows(audit)), ""]
+    if audit.refusal:
+        return lines
+    lines += ["## Matmuls by layer", "", *table(layer_rows(audit)), "", "## Communication", ""]
+    lines += [*table([row | {"bytes": _gb(row["bytes"])} for row in audit.collectives]), "", "## Largest moves", ""]
+    shown = [row | {"bytes": f"{row['bytes'] / 1e6:,.1f} MB", "types": row["types"][:90]} for row in audit.largest_moves]
+    lines += [*table(shown), "", "## Assumptions", "", *(f"- {each}" for each in assumptions(audit.target))]
+    return lines

@@ -1,0 +1,128 @@
+"""worker: compile one step for an absent chip and read the result. Runs in a process of its own (``topology.environment``).
+
+``python -m jaxquant.audit.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an exported
+function (``exported``, ``donated``) or a plug-in that builds the step (``program``, ``config``, ``overrides``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxquant.audit import hlo, report
+from jaxquant.audit.chips import Chip, chip
+from jaxquant.audit.topology import devices
+
+PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
+
+
+def main(request_path: str, answer_path: str) -> int:
+    """Answer a request; an error that the user can act on is part of the answer."""
+    request = json.loads(Path(request_path).read_text())
+    try:
+        answer: dict[str, Any] = {"audit": _answer(request)}
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    Path(answer_path).write_text(json.dumps(answer))
+    return 0
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    target = chip(request["target"])
+    given = devices(target, request["topology"])
+    if "program" in request:
+        module, _, function = request["program"].partition(":")
+        build = getattr(importlib.import_module(module), function)
+        step, shapes = build(request["config"], request["overrides"], given)
+    else:
+        step, shapes, given = _exported(request, given)
+    found = compile_step(step, shapes, target, len(given), request)
+    return json.loads(found.to_json())
+
+
+def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list[Any]]:
+    """Bring an exported function to the absent devices. Its inputs are one flat tuple."""
+    exported = jax.export.deserialize(bytearray(Path(request["exported"]).read_bytes()))
+    count = exported.nr_devices
+    if count > len(given):
+        raise ValueError(
+            f"the step is for {count} devices and topology {request['topology']!r} of {request['target']} has {len(given)}; "
+            "give a larger topology"
+        )
+    mesh = Mesh(np.array(given[:count]), ("devices",))
+    shardings = exported.in_shardings_jax(mesh)
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or replicated)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    return jax.jit(exported.call, donate_argnums=tuple(request["donated"])), shapes, given[:count]
+
+
+def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict[str, Any]) -> report.Audit:
+    """Compile a jitted step and read what came out."""
+    began = time.perf_counter()
+    lowered = step.lower(*shapes)
+    asked = hlo.read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
+    program, memory, refusal = hlo.Program(), {}, ""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        refusal = " ".join(str(error).split())
+    else:
+        program = hlo.read_program(compiled.as_text())
+        memory = _memory(compiled.memory_analysis(), target)
+    roofline, bf16 = report.estimate(target, program)
+    return report.Audit(
+        name=request["name"],
+        target=request["target"],
+        topology=request["topology"],
+        devices=count,
+        fits=not refusal and memory["peak"] <= memory["capacity"],
+        refusal=refusal,
+        memory=memory,
+        matmuls=report.matmul_rows(program),
+        counts=program.count(),
+        fate=report.fate(asked, program),
+        moved=program.moved,
+        big_moves=program.big_moves,
+        moves=sum(move.times for move in program.moves),
+        largest_moves=report.largest_moves(program),
+        collectives=report.collective_rows(program),
+        roofline=roofline,
+        bf16_matmul=bf16,
+        compile_seconds=round(time.perf_counter() - began, 1),
+        versions={name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
+    )
+
+
+def _is_installed(package: str) -> bool:
+    return any(True for _ in importlib.metadata.Distribution.discover(name=package))
+
+
+def _memory(stats: Any, target: Chip) -> dict[str, int]:
+    """Bytes of a device: the peak is arguments, temporaries, and outputs that do not take an argument's place."""
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    code = stats.generated_code_size_in_bytes
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": outputs,
+        "temporaries": stats.temp_size_in_bytes,
+        "peak": stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes + code,
+        "capacity": int(target.memory / target.devices),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
