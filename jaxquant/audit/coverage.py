@@ -19,6 +19,7 @@ from jaxquant.core.dtypes import ELEMENTS, element
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.inject.layers import LayerReport
 
+_JITTED = type(jax.jit(lambda: None))
 MATMULS = ("fwd", "dlhs", "drhs")
 
 
@@ -200,7 +201,8 @@ def coverage(
     """
     if not callable(fn):
         raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}")
-    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
+    jitted: Any = fn if isinstance(fn, _JITTED) else jax.jit(fn)
+    traced = jitted.trace(*args, **kwargs)
     return of_trace(traced, config=config, layers=layers)
 
 

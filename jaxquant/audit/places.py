@@ -13,6 +13,8 @@ _TRANSFORM = re.compile(r"(\w+)\((.*)\)")
 _OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
 _NO_MODULE = frozenset({"rematted_computation", "checkpoint", "remat"})
 _COLLECTIONS = frozenset({"params", "state", "model"})
+_CAPTURED = ("array captured by the function",)
+_VARIABLE = frozenset({"value", "raw_value"})
 _ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 
@@ -79,7 +81,7 @@ def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
     forward = [each for each in unnamed if not each.is_backward]
     for each in unnamed:
         if each.is_backward and not each.path:
-            each.path = next((f.path for f in forward if _shared(each, f) is not None), "")
+            each.path = next((f.path for f in forward if _same_source(each, f)), "")
     places: dict[tuple[tuple[str, ...], str], list[Placed]] = {}
     for each in placed:
         places.setdefault((each.scopes, each.path), []).append(each)
@@ -103,9 +105,9 @@ def _open(contraction: Contraction) -> Placed:
             scopes.append(part)
     origins = (origin(contraction.lhs), origin(contraction.rhs))
     arguments = [argument(each.source) for each in origins]
-    parameters = (arguments[0].name if arguments[0] else None, arguments[1].name if arguments[1] else None)
+    left, right = (None if value is None else value.name or _CAPTURED for value in arguments)
     is_backward &= not is_recomputed
-    return Placed(contraction, origins, parameters, tuple(scopes), label, is_backward, is_recomputed)
+    return Placed(contraction, origins, (left, right), tuple(scopes), label, is_backward, is_recomputed)
 
 
 def _split(text: str) -> list[str]:
@@ -146,6 +148,8 @@ def _path_of_parameter(each: Placed, known: Sequence[tuple[str, ...]]) -> str:
         if matches:
             return "/".join(max(matches, key=len))
         parts = list(name[:-1])
+        if name[-1] in _VARIABLE:
+            parts.pop()
         while parts and (parts[0].isdigit() or parts[0] in _COLLECTIONS):
             parts.pop(0)
         if parts:
@@ -181,14 +185,18 @@ def _find_matmuls(group: Sequence[Placed]) -> None:
 
 def _shared(each: Placed, forward: Placed) -> tuple[int, int] | None:
     """Give (side, side of the forward) of the one operand that a backward contraction shares with a forward one."""
-    pairs = [
+    pairs = _same_source(each, forward) or [
         (mine, theirs)
         for mine in (0, 1)
         for theirs in (0, 1)
-        if each.origins[mine].source is forward.origins[theirs].source
-        or (each.parameters[mine] and each.parameters[mine] == forward.parameters[theirs])
+        if each.parameters[mine] not in (None, _CAPTURED) and each.parameters[mine] == forward.parameters[theirs]
     ]
     return pairs[0] if len(pairs) == 1 else None
+
+
+def _same_source(each: Placed, forward: Placed) -> list[tuple[int, int]]:
+    sides = [(mine, theirs) for mine in (0, 1) for theirs in (0, 1)]
+    return [pair for pair in sides if each.origins[pair[0]].source is forward.origins[pair[1]].source]
 
 
 def _backward_matmul(each: Placed, forward: Placed) -> tuple[str, int]:

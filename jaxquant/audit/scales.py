@@ -52,7 +52,10 @@ def origin(value: Value) -> Origin:
 
 
 def argument(value: Value) -> Value | None:
-    """Find the argument or captured array whose elements a value holds one for one, such as a masked or cast kernel."""
+    """Find the argument or captured array that a value is a multiple of, element by element: a cast or masked kernel.
+
+    Sums are not followed: the residual stream of a model starts at its input, and is not that input.
+    """
     seen: set[int] = set()
     queue = [value]
     while queue:
@@ -62,7 +65,7 @@ def argument(value: Value) -> Value | None:
         seen.add(id(value))
         if value.operation == "argument" or (value.operation == "constant" and value.size > 1):
             return value
-        if value.operation in _ROUNDING or value.operation in ("mul", "div"):
+        if value.operation in ("mul", "div", "select_n", "clamp"):
             queue += [each for each in value.inputs if each.size == value.size and each.operation != "broadcast_in_dim"]
     return None
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
@@ -383,6 +384,28 @@ def test_a_kernel_is_listed_with_the_dtypes_that_it_multiplies():
     )
     row = only(jaxquant.coverage(call, A, B))
     assert (row.operation, row.lhs_shape, row.lhs_dtype, row.times) == ("pallas_call", (4, 16), "bfloat16", 2)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + nnx.relu(block(x))
+        return self.head(x)
+
+
+def test_paths_of_an_nnx_model_come_from_its_parameters():
+    graph, state = nnx.split(Nnx(nnx.Rngs(0)))
+
+    def loss(state, x):
+        return jnp.sum(nnx.merge(graph, state)(x))
+
+    found = jaxquant.coverage(jax.value_and_grad(loss, argnums=(0, 1)), state, SQUARE)
+    times = Counter((row.path, row.matmul) for row in found.rows)
+    assert times == {(path, matmul): 1 for path in ("blocks/0", "blocks/1", "head") for matmul in MATMULS}
 
 
 def test_a_jitted_function_with_keywords_and_static_arguments():

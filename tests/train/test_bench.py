@@ -1,0 +1,15 @@
+"""Step times are measured in one run, against the unquantized step."""
+
+import pytest
+
+from jaxquant.audit.schemes import Scheme
+from train.bench import measure_steps
+
+
+@pytest.mark.slow
+def test_step_times_and_ratio():
+    tiny = {"emb_dim": 128, "mlp_dim": 128, "num_layers": 1, "sequence_length": 16, "batch_size": 2}
+    base, quantized = measure_steps([Scheme("int8", "native")], rounds=3, overrides=tiny)
+    assert base["ratio"] == 1
+    assert quantized["step ms"] > 0
+    assert quantized["ratio"] > 0
