@@ -31,7 +31,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
     parser.add_argument("--target", required=True, choices=list(CHIPS), help="chip")
-    parser.add_argument("--topology", default="", help="number of GPUs, as 64, or TPU slice, as 8x8 (default: smallest)")
+    parser.add_argument(
+        "--topology", default="", help="number of GPUs, as 64, or TPU slice, as 8x8 (default: smallest)"
+    )
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument(
         "--program",

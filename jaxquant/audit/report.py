@@ -191,7 +191,9 @@ def estimate(chip: Chip, program: Program) -> tuple[Roofline, float]:
         bf16 += matmul.times * max(matmul.flops / chip.peak[slow], size)
     communication = sum(each.times * each.bytes for each in program.collectives) / chip.link
     devices = chip.devices
-    return Roofline(seconds * devices, program.moved / chip.bandwidth * devices, communication * devices), bf16 * devices
+    return Roofline(
+        seconds * devices, program.moved / chip.bandwidth * devices, communication * devices
+    ), bf16 * devices
 
 
 def matmul_rows(program: Program) -> list[Row]:
@@ -257,7 +259,9 @@ def _line(cells: Any) -> str:
 
 def table(rows: list[Row]) -> list[str]:
     """Write rows as a markdown table."""
-    return [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)] if rows else ["(none)"]
+    return (
+        [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)] if rows else ["(none)"]
+    )
 
 
 def _gb(size: float) -> str:
@@ -340,6 +344,8 @@ def _markdown(audit: Audit) -> list[str]:
         return lines
     lines += ["## Matmuls by layer", "", *table(layer_rows(audit)), "", "## Communication", ""]
     lines += [*table([row | {"bytes": _gb(row["bytes"])} for row in audit.collectives]), "", "## Largest moves", ""]
-    shown = [row | {"bytes": f"{row['bytes'] / 1e6:,.1f} MB", "types": row["types"][:90]} for row in audit.largest_moves]
+    shown = [
+        row | {"bytes": f"{row['bytes'] / 1e6:,.1f} MB", "types": row["types"][:90]} for row in audit.largest_moves
+    ]
     lines += [*table(shown), "", "## Assumptions", "", *(f"- {each}" for each in assumptions(audit.target))]
     return lines

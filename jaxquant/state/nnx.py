@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.state.tree import update
+from jaxquant.state.optimizer import multi_steps
+from jaxquant.state.tree import accumulate, nothing_seen, update, with_bins
 
 Array = jax.Array
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -71,6 +73,9 @@ def value_and_grad(
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **options: Any) -> None:
     """Update a model's parameters by its optimizer and advance its quant state, in place.
 
+    Under ``optax.MultiSteps`` the quant state waits for the optimizer: over k micro-batches it records the largest amax
+    and changes once, when the parameters do. What they have seen so far lies in the state's ``amax_bins``.
+
     Args:
       model: the model that was differentiated.
       optimizer: made with ``wrt=nnx.Param`` or another filter of parameters.
@@ -79,9 +84,22 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
 
     Raises:
       ValueError: the gradients lack the model's quant state.
+      NotImplementedError: ``MultiSteps`` with weight sparsity or flax's amax protocol.
     """
-    advance(model, grads)
+    old, seen = _quant_states(model, grads)
+    before = [count[...] for count in multi_steps(optimizer.opt_state)]
+    if old and before:
+        seen = accumulate(with_bins(nothing_seen(old), old), seen)
     optimizer.update(model, grads, **options)
+    if not old:
+        return
+    if not before:
+        nnx.update(model, update(old, seen))
+        return
+    after = [count[...] for count in multi_steps(optimizer.opt_state)]
+    ended = jnp.all(jnp.stack([new != count for new, count in zip(after, before, strict=True)]))
+    new, waiting = update(old, seen), with_bins(old, seen)
+    nnx.update(model, jax.tree.map(lambda stepped, kept: jnp.where(ended, stepped, kept), new, waiting))
 
 
 def advance(model: nnx.Module, grads: Any) -> None:
@@ -94,15 +112,19 @@ def advance(model: nnx.Module, grads: Any) -> None:
     Raises:
       ValueError: the gradients lack the model's quant state.
     """
+    old, seen = _quant_states(model, grads)
+    if old:
+        nnx.update(model, update(old, seen))
+
+
+def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     old, seen = (nnx.to_pure_dict(nnx.state(tree, QuantState)) for tree in (model, grads))
-    if not old:
-        return
-    if not seen:
+    if old and not seen:
         raise ValueError(
             f"the gradients have no quant state and the model has some, as at {_first_path(old)!r}; "
             "differentiate with jaxquant.state.value_and_grad"
         )
-    nnx.update(model, update(old, seen))
+    return old, seen
 
 
 def require_state_gradient(path: str, operands: Sequence[Array], state: Any) -> Any:

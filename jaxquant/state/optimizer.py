@@ -47,7 +47,7 @@ class Optimizer:
         """Make the optimizer's state for a model's variables, as ``model.init`` gives them."""
         params, quant_state = split(variables)
         inner = self._tx.init(params)
-        return OptimizerState(inner, nothing_seen(quant_state) if quant_state and _steps(inner) else None)
+        return OptimizerState(inner, nothing_seen(quant_state) if quant_state and multi_steps(inner) else None)
 
     def step(
         self, grads: Tree, state: OptimizerState, variables: Tree, **extra: Any
@@ -75,7 +75,7 @@ class Optimizer:
         if state.seen is None:
             return merge(params, update(quant_state, seen)), OptimizerState(inner, None)
         seen = accumulate(state.seen, seen)
-        stepped = [new != old for old, new in zip(_steps(state.inner), _steps(inner), strict=True)]
+        stepped = [new != old for old, new in zip(multi_steps(state.inner), multi_steps(inner), strict=True)]
         ended = jnp.all(jnp.stack(stepped))
         quant_state = jax.tree.map(_choose(ended), update(quant_state, seen), quant_state)
         return merge(params, quant_state), OptimizerState(inner, jax.tree.map(_choose(ended), nothing_seen(seen), seen))
@@ -85,7 +85,7 @@ def _choose(condition: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]
     return lambda chosen, other: jnp.where(condition, chosen, other)
 
 
-def _steps(state: Any) -> list[jax.Array]:
+def multi_steps(state: Any) -> list[jax.Array]:
     """List the counts of optimizer steps that each ``optax.MultiSteps`` within an optimizer's state keeps."""
 
     def is_multi(node: Any) -> bool:

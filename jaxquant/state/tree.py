@@ -100,6 +100,15 @@ def nothing_seen(quant_state: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, quant_state)
 
 
+def with_bins(tree: Tree, source: Tree) -> dict[str, Any]:
+    """Give a tree of quant state the bins of another: so a state can hold what was seen until it advances.
+
+    Raises:
+      NotImplementedError: state without bins, of flax mode or sparsity.
+    """
+    return _pairwise(tree, source, _take_bins, "quant state", "the source of its bins")
+
+
 def _pairwise(
     first: Tree, second: Tree, combine: Callable[[Tree, Tree], dict[str, Any]], *names: str
 ) -> dict[str, Any]:
@@ -133,6 +142,15 @@ def _advance(old: Tree, seen: Tree) -> dict[str, Any]:
             fields = {name: jnp.where(used, after[name], before[name]) for name in before}
         new |= {f"{tensor}_{name}": value for name, value in fields.items()}
     return new | (_update_sparsity(old, seen) if _USES in old else {})
+
+
+def _take_bins(tree: Tree, source: Tree) -> dict[str, Any]:
+    if _USES in tree or any("amax_bins" not in _fields(tree, tensor) for tensor in _tensors(tree)):
+        raise NotImplementedError(
+            "optax.MultiSteps on an NNX model with weight sparsity or amax_init 'flax': their state has no place for "
+            "what micro-batches saw; add up the gradients of the micro-batches with jaxquant.state.accumulate"
+        )
+    return {name: source[name] if name.endswith(_BINS_SUFFIX) else value for name, value in tree.items()}
 
 
 def _combine(total: Tree, seen: Tree) -> dict[str, Any]:

@@ -388,10 +388,15 @@ BROKEN = {
         lambda total, seen: seen,
         lambda: check_accumulation("accumulate"),
     ),
-    "every micro-batch is a step": (state.optimizer, "_steps", lambda _: [], lambda: check_accumulation("MultiSteps")),
+    "every micro-batch is a step": (
+        state.optimizer,
+        "multi_steps",
+        lambda _: [],
+        lambda: check_accumulation("MultiSteps"),
+    ),
     "every micro-batch is a step, TrainState": (
         state.optimizer,
-        "_steps",
+        "multi_steps",
         lambda _: [],
         lambda: check_accumulation("TrainState"),
     ),

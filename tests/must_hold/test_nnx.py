@@ -1,0 +1,141 @@
+"""NNX: property 7, the state advances with a real optimizer, and property 2 on NNX; each broken on purpose too."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxquant import maybe_quantize_model, state
+from tests.must_hold.loop import LENGTH, PythonLoop, op_state
+
+CONFIG = {"quantization": "fp8", "amax_history_length": LENGTH}
+WEIGHTS = (1.0, 0.25, 3.0)
+
+
+class Net(nnx.Module):
+    """One layer."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x)
+
+
+def inputs(step: int) -> jax.Array:
+    """Three inputs of unequal scale, [3, 4, 8]."""
+    scales = jnp.roll(jnp.array([1.0, 11.0, 0.03]), step)
+    return jax.random.normal(jax.random.key(step), (3, 4, 8)) * scales[:, None, None]
+
+
+def amax(x: jax.Array) -> float:
+    return float(jnp.max(jnp.abs(x)))
+
+
+def loss(model: Net, x: jax.Array, weight: float) -> jax.Array:
+    return (weight * model(x)).sum()
+
+
+def quant_state(model: Net):
+    return op_state(nnx.to_pure_dict(nnx.state(model, state.QuantState)))
+
+
+def build(tx):
+    model = maybe_quantize_model(Net(nnx.Rngs(0)), CONFIG)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+@nnx.jit
+def train_step(model, optimizer, x, weight):
+    state.apply_gradients(model, optimizer, state.grad(loss)(model, x, weight))
+
+
+def check_advances() -> None:
+    """Three Adam steps; the kernel moves, and its amax with it."""
+    model, optimizer = build(optax.adam(1e-2))
+    expected = PythonLoop()
+    for step in range(3):
+        x, before = inputs(step)[0], model.dense.kernel[...]
+        train_step(model, optimizer, x, 2.0)
+        expected.step(input=[amax(x)], kernel=[amax(before)], output_grad=[2.0])
+        expected.check(quant_state(model))
+        assert (model.dense.kernel[...] != before).any()
+
+
+def test_7_the_state_advances_with_the_optimizer():
+    check_advances()
+
+
+def check_accumulation(how: str) -> None:
+    """Micro-batches of unequal scale leave what a plain loop over all of them gives, once for an optimizer step."""
+    model, optimizer = build(optax.MultiSteps(optax.sgd(0.0), 3) if how == "MultiSteps" else optax.sgd(0.0))
+    kernel = amax(model.dense.kernel[...])
+    expected = PythonLoop()
+    for step in range(3):
+        xs = inputs(step)
+        expected.step(input=[amax(x) for x in xs], kernel=[kernel] * 3, output_grad=WEIGHTS)
+        if how == "MultiSteps":
+            for x, weight in zip(xs, WEIGHTS, strict=True):
+                train_step(model, optimizer, x, weight)
+        else:
+            graph, params, quant, rest = nnx.split(model, nnx.Param, state.QuantState, ...)
+
+            def seen(quant, x, weight, graph=graph, params=params, rest=rest):
+                grads = jax.grad(lambda q: loss(nnx.merge(graph, params, q, rest), x, weight))(quant)
+                return nnx.to_pure_dict(grads)
+
+            pure = nnx.to_pure_dict(quant)
+            if how == "accumulate":
+                parts = [seen(quant, x, weight) for x, weight in zip(xs, WEIGHTS, strict=True)]
+                total = functools.reduce(state.accumulate, parts, state.nothing_seen(pure))
+            else:
+
+                def add(total, item, quant=quant, seen=seen):
+                    return state.accumulate(total, seen(quant, *item)), None
+
+                total, _ = jax.lax.scan(add, state.nothing_seen(pure), (xs, jnp.array(WEIGHTS)))
+            nnx.update(model, state.update(pure, total))
+        expected.check(quant_state(model))
+    assert not np.any(quant_state(model)["input_amax_bins"])
+
+
+@pytest.mark.parametrize("how", ["MultiSteps", "accumulate", "lax.scan"])
+def test_2_micro_batches_leave_the_state_of_the_big_batch(how):
+    check_accumulation(how)
+
+
+def check_plain_grad_is_an_error() -> None:
+    model, _ = build(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"'dense'.*state\.value_and_grad"):
+        nnx.grad(loss)(model, inputs(0)[0], 1.0)
+
+
+def test_7_a_gradient_that_leaves_the_state_out_is_an_error():
+    check_plain_grad_is_an_error()
+
+
+BROKEN = {
+    "only the parameters are stepped": ("update", lambda old, seen: old, check_advances),
+    "every micro-batch is a step": ("multi_steps", lambda _: [], lambda: check_accumulation("MultiSteps")),
+    "the last micro-batch wins": ("accumulate", lambda _, seen: seen, lambda: check_accumulation("MultiSteps")),
+    "nobody watches": ("_watched", lambda path, operands, state: state, check_plain_grad_is_an_error),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_property_is_seen(name, monkeypatch):
+    attribute, broken, check = BROKEN[name]
+    jax.clear_caches()
+    monkeypatch.setattr(state.nnx, attribute, broken)
+    try:
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            check()
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
