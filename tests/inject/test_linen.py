@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxquant
@@ -334,7 +333,6 @@ def test_flax_train_state_keeps_the_state_out_of_the_optimizer():
 @pytest.mark.parametrize(
     ("model", "config", "error", "message"),
     [
-        (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), native("int8"), NotImplementedError, "Linear is an NNX model"),
         (lambda x: x, native("int8"), TypeError, "takes a Flax module, got function"),
         (nn.Dense(4, dot_general=jax.lax.dot_general), native("int8"), ValueError, "has a dot_general of its own"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxquant import RECIPES
 
@@ -28,9 +29,11 @@ def test_the_table_of_strings_is_current():
     assert strings_table() in README, f"replace the README's table of strings with:\n{strings_table()}"
 
 
-def example():
+def example(framework="linen"):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    (block,) = [block for block in blocks if "maybe_quantize_model" in block]
+    examples = [block for block in blocks if "maybe_quantize_model" in block]
+    assert len(examples) == 2
+    (block,) = [block for block in examples if ("import nnx" in block) == (framework == "nnx")]
     return block
 
 
@@ -52,8 +55,25 @@ def test_the_example_trains(quantization):
     assert all(jnp.sum(history > 0) == 200 for history in histories)  # one amax a step
 
 
-def test_the_example_is_short():
-    lines = [line for line in example().splitlines() if line.strip()]
+@pytest.mark.parametrize("quantization", ["", "fp8"])
+def test_the_nnx_example_trains(quantization):
+    code = example("nnx")
+    assert '"quantization": "fp8"' in code
+    scope = {}
+    exec(code.replace('"quantization": "fp8"', f'"quantization": "{quantization}"'), scope)
+    first = jnp.mean((scope["x"][:, :1] * scope["x"][:, 1:2]) ** 2)  # of a model that says 0
+    assert scope["loss"](scope["model"]) < 0.1 * first
+    state = nnx.to_pure_dict(nnx.state(scope["model"], scope["jaxquant"].state.QuantState))
+    histories = [
+        leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in jax.tree_util.keystr(path)
+    ]
+    assert len(histories) == (6 if quantization else 0)
+    assert all(jnp.sum(history > 0) == 200 for history in histories)  # one amax a step
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_the_example_is_short(framework):
+    lines = [line for line in example(framework).splitlines() if line.strip()]
     assert len(lines) <= 18
 
 
