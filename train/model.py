@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 
 QUANTIZED_RESIDUALS = "quantized"
 """The ``checkpoint_name`` of what a quantized matmul saves for its backward pass."""
@@ -154,7 +155,12 @@ class Decoder(nn.Module):
         c = self.config
         mask, positions = attention_mask(tokens, segment_ids, positions)
         embedder = nn.Embed(
-            c.vocab_size, c.emb_dim, dtype=jnp.dtype(c.dtype), param_dtype=jnp.float32, name="token_embedder"
+            c.vocab_size,
+            c.emb_dim,
+            dtype=jnp.dtype(c.dtype),
+            param_dtype=jnp.float32,
+            promote_dtype=_promote_and_gather(c),
+            name="token_embedder",
         )
         x = constrain(embedder(tokens), c)
         layer = _remat(c)
@@ -180,6 +186,24 @@ def constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:
     if config.activation_sharding is None:
         return x
     return jax.lax.with_sharding_constraint(x, config.activation_sharding)
+
+
+def _promote_and_gather(config: DecoderConfig) -> Any:
+    """Cast as flax does, and gather a sharded table before tokens are looked up in it.
+
+    Left to itself the partitioner looks up in every part and cannot bring the result into the batch's sharding but by
+    replicating it.
+    """
+    sharding = config.activation_sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return promote_dtype
+    whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+
+    def promote(*arrays: Any, **options: Any) -> Any:
+        promoted = promote_dtype(*arrays, **options)
+        return [jax.lax.with_sharding_constraint(promoted[0], whole)] if len(arrays) == 1 else promoted
+
+    return promote
 
 
 def _remat(config: DecoderConfig) -> Any:
