@@ -19,6 +19,7 @@ from jaxquant.core.dtypes import ELEMENTS, element
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.inject.layers import LayerReport
 
+_BACKWARD = ("dlhs", "drhs", "bwd")
 _JITTED = type(jax.jit(lambda: None))
 MATMULS = ("fwd", "dlhs", "drhs")
 
@@ -103,10 +104,12 @@ class Coverage:
     def summary(self) -> str:
         """Say in one line how much of the function runs in low precision."""
         low = sum(row.times for row in self.rows if row.is_low)
-        return (
-            f"{low} of {sum(row.times for row in self.rows)} matmuls in at most 8 bits; share of the FLOPs: forward "
-            f"{self.share('fwd'):.1%}, backward {self.share('dlhs', 'drhs', 'bwd'):.1%}"
-        )
+        text = f"{low} of {sum(row.times for row in self.rows)} matmuls in at most 8 bits"
+        if self.rows:
+            text += f"; share of the FLOPs: forward {self.share('fwd'):.1%}"
+        if any(row.matmul != "fwd" for row in self.rows):
+            text += f", backward {self.share(*_BACKWARD):.1%}"
+        return text
 
     def layers(self) -> list[dict[str, Any]]:
         """Give one entry a path: the dtypes of its three matmuls, scales, times and the reason."""
@@ -140,16 +143,17 @@ class Coverage:
           width: columns of the page.
         """
         table = self.table()
+        table.caption = None  # it would be wrapped to the table's width
         from rich.console import Console
 
         file = io.StringIO()
         Console(file=file, width=width).print(table)
-        return file.getvalue().rstrip()
+        return "\n".join([*(line.rstrip() for line in file.getvalue().rstrip().splitlines()), self.summary()])
 
     def to_json(self) -> str:
         """Write everything as JSON: ``summary``, ``missing``, ``layers`` (one a path) and ``rows``."""
         rows = [dataclasses.asdict(row) for row in self.rows]
-        shares = {"forward": self.share("fwd"), "backward": self.share("dlhs", "drhs", "bwd")}
+        shares = {"forward": self.share("fwd"), "backward": self.share(*_BACKWARD)}
         return json.dumps(
             {
                 "summary": self.summary(),

@@ -67,7 +67,7 @@ def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
     placed = [_open(contraction) for contraction in found]
     groups: dict[tuple[str, ...], list[Placed]] = {}
     for each in placed:
-        groups.setdefault(each.scopes, []).append(each)
+        groups.setdefault(_without_repeats(each.scopes), []).append(each)
     known = [tuple(path.split("/")) for path in layers]
     for scopes, group in groups.items():
         if scopes:
@@ -84,7 +84,7 @@ def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
             each.path = next((f.path for f in forward if _same_source(each, f)), "")
     places: dict[tuple[tuple[str, ...], str], list[Placed]] = {}
     for each in placed:
-        places.setdefault((each.scopes, each.path), []).append(each)
+        places.setdefault((_without_repeats(each.scopes), each.path), []).append(each)
     for group in places.values():
         _find_matmuls(group)
     return placed
@@ -108,6 +108,14 @@ def _open(contraction: Contraction) -> Placed:
     left, right = (None if value is None else value.name or _CAPTURED for value in arguments)
     is_backward &= not is_recomputed
     return Placed(contraction, origins, (left, right), tuple(scopes), label, is_backward, is_recomputed)
+
+
+def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """Take leading scopes that stand twice once; the backward pass of a rematerialized block repeats the model's."""
+    for size in range(1, len(scopes) // 2 + 1):
+        while scopes[:size] == scopes[size : 2 * size]:
+            scopes = scopes[size:]
+    return scopes
 
 
 def _split(text: str) -> list[str]:

@@ -194,6 +194,29 @@ def test_layers_of_a_scan_are_counted(string, backend, remat):
     assert times == expected
 
 
+@pytest.mark.parametrize("policy", [None, jaxquant.save_quantized])
+def test_a_rematerialized_layer_without_a_scan(policy):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in ("one", "two"):
+                x, _ = nn.remat(Layer, policy=policy)(name=name)(x, None)
+            return x
+
+    step, args, layers = gradient(Two(), {"quantization": "fp8_current"})
+    found = jaxquant.coverage(step, *args, layers=layers)
+    found.check()
+    paths = [f"{block}/{name}" for block in ("one", "two") for name in ("wi", "wo")]
+    once = Counter((row.path, row.matmul) for row in found.rows if not row.is_recomputed)
+    assert once == {(path, matmul): 1 for path in paths for matmul in MATMULS}
+    shapes = {row.matmul: (row.lhs_shape, row.rhs_shape) for row in found.rows if row.path == "two/wo"}
+    assert shapes == {
+        "fwd": ((4, 7, 64), (64, 32)),
+        "dlhs": ((4, 7, 32), (64, 32)),
+        "drhs": ((4, 7, 64), (4, 7, 32)),
+    }
+
+
 # -- what is quantized is what was asked (must-hold 10) ----------------------------------------------------------------
 
 
