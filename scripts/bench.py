@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what quantization costs and gains: `steps` (time), `trace` (program size), `memory` (bytes saved), `losses`.
+"""Measure what quantization costs and gains: `steps`, `health` (time), `trace` (program size), `memory`, `losses`.
 
 Each prints a table and writes it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.
 """
@@ -36,6 +36,7 @@ from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
 from train.config import TrainConfig
 from train.data import make_iterators
+from train.health_cost import measure_health
 from train.report import comparison_rows
 from train.runs import load_runs
 from train.step import build
@@ -154,6 +155,18 @@ def measure_steps(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, An
         }
         for stepper in steppers
     ]
+
+
+def measure_health_of(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, Any] | None = None) -> list[Row]:
+    rows = []
+    for scheme in (UNQUANTIZED, *chosen):
+        fields = load_yaml(str(ROOT / QUICKSTART)) | scheme.config | {"run_dir": "unused"} | (overrides or {})
+        rows.append({**scheme.cells, **measure_health(build_dataclass(TrainConfig, fields), rounds)})
+        _tell(f"measured {scheme.string or 'none'} {scheme.backend}")
+    return rows
+
+
+measure_health_of.__doc__ = measure_health.__doc__
 
 
 # -- program size and saved bytes --------------------------------------------------------------------------------------
@@ -331,6 +344,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     steps = commands.add_parser("steps", parents=[shared], help="step time of the quickstart model")
     steps.add_argument("--rounds", type=int, default=30, help="steps of each (default: %(default)s)")
+    health = commands.add_parser("health", parents=[shared], help="cost of health every 10 steps, quickstart model")
+    health.add_argument("--rounds", type=int, default=8, help="of 20 steps and a pass (default: %(default)s)")
     commands.add_parser("trace", parents=[shared], help="StableHLO lines per quantized layer")
     commands.add_parser("memory", parents=[shared], help="bytes saved for backward per layer")
     losses = commands.add_parser("losses", parents=[shared], help="held-out losses of the quickstart model")
@@ -349,6 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = schemes(strings, words.backends)
         measure: dict[str, tuple[Callable[[], list[Row]], Callable[..., Any]]] = {
             "steps": (lambda: measure_steps(chosen, 5 if words.quick else words.rounds), measure_steps),
+            "health": (lambda: measure_health_of(chosen, 2 if words.quick else words.rounds), measure_health),
             "trace": (lambda: measure_trace(chosen), measure_trace),
             "memory": (lambda: measure_memory(chosen), measure_memory),
             "losses": (lambda: measure_losses(chosen, words.steps, Path(words.runs)), measure_losses),
