@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what quantization costs and gains: `steps`, `gemm-set` (time), `trace`, `memory` (sizes), `losses`.
+"""Measure what quantization costs and gains: `steps`, `health`, `gemm-set` (time), `trace`, `memory` (sizes), `losses`.
 
 Each prints a table and writes it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.
 """
@@ -25,6 +25,7 @@ from jaxquant.audit.bench_gemms import SMALL, Layer, measure_gemm_set
 from jaxquant.audit.bench_layers import measure_memory, measure_trace
 from jaxquant.audit.schemes import ROOT, Row, schemes
 from train.bench import measure_losses, measure_steps
+from train.health_cost import measure_health
 
 QUICK_STRINGS = ("int8", "fp8", "fp8_full")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")
@@ -82,6 +83,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     steps = commands.add_parser("steps", parents=[shared], help="step time of the quickstart model")
     steps.add_argument("--rounds", type=int, default=30, help="steps of each (default: %(default)s)")
+    health = commands.add_parser("health", parents=[shared], help="cost of health every 10 steps, quickstart model")
+    health.add_argument("--rounds", type=int, default=8, help="of 20 steps and a pass (default: %(default)s)")
     commands.add_parser("trace", parents=[shared], help="StableHLO lines per quantized layer")
     commands.add_parser("memory", parents=[shared], help="bytes saved for backward per layer")
     losses = commands.add_parser("losses", parents=[shared], help="held-out losses of the quickstart model")
@@ -111,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = schemes(strings, words.backends)
         measure: dict[str, tuple[Callable[[], list[Row]], Callable[..., Any]]] = {
             "steps": (lambda: measure_steps(chosen, 5 if words.quick else words.rounds), measure_steps),
+            "health": (lambda: measure_health(chosen, 2 if words.quick else words.rounds), measure_health),
             "trace": (lambda: measure_trace(chosen), measure_trace),
             "memory": (lambda: measure_memory(chosen), measure_memory),
             "losses": (lambda: measure_losses(chosen, words.steps, Path(words.runs)), measure_losses),

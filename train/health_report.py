@@ -100,4 +100,5 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    # Four digits: a page of a large model holds a million of these.
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
