@@ -2,7 +2,7 @@
 
 import jax as _jax
 
-from jaxquant import ops, state
+from jaxquant import audit, ops, state
 from jaxquant.audit.coverage import coverage
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
@@ -16,6 +16,7 @@ save_quantized = _jax.checkpoint_policies.save_only_these_names(_RESIDUAL_NAME)
 __all__ = [
     "RECIPES",
     "QuantConfig",
+    "audit",
     "configure_quantization",
     "coverage",
     "describe_layers",

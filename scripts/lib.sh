@@ -32,9 +32,10 @@ is_new_enough() {
 }
 
 # Makes .venv (or, where PYTHON is set, .venv-MAJOR.MINOR) with the pinned packages and puts it first on PATH. Does nothing
-# more when they are already there: a stamp remembers pins, package metadata and interpreter.
+# more when they are already there: a stamp remembers pins, package metadata and interpreter. With "audit" the compilers of
+# absent chips too (1 GB), which a second stamp remembers, so that a call without it leaves them alone.
 setup_venv() {
-  local base version pins venv stamp wanted
+  local with="${1:-}" base version pins venv stamp wanted
   base="$(find_python)"
   version="$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
   if [[ "$version" == 3.11 ]]; then pins="$root/constraints/py311.txt"; else pins="$root/constraints/py312.txt"; fi
@@ -59,6 +60,13 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
       --config-settings editable_mode=compat --editable "$root[aqt,qwix,train,parquet,dev]" ||
       fail "the pinned install failed; the lines above say why"
     echo "$wanted" >"$stamp"
+  fi
+  if [[ "$with" == audit && "$(cat "$stamp-audit" 2>/dev/null)" != "$wanted" ]]; then
+    echo "Installing the compilers of absent chips in ${venv#"$root"/} ..."
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
+      --config-settings editable_mode=compat --editable "$root[audit-gpu,audit-tpu]" ||
+      fail "installing the extras audit-gpu and audit-tpu failed; the lines above say why"
+    echo "$wanted" >"$stamp-audit"
   fi
   export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv" PYTHONNOUSERSITE=1
   unset PYTHONPATH PYTHONHOME

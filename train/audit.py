@@ -1,4 +1,4 @@
-"""What ``python -m jaxquant.audit`` compiles: the training step of a configuration, on devices that need not be here."""
+"""What ``python -m jaxquant.audit`` compiles: the training step of a configuration, on devices that may be absent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.tokenizer import open_tokenizer
 
 
 def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Give the jitted training step of a configuration and the shapes of its arguments, placed on a mesh of ``devices``.
+    """Give the jitted training step of a configuration and the shapes of its arguments, on a mesh of ``devices``.
 
     No text is read: where ``vocab_size`` is given, that is the vocabulary, else the tokenizer's.
 

@@ -1,8 +1,9 @@
-"""``python -m jaxquant.audit CONFIG.yml [key=value ...] --target h200``: what a chip's compiler makes of a training step.
+"""``python -m jaxquant.audit CONFIG.yml [key=value ...] --target h200``: what a chip's compiler makes of a step.
 
-The chip need not be here. The step is compiled twice, as configured and with ``quantization=`` laid over it (or that one's JSON
-of an earlier call is read, ``--unquantized FILE``), and both are printed and written as JSON and markdown. ``--yardstick``
-measures one MLP step of jaxquant and its peers instead.
+The chip need not be here. The training step is compiled twice, as configured and with ``quantization=`` laid over it
+(or that one's JSON of an earlier call is read, ``--unquantized FILE``); both are printed, and written as JSON and
+markdown.
+``--yardstick`` measures one MLP step of jaxquant and its peers instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxquant.audit", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m jaxquant.audit", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
     parser.add_argument("--target", required=True, choices=list(CHIPS), help="chip")

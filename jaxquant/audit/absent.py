@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxquant.audit.chips import chip
 from jaxquant.audit.report import Audit, from_json
@@ -22,8 +23,8 @@ _ERRORS = {error.__name__: error for error in (ValueError, TypeError, NotImpleme
 def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Audit:
     """Compile a step with the real compiler of an absent chip and report what it made.
 
-    The step is exported (``jax.export``) here and compiled in a process of its own. Its 8-bit matmuls are followed from the
-    traced program into the compiler's: see ``report.fate`` and, for what is counted, ``hlo.read_program``.
+    The step is exported (``jax.export``) here and compiled in a process of its own. Its 8-bit matmuls are followed from
+    the traced program into the compiler's: see ``report.fate`` and, for what is counted, ``program.read_program``.
 
     Args:
       step: function or jitted function. Arguments that the jitted function donates are donated.
@@ -39,7 +40,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
       RuntimeError: the compiler failed, other than for want of memory.
     """
     it = chip(target)
-    require_compiler(it)
+    require_compiler(it, "flatbuffers")  # which jax.export writes with
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     lowered = jitted.trace(*shapes)
@@ -50,11 +51,16 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
 
     custom_calls = jax.export.DisabledSafetyCheck.custom_call
     every_call = [custom_calls(each) for each in _KERNEL_CALLS]
+    meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    if len(meshes) > 1:
+        raise ValueError(f"the shapes lie on {len(meshes)} different meshes; give them shardings over one AbstractMesh")
+    mesh = [(name, size) for each in meshes for name, size in each.shape.items()]
     exported = jax.export.export(jax.jit(flat), platforms=[it.platform], disabled_checks=every_call)(*leaves)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step"
         path.write_bytes(bytes(exported.serialize()))
-        request = {"exported": str(path), "donated": donated, "name": name or getattr(step, "__name__", "step")}
+        label = name or getattr(step, "__name__", "step")
+        request = {"exported": str(path), "donated": donated, "mesh": mesh, "name": label}
         return _ask(request | {"target": target, "topology": topology}, folder)
 
 

@@ -2,10 +2,11 @@
 
 Peak rates are dense (without structured sparsity), of the data sheets:
 
-- H100 SXM, H200, B200: NVIDIA's data sheets (H100 and H200: 989 TFLOP/s bf16, 1979 fp8 and int8; HGX B200 per GPU: 2250, 4500),
-  NVLink in both directions together.
-- v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e and v6e have no fp8 unit and v5p neither:
-  their fp8 matmuls run at the rate of bf16. v7x has an fp8 unit and no published int8 rate; bf16's is assumed.
+- H100 SXM, H200, B200: NVIDIA's data sheets (H100 and H200: 989 TFLOP/s bf16, 1979 fp8 and int8; HGX B200 per GPU: 2250
+  and 4500), float32 as TF32, NVLink in both directions together.
+- v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
+  unit: their fp8 matmuls run at the rate of bf16. v7x has one, and no published int8 rate; bf16's is assumed. float32
+  at default precision is one pass of bf16.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ CHIPS: dict[str, Chip] = {
     "b200": Chip(
         "cuda", "NVIDIA B200", _peak(2250, 4500, 4500, 1125), 8.0e12, 180e9, 1800e9, 1, (148, 132644864, 1.965, 10)
     ),
-    "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197 / 6), 0.819e12, 16e9, 200e9),
-    "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459 / 6), 2.765e12, 95e9, 600e9),
-    "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918 / 6), 1.64e12, 32e9, 448e9),
-    "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307 / 6), 7.38e12, 192e9, 1200e9, 2),
+    "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197), 0.819e12, 16e9, 200e9),
+    "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459), 2.765e12, 95e9, 600e9),
+    "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918), 1.64e12, 32e9, 448e9),
+    "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307), 7.38e12, 192e9, 1200e9, 2),
 }
 """Targets by the name that a user gives."""
 

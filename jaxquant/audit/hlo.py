@@ -1,12 +1,7 @@
-"""hlo: read a compiler's program (HLO text) and say what it multiplies, moves and communicates.
-
-Data flow: text ── ``parse`` ──► computations of instructions ── ``Walk`` (loop bodies times their trip counts) ──►
-``Matmul``, ``Move``, ``Collective``.
-"""
+"""hlo: parse a compiler's program (HLO text) into computations of instructions."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
@@ -26,27 +21,14 @@ BITS = {
 }
 """Bits of an element by HLO's name; the ``f8…`` and ``f4…`` types follow from their names."""
 
-MEGABYTE = 1e6
-BIG = MEGABYTE
-"""A fusion or copy that moves more bytes than this is a big one."""
-
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e[0-9]+m[0-9]+[a-z0-9]*)?)\[([0-9,<= ]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-_MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
-_FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota rng-get-and-update-state "
-    "opt-barrier optimization-barrier copy-done slice-done add-dependency domain".split()
-)
-"""Instructions that move nothing: names for what is there, or the end of a move already counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +40,13 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        return math.ceil(math.prod(self.shape) * _bits(self.dtype) / 8)
+        return math.ceil(math.prod(self.shape) * bits(self.dtype) / 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def _bits(dtype: str) -> int:
+def bits(dtype: str) -> int:
     if dtype not in BITS:
         # f8e4m3fn, f4e2m1fn: the digit after the f.
         BITS[dtype] = int(dtype[1])
@@ -97,7 +79,7 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         branches = [name.strip().lstrip("%") for found in _BRANCHES.findall(self.rest) for name in found.split(",")]
-        return [name for _, name in _CALLED.findall(self.rest)] + branches
+        return [name for _, name in CALLED.findall(self.rest)] + branches
 
     @property
     def target(self) -> str:
@@ -172,234 +154,3 @@ def _bare_names(opcode: str, arguments: str) -> tuple[str, ...]:
 def _arrays(text: str) -> Iterator[Array]:
     for dtype, dims in _ARRAY.findall(text):
         yield Array(dtype, tuple(int(size.strip(" <=")) for size in dims.split(",") if size.strip()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A matrix product that the compiler emitted.
-
-    Attributes:
-      lhs, rhs, out: types of operands and result.
-      kind: the library call or the opcode.
-      path: where it comes from in the traced program (``op_name``).
-      times: how often a step runs it (loop trips).
-      flops: floating (or integer) operations of one run: 2 · M · N · K · batch.
-    """
-
-    lhs: Array
-    rhs: Array
-    out: Array
-    kind: str
-    path: str
-    times: int
-    flops: int
-
-    @property
-    def dtypes(self) -> str:
-        return self.lhs.dtype if self.lhs.dtype == self.rhs.dtype else f"{self.lhs.dtype}×{self.rhs.dtype}"
-
-    @property
-    def bits(self) -> int:
-        """Bits of the wider operand."""
-        return max(_bits(self.lhs.dtype), _bits(self.rhs.dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """A fusion, copy, transpose or other instruction that is not a matmul: ``bytes`` is operands plus results."""
-
-    kind: str
-    bytes: int
-    path: str
-    times: int
-    types: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A communication: ``bytes`` is its result's size on one chip (the operand's for a reduce-scatter)."""
-
-    kind: str
-    dtype: str
-    bytes: int
-    path: str
-    times: int
-
-
-@dataclasses.dataclass
-class Program:
-    """What a step does, instruction by instruction."""
-
-    matmuls: list[Matmul] = dataclasses.field(default_factory=list)
-    moves: list[Move] = dataclasses.field(default_factory=list)
-    collectives: list[Collective] = dataclasses.field(default_factory=list)
-    matmul_bytes: int = 0
-
-    def count(self) -> dict[str, int]:
-        """Matmuls of a step by operand dtypes."""
-        counts: collections.Counter[str] = collections.Counter()
-        for matmul in self.matmuls:
-            counts[matmul.dtypes] += matmul.times
-        return dict(counts)
-
-    @property
-    def moved(self) -> int:
-        """Bytes that everything but matmuls and collectives moves in a step."""
-        return sum(move.bytes * move.times for move in self.moves)
-
-    @property
-    def big_moves(self) -> int:
-        """Instructions of a step that move more than a megabyte each."""
-        return sum(move.times for move in self.moves if move.bytes > BIG)
-
-
-def read_program(text: str, is_optimized: bool = True) -> Program:
-    """Read matmuls, moves and collectives of a program, from its entry through calls and loops.
-
-    In a program that is not optimized yet a function's paths are relative to its caller's; here they are joined.
-
-    Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; what is inside a
-    fusion stays on the chip. Its bytes are its operands plus its results, each once, with two exceptions for loops over stacked
-    layers: an operand of which a fusion only takes a slice counts as the slice, and a result updated in place counts as the
-    update. A loop body counts as often as its trip count says (the compiler's, or the constant that the loop's counter is
-    compared with; once where there is neither, as ``while_loop`` has); every branch of a conditional counts once. A fusion around a matmul is the matmul, its bytes go to ``matmul_bytes``.
-    """
-    module = parse(text)
-    program = Program()
-    _walk(module, module.entry, 1, None if is_optimized else "", program)
-    return program
-
-
-def _trips(module: Module, instruction: Instruction) -> int:
-    """How often a loop runs its body."""
-    if found := _TRIPS.search(instruction.rest):
-        return int(found[1])
-    condition = next(name for role, name in _CALLED.findall(instruction.rest) if role == "condition")
-    root = next(each for each in module.computations[condition].values() if each.is_root)
-    if root.opcode == "compare" and "direction=LT" in root.rest:
-        limit = module.computations[condition][root.operands[1]]
-        if limit.opcode == "constant":
-            return int(limit.arguments)
-    return 1
-
-
-def _walk(module: Module, name: str, times: int, prefix: str | None, program: Program) -> None:
-    computation = module.computations[name]
-    for instruction in computation.values():
-        opcode = instruction.opcode.removesuffix("-start")
-        path = _join(prefix, instruction.op_name)
-        if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
-            continue
-        if opcode in ("while", "call", "conditional", "async"):
-            trips = _trips(module, instruction) if opcode == "while" else 1
-            inner = path if prefix is not None and opcode == "call" else prefix
-            for called in instruction.called:
-                _walk(module, called, times * trips, inner, program)
-            continue
-        if opcode in COLLECTIVES:
-            program.collectives.append(_collective(computation, instruction, opcode, path, times))
-            continue
-        found = _matmuls(module, computation, instruction, path, times)
-        moved = _traffic(module, computation, instruction)
-        if found:
-            program.matmuls += found
-            program.matmul_bytes += times * moved
-            continue
-        operands = (array for name in instruction.operands for array in computation[name].arrays)
-        types = f"{', '.join(map(str, operands))} → {', '.join(map(str, instruction.arrays))}"
-        program.moves.append(Move(instruction.target or opcode, moved, path, times, types))
-
-
-def _join(prefix: str | None, name: str) -> str:
-    return "/".join(filter(None, (prefix, name)))
-
-
-def _matmuls(module: Module, computation: Computation, instruction: Instruction, path: str, times: int) -> list[Matmul]:
-    """List the matmuls that an instruction is or holds."""
-    if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in _MATMUL_CALLS:
-        return [_matmul(computation, instruction, path, times)]
-    if instruction.opcode != "fusion":
-        return []
-    found = []
-    for called in instruction.called:
-        inner = module.computations[called]
-        for each in inner.values():
-            found += _matmuls(module, inner, each, each.op_name or path, times)
-    return found
-
-
-def _matmul(computation: Computation, instruction: Instruction, path: str, times: int) -> Matmul:
-    lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
-    out = instruction.arrays[0]
-    contracted = _contracted(instruction, lhs, rhs)
-    kind = instruction.target or instruction.opcode
-    return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(out.shape) * contracted)
-
-
-def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
-    """Size of what is summed over."""
-    found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', instruction.rest)
-    if found:
-        return math.prod(lhs.shape[int(axis.strip(' "'))] for axis in found[1].split(",") if axis.strip())
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
-    if not labels:
-        raise ValueError(f"matmul {instruction.name} does not say what it contracts: {instruction.rest[:120]!r}")
-    # TPU compilers write a matmul as a convolution. Its further batch, free and contracting axes are window axes; the one
-    # that leaves a single element is contracted.
-    out = dict(zip(labels[3], instruction.arrays[0].shape, strict=True))
-    sizes = zip(labels[2], rhs.shape, strict=True)
-    return math.prod(size for label, size in sizes if label == "i" or (label != "o" and out[label] == 1))
-
-
-def _traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes."""
-    operands = [computation[name] for name in instruction.operands]
-    if instruction.opcode in ("dynamic-slice", "gather"):
-        return 2 * instruction.bytes
-    if instruction.opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * operands[-1 if instruction.opcode == "scatter" else 1].bytes
-    if instruction.opcode == "copy-start":  # its result is a tuple of destination, source and context
-        return 2 * operands[0].bytes
-    if instruction.opcode != "fusion":
-        return sum(operand.bytes for operand in operands) + instruction.bytes
-    inner = module.computations[instruction.called[0]]
-    parameters = {int(each.arguments): each for each in inner.values() if each.opcode == "parameter"}
-    read = sum(_part_read(inner, parameters[number], operand.bytes) for number, operand in enumerate(operands))
-    root = next(each for each in inner.values() if each.is_root)
-    written = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return read + sum(_part_written(inner, each) for each in written)
-
-
-def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
-    """Bytes of a fusion's operand that it reads: a slice where it only takes slices, none where it updates in place."""
-    total, names = 0, [parameter.name]
-    while names:
-        name = names.pop()
-        for user in (each for each in inner.values() if name in each.operands):
-            if user.opcode == "bitcast":
-                names.append(user.name)
-            elif user.opcode in ("dynamic-slice", "gather") and user.operands[0] == name:
-                total += user.bytes
-            elif user.opcode not in ("dynamic-update-slice", "scatter") or user.operands[0] != name:
-                return whole
-    return min(total, whole)
-
-
-def _part_written(inner: Computation, result: Instruction) -> int:
-    """Bytes of a fusion's result that it writes: the update where it updates in place."""
-    while result.opcode == "bitcast":
-        result = inner[result.operands[0]]
-    if result.opcode in ("dynamic-update-slice", "scatter"):
-        return inner[result.operands[-1 if result.opcode == "scatter" else 1]].bytes
-    return result.bytes
-
-
-def _collective(computation: Computation, instruction: Instruction, kind: str, path: str, times: int) -> Collective:
-    """Describe a communication. An asynchronous one's result is a tuple with its operands first; the last is the result."""
-    operands = [computation[name] for name in instruction.operands]
-    arrays = [array for operand in operands for array in operand.arrays]
-    if kind == "all-gather":
-        results = [array for array in instruction.arrays if array.shape]
-        arrays = results[-len(operands) :] if results else arrays
-    dtypes = sorted({array.dtype for array in arrays})
-    return Collective(kind, "+".join(dtypes), sum(array.bytes for array in arrays), path, times)

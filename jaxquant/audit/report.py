@@ -9,10 +9,9 @@ import re
 from typing import Any
 
 from jaxquant.audit.chips import Chip, chip
-from jaxquant.audit.hlo import Matmul, Program
+from jaxquant.audit.program import Matmul, Program
 
 Row = dict[str, Any]
-_PHASE = re.compile(r"transpose\(|rematted_computation")
 _NOISE = re.compile(
     r"^(jit\(\w+\)|call_exported|closed_call|checkpoint|rematted_computation|remat|while|body|cond|dot_general|transpose"
     r"|convert_element_type|\w*\(?jvp\(.*\)+|transpose\(jvp\(.*\)+)$"
@@ -22,11 +21,8 @@ _NOISE = re.compile(
 def layer(path: str) -> tuple[str, str]:
     """Split a matmul's path into its layer and the pass it belongs to: forward, recomputed or backward."""
     words = [word for word in path.split("/") if not _NOISE.match(word)]
-    if "transpose(" not in path:
-        phase = "forward"
-    else:
-        phase = "recomputed" if "rematted_computation" in path else "backward"
-    return "/".join(words) or "(no path)", phase
+    backward = "recomputed" if "rematted_computation" in path else "backward"
+    return "/".join(words) or "(no path)", backward if "transpose(" in path else "forward"
 
 
 def kind(dtype: str) -> str:
@@ -63,8 +59,8 @@ class Fate:
 def fate(asked: Program, emitted: Program) -> Fate:
     """Compare a step as traced with what a compiler made of it.
 
-    A matmul is followed by its path. One that is gone was merged if an 8-bit matmul of the same pass does more work than its own
-    path asks for, as much more as is missing; otherwise it was removed.
+    A matmul is followed by its path. One that is gone was merged if an 8-bit matmul of the same pass does more work
+    than its own path asks for, as much more as is missing; otherwise it was removed.
     """
     wanted = [matmul for matmul in asked.matmuls if matmul.bits <= 8]
     paths = collections.Counter(matmul.path for matmul in wanted)
@@ -106,10 +102,11 @@ class Roofline:
 
 
 ASSUMPTIONS = (
-    "Every matmul runs at the chip's dense peak rate for its operands, or at the speed of its memory where that is longer.",
+    "Every matmul runs at the chip's dense peak rate for its operands, or at its memory's speed where that is longer.",
     "Everything else runs one after another at the memory's full bandwidth: operands plus results, no cache.",
     "Communication runs at the full rate of all links and hides behind the rest: the step is the longer of the two.",
-    "float32 matmuls at default precision: TF32 on NVIDIA, one pass of bf16 on TPU. Calls of hand-written kernels count as moves.",
+    "float32 matmuls at default precision: TF32 on NVIDIA, one pass of bf16 on TPU.",
+    "Calls of hand-written kernels count as moves.",
 )
 
 
@@ -124,7 +121,7 @@ class Audit:
       matmuls: one row a matmul: layer, pass, dtypes, operands, times, flops.
       counts: matmuls of a step by operand dtypes.
       fate: what became of the 8-bit ones.
-      moved, big_moves, moves: bytes, number over 1 MB and number of what is not a matmul (see ``hlo.read_program``).
+      moved, big_moves, moves: bytes, number over 1 MB and number of what is no matmul (see ``program.read_program``).
       largest_moves: the ten that move most in a step.
       collectives: one row a kind and dtype: times, bytes.
       roofline: estimate from peak rates.
@@ -181,7 +178,7 @@ def from_json(data: Row) -> Audit:
 
 
 def estimate(chip: Chip, program: Program) -> tuple[Roofline, float]:
-    """Estimate a step from peak rates; also how long its matmuls would take if all were in bf16 (or f32 where they are)."""
+    """Estimate a step from peak rates; also the time of its matmuls if the 8-bit ones were in bf16."""
     seconds, bf16 = 0.0, 0.0
     for matmul in program.matmuls:
         size = sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out)) / chip.bandwidth
@@ -324,14 +321,18 @@ def speedup(audit: Audit) -> str:
         return f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step."
     whole = audit.bf16_matmul + audit.roofline.moves
     ratio = max(whole, audit.roofline.communication) / audit.roofline.step
-    return f"Roofline estimate: {ratio:.2f}× the same step with its matmuls in bf16 (and the same moves: no unquantized step was compiled)."
+    return (
+        f"Roofline estimate: {ratio:.2f}× the speed of the same step with its matmuls in bf16 (and the same moves: no "
+        "unquantized step was compiled)."
+    )
 
 
 def assumptions(target: str) -> list[str]:
     """List what the estimate assumes, with the chip's figures."""
     it = chip(target)
     rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in it.peak.items())
-    figures = f"{target}, per chip: peak TFLOP/s {rates}; memory {it.bandwidth / 1e12:.2f} TB/s, {it.memory / 1e9:.0f} GB; links {it.link / 1e9:.0f} GB/s."
+    memory = f"memory {it.bandwidth / 1e12:.2f} TB/s, {it.memory / 1e9:.0f} GB"
+    figures = f"{target}, per chip: peak TFLOP/s {rates}; {memory}; links {it.link / 1e9:.0f} GB/s."
     shared = [f"A device is one of {it.devices} of a chip and has its share of these."] if it.devices > 1 else []
     return [figures, *shared, *ASSUMPTIONS]
 

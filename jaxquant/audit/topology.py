@@ -1,6 +1,6 @@
 """topology: devices of a chip that is not here, from the chip's own compiler.
 
-Only for a process of its own, which ``environment`` made: with the plug-ins of accelerators installed, JAX looks for the devices.
+Only for a process of its own, which ``environment`` made: with a plug-in installed, JAX looks for its devices.
 """
 
 from __future__ import annotations
@@ -35,19 +35,23 @@ def environment() -> dict[str, str]:
     }
 
 
-def require_compiler(chip: Chip) -> None:
-    """Check that a chip's compiler is installed.
+def require_compiler(chip: Chip, *more: str) -> None:
+    """Check that a chip's compiler is installed, and further modules of its extra.
 
     Raises:
-      ModuleNotFoundError: it is not.
+      ModuleNotFoundError: one is not.
     """
-    extra, module = NEEDED[chip.platform]
-    parent = module.split(".")[0]
-    if importlib.util.find_spec(parent) is None or importlib.util.find_spec(module) is None:
+    extra, needed = NEEDED[chip.platform]
+    missing = [module for module in (needed, *more) if not _is_installed(module)]
+    if missing:
         raise ModuleNotFoundError(
-            f"target {_name(chip)!r} needs the compiler of its chip, and {module} is not installed; "
-            f"pip install 'jaxquant[{extra}]'"
+            f"target {_name(chip)!r} needs {' and '.join(missing)}, not installed here; pip install 'jaxquant[{extra}]'"
         )
+
+
+def _is_installed(module: str) -> bool:
+    parents = module.split(".")
+    return all(importlib.util.find_spec(".".join(parents[: n + 1])) for n in range(len(parents)))
 
 
 def _name(chip: Chip) -> str:
@@ -59,7 +63,7 @@ def devices(chip: Chip, topology: str = "") -> list[Any]:
 
     Args:
       chip: which.
-      topology: a GPU's number of devices ("8", "64"), a TPU's slice ("8x8", "4x4x4"); empty is one GPU, or the smallest TPU slice.
+      topology: number of GPUs ("8", "64") or TPU slice ("8x8", "4x4x4"); empty is one GPU, or the smallest TPU slice.
 
     Raises:
       ValueError: the topology is not written that way, or the compiler does not know it.

@@ -1,7 +1,8 @@
-"""worker: compile one step for an absent chip and read the result. Runs in a process of its own (``topology.environment``).
+"""worker: compile one step for an absent chip and read the result, in a process of its own (``topology.environment``).
 
-``python -m jaxquant.audit.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an exported
-function (``exported``, ``donated``) or a plug-in that builds the step (``program``, ``config``, ``overrides``).
+``python -m jaxquant.audit.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an
+exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds the step (``program``, ``config``,
+``overrides``).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxquant.audit import hlo, report
+from jaxquant.audit import report
 from jaxquant.audit.chips import Chip, chip
+from jaxquant.audit.program import Program, read_program
 from jaxquant.audit.topology import devices
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
@@ -55,10 +57,11 @@ def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list
     count = exported.nr_devices
     if count > len(given):
         raise ValueError(
-            f"the step is for {count} devices and topology {request['topology']!r} of {request['target']} has {len(given)}; "
-            "give a larger topology"
+            f"the step is for {count} devices, and topology {request['topology']!r} of {request['target']} has "
+            f"{len(given)}; give a larger topology"
         )
-    mesh = Mesh(np.array(given[:count]), ("devices",))
+    axes = dict(request["mesh"]) or {"devices": count}
+    mesh = Mesh(np.array(given[:count]).reshape(*axes.values()), tuple(axes))
     shardings = exported.in_shardings_jax(mesh)
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = [
@@ -72,8 +75,8 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     """Compile a jitted step and read what came out."""
     began = time.perf_counter()
     lowered = step.lower(*shapes)
-    asked = hlo.read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
-    program, memory, refusal = hlo.Program(), {}, ""
+    asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
+    program, memory, refusal = Program(), {}, ""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -81,7 +84,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
             raise
         refusal = " ".join(str(error).split())
     else:
-        program = hlo.read_program(compiled.as_text())
+        program = read_program(compiled.as_text())
         memory = _memory(compiled.memory_analysis(), target)
     roofline, bf16 = report.estimate(target, program)
     return report.Audit(

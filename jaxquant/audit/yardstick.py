@@ -1,9 +1,10 @@
-"""yardstick: one MLP step, quantized by everybody, through one compiler: the matmuls it makes and what moves beside them.
+"""yardstick: one MLP step, quantized by everybody, through one compiler: its matmuls and what moves beside them.
 
-The measured function: y = silu(x · W1) · W2, loss = mean(y²) in float32, and its gradients with respect to x, W1, W2 and the quant state: six
-matmuls. 4096 tokens, widths 4096 → 8192 → 4096, bfloat16 activations, float32 weights, float32 weight gradients. Weights,
-x and quant state come in, gradients and quant state go out; no optimizer. Layers are ``flax.linen.Dense``, quantized as a user
-would do it. What is counted: see ``hlo.read_program``.
+The measured function: y = silu(x · W1) · W2, loss = mean(y²) in float32, and its gradients with respect to x, W1, W2
+and the quant state: six matmuls. 4096 tokens, widths 4096 → 8192 → 4096, bfloat16 activations, float32 weights and
+weight gradients. Weights, x and quant state come in, gradients and quant state go out; no optimizer, and the loss
+itself is not asked for. Layers are ``flax.linen.Dense``, quantized as a user would do it. What is counted:
+``program.read_program``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quant_state
 from jaxquant.audit.chips import chip
-from jaxquant.audit.hlo import Program, read_program
+from jaxquant.audit.program import Program, read_program
 from jaxquant.audit.topology import devices
 from jaxquant.inject.linen import maybe_quantize_model
 

@@ -1,0 +1,136 @@
+"""Compiling for chips that are not here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import jaxquant
+from jaxquant.audit import __main__ as command
+from jaxquant.audit import topology
+from jaxquant.audit.chips import chip
+
+ROOT = Path(__file__).parents[2]
+STRINGS = ("fp8", "fp8_current", "fp8_full", "int8")
+WIDTH = 256
+
+
+class Net(nn.Module):
+    """An MLP and a layer with two contracting axes, as attention's output has."""
+
+    @nn.compact
+    def __call__(self, x):
+        heads = nn.DenseGeneral((4, 64), use_bias=False, dtype=jnp.bfloat16, name="query")(x)
+        x = nn.DenseGeneral(WIDTH, axis=(-2, -1), use_bias=False, dtype=jnp.bfloat16, name="out")(heads)
+        x = nn.silu(nn.Dense(2 * WIDTH, use_bias=False, dtype=jnp.bfloat16, name="wi")(x))
+        return nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16, name="wo")(x)
+
+
+def gradients(string, sharding=None):
+    """Give a step that is a function of parameters, quant state and inputs, and its shapes."""
+    config = {"quantization": string, "quant_backend": "native"} if string else {}
+    x = jax.ShapeDtypeStruct((8, 64, WIDTH), jnp.bfloat16, sharding=sharding)
+    model = jaxquant.maybe_quantize_model(Net(), config, x)
+    keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
+    params, state = jaxquant.state.split(jax.eval_shape(model.init, keys, x))
+
+    def step(params, state, x):
+        def loss(params, state, x):
+            y = model.apply(jaxquant.state.merge(params, state), x, rngs={"quant": jax.random.key(2)})
+            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+        return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
+
+    return step, (params, state, x)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h200", "v6e"])
+@pytest.mark.parametrize("string", STRINGS)
+def test_every_matmul_of_every_layer_is_in_8_bits(string, target):
+    step, shapes = gradients(string)
+    found = jaxquant.audit(step, *shapes, target=target)
+    assert found.fate.fell_back == []
+    assert found.is_low_precision
+    assert sum(found.fate.asked.values()) == 12
+    assert found.fate.merged == found.fate.removed == []
+    assert sum(found.counts.values()) == 12
+    kinds = {"s8"} if string == "int8" else {"f8e4m3fn", "f8e5m2"}
+    assert {part for name in found.counts for part in name.split("×")} == kinds
+    assert found.fits
+    assert "All 12 matmuls" in str(found)
+
+
+@pytest.mark.aot
+def test_a_fallback_is_reported():
+    # XLA has no e5m2 × e5m2 matmul for GPUs.
+    lhs, rhs = (jax.ShapeDtypeStruct((256, 256), jnp.float8_e5m2) for _ in range(2))
+
+    def step(lhs, rhs):
+        return jax.lax.dot(lhs, rhs, preferred_element_type=jnp.bfloat16)
+
+    found = jaxquant.audit(step, lhs, rhs, target="h200")
+    assert len(found.fate.fell_back) == 1
+    assert not found.is_low_precision
+    assert "FELL BACK: 1 of 1" in str(found)
+
+
+@pytest.mark.aot
+def test_a_mesh_of_absent_chips_shows_what_is_sent_and_what_does_not_fit_is_an_answer():
+    mesh = AbstractMesh((8,), ("data",))
+    step, (params, state, x) = gradients("fp8_current", NamedSharding(mesh, PartitionSpec("data")))
+    found = jaxquant.audit(jax.jit(step, donate_argnums=0), params, state, x, target="h200", topology="8")
+    assert found.devices == 8
+    assert {row["kind"] for row in found.collectives} == {"all-reduce"}
+    assert found.memory["peak"] < found.memory["capacity"]
+
+    huge = jax.ShapeDtypeStruct((400_000, 200_000), jnp.bfloat16)
+    found = jaxquant.audit(lambda x: x @ x.T[:, :8], huge, target="h200")
+    assert not found.fits
+    assert "DOES NOT FIT" in str(found)
+
+
+@pytest.mark.aot
+def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path):
+    config = tmp_path / "tiny.yml"
+    config.write_text("emb_dim: 128\nmlp_dim: 256\nnum_layers: 2\nnum_query_heads: 2\nnum_kv_heads: 2\nhead_dim: 64\n")
+    words = [str(config), "quantization=fp8", "batch_size=8", "sequence_length=64", "--target", "h200"]
+    command_line = [sys.executable, "-m", "jaxquant.audit", *words, "--topology", "8", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "All 21 matmuls asked for in 8 bits are 8-bit ones" in done.stdout
+    written = json.loads((tmp_path / "out" / "audit-tiny-fp8-h200-8.json").read_text())
+    assert written["counts"]["f8e4m3fn"] == 2 * 7  # layers in a scan count as often as it runs
+    assert written["unquantized"]["fate"]["asked"] == {}
+    gathered = [row["dtype"] for row in written["collectives"] if row["kind"] == "all-gather"]
+    assert "f8e4m3fn" in gathered
+    assert "## Assumptions" in (tmp_path / "out" / "audit-tiny-fp8-h200-8.md").read_text()
+
+
+@pytest.mark.parametrize(("target", "extra"), [("h200", "audit-gpu"), ("v6e", "audit-tpu")])
+def test_without_its_compiler_a_target_is_an_error_that_says_what_to_install(monkeypatch, capsys, target, extra):
+    monkeypatch.setitem(topology.NEEDED, chip(target).platform, (extra, "a_compiler_of_nowhere"))
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"{target}.* a_compiler_of_nowhere.*pip install 'jaxquant\[{extra}\]'"
+    ):
+        jaxquant.audit(lambda x: x, jnp.zeros(3), target=target)
+    assert command.main(["configs/quickstart.yml", "--target", target]) == 2
+    assert f"pip install 'jaxquant[{extra}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("target", "topology_text"), [("h200", "2x2"), ("v6e", "64"), ("v6e", "axb")])
+def test_a_topology_of_another_kind_is_refused(target, topology_text):
+    with pytest.raises(ValueError, match=rf"topology '{topology_text}' does not fit target '{target}'; give "):
+        topology.devices(chip(target), topology_text)
+
+
+def test_a_config_or_the_yardstick():
+    with pytest.raises(SystemExit):
+        command.main(["--target", "h200"])

@@ -1,0 +1,180 @@
+"""Reading a compiler's program: small HLO texts with known matmuls, moves and collectives."""
+
+# ruff: noqa: E501  (the texts are as compilers write them)
+
+import pytest
+
+from jaxquant.audit import hlo, report
+from jaxquant.audit.chips import CHIPS, chip, gpu_target
+from jaxquant.audit.program import read_program
+
+GPU = """HloModule jit_step, is_scheduled=true
+
+%fused_slice (p0: f32[4,256,512], p1: s32[]) -> f8e4m3fn[256,512] {
+  %p0 = f32[4,256,512]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = f32[1,256,512]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,256,512}
+  %flat = f32[256,512]{1,0} bitcast(%one)
+  ROOT %q = f8e4m3fn[256,512]{1,0} convert(%flat)
+}
+
+%fused_update (p0: bf16[4,128,512], p1: bf16[128,512], p2: s32[]) -> bf16[4,128,512] {
+  %p0 = bf16[4,128,512]{2,1,0} parameter(0)
+  %p1 = bf16[128,512]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %row = bf16[1,128,512]{2,1,0} bitcast(%p1)
+  ROOT %new = bf16[4,128,512]{2,1,0} dynamic-update-slice(%p0, %row, %p2, %zero, %zero)
+}
+
+%body (t: (s32[], f32[4,256,512], bf16[4,128,512], f8e4m3fn[128,256])) -> (s32[], f32[4,256,512], bf16[4,128,512], /*index=3*/f8e4m3fn[128,256]) {
+  %t = (s32[], f32[4,256,512]{2,1,0}, bf16[4,128,512]{2,1,0}, /*index=3*/f8e4m3fn[128,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %w = f32[4,256,512]{2,1,0} get-tuple-element(%t), index=1
+  %y = bf16[4,128,512]{2,1,0} get-tuple-element(%t), index=2
+  %x = f8e4m3fn[128,256]{1,0} get-tuple-element(%t), index=3
+  %q = f8e4m3fn[256,512]{1,0} fusion(%w, %i), kind=kLoop, calls=%fused_slice, metadata={op_name="jit(step)/while/body/layer/convert"}
+  %all = f8e4m3fn[256,512]{1,0} all-gather(%q), replica_groups={{0,1}}, dimensions={0}
+  %s = f32[] constant(1)
+  %mm = (bf16[128,512]{1,0}, s8[4194304]{0}) custom-call(%x, %all, %s, %s), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(step)/while/body/layer/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %out = bf16[128,512]{1,0} get-tuple-element(%mm), index=0
+  %new = bf16[4,128,512]{2,1,0} fusion(%y, %out, %i), kind=kLoop, calls=%fused_update
+  ROOT %r = (s32[], f32[4,256,512]{2,1,0}, bf16[4,128,512]{2,1,0}, f8e4m3fn[128,256]{1,0}) tuple(%i, %w, %new, %x)
+}
+
+%condition (t.1: (s32[], f32[4,256,512], bf16[4,128,512], f8e4m3fn[128,256])) -> pred[] {
+  %t.1 = (s32[], f32[4,256,512]{2,1,0}, bf16[4,128,512]{2,1,0}, f8e4m3fn[128,256]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%t.1), index=0
+  %n = s32[] constant(4)
+  ROOT %less = pred[] compare(%i.1, %n), direction=LT
+}
+
+ENTRY %main (a: (s32[], f32[4,256,512], bf16[4,128,512], f8e4m3fn[128,256])) -> f32[256,512] {
+  %a = (s32[], f32[4,256,512]{2,1,0}, bf16[4,128,512]{2,1,0}, f8e4m3fn[128,256]{1,0}) parameter(0)
+  %loop = (s32[], f32[4,256,512]{2,1,0}, bf16[4,128,512]{2,1,0}, f8e4m3fn[128,256]{1,0}) while(%a), condition=%condition, body=%bodyTRIPS
+  %w.1 = bf16[4,128,512]{2,1,0} get-tuple-element(%loop), index=2
+  %copy = bf16[4,128,512]{1,2,0} copy(%w.1)
+  %start = (bf16[4,64,512]{2,1,0}, bf16[4,128,512]{2,1,0}) all-gather-start(%cut), replica_groups={{0,1}}, dimensions={1}
+  %cut = bf16[4,64,512]{2,1,0} parameter(1)
+  ROOT %done = bf16[4,128,512]{2,1,0} all-gather-done(%start)
+}
+"""
+
+TPU = """HloModule jit_step
+
+%fused (p0: bf16[16,128,8,32], p1: bf16[8,32,128,1]) -> f32[16,128,128,1] {
+  %p0 = bf16[16,128,8,32]{3,1,2,0:T(8,128)(2,1)} parameter(0)
+  %p1 = bf16[8,32,128,1]{1,2,0,3:T(8,128)(2,1)S(1)} parameter(1)
+  ROOT %c = f32[16,128,128,1]{2,1,0,3:T(8,128)} convolution(%p0, %p1), window={size=8}, dim_labels=bfi0_0io1->bf10, metadata={op_name="jit(step)/out/dot_general"}
+}
+
+ENTRY %main (a: bf16[16,128,8,32], b: bf16[8,32,128,1]) -> f32[16,128,128,1] {
+  %a = bf16[16,128,8,32]{3,1,2,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[8,32,128,1]{1,2,0,3:T(8,128)(2,1)} parameter(1)
+  ROOT %f = f32[16,128,128,1]{2,1,0,3:T(8,128)} fusion(%a, %b), kind=kOutput, calls=%fused
+}
+"""
+
+TRACED = """HloModule jit_step
+
+_forward.1 {
+  x.1 = f8e5m2[16,32]{1,0} parameter(0)
+  y.1 = f8e5m2[32,8]{1,0} parameter(1)
+  ROOT dot.1 = bf16[16,8]{1,0} dot(x.1, y.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="dot_general"}
+}
+
+ENTRY main.2 {
+  x.2 = f8e5m2[16,32]{1,0} parameter(0)
+  y.2 = f8e5m2[32,8]{1,0} parameter(1)
+  ROOT call.1 = bf16[16,8]{1,0} call(x.2, y.2), to_apply=_forward.1, metadata={op_name="jit(step)/jvp(M)/layer/jit(_forward)"}
+}
+"""
+
+FELL_BACK = """HloModule jit_step
+
+ENTRY %main.2 (x: f16[16,32], y: f16[32,8]) -> bf16[16,8] {
+  %x = f16[16,32]{1,0} parameter(0)
+  %y = f16[32,8]{1,0} parameter(1)
+  ROOT %d = bf16[16,8]{1,0} custom-call(%x, %y), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/jvp(M)/layer/jit(_forward)/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""
+
+KNOWN_TRIPS = ', backend_config={"known_trip_count":{"n":"4"}}'
+
+
+@pytest.mark.parametrize("trips", [KNOWN_TRIPS, ""], ids=["the compiler's count", "the counter's limit"])
+def test_a_loop_counts_as_often_as_it_runs(trips):
+    program = read_program(GPU.replace("TRIPS", trips))
+    assert program.count() == {"f8e4m3fn": 4}
+    assert [(m.flops, m.times, m.path) for m in program.matmuls] == [
+        (2 * 128 * 256 * 512, 4, "jit(step)/while/body/layer/dot_general")
+    ]
+
+
+def test_moves_count_slices_and_updates_not_what_they_are_taken_from():
+    program = read_program(GPU.replace("TRIPS", KNOWN_TRIPS))
+    sizes = {move.kind: (move.bytes, move.times) for move in program.moves if move.kind == "copy"}
+    assert sizes == {"copy": (2 * 2 * 4 * 128 * 512, 1)}
+    quantize, update = (move.bytes for move in program.moves if move.kind == "fusion")
+    # one of four layers in float32, the counter, the quantized layer out
+    assert quantize == 4 * 256 * 512 + 4 + 256 * 512
+    # the row is read and written, the counter read; the stack stays where it is
+    assert update == 2 * 2 * 128 * 512 + 4
+    assert program.moved == 4 * (quantize + update) + sizes["copy"][0]
+    assert program.big_moves == 1
+
+
+def test_collectives_have_dtype_and_bytes():
+    found = {
+        (each.kind, each.dtype): (each.times, each.bytes) for each in read_program(GPU.replace("TRIPS", "")).collectives
+    }
+    assert found == {
+        ("all-gather", "f8e4m3fn"): (4, 256 * 512),
+        ("all-gather", "bf16"): (1, 2 * 4 * 128 * 512),
+    }
+
+
+def test_a_tpu_matmul_is_a_convolution_in_a_fusion():
+    program = read_program(TPU)
+    assert program.count() == {"bf16": 1}
+    assert not program.moves
+    assert program.matmuls[0].path == "jit(step)/out/dot_general"
+
+
+def test_a_fallback_is_found_by_its_path():
+    asked, emitted = read_program(TRACED, is_optimized=False), read_program(FELL_BACK)
+    path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
+    assert asked.count() == {"f8e5m2": 1}
+    assert report.fate(asked, emitted) == report.Fate({path: 1}, [f"{path}: f16"], [], [])
+    assert report.fate(asked, asked).fell_back == []
+
+
+def test_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        hlo.parse("HloModule nothing\n")
+
+
+def test_layers_are_named_without_the_transformations():
+    assert report.layer("jit(step)/jvp(Net)/Net/while/body/closed_call/mlp/wi/jit(_forward)/dot_general") == (
+        "Net/mlp/wi",
+        "forward",
+    )
+    assert report.layer(
+        "jit(step)/transpose(jvp(Net))/Net/while/body/checkpoint/rematted_computation/mlp/dot_general"
+    ) == (
+        "Net/mlp",
+        "recomputed",
+    )
+
+
+def test_an_unknown_chip_is_refused():
+    with pytest.raises(ValueError, match="target 'a100' is not a known chip; known are h100, h200"):
+        chip("a100")
+
+
+def test_every_chip_has_its_peaks_and_every_gpu_its_description():
+    for name, each in CHIPS.items():
+        assert set(each.peak) == {"bf16", "fp8", "int8", "f32"}, name
+        assert (each.platform == "cuda") == (each.gpu is not None)
+    assert "major: 10" in gpu_target(chip("b200"))
