@@ -16,7 +16,7 @@ from flax.linen import fp8_ops
 
 from jaxquant.audit.coverage import coverage
 from jaxquant.audit.schemes import Row, tell
-from jaxquant.inject.linen import maybe_quantize_model
+from jaxquant.inject.model import maybe_quantize_model
 
 PROGRAMS = ("fwd", "dlhs", "drhs", "bwd")
 

@@ -25,7 +25,7 @@ from jaxquant import state as quant_state
 from jaxquant.audit.chips import chip
 from jaxquant.audit.program import Program, read_program
 from jaxquant.audit.topology import devices
-from jaxquant.inject.linen import maybe_quantize_model
+from jaxquant.inject.model import maybe_quantize_model
 
 
 class Mlp(nn.Module):

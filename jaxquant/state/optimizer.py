@@ -108,6 +108,7 @@ class TrainState(train_state.TrainState):
           grads: gradient with respect to ``params``, quant state included.
           kwargs: further fields to replace.
         """
+        assert isinstance(self.opt_state, OptimizerState), "made by create"
         params, opt_state = Optimizer(self.tx).step(grads, self.opt_state, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
