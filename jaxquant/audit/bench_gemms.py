@@ -84,7 +84,6 @@ CONTENDERS = (
     Contender("aqt", "int8"),
     Contender("native", "fp8"),
     Contender("native", "fp8_current"),
-    Contender("native", "fp8_full"),
     Contender("native", "int8"),
 )
 

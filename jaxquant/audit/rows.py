@@ -1,0 +1,199 @@
+"""What coverage found: a row for every contraction, shown as a table, stored as JSON, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxquant.core.dtypes import ELEMENTS
+
+MATMULS = ("fwd", "dlhs", "drhs")
+_BACKWARD = ("dlhs", "drhs", "bwd")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One contraction.
+
+    Operands stand as in a recipe, whatever order the program has: activation and weight in ``fwd``, output gradient and
+    weight in ``dlhs``, activation and output gradient in ``drhs``.
+
+    Attributes:
+      path: "/"-joined module path, as rules spell it.
+      matmul: "fwd", "dlhs", "drhs", or "bwd" for a backward matmul of which it cannot be told.
+      operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
+      lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
+      lhs_dtype, rhs_dtype: "float32 (int8 dequantized)" is a float operand that was rounded to int8.
+      result_dtype: dtype that the matmul returns.
+      lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
+        itself, delayed: from quant state, static: a constant) of an operand that was quantized, else "".
+      times: how often one call of the function runs it; see ``dataflow.Contraction``.
+      flops: of one time.
+      is_recomputed: a forward matmul that the backward pass does again.
+      is_low: it multiplies low-precision operands.
+      wanted: operand dtypes that the config asks for, () for float or where no config says.
+      reason: why it has these dtypes.
+      fault: "" or what is wrong with them.
+    """
+
+    path: str
+    matmul: str
+    operation: str
+    lhs_shape: tuple[int, ...]
+    rhs_shape: tuple[int, ...]
+    lhs_dtype: str
+    rhs_dtype: str
+    result_dtype: str
+    lhs_scale: str
+    rhs_scale: str
+    times: int
+    flops: int
+    is_recomputed: bool
+    is_low: bool
+    wanted: tuple[str, ...]
+    reason: str
+    fault: str
+
+    @property
+    def dtypes(self) -> str:
+        """Operand dtypes in one word, as ``LayerReport`` spells them."""
+        if self.is_low:
+            return f"{self.lhs_dtype} × {self.rhs_dtype}"
+        dtypes = (self.lhs_dtype, self.rhs_dtype)
+        held = [dtype.partition("(")[2][:-1] or dtype for dtype in dtypes if "(" in dtype or dtype in ELEMENTS]
+        return f"float ({', '.join(held)})" if held else "float"
+
+    @property
+    def scales(self) -> str:
+        """Scales of the quantized operands in one word."""
+        found = [scale for scale in (self.lhs_scale, self.rhs_scale) if scale]
+        return " × ".join(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """What a function multiplies.
+
+    Attributes:
+      rows: every contraction, in the order of the program.
+      missing: layers that the config quantizes and that no contraction was found for.
+    """
+
+    rows: tuple[Row, ...]
+    missing: tuple[str, ...] = ()
+
+    def share(self, *matmuls: str) -> float:
+        """Give the share of the FLOPs of these matmuls (default: all) that run on operands of at most 8 bits."""
+        rows = [row for row in self.rows if not matmuls or row.matmul in matmuls]
+        total = sum(row.times * row.flops for row in rows)
+        return sum(row.times * row.flops for row in rows if row.is_low) / total if total else 0.0
+
+    def summary(self) -> str:
+        """Say in one line how much of the function runs in low precision."""
+        low = sum(row.times for row in self.rows if row.is_low)
+        text = f"{low} of {sum(row.times for row in self.rows)} matmuls in at most 8 bits"
+        if self.rows:
+            text += f"; share of the FLOPs: forward {self.share('fwd'):.1%}"
+        if any(row.matmul != "fwd" for row in self.rows):
+            text += f", backward {self.share(*_BACKWARD):.1%}"
+        return text
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Give one entry a path: the dtypes of its three matmuls, scales, times and the reason."""
+        paths: dict[str, list[Row]] = {}
+        for row in self.rows:
+            paths.setdefault(row.path, []).append(row)
+        return [_layer(path, rows) for path, rows in paths.items()]
+
+    def table(self) -> Any:
+        """Make a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn.
+
+        Raises:
+          ImportError: rich is not installed.
+        """
+        try:
+            from rich.table import Table
+        except ImportError:
+            raise ImportError("Coverage.table needs the package rich; run pip install 'jaxquant[train]'") from None
+        columns = ("path", *MATMULS, "scales", "times", "reason")
+        table = Table(box=None, caption=self.summary(), caption_justify="left", caption_style="", pad_edge=False)
+        for name in columns:
+            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
+        for entry in self.layers():
+            table.add_row(*(_short(str(entry[name])) for name in columns))
+        return table
+
+    def text(self, width: int = 140) -> str:
+        """Give ``table`` as plain text.
+
+        Args:
+          width: columns of the page.
+        """
+        table = self.table()
+        table.caption = None  # it would be wrapped to the table's width
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, width=width).print(table)
+        return "\n".join([*(line.rstrip() for line in file.getvalue().rstrip().splitlines()), self.summary()])
+
+    def to_json(self) -> str:
+        """Write everything as JSON: ``summary``, ``missing``, ``layers`` (one a path) and ``rows``."""
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        shares = {"forward": self.share("fwd"), "backward": self.share(*_BACKWARD)}
+        return json.dumps(
+            {
+                "summary": self.summary(),
+                "low_precision_share": shares,
+                "missing": self.missing,
+                "layers": self.layers(),
+                "rows": rows,
+            },
+            indent=1,
+        )
+
+    def check(self) -> None:
+        """Refuse a function in which a layer does not run in the dtypes that its recipe says.
+
+        Raises:
+          ValueError: names path, matmul, what was wanted and what was found, of the first such contraction.
+        """
+        wrong = [f"{row.path or 'the model itself'} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
+        wrong += [f"{path}: the config quantizes it and no contraction of it was found" for path in self.missing]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise ValueError(
+                f"strict: {wrong[0]}{more}; leave the layer out with a rule {{path: ..., recipe: null}}, choose "
+                "another quant_backend, or set strict to false"
+            )
+
+
+_SHORT = {"float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz"} | {
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "float4_e2m1fn": "e2m1",
+}
+
+
+def _short(text: str) -> str:
+    for name, short in _SHORT.items():
+        text = text.replace(name, short)
+    return text
+
+
+def _layer(path: str, rows: Sequence[Row]) -> dict[str, Any]:
+    def dtypes(*matmuls: str) -> str:
+        return ", ".join(dict.fromkeys(row.dtypes for row in rows if row.matmul in matmuls))
+
+    return {
+        "path": path,
+        "fwd": dtypes("fwd"),
+        "dlhs": dtypes("dlhs", "bwd"),
+        "drhs": dtypes("drhs", "bwd"),
+        "scales": "; ".join(dict.fromkeys(row.scales for row in rows if row.scales)),
+        "times": sum(row.times for row in rows),
+        "reason": "; ".join(dict.fromkeys(row.reason for row in rows if row.reason)),
+    }
