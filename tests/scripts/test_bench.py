@@ -60,6 +60,17 @@ def test_step_times_and_ratio():
     assert quantized["ratio"] > 0
 
 
+@pytest.mark.slow
+def test_the_cost_of_health():
+    tiny = {"emb_dim": 128, "mlp_dim": 128, "num_layers": 1, "sequence_length": 16, "batch_size": 2}
+    rows = bench.measure_health_of([NATIVE_INT8], rounds=2, overrides=tiny)
+    assert [row["quantization"] for row in rows] == ["none", "int8"]
+    for row in rows:
+        assert row["step ms"] > 0
+        assert row["health pass ms"] > 0
+        assert float(row["share"].rstrip("%")) > 0
+
+
 def test_the_stored_figures_say_what_the_command_says():
     about = " ".join((bench.measure_trace.__doc__ or "").split())
     folder = bench.ROOT / "benchmarks"
