@@ -72,8 +72,8 @@ def build_health(program: Program) -> Health:
     config = program.config
     if not isinstance(program.model, nn.Module):
         raise NotImplementedError(
-            f"health_every {config.health_every} measures Linen models, and this one is a {type(program.model).__name__} "
-            "of another framework; set health_every to 0"
+            f"health_every {config.health_every} measures Linen models, and this one is a "
+            f"{type(program.model).__name__} of another framework; set health_every to 0"
         )
 
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:

@@ -96,7 +96,7 @@ def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
 
 def test_a_model_of_another_framework_is_refused(tiny):
     program: Any = dataclasses.replace(build(tiny, 320), model=object())
-    with pytest.raises(NotImplementedError, match="health_every 0 measures Linen models, .* set health_every to 0"):
+    with pytest.raises(NotImplementedError, match=r"health_every 0 measures Linen models, .* set health_every to 0"):
         build_health(program)
 
 
