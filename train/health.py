@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,8 +67,14 @@ def build_health(program: Program) -> Health:
 
     Raises:
       ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
+      NotImplementedError: the program's model is not a Linen module.
     """
     config = program.config
+    if not isinstance(program.model, nn.Module):
+        raise NotImplementedError(
+            f"health_every {config.health_every} measures Linen models, and this one is a "
+            f"{type(program.model).__name__} of another framework; set health_every to 0"
+        )
 
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
         return program.loss(params, quant_state, part, key, program.model.apply_linen) * share
@@ -131,14 +138,17 @@ class HealthLog:
     def __init__(self, health: Health, run_dir: Path, metrics: Metrics, first_step: int):
         self._health, self._metrics = health, metrics
         self._path = run_dir / FILE
-        truncate_metrics(self._path, first_step)
+        self._is_writer = jax.process_index() == 0
+        if self._is_writer:
+            truncate_metrics(self._path, first_step)
         self._told: set[tuple[int, str]] = set()
 
     def write(self, step: int, values: dict[str, jax.Array]) -> None:
         """Write a pass, which waits for it."""
         table = {name: np.asarray(value) for name, value in values.items()}
-        with self._path.open("a") as file:
-            file.write(json.dumps(to_json(step, self._health, table)) + "\n")
+        if self._is_writer:
+            with self._path.open("a") as file:
+                file.write(json.dumps(to_json(step, self._health, table)) + "\n")
         self._metrics.health(step, worst(table))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
         self._told.update(place for place, _ in found)

@@ -53,6 +53,13 @@ def test_the_example_trains(quantization):
     ]
     assert bool(histories) == (quantization == "fp8")
     assert all(jnp.sum(history > 0) == 200 for history in histories)  # one amax a step
+    if quantization == "fp8":
+        for block in re.findall(r"```python\n(.*?)```", README, flags=re.S):
+            if "maybe_quantize_model" not in block:  # what follows uses the example's names
+                exec(block, scope)
+        found = [row["fwd"] for row in scope["found"].layers()]
+        assert found.count("e4m3 × e4m3") == 1
+        assert len(found) == 2  # the last layer is the head, which stays float
 
 
 @pytest.mark.parametrize("quantization", ["", "fp8"])

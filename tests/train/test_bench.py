@@ -4,6 +4,7 @@ import pytest
 
 from jaxquant.audit.schemes import Scheme
 from train.bench import measure_steps
+from train.health_cost import measure_health
 
 
 @pytest.mark.slow
@@ -13,3 +14,14 @@ def test_step_times_and_ratio():
     assert base["ratio"] == 1
     assert quantized["step ms"] > 0
     assert quantized["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_the_cost_of_health():
+    tiny = {"emb_dim": 128, "mlp_dim": 128, "num_layers": 1, "sequence_length": 16, "batch_size": 2}
+    rows = measure_health([NATIVE_INT8], rounds=2, overrides=tiny)
+    assert [row["quantization"] for row in rows] == ["none", "int8"]
+    for row in rows:
+        assert row["step ms"] > 0
+        assert row["health pass ms"] > 0
+        assert float(row["share"].rstrip("%")) > 0

@@ -94,6 +94,12 @@ def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
             assert less > ours / 100
 
 
+def test_a_model_of_another_framework_is_refused(tiny):
+    program: Any = dataclasses.replace(build(tiny, 320), model=object())
+    with pytest.raises(NotImplementedError, match=r"health_every 0 measures Linen models, .* set health_every to 0"):
+        build_health(program)
+
+
 @pytest.mark.parametrize(
     ("batch", "asked", "devices", "shards", "sequences"),
     [(16, 0, 1, 1, 2), (16, 0, 4, 1, 4), (16, 0, 2, 8, 8), (12, 0, 1, 1, 2), (4, 0, 1, 1, 1), (16, 16, 8, 1, 16)],
