@@ -35,7 +35,7 @@ histories) is replicated. A sparsity mask lies as its kernel does.
 """
 
 
-def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay devices out as (data, fsdp, tensor).
 
     Args:
