@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxquant.config.loader import to_mapping
 from tests import numerics
 from tests.train.conftest import ROOT, read_losses
-from tests.train.mesh_worker import train
+from tests.train.mesh_worker import PATIENT, train
 from tests.train.test_run import wait_for_step
 from train import processes
 from train.__main__ import main
@@ -162,7 +162,7 @@ def _start(config: TrainConfig, run_dir: Path, folder: Path, count: int) -> list
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}",
+            "XLA_FLAGS": f"{PATIENT} --xla_force_host_platform_device_count={2 // count}",
         }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(words, cwd=ROOT, env=environment, **pipes))
