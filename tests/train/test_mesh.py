@@ -24,6 +24,7 @@ from tests import numerics
 from tests.train.conftest import ROOT, read_losses
 from tests.train.mesh_worker import PATIENT, train
 from tests.train.test_run import wait_for_step
+from tests.train.test_step import SMOOTH
 from train import processes
 from train.__main__ import main
 from train.config import TrainConfig
@@ -43,7 +44,7 @@ ONE = {"mesh_data": 1, "mesh_fsdp": 1, "mesh_tensor": 1}
 
 @pytest.fixture(scope="module")
 def wide(tiny: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(tiny, steps=50, emb_dim=64)
+    return dataclasses.replace(tiny, steps=50, emb_dim=64, **SMOOTH)
 
 
 @pytest.fixture(scope="module")
