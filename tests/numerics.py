@@ -63,3 +63,32 @@ BIN_RTOL = 0.125
 # Statistics of one tensor in two programs that add in another order: a few of some hundred elements can round to the
 # other neighbour, which moves SQNR, amax of the next layer and shares by well under one in a hundred.
 REROUNDED_RTOL = 1e-2
+# A contraction on a mesh against one device, relative norm. Where both quantize alike only sums differ in order: 32
+# products or fewer, in float32, and a bfloat16 accumulator rounds once more on each device (2^-8 each).
+#
+# Inside shard_map a scale a channel is that of a device's own part. Both results then are quantizations of the same
+# numbers, each with its own error, which is that of an element of the gradient against the largest of its channel,
+# for numbers as here (normal, 8 to 32 to a channel, largest about 2 standard deviations): int8 has 1/127 of 2.5 over
+# sqrt(12), 0.6 % nearest and sqrt(2) of that stochastic; e5m2 has 2^-3 over sqrt(12), 3.6 %. Two errors differ by
+# sqrt(2) of one, two operands add another sqrt(2), doubled: 4 and 15 %. A clipping at half of the largest cuts off a
+# tenth of the numbers by up to half.
+_LOCAL_SCALE = {"int8": 0.04, "int8 stochastic": 0.04, "int8 shards": 0.04, "fp8_full": 0.15, "int8 clipping": 0.5}
+
+
+def sharded_contraction_bound(case: str) -> float:
+    kind, rest = case.split(" ", 1)
+    recipe, _, place = rest.rpartition(" ")
+    if kind == "manual" and place != "einsum" and recipe in _LOCAL_SCALE:
+        return _LOCAL_SCALE[recipe]
+    return 2 * BFLOAT16_EPS if recipe.startswith("aqt_fp8") else 32 * FLOAT32_EPS
+
+
+# Fifty quantized steps on a mesh against one device, with an optimizer that is smooth in the gradient. In the first
+# steps the two differ by summation order alone (TRAIN_SUMMATION_ORDER). Then a last bit pushes an operand over a
+# rounding boundary, which moves it by one step of its element: at most 2^-3 of it in e5m2, 1/127 of the channel's
+# largest in int8. Of n = 8 · 32 · 64 elements of an operand with relative differences of 1e-6 about n · 1e-6 · 2^4 = 0.3
+# cross in a step, and move one of the 64 products of an output, so a token's logits by 2^-3 / 64 = 2e-3 and the mean
+# loss of 256 tokens by 1e-5 each. Over 50 steps of 14 operands and as many gradients, 0.3 · 28 · 50 = 400 such moves
+# add up with random signs: 20 · 1e-5 = 2e-4. Differences of the parameters grow while they are trained: ten times that.
+FIRST_STEPS = 2
+MESH_TRAINING = 2e-3

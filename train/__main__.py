@@ -32,7 +32,9 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; 0 when the run ended or was stopped in order, 1 when it diverged, 2 when it could not start."""
-    parser = argparse.ArgumentParser(prog="python -m train", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train", description="Train, or go on with, the run that a YAML file describes."
+    )
     parser.add_argument("config", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
     parser.add_argument("--coordinator-address", metavar="HOST:PORT", help="of process 0, in a run of several")

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 STEPS = 50
+# The CPU's collectives end a process that waits for another device for 40 s, as on a machine with other work.
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
 COLLECTIVE = re.compile(r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)\(")
 
 
@@ -64,7 +66,7 @@ def train(config: Any, steps: int = STEPS) -> tuple[list[tuple[float, float]], A
 
 def main(dump: str, configs: str) -> None:
     os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count=8 --xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd "
+        f"{PATIENT} --xla_force_host_platform_device_count=8 --xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd "
         "--xla_dump_hlo_module_re=jit_step"
     )
     import jax

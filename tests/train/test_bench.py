@@ -19,7 +19,7 @@ def test_step_times_and_ratio():
 @pytest.mark.slow
 def test_the_cost_of_health():
     tiny = {"emb_dim": 128, "mlp_dim": 128, "num_layers": 1, "sequence_length": 16, "batch_size": 2}
-    rows = measure_health([NATIVE_INT8], rounds=2, overrides=tiny)
+    rows = measure_health([Scheme("int8", "native")], rounds=2, overrides=tiny)
     assert [row["quantization"] for row in rows] == ["none", "int8"]
     for row in rows:
         assert row["step ms"] > 0

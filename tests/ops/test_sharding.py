@@ -1,0 +1,43 @@
+"""Contractions under ``jax.shard_map`` and explicit sharding: what eight devices compute is what one does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import numerics
+from tests.ops.sharding_cases import case_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Everything that the cases computed, in a process that simulates eight devices."""
+    path = tmp_path_factory.mktemp("sharding") / "cases.npz"
+    words = [sys.executable, "-m", "tests.ops.sharding_cases", str(path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return np.load(path)
+
+
+@pytest.mark.parametrize("name", case_names())
+def test_a_mesh_computes_what_one_device_does(found: Any, name: str):
+    assert f"{name}|error" not in found, str(found[f"{name}|error"])
+    whats = [key.split("|")[1] for key in found if key.startswith(f"{name}|") and key.endswith("|mesh")]
+    assert {"out"} < set(whats)
+    for what in whats:
+        mesh, one = found[f"{name}|{what}|mesh"], found[f"{name}|{what}|one"]
+        if what.startswith("state"):
+            np.testing.assert_array_equal(mesh, one, err_msg=what)
+            assert found[f"{name}|{what}|same"], f"{what} differs between devices"
+            continue
+        bound = numerics.sharded_contraction_bound(name) * np.linalg.norm(one)
+        assert np.linalg.norm(mesh - one) <= bound, what

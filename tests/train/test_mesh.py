@@ -1,0 +1,199 @@
+"""Meshes: parameters, masks and scales on data, fsdp and tensor axes; two processes train as one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from jaxquant.config.loader import to_mapping
+from tests import numerics
+from tests.train.conftest import ROOT, read_losses
+from tests.train.mesh_worker import PATIENT, train
+from tests.train.test_run import wait_for_step
+from tests.train.test_step import SMOOTH
+from train import processes
+from train.__main__ import main
+from train.config import TrainConfig
+from train.sharding import AXES, make_mesh, state_shardings
+from train.step import build
+
+NATIVE = {"quant_backend": "native"}
+# On one device -1 would be one block of the weight gradient's contraction and on eight eight.
+BLOCKS = {"quantization_local_shard_count": 8}
+MESHES: dict[str, dict[str, Any]] = {
+    "fp8": {"quantization": "fp8", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2},
+    "int8": {"quantization": "int8", "mesh_fsdp": 4, "mesh_tensor": 2, **NATIVE, **BLOCKS},
+    "int8 on aqt": {"quantization": "int8", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2, **BLOCKS},
+}
+ONE = {"mesh_data": 1, "mesh_fsdp": 1, "mesh_tensor": 1}
+
+
+@pytest.fixture(scope="module")
+def wide(tiny: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(tiny, steps=50, emb_dim=64, **SMOOTH)
+
+
+@pytest.fixture(scope="module")
+def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What eight devices computed, by name of the mesh."""
+    configs = {name: to_mapping(dataclasses.replace(wide, **fields)) for name, fields in MESHES.items()}
+    dump = tmp_path_factory.mktemp("dump") / "hlo"
+    words = [sys.executable, "-m", "tests.train.mesh_worker", str(dump), json.dumps(configs)]
+    # A program that comes out of the compilation cache is not dumped.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Involuntary full rematerialization" not in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_eight_devices_train_as_one_does(eight: dict[str, Any], wide: TrainConfig, name: str):
+    rows, _ = train(dataclasses.replace(wide, **(MESHES[name] | ONE)))
+    losses, one = np.array(eight[name]["rows"])[:, 0], np.array(rows)[:, 0]
+    first = numerics.FIRST_STEPS
+    np.testing.assert_allclose(losses[:first], one[:first], rtol=numerics.TRAIN_SUMMATION_ORDER)
+    np.testing.assert_allclose(losses, one, rtol=numerics.MESH_TRAINING)
+    assert eight[name]["differing"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_weights_are_gathered_in_8_bits_and_no_weight_gradient_is_reduced_in_32(
+    eight: dict[str, Any], wide: TrainConfig, name: str
+):
+    found = eight[name]
+    kernels = _kernel_sizes(wide)
+    gathered = [dtype for dtype, shape in found["gathers"] if int(np.prod(shape)) in kernels]
+    low = {"fp8": "f8e4m3fn", "int8": "s8"}[MESHES[name]["quantization"]]
+    assert gathered.count(low) >= 2 * 7  # seven layers, forward and dlhs
+    assert set(gathered) == {low}
+    reduced = [shape for dtype, shape in found["others"] if dtype == "s32" and int(np.prod(shape)) > 1]
+    tokens = [wide.batch_size // 4, wide.sequence_length]
+    # Sums over the tensor axis of activations and their gradients stay, [batch, sequence, ...].
+    assert all(shape[:2] == tokens for shape in reduced), reduced
+
+
+def _kernel_sizes(config: TrainConfig) -> set[int]:
+    """Elements of a layer's kernel on one device of a tensor axis of two, whole along fsdp."""
+    heads = {config.num_query_heads, config.num_kv_heads}
+    return {config.emb_dim * h * config.head_dim // 2 for h in heads} | {config.emb_dim * config.mlp_dim // 2}
+
+
+def test_parameters_moments_and_masks_lie_alike_and_scales_are_replicated(tiny: TrainConfig):
+    fields = {"quantization": "fp8_full", "weight_sparsity_n": 2, "weight_sparsity_m": 4, **NATIVE}
+    sparse = build(dataclasses.replace(tiny, **fields, **ONE), 320).abstract_state
+    delayed = build(dataclasses.replace(tiny, quantization="fp8", **ONE), 320).abstract_state
+    mesh: Any = AbstractMesh((2, 2, 2), AXES)
+    for state in (sparse, delayed):
+        placed = state_shardings(mesh, state)
+        for module, spec in {
+            ("self_attention", "query"): P(None, "fsdp", "tensor", None),
+            ("self_attention", "out"): P(None, "tensor", None, "fsdp"),
+            ("mlp", "wi_0"): P(None, "fsdp", "tensor"),
+            ("mlp", "wo"): P(None, "tensor", "fsdp"),
+        }.items():
+            block, layer = module
+            kernel = placed.params["layers"][block][layer]["kernel"]
+            assert kernel.spec == spec
+            leaves = jax.tree_util.tree_leaves_with_path(placed.opt_state)
+            moments = [s for path, s in leaves if f"['{layer}']['kernel']" in jax.tree_util.keystr(path)]
+            assert len(moments) == 2
+            assert all(moment == kernel for moment in moments)
+            (quant,) = placed.quant_state["layers"][block][layer].values()
+            for name, sharding in quant.items():
+                assert sharding.spec == (spec if name == "sparsity_mask" else P(*[None] * len(sharding.spec)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mesh_fsdp": 1, "mesh_tensor": 8}, "num_kv_heads 2 is not a multiple of mesh_tensor 8"),
+        ({"mesh_data": 3, "mesh_tensor": 2}, "mesh_data 3 x mesh_fsdp -1 x mesh_tensor 2 does not make up the 8"),
+        ({"mesh_fsdp": 8, "batch_size": 4}, "batch_size / gradient_accumulation_steps is 4, which 8 devices"),
+        ({"mesh_tensor": -1}, "only one of them may be -1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(tiny: TrainConfig, fields: dict[str, Any], message: str):
+    config = dataclasses.replace(tiny, **({"num_query_heads": 8} | fields))
+    with pytest.raises(ValueError, match=message):
+        make_mesh(config, jax.devices() * 8)
+
+
+def test_a_mesh_takes_the_devices_it_is_given(tiny: TrainConfig):
+    devices: Any = list(range(8))
+    mesh = make_mesh(dataclasses.replace(tiny, mesh_tensor=2), devices)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+
+
+def test_processes_want_all_three_words(capsys: pytest.CaptureFixture[str]):
+    assert main([str(ROOT / "configs/models/ci.yml"), "--num-processes", "2"]) == 2
+    assert "needs --coordinator-address and --process-id too" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--process-id must be in 0\.\.1, got 2"):
+        processes.join("localhost:1", 2, 2)
+
+
+def _start(config: TrainConfig, run_dir: Path, folder: Path, count: int) -> list[subprocess.Popen[str]]:
+    """Start a run on two devices, of one process or of two."""
+    file = folder / "config.yml"
+    file.write_text(yaml.safe_dump(to_mapping(config)))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    started = []
+    for index in range(count):
+        words = [sys.executable, "-m", "train", str(file), f"run_dir={run_dir}"]
+        if count > 1:
+            words += ["--coordinator-address", address, "--num-processes", str(count), "--process-id", str(index)]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": f"{PATIENT} --xla_force_host_platform_device_count={2 // count}",
+        }
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(words, cwd=ROOT, env=environment, **pipes))
+    return started
+
+
+def _finish(started: list[subprocess.Popen[str]]) -> list[str]:
+    texts = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), texts
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"quantization": "fp8"}, {"quantization": "int8", **NATIVE}], ids=["fp8", "int8"])
+def test_two_processes_train_stop_and_resume_as_one_does(tiny: TrainConfig, tmp_path: Path, fields: dict[str, Any]):
+    config = dataclasses.replace(tiny, **fields, mesh_data=1, mesh_fsdp=2)
+    one, two = tmp_path / "one", tmp_path / "two"
+    _finish(_start(config, one, tmp_path, 1))
+    started = _start(config, two, tmp_path, 2)
+    wait_for_step(started[0], two, 5)
+    started[1].send_signal(signal.SIGTERM)  # told to one, both stop
+    texts = _finish(started)
+    assert "stopped by a signal to another process after step" in texts[0]
+    assert "step" not in texts[1]
+    texts = _finish(_start(config, two, tmp_path, 2))
+    assert f"resumed {two} at step" in texts[0]
+    losses, reference = read_losses(two), read_losses(one)
+    assert list(losses) == list(reference)
+    np.testing.assert_allclose(
+        list(losses.values()), list(reference.values()), rtol=numerics.MESH_TRAINING, err_msg=str(fields)
+    )
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, two)]
+    assert summaries[0]["held_out_loss"] == pytest.approx(summaries[1]["held_out_loss"], rel=numerics.MESH_TRAINING)
