@@ -97,6 +97,27 @@ class QuantConfig(options.Options):
         Raises:
           ValueError: ``auto`` with rules alone whose strings go to different backends.
         """
+        return self._asked_backend()
+
+    @property
+    def resolved_nnx_backend(self) -> Backend | None:
+        """The backend that runs on an NNX model: ``auto`` is native where it would be AQT, which has Linen ops only.
+
+        Raises:
+          NotImplementedError: ``quant_backend: aqt``.
+        """
+        backend = self._asked_backend()
+        if backend != "aqt":
+            return backend
+        if self.quant_backend == "aqt":
+            string = self.quantization or self._named_rows()[0][0]
+            raise NotImplementedError(
+                f"quant_backend 'aqt' does not run on NNX models, AQT has Linen ops only; use quant_backend 'native', "
+                f"which runs the recipe {string!r} on them"
+            )
+        return "native"
+
+    def _asked_backend(self) -> Backend | None:
         strings = [name for name, _ in self._named_rows()]
         if not strings:
             return None
@@ -111,24 +132,6 @@ class QuantConfig(options.Options):
                 f"set it to {_or(_common_backends(strings))}"
             )
         return autos.pop()  # pyright: ignore[reportReturnType]
-
-    @property
-    def resolved_nnx_backend(self) -> Backend | None:
-        """The backend that runs on an NNX model: ``auto`` is native where it would be AQT, which has Linen ops only.
-
-        Raises:
-          NotImplementedError: ``quant_backend: aqt``.
-        """
-        backend = QuantConfig.resolved_backend.fget(self)  # pyright: ignore[reportOptionalCall]
-        if backend != "aqt":
-            return backend
-        if self.quant_backend == "aqt":
-            string = self.quantization or self._named_rows()[0][0]
-            raise NotImplementedError(
-                f"quant_backend 'aqt' does not run on NNX models, AQT has Linen ops only; use quant_backend 'native', "
-                f"which runs the recipe {string!r} on them"
-            )
-        return "native"
 
     def recipe(self) -> Recipe | None:
         """Give the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
