@@ -321,8 +321,8 @@ def speedup(audit: Audit) -> str:
         ratio = audit.unquantized.roofline.step / audit.roofline.step
         extra, more = audit.moved - audit.unquantized.moved, audit.big_moves - audit.unquantized.big_moves
         return (
-            f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step. Quantization moves {extra / 1e9:+,.2f} "
-            f"GB beside the matmuls, in {more:+} instructions over 1 MB."
+            f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step. "
+            f"Quantization moves {extra / 1e9:+,.2f} GB beside the matmuls, in {more:+} instructions over 1 MB."
         )
     whole = audit.bf16_matmul + audit.roofline.moves
     ratio = max(whole, audit.roofline.communication) / audit.roofline.step
