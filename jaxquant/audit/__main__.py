@@ -1,9 +1,8 @@
 """``python -m jaxquant.audit CONFIG.yml [key=value ...] --target h200``: what a chip's compiler makes of a step.
 
-The chip need not be here. The training step is compiled twice, as configured and with ``quantization=`` laid over it
-(or that one's JSON of an earlier call is read, ``--unquantized FILE``); both are printed, and written as JSON and
-markdown.
-``--yardstick`` measures one MLP step of jaxquant and its peers instead.
+The chip need not be here. The training step is compiled as configured and with ``quantization=`` laid over it; both are
+printed side by side, and written as JSON and markdown. ``--strings fp8 int8`` does so for several config strings, with
+one compilation of the unquantized step. ``--yardstick`` measures one MLP step of jaxquant and its peers instead.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -42,9 +41,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODULE:FUNCTION",
         help="builds the step: FUNCTION(config, overrides, devices) -> (jitted step, shapes) (default: %(default)s)",
     )
-    parser.add_argument(
-        "--unquantized", default="", metavar="FILE", help="JSON of the unquantized step, written by an earlier call"
-    )
+    parser.add_argument("--strings", nargs="+", default=[], metavar="S", help="config strings to lay over the file")
     parser.add_argument("--yardstick", action="store_true", help="an MLP step of jaxquant and its peers")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="with --yardstick: entries named so")
     words = parser.parse_intermixed_args(arguments)
@@ -66,39 +63,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = json.loads(done.stdout)
             text = "\n".join([f"# One MLP step on {words.target}", "", *report.table(rows)]) + "\n"
             return _finish(text, json.dumps(rows, indent=1) + "\n", words.out, f"audit-yardstick-{words.target}")
-        found = audit_words(words)
+        return max(_tell(found, words) for found in audits(words))  # every one is told
     except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def audits(words: argparse.Namespace) -> Iterator[report.Audit]:
+    """Audit the steps of a command line, quantized ones beside the unquantized one, which is compiled once."""
+
+    def compiled(overrides: Sequence[str], name: str) -> report.Audit:
+        where = {"target": words.target, "topology": words.topology}
+        return audit_program(words.program, words.config, overrides, name=name, **where)
+
+    stem = Path(words.config).stem
+    given = [word.partition("=")[2] for word in words.overrides if word.startswith("quantization=")]
+    steps = [(each, [*words.overrides, f"quantization={each}"]) for each in words.strings]
+    plain, is_asked = None, False
+    for string, overrides in steps or [("".join(given[-1:]), words.overrides)]:
+        found = compiled(overrides, f"{stem} {string}".strip())
+        if found.fate.asked and not is_asked:
+            is_asked = True
+            try:
+                plain = compiled([*words.overrides, *UNQUANTIZED], f"{stem} unquantized")
+            except (ValueError, TypeError, NotImplementedError) as error:
+                print(f"no unquantized step to compare with: {error}", file=sys.stderr)
+            else:
+                yield plain
+        found.unquantized = plain if found.fate.asked else None
+        yield found
+
+
+def _tell(found: report.Audit, words: argparse.Namespace) -> int:
     stem = f"audit-{found.name.replace(' ', '-')}-{words.target}{f'-{words.topology}' if words.topology else ''}"
     _finish(found.to_markdown(), found.to_json(), words.out, stem)
     return 0 if found.fits and not found.fate.fell_back else 1
-
-
-def audit_words(words: argparse.Namespace) -> report.Audit:
-    """Audit the step of a command line, and its unquantized twin."""
-    where = {"target": words.target, "topology": words.topology}
-    strings = [word.partition("=")[2] for word in words.overrides if word.startswith("quantization=")]
-    name = " ".join(filter(None, (Path(words.config).stem, *strings[-1:])))
-    found = audit_program(words.program, words.config, words.overrides, name=name, **where)
-    if words.unquantized:
-        found.unquantized = _read(words.unquantized, found)
-    elif found.fate.asked:
-        plain = [*words.overrides, *UNQUANTIZED]
-        found.unquantized = audit_program(words.program, words.config, plain, name=f"{name} unquantized", **where)
-    return found
-
-
-def _read(path: str, beside: report.Audit) -> report.Audit:
-    """Read an earlier report that is to stand beside another."""
-    found = report.from_json(json.loads(Path(path).read_text()))
-    ours, theirs = ((each.target, each.topology, each.devices) for each in (beside, found))
-    if ours != theirs or found.fate.asked:
-        raise ValueError(
-            f"--unquantized {path!r} is a step of {theirs} with {sum(found.fate.asked.values())} quantized matmuls; "
-            f"give an unquantized one of {ours}"
-        )
-    return found
 
 
 def _finish(text: str, data: str, folder: str, stem: str) -> int:

@@ -56,11 +56,12 @@ class Fate:
     removed: list[str]
 
 
-def fate(asked: Program, emitted: Program) -> Fate:
+def fate(asked: Program, emitted: Program, devices: int = 1) -> Fate:
     """Compare a step as traced with what a compiler made of it.
 
     A matmul is followed by its path. One that is gone was merged if an 8-bit matmul of the same pass does more work
-    than its own path asks for, as much more as is missing; otherwise it was removed.
+    than its own path asks for, as much more as is missing; otherwise it was removed. What is asked for is the work of
+    all ``devices``, what is emitted that of one.
     """
     wanted = [matmul for matmul in asked.matmuls if matmul.bits <= 8]
     paths = collections.Counter(matmul.path for matmul in wanted)
@@ -71,7 +72,7 @@ def fate(asked: Program, emitted: Program) -> Fate:
             made[matmul.path] += matmul.times * matmul.flops
     asked_work: dict[str, int] = collections.Counter()
     for matmul in wanted:
-        asked_work[matmul.path] += matmul.times * matmul.flops
+        asked_work[matmul.path] += matmul.times * matmul.flops // devices
     lost = {each.split(": ")[0] for each in fell_back}
     spare = {path: made[path] - asked_work[path] for path in made}
     merged, removed = [], []
@@ -318,7 +319,11 @@ def speedup(audit: Audit) -> str:
         return ""
     if audit.unquantized and not audit.unquantized.refusal:
         ratio = audit.unquantized.roofline.step / audit.roofline.step
-        return f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step."
+        extra, more = audit.moved - audit.unquantized.moved, audit.big_moves - audit.unquantized.big_moves
+        return (
+            f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step. "
+            f"Quantization moves {extra / 1e9:+,.2f} GB beside the matmuls, in {more:+} instructions over 1 MB."
+        )
     whole = audit.bf16_matmul + audit.roofline.moves
     ratio = max(whole, audit.roofline.communication) / audit.roofline.step
     return (

@@ -97,7 +97,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         memory=memory,
         matmuls=report.matmul_rows(program),
         counts=program.count(),
-        fate=report.fate(asked, program),
+        fate=report.fate(asked, asked if refusal else program, 1 if refusal else count),
         moved=program.moved,
         big_moves=program.big_moves,
         moves=sum(move.times for move in program.moves),

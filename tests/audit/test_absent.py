@@ -89,6 +89,7 @@ def test_a_mesh_of_absent_chips_shows_what_is_sent_and_what_does_not_fit_is_an_a
     found = jaxquant.audit(jax.jit(step, donate_argnums=0), params, state, x, target="h200", topology="8")
     assert found.devices == 8
     assert {row["kind"] for row in found.collectives} == {"all-reduce"}
+    assert found.fate.removed == found.fate.fell_back == []
     assert found.memory["peak"] < found.memory["capacity"]
 
     huge = jax.ShapeDtypeStruct((400_000, 200_000), jnp.bfloat16)
@@ -109,6 +110,7 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path):
     written = json.loads((tmp_path / "out" / "audit-tiny-fp8-h200-8.json").read_text())
     assert written["counts"]["f8e4m3fn"] == 2 * 7  # layers in a scan count as often as it runs
     assert written["unquantized"]["fate"]["asked"] == {}
+    assert (tmp_path / "out" / "audit-tiny-unquantized-h200-8.json").is_file()
     gathered = [row["dtype"] for row in written["collectives"] if row["kind"] == "all-gather"]
     assert "f8e4m3fn" in gathered
     assert "## Assumptions" in (tmp_path / "out" / "audit-tiny-fp8-h200-8.md").read_text()
