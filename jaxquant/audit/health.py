@@ -27,6 +27,7 @@ import numpy as np
 from flax.core import meta
 
 from jaxquant.audit.statistics import WIDTH, read, record
+from jaxquant.backends._linen import layers_apart
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
@@ -104,7 +105,7 @@ class HealthMonitor:
         self._resolver = QuantConfig.from_any(config).resolver()
         self._loss = loss
         self._recipes: dict[str, Recipe | None] = {}
-        with _active_monitor(self), nn.intercept_methods(self._intercept):
+        with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept):
             params = meta.unbox(trace_init(model, *example_inputs, **example_kwargs)["params"])
         if not self._recipes:
             raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
@@ -113,7 +114,7 @@ class HealthMonitor:
 
     def __call__(self, params: Mapping[str, Any], *args: Any) -> dict[str, Array]:
         def tapped(probes: dict[str, Array]) -> Array:
-            with _active_monitor(self), nn.intercept_methods(self._intercept):
+            with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept):
                 return self._loss(_with_probes(params, probes), *args)
 
         probes = {path: jnp.zeros(shape, jnp.float32) for path, shape in self._shapes.items()}

@@ -25,10 +25,11 @@ Tested with the series in ``SERIES``; everything imported is public there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -36,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxquant.backends._linen import layers_apart
 from jaxquant.backends._versions import require
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
@@ -248,6 +250,7 @@ def quantize_linen(
     if not recipes:
         return model
     quantized = qwix.quantize_model(model, qwix.QtProvider(_rules(recipes)), methods=methods)
+    quantized = _apart(quantized, frozenset(recipes.items()), methods)
     noisy = frozenset(path for path, recipe in recipes.items() if recipe.is_stochastic)
     if noisy:
         quantized = _intercepted(quantized, functools.partial(_with_streams, noisy), methods)
@@ -317,8 +320,26 @@ def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe]) -> Any:
     return quantized
 
 
+def _apart(model: nn.Module, recipes: Hashable, methods: Sequence[str]) -> nn.Module:
+    """Give a copy of the model that shares no trace with other recipes, nor a layer with another."""
+
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
+        with _active_recipes(recipes), layers_apart():
+            yield
+
+    return _within(model, alone, methods)
+
+
 def _intercepted(model: nn.Module, interceptor: Any, methods: Sequence[str]) -> nn.Module:
     """Give a copy of the model whose methods run with an interceptor."""
+    return _within(model, lambda: nn.intercept_methods(interceptor), methods)
+
+
+def _within(
+    model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]], methods: Sequence[str]
+) -> nn.Module:
+    """Give a copy of the model whose methods run in a context."""
     kind = type(model)
 
     def wrap(name: str) -> Any:
@@ -326,7 +347,7 @@ def _intercepted(model: nn.Module, interceptor: Any, methods: Sequence[str]) -> 
 
         @functools.wraps(method)
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with nn.intercept_methods(interceptor):
+            with context():
                 return method(self, *args, **kwargs)
 
         return run

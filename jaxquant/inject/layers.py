@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 from flax.core import meta
 
+from jaxquant.backends._linen import layers_apart
 from jaxquant.config.rules import Resolver
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, TensorSpec
 from jaxquant.ops.einsum import plan_einsum
@@ -132,7 +133,7 @@ def linen_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
             )
         return out
 
-    with nn.intercept_methods(record):
+    with layers_apart(owner=object()), nn.intercept_methods(record):
         trace_init(model, *example_inputs, **example_kwargs)
     return list(layers.values())
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends import native
+from jaxquant.backends._linen import layers_apart
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision, Resolver
 from jaxquant.core.recipe import Recipe
@@ -101,7 +102,7 @@ class _Quantizer:
             return
         self._local.root, self._local.decisions = root.path, {}
         try:
-            with _active_quantizer(self), nn.intercept_methods(self._intercept):
+            with _active_quantizer(self), layers_apart(), nn.intercept_methods(self._intercept):
                 yield
             if self._check_at_call and method == "__call__":
                 decisions: dict[str, Decision] = self._local.decisions
