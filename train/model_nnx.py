@@ -20,8 +20,20 @@ def _dense(
     )
 
 
+def _as_they_are(arrays: Any, *, dtype: Any) -> Any:
+    """Leave a norm's scale in float32 beside bfloat16 activations, as Linen does; NNX by itself rounds it first."""
+    return arrays
+
+
 def _norm(c: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(c.emb_dim, epsilon=c.norm_epsilon, dtype=jnp.dtype(c.dtype), param_dtype=jnp.float32, rngs=rngs)
+    return nnx.RMSNorm(
+        c.emb_dim,
+        epsilon=c.norm_epsilon,
+        dtype=jnp.dtype(c.dtype),
+        param_dtype=jnp.float32,
+        promote_dtype=_as_they_are,
+        rngs=rngs,
+    )
 
 
 class SelfAttention(nnx.Module):
