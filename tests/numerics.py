@@ -86,9 +86,10 @@ def sharded_contraction_bound(case: str) -> float:
 # Fifty quantized steps on a mesh against one device, with an optimizer that is smooth in the gradient. In the first
 # steps the two differ by summation order alone (TRAIN_SUMMATION_ORDER). Then a last bit pushes an operand over a
 # rounding boundary, which moves it by one step of its element: at most 2^-3 of it in e5m2, 1/127 of the channel's
-# largest in int8. Of n = 8 · 32 · 64 elements of an operand with relative differences of 1e-6, n · 1e-6 · 2^4 = 0.3
-# cross in a step, and move one of the 64 products of an output, so a token's logits by 2^-3 / 64 = 2e-3 and the mean
-# loss of 256 tokens by 1e-5 each. Over 50 steps of 14 operands and as many gradients, 0.3 · 28 · 50 = 400 such moves
-# add up with random signs: 20 · 1e-5 = 2e-4. Differences of the parameters grow while they are trained: ten times that.
+# largest in int8. Of n = 8 · 32 · 64 elements of an operand, with relative differences of 1e-6, about
+# n · 1e-6 · 2^4 = 0.3 cross in a step, and move one of the 64 products of an output, so a token's logits by
+# 2^-3 / 64 = 2e-3 and the mean loss of 256 tokens by 1e-5 each. Over 50 steps of 14 operands and as many gradients,
+# 0.3 · 28 · 50 = 400 such moves add up with random signs: 20 · 1e-5 = 2e-4. Differences of the parameters grow while
+# they are trained: ten times that.
 FIRST_STEPS = 2
 MESH_TRAINING = 2e-3

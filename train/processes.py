@@ -38,6 +38,9 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
         raise ValueError(f"a run of several processes needs {' and '.join(missing)} too")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process-id must be in 0..{num_processes - 1}, got {process_id}")
+    # Programs that the CPU runs side by side reach their collectives in another order in each process and wait
+    # forever. Accelerators run them in the order in which they were started.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
