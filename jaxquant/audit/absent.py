@@ -54,7 +54,11 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     if len(meshes) > 1:
         raise ValueError(f"the shapes lie on {len(meshes)} different meshes; give them shardings over one AbstractMesh")
-    mesh = [(name, size) for each in meshes for name, size in each.shape.items()]
+    mesh = [
+        (name, size, kind.name)
+        for each in meshes
+        for (name, size), kind in zip(each.shape.items(), each.axis_types, strict=True)
+    ]
     exported = jax.export.export(jax.jit(flat), platforms=[it.platform], disabled_checks=every_call)(*leaves)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step"

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxquant.audit import report
 from jaxquant.audit.chips import Chip, chip
@@ -60,8 +60,8 @@ def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list
             f"the step is for {count} devices, and topology {request['topology']!r} of {request['target']} has "
             f"{len(given)}; give a larger topology"
         )
-    axes = dict(request["mesh"]) or {"devices": count}
-    mesh = Mesh(np.array(given[:count]).reshape(*axes.values()), tuple(axes))
+    names, sizes, kinds = zip(*(request["mesh"] or [("devices", count, "Auto")]), strict=True)
+    mesh = Mesh(np.array(given[:count]).reshape(sizes), names, axis_types=tuple(AxisType[kind] for kind in kinds))
     shardings = exported.in_shardings_jax(mesh)
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = [

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant.audit import __main__ as command
@@ -84,7 +84,7 @@ def test_a_fallback_is_reported():
 
 @pytest.mark.aot
 def test_a_mesh_of_absent_chips_shows_what_is_sent_and_what_does_not_fit_is_an_answer():
-    mesh = AbstractMesh((8,), ("data",))
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     step, (params, state, x) = gradients("fp8_current", NamedSharding(mesh, PartitionSpec("data")))
     found = jaxquant.audit(jax.jit(step, donate_argnums=0), params, state, x, target="h200", topology="8")
     assert found.devices == 8
