@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,19 +62,12 @@ class Health:
 
 
 def build_health(program: Program) -> Health:
-    """Make the health pass of a program.
+    """Make the health pass of a program; that of an NNX decoder runs on its Linen twin.
 
     Raises:
       ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
-      NotImplementedError: the program's model is not a Linen module.
     """
     config = program.config
-    if not isinstance(program.model, nn.Module):
-        raise NotImplementedError(
-            f"health_every {config.health_every} measures Linen models, and this one is a "
-            f"{type(program.model).__name__} of another framework; set health_every to 0"
-        )
-
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
         return program.loss(params, quant_state, part, key, program.model.apply_linen) * share
 

@@ -103,9 +103,10 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
       NotImplementedError: a model or an option that the backend does not take.
     """
     mesh = make_mesh(config, devices)
+    config = with_global_shards(config, mesh)
     tokens = example_inputs(config)
     decoder = model_config(config, vocab_size, mesh)
-    model = make_model(with_global_shards(config, mesh), decoder, tokens)
+    model = make_model(config, decoder, tokens)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
     key = jax.random.key(config.seed)

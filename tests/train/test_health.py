@@ -94,10 +94,14 @@ def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
             assert less > ours / 100
 
 
-def test_a_model_of_another_framework_is_refused(tiny):
-    program: Any = dataclasses.replace(build(tiny, 320), model=object())
-    with pytest.raises(NotImplementedError, match=r"health_every 0 measures Linen models, .* set health_every to 0"):
-        build_health(program)
+def test_an_nnx_decoder_has_the_health_of_its_linen_twin(tiny):
+    config = dataclasses.replace(quantized(tiny, "fp8"), num_layers=1)
+    batch = next(make_iterators(config, config.batch_size).train)
+    tables = []
+    for framework in ("linen", "nnx"):
+        program = build(dataclasses.replace(config, framework=framework), 320)
+        tables.append(build_health(program).measure(program.init(), batch))
+    jax.tree.map(np.testing.assert_array_equal, *tables)
 
 
 @pytest.mark.parametrize(
