@@ -165,8 +165,7 @@ def _train(
             # Before the step, which takes the state for its own.
             measured = health.measure(state, placed) if health and _due(step, config.health_every) else None
             state, values = program.step(state, placed, healthy)
-            healthy = values["healthy"]
-            asked = stop_anywhere.ask(stop.signal is not None)
+            asked, healthy = stop_anywhere.ask(stop.signal is not None, values["healthy"])
             settle()
             pending = _Pending(step, values, placed, before, asked, measured)
             last = step == config.steps
@@ -200,7 +199,9 @@ def _due(step: int, every: int) -> bool:
 
 def _held_out(program: Program, data: Data, state: TrainState) -> float:
     batches = (processes.place(program.mesh, BATCH, batch) for batch in data.held_out())
-    parts = [program.evaluate(state, batch) for batch in batches]
+    # One after the other: programs of several processes must not run side by side.
+    one = jax.block_until_ready if jax.process_count() > 1 else lambda result: result
+    parts = [one(program.evaluate(state, batch)) for batch in batches]
     return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
 
 

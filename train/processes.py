@@ -38,9 +38,6 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
         raise ValueError(f"a run of several processes needs {' and '.join(missing)} too")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process-id must be in 0..{num_processes - 1}, got {process_id}")
-    # Programs that the CPU runs side by side reach their collectives in another order in each process and wait
-    # forever. Accelerators run them in the order in which they were started.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
@@ -63,20 +60,23 @@ class Flag:
     """A question that is true for all processes as soon as it is for one, without waiting where there is only one.
 
     ``ask`` starts a collective behind the step at hand; reading its answer when that step's metrics are read costs no
-    further wait.
+    further wait. It takes a result of that step and gives it back for the next one, so that the three run in this order
+    in every process: programs that run side by side can wait for each other's collectives forever.
     """
 
     def __init__(self, mesh: Mesh):
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._any = jax.jit(
+            lambda flags, after: (flags.any(), after), out_shardings=NamedSharding(mesh, PartitionSpec())
+        )
 
-    def ask(self, mine: bool) -> Any:
-        """Start asking; every process does so, in the same order. The answer is what bool() makes of the result."""
+    def ask(self, mine: bool, after: Any) -> tuple[Any, Any]:
+        """Start asking; every process does so. Returns the answer, for bool(), and ``after`` for the next step."""
         if jax.process_count() == 1:
-            return mine
+            return mine, after
         size = self._sharding.mesh.size
         flags = jax.make_array_from_callback((size,), self._sharding, lambda index: np.full((size,), mine)[index])
-        return self._any(flags)
+        return self._any(flags, after)
 
 
 def all_agree(mine: bool) -> bool:

@@ -44,7 +44,7 @@ ONE = {"mesh_data": 1, "mesh_fsdp": 1, "mesh_tensor": 1}
 
 @pytest.fixture(scope="module")
 def wide(tiny: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(tiny, steps=50, emb_dim=64, **SMOOTH)
+    return dataclasses.replace(tiny, steps=50, emb_dim=64, **(SMOOTH | {"learning_rate": 0.02}))
 
 
 @pytest.fixture(scope="module")
