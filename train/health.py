@@ -68,6 +68,7 @@ def build_health(program: Program) -> Health:
       ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
     """
     config = program.config
+
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
         return program.loss(params, quant_state, part, key, program.model.apply_linen) * share
 
