@@ -84,9 +84,10 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     if not config.run_dir:
         raise ValueError("run_dir is empty; name the folder of the run")
     run_dir = Path(config.run_dir)
-    check_config(run_dir, config)
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
+    config = program.config
+    check_config(run_dir, config)
     reports = program.model.layers
     coverage = of_trace(check_step(program, next(data.held_out())), layers=reports)
     if config.strict:

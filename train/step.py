@@ -39,6 +39,7 @@ class Program:
     """A model with its jitted functions.
 
     Attributes:
+      config: as given, with ``with_global_shards``.
       init: () -> TrainState.
       step: (state, batch, healthy) -> (state, metrics); donates the state. Once ``healthy`` is False, or when this
         step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
@@ -201,10 +202,11 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     """Resolve ``quantization_local_shard_count: -1`` by the mesh, whose devices need not be those of this process.
 
     A block of the weight gradient's contraction must lie on one device, or its integer sums would be added across
-    devices; so there are as many as devices that share the batch.
+    devices; so there are as many as devices that share the batch. Qwix cuts the sequence and not the batch, and keeps
+    its own meaning, the local device count.
     """
-    reads = config.quantization in strings_reading("quantization_local_shard_count")
-    if config.quantization_local_shard_count != -1 or not reads:
+    reads = set(config.strings) & set(strings_reading("quantization_local_shard_count"))
+    if config.quantization_local_shard_count != -1 or not reads or config.resolved_backend == "qwix":
         return config
     return dataclasses.replace(config, quantization_local_shard_count=mesh.shape["data"] * mesh.shape["fsdp"])
 

@@ -38,7 +38,7 @@ class QuantConfig(options.Options):
         your own, ``jaxquant.coverage(step, ..., config=config).check()``.
       rules: ordered rules, first match wins; a string of theirs must run on the config's backend.
       quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
-        local device count, 0 a float weight gradient.
+        local device count (in ``train/`` the devices that share a batch), 0 a float weight gradient.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
       per_tensor_scales: six flags in the same order: one scale a tensor (true, the default) or a channel.
       weight_quantization_calibration_method, act_quantization_calibration_method,
@@ -118,7 +118,7 @@ class QuantConfig(options.Options):
         return "native"
 
     def _asked_backend(self) -> Backend | None:
-        strings = [name for name, _ in self._named_rows()]
+        strings = self.strings
         if not strings:
             return None
         if self.use_qwix_quantization:
@@ -132,6 +132,11 @@ class QuantConfig(options.Options):
                 f"set it to {_or(_common_backends(strings))}"
             )
         return autos.pop()  # pyright: ignore[reportReturnType]
+
+    @property
+    def strings(self) -> list[str]:
+        """Every config string that it names: the base's, if any, and those of its rules."""
+        return [name for name, _ in self._named_rows()]
 
     def recipe(self) -> Recipe | None:
         """Give the base recipe with the options applied; None without one (``intmp`` has its file's default)."""

@@ -110,6 +110,12 @@ def fit_sizes(sharding: NamedSharding | None, shape: Sequence[int]) -> NamedShar
     )
 
 
+def placed_like(x: Array, like: Array) -> Array:
+    """Give x the explicit sharding of an array of its shape, where that has one."""
+    sharding = explicit_sharding(like)
+    return x if sharding is None else jax.sharding.reshard(x, sharding)
+
+
 def whole_axis(x: Array, axis: int) -> Array:
     """Gather one axis of x, for an operation that mixes its elements."""
     sharding = explicit_sharding(x)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.recipe import SparsitySpec
+from jaxquant.core.sharding import explicit_sharding, placed_like
 
 Array = jax.Array
 
@@ -16,7 +18,11 @@ Array = jax.Array
 def initial_state(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> dict[str, Array]:
     """Make the state of a weight: steps taken, mask of the next step (bfloat16, 1 keeps), uses (0 in a state)."""
     zero = jnp.zeros((), jnp.float32)
-    mask = magnitude_mask(weight, spec, axes) if spec.start_step == 0 else jnp.ones(weight.shape, bool)
+    mask = (
+        magnitude_mask(weight, spec, axes)
+        if spec.start_step == 0
+        else placed_like(jnp.ones(weight.shape, bool), weight)
+    )
     return {"step": zero, "mask": mask.astype(jnp.bfloat16), "uses": zero}
 
 
@@ -28,6 +34,10 @@ def magnitude_mask(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> Ar
     Raises:
       ValueError: m does not divide the contraction.
     """
+    dense, place = weight, explicit_sharding(weight)
+    if place is not None:
+        # Groups cross devices where the contraction is sharded: the mask is made of the whole weight, on every device.
+        weight = jax.sharding.reshard(weight, NamedSharding(place.mesh, PartitionSpec()))
     rest = [axis for axis in range(weight.ndim) if axis not in axes]
     moved = weight.transpose(*rest, *axes)
     size = moved[(0,) * len(rest)].size if rest else moved.size
@@ -37,7 +47,8 @@ def magnitude_mask(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> Ar
     order = jnp.argsort(groups, axis=-1, descending=True, stable=True)
     rank = jnp.argsort(order, axis=-1)
     kept = (rank < spec.n).reshape(moved.shape)
-    return kept.transpose([[*rest, *axes].index(axis) for axis in range(weight.ndim)])
+    kept = kept.transpose([[*rest, *axes].index(axis) for axis in range(weight.ndim)])
+    return placed_like(kept, dense)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -61,7 +72,9 @@ def _sparsify_fwd(spec, axes, weight, state):
     since = state["step"] + 1 - spec.start_step
     due = (since >= 0) & (jnp.mod(since, spec.update_step) == 0)
     mask = state["mask"]
-    following = jax.lax.cond(due, lambda: magnitude_mask(weight, spec, axes).astype(mask.dtype), lambda: mask)
+    following = jax.lax.cond(
+        due, lambda: placed_like(magnitude_mask(weight, spec, axes).astype(mask.dtype), mask), lambda: mask
+    )
     return sparsify(spec, axes, weight, state), (following, state["step"])
 
 

@@ -24,8 +24,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxquant
-from jaxquant.core.recipe import Recipe
-from jaxquant.ops import dot_general, einsum, initial_state
+from jaxquant.core.recipe import Recipe, SparsitySpec
+from jaxquant.ops import dot_general, einsum, initial_state, sparsity
 from tests.ops.recipes import RECIPES
 
 M, K, N = 16, 32, 24
@@ -158,6 +158,25 @@ def layers(kind: str, quantization: str) -> tuple[dict[str, Any], dict[str, Any]
         return jax.jit(lambda *args: run(*args, lambda v: v))(params, state, placed), one
 
 
+def masks(place: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A 2:4 mask made of a kernel that lies so, at the step that makes one: explicit mesh and one device."""
+    spec = SparsitySpec(2, 4, 1, 1)
+    _, w, _ = operands()
+
+    def run(w: Any, state: Any) -> dict[str, Any]:
+        out, pull = jax.vjp(lambda w, s: sparsity.sparsify(spec, (0,), w, s), w, state)
+        dw, seen = pull(w)
+        return {"out": out, "dw": dw, "state/mask": seen["mask"].astype(jnp.float32)}
+
+    one = jax.jit(run)(w, sparsity.initial_state(w, spec, (0,)))
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        placed = jax.device_put(w, PLACES[place][1])
+        found = jax.jit(run)(placed, sparsity.initial_state(placed, spec, (0,)))
+        assert jax.typeof(found["state/mask"]).sharding == jax.typeof(placed).sharding
+        whole = jax.sharding.reshard(found["state/mask"], P())
+        return found | {"state/mask": whole}, one
+
+
 EXACT = ("fp8", "fp8 as flax", "fp8_current", "fp8_current clipping", "nanoo_fp8", "aqt_fp8_full")
 """Recipes that under ``shard_map`` compute what one device does: every scale is that of a whole tensor."""
 
@@ -190,6 +209,8 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         add("manual", name, "columns")
     for name in EXPLICIT:
         add("explicit", name, "columns")
+    for place in ("columns", "rows", "fsdp"):
+        found[f"explicit mask {place}"] = lambda p=place: masks(p)
     for kind in ("manual", "explicit"):
         found[f"{kind} fp8 einsum"] = lambda k=kind: einsums(k, RECIPES["fp8"])
         for name in ("fp8", "int8"):

@@ -7,18 +7,23 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
+from jaxquant.config.loader import build as build_dataclass
+from jaxquant.config.loader import to_mapping
 from tests import numerics
 from tests.train.conftest import ROOT, quantized
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.diagnose import explain_non_finite
-from train.step import build, saved_activation_bytes
+from train.sharding import AXES
+from train.step import build, saved_activation_bytes, with_global_shards
 
 # With a large epsilon AdamW is smooth in the gradient, so that a difference in summation order stays one.
 SMOOTH = {"adam_eps": 1.0, "warmup_steps_fraction": 0.0, "learning_rate": 1.0}
@@ -147,3 +152,21 @@ def test_eight_devices_compute_what_one_does(tiny: TrainConfig):
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
     np.testing.assert_allclose(rows, _run(config), rtol=numerics.TRAIN_SUMMATION_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("options", "shards"),
+    [
+        ({"quantization": "int8"}, 4),
+        ({"quantization": "int8", "quant_backend": "native"}, 4),
+        ({"quantization": "fp8", "rules": [{"path": ".*/mlp/wo", "recipe": "int8"}]}, 4),
+        ({"rules": [{"path": ".*/mlp/wo", "recipe": "int8"}], "quant_backend": "native"}, 4),
+        ({"quantization": "int8", "quantization_local_shard_count": 2}, 2),
+        ({"quantization": "int8", "quant_backend": "qwix"}, -1),  # cuts the sequence, which no device boundary does
+        ({"quantization": "fp8"}, -1),  # does not read it
+    ],
+)
+def test_blocks_of_the_weight_gradient_lie_on_one_device_each(tiny: TrainConfig, options: dict[str, Any], shards: int):
+    config = build_dataclass(TrainConfig, to_mapping(tiny) | options)
+    mesh: Any = AbstractMesh((2, 2, 2), AXES)
+    assert with_global_shards(config, mesh).quantization_local_shard_count == shards
