@@ -1,0 +1,187 @@
+"""What is quantized is what was asked: properties 10 to 14, each of which fails when it is broken on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant import state
+from jaxquant.backends import native
+from jaxquant.core import quantize as quantize_module
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.rounding import saturating_cast
+from jaxquant.inject import layers as layers_module
+from jaxquant.ops.contract import contract
+from tests.lowering import dot_operand_types
+from tests.must_hold.broken import fails_when_broken
+from tests.numerics import stochastic_mean_bound
+
+ops: Any = sys.modules["jaxquant.ops.dot_general"]  # the package shows the function under this name
+coverage_of: Any = sys.modules["jaxquant.audit.coverage"]
+X = jax.random.normal(jax.random.key(0), (4, 16))
+NATIVE = {"quant_backend": "native"}
+
+
+class Alike(nn.Module):
+    """Two layers that look alike, under one jit."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = nn.jit(nn.Dense)
+        return dense(16, name="second")(dense(16, name="first")(x))
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(16, name="second")(nn.relu(nn.Dense(16, name="first")(x)))
+
+
+# -- 10: jit caches --
+
+
+def check_alike() -> None:
+    """A rule for the second of two layers that look alike reaches it, and not the first."""
+    assert [layer.path for layer in jaxquant.linear_layers(Alike(), X)] == ["first", "second"]
+    config = NATIVE | {"rules": [{"path": "second", "recipe": "int8"}]}
+    model = jaxquant.maybe_quantize_model(Alike(), config, X)
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    found = jaxquant.coverage(model.apply, variables, X)
+    assert [row.path for row in found.rows if row.is_low] == ["second"]
+
+
+def test_10_layers_that_look_alike_have_their_own_recipes():
+    check_alike()
+
+
+# -- 11: options --
+
+
+def check_stochastic() -> None:
+    """Stochastic rounding to e4m3 is right on average: 1.03 lies between 1 and 1.125."""
+    n = 1 << 14
+    spec = TensorSpec("float8_e4m3fn", "per_tensor", rounding="stochastic")
+    scale = jnp.ones((1,))
+    got = dequantize(
+        quantize_module.quantize_with_scale(jnp.full((n,), 1.03), spec, scale, key=jax.random.key(0))
+    ).mean()
+    assert abs(float(got) - 1.03) <= stochastic_mean_bound(0.125, n)
+
+
+def test_11_stochastic_rounding_rounds_at_random():
+    check_stochastic()
+
+
+# -- 12: parameters --
+
+
+def check_parameters() -> None:
+    for name in ("int8", "fp8"):
+        model = jaxquant.maybe_quantize_model(Net(), NATIVE | {"quantization": name}, X)
+        params, _ = state.split(jax.jit(model.init)(jax.random.key(1), X))
+        expected = jax.jit(Net().init)(jax.random.key(1), X)["params"]
+        assert jax.tree.structure(params) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_12_the_seed_gives_the_same_parameters():
+    check_parameters()
+
+
+# -- 13: the lowered step --
+
+
+def step(name: str):
+    """Give the gradient of a quantized net, its arguments, and what the config makes of the layers."""
+    config = NATIVE | {"quantization": name}
+    model = jaxquant.maybe_quantize_model(Net(), config, X)
+    params, quant = state.split(jax.jit(model.init)(jax.random.key(1), X))
+
+    def loss(params: Any, quant: Any, x: jax.Array) -> jax.Array:
+        return model.apply(state.merge(params, quant), x).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2)), (params, quant, X), jaxquant.describe_layers(Net(), config, X)
+
+
+def check_lowered() -> None:
+    """Six matmuls, all of 8-bit operands."""
+    for name in ("int8", "fp8"):
+        function, args, _ = step(name)
+        types = dot_operand_types(jax.jit(function).lower(*args).as_text())
+        assert len(types) == 6
+        assert not any("f32" in (lhs, rhs) for lhs, rhs, _ in types), types
+
+
+def test_13_matmuls_of_the_lowered_step_are_8_bit_forward_and_backward():
+    check_lowered()
+
+
+# -- 14: coverage --
+
+
+def check_coverage_sees_a_fallback() -> None:
+    function, args, layers = step("fp8")
+    jaxquant.coverage(function, *args, layers=layers).check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "contract", _in_float)
+        jax.clear_caches()
+        found = jaxquant.coverage(function, *args, layers=layers)
+    with pytest.raises(ValueError, match="first"):
+        found.check()
+
+
+def test_14_coverage_raises_where_a_matmul_fell_back():
+    check_coverage_sees_a_fallback()
+
+
+# -- broken on purpose --
+
+
+def _in_float(lhs: Any, rhs: Any, dims: Any, **options: Any) -> jax.Array:
+    """Contract dequantized operands: right numbers, no low-precision matmul."""
+    lhs, rhs = (dequantize(side) if isinstance(side, QTensor) else side for side in (lhs, rhs))
+    return contract(lhs, rhs, dims, **options)
+
+
+class _WithParameter(native.DotGeneral):
+    """An op that draws from the parameters' stream, as those of other libraries do."""
+
+    @nn.compact
+    def __call__(self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        noise = self.param("noise", nn.initializers.normal(), (1,))
+        return jax.lax.dot_general(lhs, rhs, dimension_numbers) + 0 * noise
+
+
+@contextlib.contextmanager
+def _together(owner: Any = None):
+    yield
+
+
+BROKEN = {
+    "layers share traces": (layers_module, "layers_apart", _together, check_alike),
+    "stochastic is nearest": (
+        quantize_module,
+        "stochastic_cast",
+        lambda x, element, key: saturating_cast(x, element),
+        check_stochastic,
+    ),
+    "ops have parameters": (native, "DotGeneral", _WithParameter, check_parameters),
+    "matmuls are in float": (ops, "contract", _in_float, check_lowered),
+    "coverage takes any dtype": (coverage_of, "_fits", lambda found, wanted: True, check_coverage_sees_a_fallback),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_property_is_seen(name):
+    fails_when_broken(*BROKEN[name])
