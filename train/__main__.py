@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--coordinator-address", metavar="HOST:PORT", help="of process 0, in a run of several")
     parser.add_argument("--num-processes", type=int, help="how many processes make up the run")
     parser.add_argument("--process-id", type=int, help="number of this process, from 0")
-    words = parser.parse_args(arguments)
+    words = parser.parse_intermixed_args(arguments)  # overrides may follow the options
     try:
         config = read_config(words.config, words.overrides)
         from train import processes  # after the configuration: a typo is reported before jax loads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -11,11 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from train import processes
 from train.model import EXECUTION_ORDER
 from train.step import Batch, Program, TrainState
 
 Finding = tuple[str, int | None, float]
 """Module or parameter path, index of its layer (None outside the layers), amax."""
+
+STACK = "layers"
+"""The module whose arrays hold all layers, one behind the other."""
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
@@ -33,8 +38,13 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
     text = _first(findings, "output")
     if text:
         return text
-    grads = jax.jit(jax.grad(program.loss))(state.params, state.quant_state, batch, key)
-    gradients = sorted(_amaxes(grads, lambda path: path), key=lambda f: _rank(f[0], f[1]), reverse=True)
+
+    @_jit(program)
+    def gradient_amaxes(state: TrainState, batch: Batch) -> Any:
+        return _amaxes(jax.grad(program.loss)(state.params, state.quant_state, batch, key))
+
+    found = _findings(processes.in_order(gradient_amaxes(state, dict(batch))), lambda path: path)
+    gradients = sorted(found, key=lambda f: _rank(f[0], f[1]), reverse=True)
     text = _first(gradients, "gradient")
     return text or "every layer's output and gradient is finite by itself; their sum or norm overflows"
 
@@ -42,8 +52,8 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
 def _forward(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> list[Finding]:
     from jaxquant import state as quantization_state
 
-    @jax.jit
-    def run(state: TrainState, batch: Batch) -> Any:
+    @_jit(program)
+    def output_amaxes(state: TrainState, batch: Batch) -> Any:
         _, kept = program.model.linen.apply(
             quantization_state.merge(state.params, state.quant_state),
             batch["inputs"],
@@ -53,27 +63,44 @@ def _forward(program: Program, state: TrainState, batch: Batch, key: jax.Array) 
             capture_intermediates=lambda module, method: isinstance(module, nn.Module) and method == "__call__",
             mutable=["intermediates"],
         )
-        return kept["intermediates"]
+        return _amaxes(kept["intermediates"])
 
-    found = _amaxes(run(state, dict(batch)), lambda path: re.sub(r"/?__call__(/[0-9]+)*$", "", path) or "logits")
+    amaxes = processes.in_order(output_amaxes(state, dict(batch)))
+    found = _findings(amaxes, lambda path: re.sub(r"/?__call__(/[0-9]+)*$", "", path) or "logits")
     # Modules that quantization puts inside a layer are left out: the layer is what is asked for.
     known = (f for f in found if (f[0] if f[1] is None else f[0].partition("/")[2] or "layers") in EXECUTION_ORDER)
     return sorted(known, key=lambda finding: _rank(finding[0], finding[1]))
 
 
-def _amaxes(tree: Any, name: Callable[[str], str]) -> Iterable[Finding]:
-    """Give the amax of each floating array in a tree, one per layer where layers are stacked."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+def _jit(program: Program) -> Callable[[Callable[..., Any]], Any]:
+    """Jit a function whose small results every process reads."""
+    return partial(jax.jit, out_shardings=program.replicated)
+
+
+def _amaxes(tree: Any) -> Any:
+    """Reduce each floating array in a tree to its amax, one per layer where layers are stacked; drop the others."""
+
+    def reduce(path: Any, leaf: jax.Array) -> jax.Array | None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            continue
-        full = name("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))
+            return None
+        return _amax(leaf, axis=tuple(range(1, leaf.ndim)) if _names(path)[0] == STACK else None)
+
+    return jax.tree_util.tree_map_with_path(reduce, tree)
+
+
+def _findings(amaxes: Any, name: Callable[[str], str]) -> Iterable[Finding]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(amaxes):
+        full = name("/".join(_names(path)))
         module = full.split("/")[0]
-        if module == "layers":
-            amaxes = np.asarray(_amax(leaf, axis=tuple(range(1, leaf.ndim))))
-            yield from ((full, layer, float(amax)) for layer, amax in enumerate(amaxes))
+        if module == STACK:
+            yield from ((full, layer, float(amax)) for layer, amax in enumerate(np.asarray(leaf)))
         else:
             layer = int(module.removeprefix("layers_")) if module.startswith("layers_") else None
-            yield full, layer, float(_amax(leaf))
+            yield full, layer, float(leaf)
+
+
+def _names(path: Any) -> list[str]:
+    return [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
 
 
 def _amax(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:

@@ -105,7 +105,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         checkpoints = stack.enter_context(Checkpoints(run_dir, config))
         restored = checkpoints.restore(program.abstract_state, say)
         if restored is None:
-            state = program.init()
+            state = processes.in_order(program.init())
         else:
             state, data_state = restored
             data.train.set_state(data_state)
@@ -164,9 +164,11 @@ def _train(
             batch = next(data.train)
             placed = processes.place(program.mesh, BATCH, batch)
             # Before the step, which takes the state for its own.
-            measured = health.measure(state, placed) if health and _due(step, config.health_every) else None
-            state, values = program.step(state, placed, healthy)
-            asked, healthy = stop_anywhere.ask(stop.signal is not None, values["healthy"])
+            due = _due(step, config.health_every)
+            measured = processes.in_order(health.measure(state, placed)) if health and due else None
+            state, values = processes.in_order(program.step(state, placed, healthy))
+            healthy = values["healthy"]
+            asked = stop_anywhere.ask(stop.signal is not None)
             settle()
             pending = _Pending(step, values, placed, before, asked, measured)
             last = step == config.steps
@@ -200,9 +202,7 @@ def _due(step: int, every: int) -> bool:
 
 def _held_out(program: Program, data: Data, state: TrainState) -> float:
     batches = (processes.place(program.mesh, BATCH, batch) for batch in data.held_out())
-    # One after the other: programs of several processes must not run side by side.
-    one = jax.block_until_ready if jax.process_count() > 1 else lambda result: result
-    parts = [one(program.evaluate(state, batch)) for batch in batches]
+    parts = [processes.in_order(program.evaluate(state, batch)) for batch in batches]
     return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
 
 

@@ -7,12 +7,14 @@ jitted function and checkpoint; process 0 alone prints and writes metrics.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+T = TypeVar("T")
 
 
 def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -38,6 +40,8 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
         raise ValueError(f"a run of several processes needs {' and '.join(missing)} too")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process-id must be in 0..{num_processes - 1}, got {process_id}")
+    # jax would take SIGTERM for a service of its own, and one that comes before the first step would go unheard.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
@@ -56,27 +60,36 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
     }
 
 
+def in_order(result: T) -> T:
+    """Return the result of a jitted function; between several CPU processes, once it is computed.
+
+    A CPU runs programs that do not need each other's results side by side, so two programs can reach their collectives
+    in another order in each process, which then wait for each other forever. Accelerators run programs in the order in
+    which they were started.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(result)
+    return result
+
+
 class Flag:
     """A question that is true for all processes as soon as it is for one, without waiting where there is only one.
 
     ``ask`` starts a collective behind the step at hand; reading its answer when that step's metrics are read costs no
-    further wait. It takes a result of that step and gives it back for the next one, so that the three run in this order
-    in every process: programs that run side by side can wait for each other's collectives forever.
+    further wait.
     """
 
     def __init__(self, mesh: Mesh):
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._any = jax.jit(
-            lambda flags, after: (flags.any(), after), out_shardings=NamedSharding(mesh, PartitionSpec())
-        )
+        self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def ask(self, mine: bool, after: Any) -> tuple[Any, Any]:
-        """Start asking; every process does so. Returns the answer, for bool(), and ``after`` for the next step."""
+    def ask(self, mine: bool) -> Any:
+        """Start asking; every process does so. Returns the answer, for bool()."""
         if jax.process_count() == 1:
-            return mine, after
+            return mine
         size = self._sharding.mesh.size
         flags = jax.make_array_from_callback((size,), self._sharding, lambda index: np.full((size,), mine)[index])
-        return self._any(flags, after)
+        return in_order(self._any(flags))
 
 
 def all_agree(mine: bool) -> bool:

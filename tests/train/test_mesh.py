@@ -1,32 +1,25 @@
-"""Meshes: parameters, masks and scales on data, fsdp and tensor axes; two processes train as one does."""
+"""Meshes: parameters, masks and scales on data, fsdp and tensor axes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-import yaml
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxquant.config.loader import to_mapping
 from tests import numerics
-from tests.train.conftest import ROOT, read_losses
-from tests.train.mesh_worker import PATIENT, train
-from tests.train.test_run import wait_for_step
+from tests.train.conftest import ROOT
+from tests.train.mesh_worker import train
 from tests.train.test_step import SMOOTH
-from train import processes
-from train.__main__ import main
 from train.config import TrainConfig
 from train.sharding import AXES, make_mesh, state_shardings
 from train.step import build
@@ -139,61 +132,3 @@ def test_a_mesh_takes_the_devices_it_is_given(tiny: TrainConfig):
     devices: Any = list(range(8))
     mesh = make_mesh(dataclasses.replace(tiny, mesh_tensor=2), devices)
     assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
-
-
-def test_processes_want_all_three_words(capsys: pytest.CaptureFixture[str]):
-    assert main([str(ROOT / "configs/models/ci.yml"), "--num-processes", "2"]) == 2
-    assert "needs --coordinator-address and --process-id too" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"--process-id must be in 0\.\.1, got 2"):
-        processes.join("localhost:1", 2, 2)
-
-
-def _start(config: TrainConfig, run_dir: Path, folder: Path, count: int) -> list[subprocess.Popen[str]]:
-    """Start a run on two devices, of one process or of two."""
-    file = folder / "config.yml"
-    file.write_text(yaml.safe_dump(to_mapping(config)))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    started = []
-    for index in range(count):
-        words = [sys.executable, "-m", "train", str(file), f"run_dir={run_dir}"]
-        if count > 1:
-            words += ["--coordinator-address", address, "--num-processes", str(count), "--process-id", str(index)]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": f"{PATIENT} --xla_force_host_platform_device_count={2 // count}",
-        }
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(words, cwd=ROOT, env=environment, **pipes))
-    return started
-
-
-def _finish(started: list[subprocess.Popen[str]]) -> list[str]:
-    texts = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), texts
-    return texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"quantization": "fp8"}, {"quantization": "int8", **NATIVE}], ids=["fp8", "int8"])
-def test_two_processes_train_stop_and_resume_as_one_does(tiny: TrainConfig, tmp_path: Path, fields: dict[str, Any]):
-    config = dataclasses.replace(tiny, **fields, mesh_data=1, mesh_fsdp=2)
-    one, two = tmp_path / "one", tmp_path / "two"
-    _finish(_start(config, one, tmp_path, 1))
-    started = _start(config, two, tmp_path, 2)
-    wait_for_step(started[0], two, 5)
-    started[1].send_signal(signal.SIGTERM)  # told to one, both stop
-    texts = _finish(started)
-    assert "stopped by a signal to another process after step" in texts[0]
-    assert "step" not in texts[1]
-    texts = _finish(_start(config, two, tmp_path, 2))
-    assert f"resumed {two} at step" in texts[0]
-    losses, reference = read_losses(two), read_losses(one)
-    assert list(losses) == list(reference)
-    np.testing.assert_allclose(
-        list(losses.values()), list(reference.values()), rtol=numerics.MESH_TRAINING, err_msg=str(fields)
-    )
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, two)]
-    assert summaries[0]["held_out_loss"] == pytest.approx(summaries[1]["held_out_loss"], rel=numerics.MESH_TRAINING)
