@@ -83,13 +83,30 @@ def sharded_contraction_bound(case: str) -> float:
     return 2 * BFLOAT16_EPS if recipe.startswith("aqt_fp8") else 32 * FLOAT32_EPS
 
 
-# Fifty quantized steps on a mesh against one device, with an optimizer that is smooth in the gradient. In the first
-# steps the two differ by summation order alone (TRAIN_SUMMATION_ORDER). Then a last bit pushes an operand over a
-# rounding boundary, which moves it by one step of its element: at most 2^-3 of it in e5m2, 1/127 of the channel's
-# largest in int8. Of n = 8 · 32 · 64 elements of an operand, with relative differences of 1e-6, about
-# n · 1e-6 · 2^4 = 0.3 cross in a step, and move one of the 64 products of an output, so a token's logits by
-# 2^-3 / 64 = 2e-3 and the mean loss of 256 tokens by 1e-5 each. Over 50 steps of 14 operands and as many gradients,
-# 0.3 · 28 · 50 = 400 such moves add up with random signs: 20 · 1e-5 = 2e-4. Differences of the parameters grow while
-# they are trained: ten times that.
-FIRST_STEPS = 2
-MESH_TRAINING = 2e-3
+# One quantized step on a mesh against one device from the same state, with a control: the model with its hidden units
+# renumbered, so that its sums have other orders. Without a crossed rounding boundary both are random walks of the same
+# number of last bits; a mesh's partial sums make them shorter. A factor of 4 is a walk 16 times as long. The floor is
+# two last bits of a float32 number, one for each result.
+MESH_WALK = 4.0
+MESH_FLOOR = 2 * FLOAT32_EPS
+# A last bit can push an operand over a rounding boundary. The forward pass has 2 layers · 256 tokens · 4 · 64 operands,
+# 2^17. Their sums of 64 walk by sqrt(64) · 2^-24 = 2^-21: in int8, with 127 steps up to the largest, 2^17 · 2^-21 · 127
+# = 8 cross in a step, in e4m3, with up to 2^4 steps to a value, 1. One that crosses moves by a step: 2^-7 of its row's
+# largest in int8, 2^-3 of itself in e4m3. The largest is at most 4 times the row's root mean square and the norm of 64
+# is 8 of those, so the row moves by 2^-8 and 2^-4 of itself, and so do the logits of its token, which stay within ±6
+# here (the first loss is log 320 = 5.8): its loss by twice 6 times that, the mean of 256 by 1.8e-4 and 2.9e-3. Eight
+# with random signs make sqrt(8) of one; five standard deviations of that are 2.6e-3.
+MESH_REROUNDED_LOSS = {"int8": 2.6e-3, "fp8": 2.9e-3}
+# Gradients and amaxes. e5m2: a gradient that crosses moves by at most 2^-2 of itself, so that were all to cross, a sum
+# of them would move by 2^-2 of its magnitudes. int8: noise is redrawn. A stochastic rounding is off by at most half a
+# step in the root mean square, 1/254 of the largest of a channel of 64, whose norm is at least its largest: 8/254 of
+# the norm. The gradient passes at most four such roundings (two layers, in each wo and wi or out and query) and the
+# weight's own; independent ones add in squares, and two draws differ by sqrt(2): sqrt(10) · 8/254 = 0.1.
+MESH_REROUNDED = {"int8": 0.1, "fp8": 2.0**-2}
+# The mean over n independent steps of differences with standard deviation s deviates from 0 by s / sqrt(n), and by more
+# than five times that once in two million.
+MEAN_SIGMAS = 5.0
+# Free-running losses of the mesh against those of three controls. Losses of neighbouring steps stray together, so that
+# 50 of them are worth about 5 free ones: a ratio of variances with (5, 15) degrees of freedom exceeds 4^2 once in
+# 60,000 (F distribution).
+MESH_SPREAD = 4.0

@@ -1,10 +1,16 @@
 """Training steps on eight simulated devices, for ``test_mesh.py``.
 
-    python -m tests.train.mesh_worker DUMP '{"NAME": {CONFIG}, ...}'
+    python -m tests.train.mesh_worker DUMP '{"NAME": [CONFIG ON THE MESH, CONFIG ON ONE DEVICE], ...}'
 
-prints {NAME: {rows, differing, gathers, reductions}} as JSON: loss and gradient norm of each step, the leaves of the
-state's replicated part that two devices hold differently, and the collectives that the partitioner put in, as (type,
-shape) of their results.
+prints {NAME: {single, steps, free, differing, gathers, others}} as JSON. A configuration is trained on one device; from
+each state on the way, its next step is made by the mesh and by controls, which are one device again with the model's
+hidden units numbered differently (``renumber.py``).
+
+- single: loss of each step on one device.
+- steps: quantity -> for the mesh and each control, for each step, how far it is from the one device (``compare``).
+- free: loss of each step for the mesh and each control, each on its own way from the first state.
+- differing: leaves of which two devices hold different values of the same part, after any step.
+- gathers, others: the collectives that the partitioner put in, as (type, shape) of their results.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from typing import Any
 import numpy as np
 
 STEPS = 50
+CONTROLS = 3
 # The CPU's collectives end a process that waits for another device for 40 s, as on a machine with other work.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
 COLLECTIVE = re.compile(r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)\(")
@@ -49,25 +56,102 @@ def differing(state: Any) -> list[str]:
     return bad
 
 
-def train(config: Any, steps: int = STEPS) -> tuple[list[tuple[float, float]], Any]:
-    """Loss and gradient norm of each step, and the last state."""
+def compare(found: Any, metrics: Any, single: Any, single_metrics: Any, before: Any, decay: float) -> dict[str, float]:
+    """Say how far one step's results are from those of one device; all relative.
+
+    Quantities: ``loss`` and ``grad_norm`` (signed); ``gradient PATH``, the norm of the difference of a parameter's
+    clipped gradient, taken out of Adam's first moment; ``amax PATH``, of the newest entries of the amax histories of
+    inputs and output gradients; ``rest``, how many other values of quant state differ in a bit.
+    """
+    import jax
+
+    def by_path(state: Any) -> dict[str, np.ndarray]:
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+    distances = {name: metrics[name] / single_metrics[name] - 1 for name in ("loss", "grad_norm")} | {"rest": 0.0}
+    owns, olds = by_path(single), by_path(before)
+    for path, new in by_path(found).items():
+        own = owns[path]
+        if ".mu" in path:
+            gradient = own - decay * olds[path]
+            distances[f"gradient {path}"] = float(np.linalg.norm(new - own) / np.linalg.norm(gradient))
+        elif path.startswith(".quant_state"):
+            if path.endswith(("input_amax_history']", "output_grad_amax_history']")):
+                distances[f"amax {path}"] = float(np.abs(new[..., 0] / own[..., 0] - 1).max())
+                new, own = new[..., 1:], own[..., 1:]
+            distances["rest"] += float((new != own).sum())
+    return distances
+
+
+def measure(config: Any, single_config: Any, dump: Path) -> dict[str, Any]:
+    """Train on one device, and repeat each step on the mesh and renumbered."""
+    import jax
+
+    from tests.train.renumber import Numbering
     from train.data import make_iterators
     from train.step import build
 
     data = make_iterators(config, config.batch_size)
-    program = build(config, data.vocab_size)
-    state, healthy, rows = program.init(), np.bool_(True), []
-    for _ in range(steps):
-        state, metrics = program.step(state, next(data.train), healthy)
-        healthy = metrics["healthy"]
-        rows.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return rows, state
+    batches = [next(data.train) for _ in range(STEPS)]
+    mesh = build(config, data.vocab_size)
+    one = build(single_config, data.vocab_size, jax.devices()[:1])
+    blocks = mesh.mesh.shape["data"] * mesh.mesh.shape["fsdp"]
+    numberings = [Numbering.random(config, seed, blocks) for seed in range(CONTROLS)]
+    bad: set[str] = set()
+
+    def step(program: Any, state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
+        state, metrics = program.step(state, batch, np.bool_(True))
+        if program is mesh:
+            bad.update(differing(state))
+        return state, {name: float(value) for name, value in metrics.items()}
+
+    def place(program: Any, state: Any) -> Any:
+        return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state))
+
+    def host(state: Any) -> Any:
+        return jax.tree.map(np.array, state)
+
+    def distances(result: tuple[Any, Any], single: tuple[Any, Any], before: Any) -> dict[str, float]:
+        return compare(result[0], result[1], *single, before, config.adam_b1)
+
+    first = state = host(one.init())
+    single, steps = [], []
+    for batch in batches:
+        after, metrics = step(one, place(one, state), batch)
+        after = host(after)
+        runs = [step(mesh, place(mesh, state), batch)]
+        for numbering in numberings:
+            moved, moved_metrics = step(one, place(one, numbering.state(state)), numbering.batch(batch))
+            runs.append((numbering.undo(host(moved)), moved_metrics))
+        steps.append([distances((host(run), values), (after, metrics), state) for run, values in runs])
+        single.append(metrics["loss"])
+        state = after
+
+    def train(program: Any, state: Any, batches: Any) -> list[float]:
+        state, losses = place(program, state), []
+        for batch in batches:
+            state, metrics = step(program, state, batch)
+            losses.append(metrics["loss"])
+        return losses
+
+    free = [train(mesh, first, batches)]
+    free += [train(one, each.state(first), [each.batch(batch) for batch in batches]) for each in numberings]
+    found = collectives(dump)
+    return {
+        "single": single,
+        "steps": {name: [[run[name] for run in runs] for runs in zip(*steps, strict=True)] for name in steps[0][0]},
+        "free": free,
+        "differing": sorted(bad),
+        "gathers": found["all-gather"],
+        "others": found["other"],
+    }
 
 
 def main(dump: str, configs: str) -> None:
+    # Compiling is most of the time; LLVM's optimizations are not what is tested, and all runs go without them.
     os.environ["XLA_FLAGS"] = (
-        f"{PATIENT} --xla_force_host_platform_device_count=8 --xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd "
-        "--xla_dump_hlo_module_re=jit_step"
+        f"{PATIENT} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+        f"--xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd --xla_dump_hlo_module_re=jit_step"
     )
     import jax
 
@@ -76,16 +160,9 @@ def main(dump: str, configs: str) -> None:
 
     assert jax.device_count() == 8
     results = {}
-    for name, fields in json.loads(configs).items():
+    for name, (fields, single_fields) in json.loads(configs).items():
         shutil.rmtree(dump, ignore_errors=True)
-        rows, state = train(build(TrainConfig, fields))
-        found = collectives(Path(dump))
-        results[name] = {
-            "rows": rows,
-            "differing": differing(state),
-            "gathers": found["all-gather"],
-            "others": found["other"],
-        }
+        results[name] = measure(build(TrainConfig, fields), build(TrainConfig, single_fields), Path(dump))
     print(json.dumps(results))
 
 

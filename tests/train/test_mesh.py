@@ -18,32 +18,36 @@ from jax.sharding import PartitionSpec as P
 from jaxquant.config.loader import to_mapping
 from tests import numerics
 from tests.train.conftest import ROOT
-from tests.train.mesh_worker import train
-from tests.train.test_step import SMOOTH
 from train.config import TrainConfig
 from train.sharding import AXES, make_mesh, state_shardings
 from train.step import build
 
 NATIVE = {"quant_backend": "native"}
-# On one device -1 would be one block of the weight gradient's contraction and on eight eight.
-BLOCKS = {"quantization_local_shard_count": 8}
 MESHES: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2},
-    "int8": {"quantization": "int8", "mesh_fsdp": 4, "mesh_tensor": 2, **NATIVE, **BLOCKS},
-    "int8 on aqt": {"quantization": "int8", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2, **BLOCKS},
+    "int8": {"quantization": "int8", "mesh_fsdp": 4, "mesh_tensor": 2, **NATIVE},
+    "int8 on aqt": {"quantization": "int8", "mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2},
 }
 ONE = {"mesh_data": 1, "mesh_fsdp": 1, "mesh_tensor": 1}
+# By default, -1, int8's weight gradients have a block with scales of its own for each of the four parts of the batch.
+BLOCKS = {"int8": {"quantization_local_shard_count": 4}, "fp8": {}}
+# What draws its noise from the bits of a gradient draws another where a sum has another last bit.
+REDRAWN = ("int8",)
 
 
 @pytest.fixture(scope="module")
 def wide(tiny: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(tiny, steps=50, emb_dim=64, **(SMOOTH | {"learning_rate": 0.02}))
+    return dataclasses.replace(tiny, steps=50, emb_dim=64)
 
 
 @pytest.fixture(scope="module")
 def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What eight devices computed, by name of the mesh."""
-    configs = {name: to_mapping(dataclasses.replace(wide, **fields)) for name, fields in MESHES.items()}
+    """What eight devices, one device and the renumbered controls computed, by name of the mesh."""
+    configs = {}
+    for name, fields in MESHES.items():
+        config = dataclasses.replace(wide, **fields)
+        single = dataclasses.replace(config, **(ONE | BLOCKS[config.quantization]))
+        configs[name] = [to_mapping(config), to_mapping(single)]
     dump = tmp_path_factory.mktemp("dump") / "hlo"
     words = [sys.executable, "-m", "tests.train.mesh_worker", str(dump), json.dumps(configs)]
     # A program that comes out of the compilation cache is not dumped.
@@ -56,13 +60,52 @@ def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
-def test_eight_devices_train_as_one_does(eight: dict[str, Any], wide: TrainConfig, name: str):
-    rows, _ = train(dataclasses.replace(wide, **(MESHES[name] | ONE)))
-    losses, one = np.array(eight[name]["rows"])[:, 0], np.array(rows)[:, 0]
-    first = numerics.FIRST_STEPS
-    np.testing.assert_allclose(losses[:first], one[:first], rtol=numerics.TRAIN_SUMMATION_ORDER)
-    np.testing.assert_allclose(losses, one, rtol=numerics.MESH_TRAINING)
-    assert eight[name]["differing"] == []
+def test_each_of_fifty_steps_is_that_of_one_device_from_the_same_state(eight: dict[str, Any], name: str):
+    """Median: as near as a renumbered model's, whose sums are added in another order too. Largest: a derived ceiling.
+
+    Rounding boundaries are crossed in few steps, but then show: the median is what summation order does without them,
+    the largest is bounded by what they can do. Both are asked of the controls as well, which shows that the ceilings
+    hold where there is no mesh and that a renumbered model is the same model.
+    """
+    found = eight[name]
+    single = np.array(found["single"])
+    assert len(single) == 50
+    kind = MESHES[name]["quantization"]
+    for quantity, rows in found["steps"].items():
+        distance = np.abs(rows)
+        if quantity == "rest":
+            # Kernels' amaxes, scales (of histories that are the same) and past amaxes are equal to the bit.
+            assert not distance.any()
+            continue
+        mesh, control = distance[0], distance[1:]
+        floor = numerics.MESH_FLOOR
+        assert np.median(mesh) <= numerics.MESH_WALK * max(np.median(control), floor), quantity
+        if quantity == "loss":
+            assert (distance * single).max() <= numerics.MESH_REROUNDED_LOSS[kind], quantity
+        else:
+            assert distance.max() <= numerics.MESH_REROUNDED[kind], quantity
+        if name not in REDRAWN:
+            assert np.median(mesh) <= numerics.TRAIN_SUMMATION_ORDER, quantity
+    norms = np.array(found["steps"]["grad_norm"])
+    scatter = max(float(np.sqrt(np.mean(norms[1:] ** 2))), numerics.MESH_FLOOR)
+    assert abs(norms[0].mean()) <= numerics.MEAN_SIGMAS * scatter / len(single) ** 0.5
+    assert found["differing"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_fifty_steps_on_their_own_stay_as_near_as_another_summation_order_does(eight: dict[str, Any], name: str):
+    """Free running, quantized training is chaotic: a last bit becomes a rounding step, and that other parameters.
+
+    No bound of summation order holds then, for one device neither. So the mesh is measured against one device with its
+    hidden units and sequences renumbered: it must stray no further.
+    """
+    single = np.array(eight[name]["single"])
+    strays = np.array(eight[name]["free"]) - single
+    spread = np.sqrt((strays**2).mean(axis=1))
+    assert spread[0] <= numerics.MESH_SPREAD * np.sqrt((spread[1:] ** 2).mean()), spread
+    # It is training that is compared.
+    assert single[-5:].mean() < single[0] / 4
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import to_mapping
 from tests import numerics
 from tests.train.conftest import ROOT, quantized
+from tests.train.mesh_worker import PATIENT
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.diagnose import explain_non_finite
@@ -143,7 +144,7 @@ def test_eight_devices_compute_what_one_does(tiny: TrainConfig):
 
     config = dataclasses.replace(tiny, **SMOOTH)
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{PATIENT} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
     }
