@@ -345,7 +345,7 @@ class OneEinsum(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return self.kind((16, 16), "bd,df->bf", name="mix")(nn.Dense(16, name="dense")(x))
+        return self.kind((16, 8), "bd,df->bf", name="mix")(nn.Dense(16, name="dense")(x))
 
 
 @pytest.mark.parametrize("transform", [lambda kind: kind, nn.remat, nn.jit], ids=["", "remat", "jit"])
