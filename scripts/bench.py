@@ -21,10 +21,10 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxquant.audit.bench_gemms import SMALL, Layer, measure_gemm_set
-from jaxquant.audit.bench_layers import measure_memory, measure_trace
-from jaxquant.audit.schemes import ROOT, Row, schemes
 from train.bench import measure_losses, measure_steps
+from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
+from train.benchmarks.layers import measure_memory, measure_trace
+from train.benchmarks.schemes import ROOT, Row, schemes
 from train.health_cost import measure_health
 
 QUICK_STRINGS = ("int8", "fp8", "fp8_full")

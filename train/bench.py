@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.audit.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
 from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
+from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.report import comparison_rows

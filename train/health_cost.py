@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.audit.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
 from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
 from train.bench import QUICKSTART
+from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.health import build_health

@@ -124,6 +124,7 @@ class _Quantizer:
         if decision.recipe is None:
             return next_fun(*args, **kwargs)
         if isinstance(module, nn.Einsum):
+            _check_call(path, module, decision.recipe, decision.reason)
             return _call_einsum(module, self._ops.einsum_cls(decision.recipe)(), args, kwargs)
         plumbed = getattr(module, "dot_general", None) or getattr(module, "dot_general_cls", None)
         if plumbed is not None:
@@ -146,6 +147,16 @@ class _Quantizer:
                 f"{decision.recipe.name!r} cannot reach it; add the rule {{path: {path}, recipe: null}}"
             )
         return out
+
+
+def _check_call(path: str, module: nn.Einsum, recipe: Recipe, reason: str) -> None:
+    """Refuse a subclass of ``nn.Einsum`` whose own ``__call__`` would be lost; ``nn.jit`` and the like give none."""
+    if inspect.unwrap(type(module).__call__) is not inspect.unwrap(nn.Einsum.__call__):
+        raise NotImplementedError(
+            f"layer {path!r} ({type(module).__name__}) has a __call__ of its own, which {recipe.name!r} ({reason}) "
+            "would replace by that of nn.Einsum; call an nn.Einsum as a submodule, or add the rule "
+            f"{{path: {path}, recipe: null}}"
+        )
 
 
 def _call_einsum(module: nn.Einsum, op: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -176,6 +187,7 @@ def _subclass(model: nn.Module, quantizer: _Quantizer) -> nn.Module:
 
         method.__name__ = name
         method.__doc__ = getattr(base, name).__doc__
+        method.__wrapped__ = getattr(base, name)  # pyright: ignore[reportFunctionMemberAccess]
         return method
 
     def fill(namespace: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -322,6 +324,49 @@ def test_two_ops_of_one_layer_have_a_state_each():
 
     variables = jax.jit(Two().init)(jax.random.key(0), jnp.ones((2, 4)))
     assert sorted(variables[OWG]) == ["Fp8Einsum_0", "Fp8Einsum_1"]
+
+
+class Doubled(nn.Einsum):
+    """An einsum with a call of its own."""
+
+    @nn.compact
+    def __call__(self, *args):
+        return 2 * super().__call__(*args)
+
+
+class Named(nn.Einsum):
+    """An einsum with a field of its own, and nn.Einsum's call."""
+
+    purpose: str = "values"
+
+
+class OneEinsum(nn.Module):
+    kind: type[nn.Einsum]
+
+    @nn.compact
+    def __call__(self, x):
+        return self.kind((16, 8), "bd,df->bf", name="mix")(nn.Dense(16, name="dense")(x))
+
+
+@pytest.mark.parametrize("transform", [lambda kind: kind, nn.remat, nn.jit], ids=["", "remat", "jit"])
+def test_an_einsum_with_a_call_of_its_own_is_refused(transform):
+    x = jnp.ones((4, 16))
+    message = r"layer 'mix' .*Doubled\) has a __call__ of its own, which 'int8' .* would replace"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(maybe_quantize_model(OneEinsum(transform(Doubled)), native("int8")).init, jax.random.key(0), x)
+    left = native("int8", rules=[{"path": "mix", "recipe": None}])
+    jax.eval_shape(maybe_quantize_model(OneEinsum(transform(Doubled)), left).init, jax.random.key(0), x)
+    program = jax.jit(maybe_quantize_model(OneEinsum(transform(Named)), native("int8")).init_with_output)
+    assert len(re.findall("dot_general.*xi8>", program.lower(jax.random.key(0), x).as_text())) == 2
+
+
+def test_a_model_that_is_an_einsum_is_no_einsum_with_a_call_of_its_own():
+    x = jnp.ones((4, 16))
+    args = ((16, 8), "bd,df->bf")
+    program = jax.jit(maybe_quantize_model(nn.Einsum(*args), native("int8")).init_with_output)
+    assert "xi8>" in program.lower(jax.random.key(0), x).as_text()
+    with pytest.raises(NotImplementedError, match="has a __call__ of its own"):
+        jax.eval_shape(maybe_quantize_model(Doubled(*args), native("int8")).init, jax.random.key(0), x)
 
 
 def test_methods_that_need_no_scope():

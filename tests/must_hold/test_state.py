@@ -187,9 +187,10 @@ def check_unused(how: str) -> None:
         apply = lambda x: model.apply(state.merge(params, quant), x)  # noqa: E731
         if how == "cond":
             y = jax.lax.cond(is_used, apply, lambda x: x, x)
+        elif is_used:
+            y = apply(x)
         else:
-            y = jnp.where(is_used, apply(x), 0) if how == "never" else apply(x)
-            y = y if is_used else (jax.lax.stop_gradient(y) if how == "stop_gradient" else x)
+            y = jax.lax.stop_gradient(apply(x)) if how == "stop_gradient" else x
         return y.sum()
 
     expected = PythonLoop()

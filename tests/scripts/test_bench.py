@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxquant.audit.bench_layers import measure_trace
-from jaxquant.audit.schemes import ROOT
 from scripts import bench
+from train.benchmarks.layers import measure_trace
+from train.benchmarks.schemes import ROOT
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxquant.audit.schemes import Scheme
 from train.bench import measure_steps
+from train.benchmarks.schemes import Scheme
 from train.health_cost import measure_health
 
 

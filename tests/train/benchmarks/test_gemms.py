@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxquant.audit import bench_gemms
-from jaxquant.audit.bench_gemms import Contender, Layer, measure_gemm_set
+from train.benchmarks import gemms
+from train.benchmarks.gemms import Contender, Layer, measure_gemm_set
 
 
 class OneGemm(Layer):
@@ -26,7 +26,7 @@ def test_contenders_are_timed_against_bf16_in_one_run():
     assert bf16["speedup"] == 1
     assert (bf16["low"], flax["low"], native["low"]) == ("0%", "100%", "100%")
     for row in (bf16, flax, native):
-        assert all(row[f"{name} ms"] > 0 for name in (*bench_gemms.PROGRAMS, "fwd + bwd"))
+        assert all(row[f"{name} ms"] > 0 for name in (*gemms.PROGRAMS, "fwd + bwd"))
         assert row["TFLOP/s"] >= 0
         assert row["note"] == ""
 

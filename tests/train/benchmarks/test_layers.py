@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxquant.audit.bench_layers import measure_memory, measure_trace
-from jaxquant.audit.schemes import Scheme
+from train.benchmarks.layers import measure_memory, measure_trace
+from train.benchmarks.schemes import Scheme
 
 NATIVE_INT8 = Scheme("int8", "native")
 

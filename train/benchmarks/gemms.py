@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 
 from jaxquant.audit.coverage import coverage
-from jaxquant.audit.schemes import Row, tell
 from jaxquant.inject.model import maybe_quantize_model
+from train.benchmarks.schemes import Row, tell
 
 PROGRAMS = ("fwd", "dlhs", "drhs", "bwd")
 

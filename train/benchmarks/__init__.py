@@ -1,0 +1,1 @@
+"""What quantization costs and gains, for ``scripts/bench.py``."""
