@@ -27,8 +27,9 @@ RUN_CONTROL = frozenset(
 """Fields that may differ when a run is resumed.
 
 They say how long the run lasts, what it checks and writes down and on how many devices it goes. Everything else decides
-the numbers of the run and must equal the checkpoint's. (``steps`` also places the end of the cosine: a run resumed with
-more steps goes on from the checkpoint along the longer schedule.)
+the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it.
+(``steps`` also places the end of the cosine: a run resumed with more steps goes on from the checkpoint along the longer
+schedule.)
 """
 
 
@@ -65,7 +66,7 @@ class TrainConfig(QuantConfig):
       checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
       tensorboard: whether TensorBoard events are written.
       health_every: steps between two rows of health.jsonl, see ``train.health`` (0: none).
-      health_sequences: sequences of the step's batch that health is measured on (0: an eighth of them).
+      health_sequences: sequences of the step's batch that health is measured on (0: an eighth, a micro-batch at most).
     """
 
     run_dir: str = ""
