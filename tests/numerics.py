@@ -45,6 +45,7 @@ SMALL_SUM_ATOL = 64 * FLOAT32_EPS * 10
 # gradient norm pass through a few such sums, whose errors are far apart in sign; three steps, doubled: 1e-4.
 TRAIN_SUMMATION_ORDER = 1e-4
 
+MICRO_BATCH_AMAX = 1e-2
 # Twins: native against AQT and Qwix on a two-layer model, share of the largest output. The first layer's qvalues are
 # the same; a last bit of its float output can push an activation over a rounding boundary of the second layer, which
 # moves the output by one step of that element (2^-8 of the channel's largest value in int8, 2^-4 of the value in e4m3)

@@ -66,7 +66,7 @@ class TrainConfig(QuantConfig):
       checkpoint_every, checkpoint_keep: steps between two checkpoints (0: at the end only), how many stay.
       tensorboard: whether TensorBoard events are written.
       health_every: steps between two rows of health.jsonl, see ``train.health`` (0: none).
-      health_sequences: sequences of the step's batch that health is measured on (0: an eighth of them).
+      health_sequences: sequences of the step's batch that health is measured on (0: an eighth, a micro-batch at most).
     """
 
     run_dir: str = ""

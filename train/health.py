@@ -67,13 +67,13 @@ def build_health(program: Program) -> Health:
     Raises:
       ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
     """
-    config = program.config
+    config, mesh = program.config, program.mesh
 
     def share_of_loss(params: Any, quant_state: Any, part: Batch, key: jax.Array, share: jax.Array) -> jax.Array:
         return program.loss(params, quant_state, part, key, program.model.apply_linen) * share
 
     monitor = HealthMonitor(program.model.linen, config, share_of_loss, example_inputs(config))
-    sequences = sampled_sequences(config, program.mesh.size, monitor.shards)
+    sequences = sampled_sequences(config, mesh.shape["data"] * mesh.shape["fsdp"], monitor.shards)
     stride = config.batch_size // sequences
 
     def measure(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
@@ -85,7 +85,7 @@ def build_health(program: Program) -> Health:
         return monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
 
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-    batch_sharding, replicated = NamedSharding(program.mesh, BATCH), NamedSharding(program.mesh, PartitionSpec())
+    batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(measure, in_shardings=(shardings, batch_sharding), out_shardings=replicated)
     return Health(monitor.rows, sequences, jitted)
 
@@ -94,22 +94,28 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
     """Choose how many sequences of a batch are measured.
 
     Args:
-      config: ``batch_size`` and ``health_sequences``; 0 is the smallest number that fits and is an eighth or more.
+      config: ``batch_size``, ``gradient_accumulation_steps`` and ``health_sequences``; 0 is the smallest number that
+        fits and is an eighth or more, or the largest that fits into a micro-batch, where an eighth does not: the pass
+        holds all that it measures at once, and what fits in training has to fit here.
       devices: over which a batch is spread evenly.
       shards: blocks into which a recipe cuts the batch.
 
     Raises:
-      ValueError: ``health_sequences`` does not divide ``batch_size``, or devices or shards do not divide it.
+      ValueError: ``health_sequences`` does not divide ``batch_size``, or devices or shards do not divide it; or it is
+        0, and nothing that they divide fits into a micro-batch.
     """
     batch, unit = config.batch_size, math.lcm(devices, shards)
     fitting = [n for n in range(1, batch + 1) if batch % n == 0 and n % unit == 0]
     if not config.health_sequences:
-        if not fitting:
+        small = [n for n in fitting if n * config.gradient_accumulation_steps <= batch]
+        if not small:
+            way_out = f"health_sequences to one of {fitting}, or " if fitting else ""
             raise ValueError(
-                f"health_every {config.health_every}: no part of batch_size {batch} is a multiple of {unit} "
-                f"({devices} devices, {shards} shards); set health_every to 0"
+                f"health_every {config.health_every}: no part of batch_size {batch} that fits into one of "
+                f"{config.gradient_accumulation_steps} micro-batches is a multiple of {unit} "
+                f"({devices} devices, {shards} shards); set {way_out}health_every to 0"
             )
-        return next(n for n in fitting if n * SHARE >= batch)
+        return next((n for n in small if n * SHARE >= batch), small[-1])
     if config.health_sequences not in fitting:
         raise ValueError(
             f"health_sequences {config.health_sequences} must divide batch_size {batch} and be a multiple of {unit} "
@@ -141,7 +147,7 @@ class HealthLog:
         table = {name: np.asarray(value) for name, value in values.items()}
         if self._is_writer:
             with self._path.open("a") as file:
-                file.write(json.dumps(to_json(step, self._health, table)) + "\n")
+                file.write(json.dumps(to_json(step, self._health, table), allow_nan=False) + "\n")
         self._metrics.health(step, worst(table))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
         self._told.update(place for place, _ in found)
@@ -154,11 +160,12 @@ class HealthLog:
 def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str, Any]:
     """Give a line of ``health.jsonl``: layers by name and, by tensor and statistic, one number a layer.
 
-    A number that there is none of (the scale of a float tensor) is null.
+    A number that there is none of (the scale of a float tensor) is null, and so is an infinite one, which JSON does not
+    have: the SQNR of a tensor that quantization leaves as it is, the amax of one whose ``nonfinite`` is above 0.
     """
 
     def column(statistic: str, place: int) -> list[float | None]:
-        return [None if math.isnan(v) else float(f"{v:.6g}") for v in table[statistic][:, place].tolist()]
+        return [float(f"{v:.6g}") if math.isfinite(v) else None for v in table[statistic][:, place].tolist()]
 
     tensors = {
         tensor: {statistic: column(statistic, place) for statistic in STATISTICS}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -118,10 +118,12 @@ class Metrics:
             "tokens_per_s": statistics.median(self.tokens_per_s[skip:]),
         }
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        """Write a line; a number that is not finite is null there, as JSON has none, and itself in TensorBoard."""
         if not self._file:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
         self._file.flush()
         if self._events:
             for name, value in values.items():

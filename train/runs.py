@@ -134,9 +134,9 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
             row = json.loads(line)
             step = int(row["step"])
             if "loss" in row:
-                train[step] = float(row["loss"])
+                train[step] = _number(row["loss"])
             if "held_out_loss" in row:
-                held_out[step] = float(row["held_out_loss"])
+                held_out[step] = _number(row["held_out_loss"])
             if row.get("step_time_s") is not None:
                 times.append(float(row["step_time_s"]))
         except (ValueError, KeyError, TypeError):
@@ -144,6 +144,11 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
                 f"{path}, line {number} is not a metrics line: {line[:60]!r}; resume the run, or delete that line"
             ) from None
     return train, held_out, times
+
+
+def _number(value: float | None) -> float:
+    """Read a number back; null is one that was not finite."""
+    return math.nan if value is None else float(value)
 
 
 def _read_health(path: Path) -> tuple[dict[str, Any], ...]:

@@ -137,6 +137,11 @@ def largest(seen: TensorState) -> jax.Array:
     return jnp.where(highest >= 0, bin_value(highest, jnp.where(is_one, mean, 1.0)), -1.0)
 
 
+def _uses(seen: TensorState) -> jax.Array:
+    """Sum the weights of all uses, those with an amax that is not finite included; 0 where there was none."""
+    return jnp.sum(seen["amax_bins"][..., 0, : NON_FINITE_BIN + 1], axis=-1)
+
+
 @jax.jit  # tensors of one shape share a lowered function
 def advance(state: TensorState, seen: TensorState) -> TensorState:
     """Return the state after a step.
@@ -148,7 +153,7 @@ def advance(state: TensorState, seen: TensorState) -> TensorState:
     amax = largest(seen)
     used = amax[..., None] >= 0
     history, counts = state["amax_history"], seen["amax_bins"][..., 0, :]
-    total = jnp.sum(counts[..., : NON_FINITE_BIN + 1], axis=-1, keepdims=True)
+    total = _uses(seen)[..., None]
     pieces = jnp.round(counts[..., _PIECE_BINS] / jnp.where(total > 0, total, 1.0)).astype(jnp.int32)
     scale = jnp.sum(pieces << jnp.array(_PIECES), axis=-1, keepdims=True)
     # Without a history each use has a scale of its own, and the state none.
@@ -164,12 +169,16 @@ def advance(state: TensorState, seen: TensorState) -> TensorState:
 def larger(first: TensorState, second: TensorState) -> TensorState:
     """Choose, of what two passes saw, the one with the larger amax; the choice loses no bit, as a sum might.
 
+    A pass that used the tensor goes before one that did not, whatever it saw: it holds the scale that was used.
+
     Leading axes are carried along. In flax mode, whose "gradients" are new states, every entry takes the larger one:
     both rolled the same history, and differ in slot 0.
     """
     if "amax_bins" not in first:
         return jax.tree.map(jnp.maximum, first, second)
-    keep = largest(first) >= largest(second)
+    amaxes, uses = ([read(seen) for seen in (first, second)] for read in (largest, _uses))
+    # Without a finite amax on either side the two are equal, one of them perhaps empty.
+    keep = (amaxes[0] > amaxes[1]) | ((amaxes[0] == amaxes[1]) & ((uses[0] > 0) | (uses[1] == 0)))
     return jax.tree.map(
         lambda a, b: jnp.where(keep.reshape(keep.shape + (1,) * (a.ndim - keep.ndim)), a, b), first, second
     )

@@ -107,8 +107,16 @@ class TrainState(train_state.TrainState):
         Args:
           grads: gradient with respect to ``params``, quant state included.
           kwargs: further fields to replace.
+
+        Raises:
+          TypeError: ``opt_state`` is not one that ``create`` made.
+          ValueError: the gradient has no quant state while ``params`` has, or the other way round.
         """
-        assert isinstance(self.opt_state, OptimizerState), "made by create"
+        if not isinstance(self.opt_state, OptimizerState):
+            raise TypeError(
+                f"opt_state of this TrainState must be an OptimizerState, got {type(self.opt_state).__name__}; "
+                "make the state with TrainState.create, whose params are all that model.init returned"
+            )
         params, opt_state = Optimizer(self.tx).step(grads, self.opt_state, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
@@ -121,6 +129,9 @@ class TrainState(train_state.TrainState):
           params: the model's variables: ``{"params": …}``, with quant state where the recipe has some.
           tx: an optax ``GradientTransformation`` or ``MultiSteps``.
           kwargs: fields of a subclass.
+
+        Raises:
+          ValueError: ``params`` has no "params" collection, or one beside it that is not quant state.
         """
         opt_state = Optimizer(tx).init(params)
         return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)

@@ -37,7 +37,9 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
       ValueError: there is no "params" collection, or another one that this split would lose.
     """
     if "params" not in variables:
-        raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
+        raise ValueError(
+            f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned"
+        )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
         raise ValueError(f"variables have collections {others} beside parameters and quant state; split them off first")

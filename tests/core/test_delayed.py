@@ -136,6 +136,21 @@ def test_the_larger_of_two_observations_loses_no_bit(mode):
         assert float(delayed.largest(poisoned)) == np.float32(1.12)
 
 
+@pytest.mark.parametrize("amax", [math.inf, math.nan])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_non_finite_micro_batch_leaves_the_scale_of_the_big_batch_in_any_order(amax, order):
+    state, seen = emitted(amax, history=7.0)  # its scale is 1 before the step
+    nothing = jax.tree.map(jnp.zeros_like, seen)
+    big = delayed.advance(state, seen)
+    np.testing.assert_allclose(big["scale"], 7.0 / 448, rtol=2e-7)
+    total = delayed.larger(*((nothing, seen)[place] for place in order))
+    jax.tree.map(np.testing.assert_array_equal, delayed.advance(state, total), big)
+    # One with a finite amax goes before both.
+    _, finite = emitted(2.0, history=7.0)
+    total = delayed.larger(*((finite, total)[place] for place in order))
+    jax.tree.map(np.testing.assert_array_equal, delayed.advance(state, total), delayed.advance(state, finite))
+
+
 @pytest.mark.parametrize("amax", [1e-30, 1e-36, 1e-38, 0.0])
 def test_a_scale_never_flushes_to_zero(amax):
     state, seen = emitted(amax, history=amax)

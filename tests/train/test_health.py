@@ -12,14 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxquant.audit.health import HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.ops.dot_general import TENSORS
 from tests.numerics import TRAIN_SUMMATION_ORDER
 from tests.train.conftest import STEPS, quantized, read_losses, train
+from train.checkpoint import write_config
 from train.data import make_iterators
 from train.health import FILE, Health, HealthLog, build_health, find_faults, sampled_sequences, worst
+from train.health_report import health_maps
+from train.metrics import Metrics
+from train.runs import load_run
+from train.sharding import AXES
 from train.step import build
 
 DTYPES = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
@@ -113,14 +119,37 @@ def test_sampled_sequences_divide_the_batch_and_fit_devices_and_shards(tiny, bat
     assert sampled_sequences(config, devices, shards) == sequences
 
 
+@pytest.mark.parametrize(
+    ("micro_batches", "asked", "devices", "shards", "sequences"),
+    [(64, 0, 1, 1, 1), (16, 0, 1, 1, 4), (16, 0, 4, 2, 4), (8, 0, 1, 1, 8), (2, 0, 1, 1, 8), (64, 32, 1, 1, 32)],
+)
+def test_no_more_than_a_micro_batch_is_sampled_unless_asked(tiny, micro_batches, asked, devices, shards, sequences):
+    fields = {"batch_size": 64, "gradient_accumulation_steps": micro_batches, "health_sequences": asked}
+    assert sampled_sequences(dataclasses.replace(tiny, **fields), devices, shards) == sequences
+
+
+def test_devices_of_one_tensor_group_share_their_sequences(tiny):
+    """Four sequences on eight devices in two groups of four: two sequences at least, not eight."""
+    program = build(dataclasses.replace(quantized(tiny, "fp8"), batch_size=4), 320)
+    for sizes, sequences in (((1, 1, 8), 1), ((1, 2, 4), 2), ((2, 2, 2), 4)):
+        mesh: Any = AbstractMesh(sizes, AXES)
+        assert build_health(dataclasses.replace(program, mesh=mesh)).sequences == sequences
+
+
 def test_sampled_sequences_that_do_not_fit_are_refused(tiny):
     config = dataclasses.replace(tiny, batch_size=16, health_sequences=3)
     with pytest.raises(
         ValueError, match=r"health_sequences 3 must divide batch_size 16 .* use one of \[1, 2, 4, 8, 16\]"
     ):
         sampled_sequences(config, 1, 1)
-    with pytest.raises(ValueError, match="no part of batch_size 16 is a multiple of 3"):
-        sampled_sequences(dataclasses.replace(config, health_sequences=0), 1, 3)
+    config = dataclasses.replace(config, health_sequences=0)
+    with pytest.raises(ValueError, match=r"into one of 1 micro-batches is a multiple of 3 .*; set health_every to 0$"):
+        sampled_sequences(config, 1, 3)
+    config = dataclasses.replace(config, gradient_accumulation_steps=8)
+    with pytest.raises(
+        ValueError, match=r"into one of 8 .* set health_sequences to one of \[4, 8, 16\], or health_every"
+    ):
+        sampled_sequences(config, 1, 4)
 
 
 def table(**changes: dict[tuple[int, int], float]) -> dict[str, np.ndarray]:
@@ -190,3 +219,35 @@ def test_a_float_run_has_amaxes_and_nothing_to_warn_of(tmp_path):
     assert line["kernel"]["sqnr"] == [None, None]
     assert said.lines == []
     assert worst(values) == {"largest_nonfinite": 0}
+
+
+def test_an_infinite_number_is_null_in_the_files_and_the_page_reads_them(tiny, tmp_path):
+    """A kernel of ones has no rounding error at all, and a broken tensor an infinite amax."""
+    places = [(row, place) for row in range(2) for place in range(3)]
+    values: Any = table(sqnr=dict.fromkeys(places, math.inf), amax={(1, 0): math.inf}, nonfinite={(1, 0): 0.5})
+    config = dataclasses.replace(tiny, run_dir=str(tmp_path))
+    with Metrics(tmp_path, config, 0) as metrics:
+        HealthLog(Health(ROWS, 1, lambda state, batch: {}), tmp_path, metrics, first_step=0).write(1, values)
+        metrics.held_out(1, math.nan)
+        metrics.step(1, {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 1.0})
+    lines = [strict(line) for name in (FILE, "metrics.jsonl") for line in (tmp_path / name).read_text().splitlines()]
+    assert lines[0]["kernel"]["sqnr"] == [None, None]
+    assert lines[0]["input"]["amax"] == [1.0, None]
+    assert lines[0]["input"]["nonfinite"] == [0.0, 0.5]
+    assert lines[1]["health/lowest_sqnr_db"] is None
+    write_config(tmp_path, config)
+    run = load_run(tmp_path, "run")
+    assert run.train == {1: 2.0}
+    assert math.isnan(run.held_out[1])
+    (drawn,) = health_maps([run])
+    assert drawn["maps"]["input"]["amax"]["values"] == [[1.0], [None]]
+    assert "sqnr" not in drawn["maps"]["kernel"]
+
+
+def strict(line: str) -> Any:
+    """Parse JSON as jq and JSON.parse do, without Infinity and NaN."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON: {line[:200]}")
+
+    return json.loads(line, parse_constant=refuse)
