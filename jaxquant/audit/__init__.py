@@ -14,6 +14,7 @@ class _Audit(types.ModuleType):
     """
 
     def __call__(self, step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Any:
+        """Compile a step with the real compiler of an absent chip and report what it made: ``absent.audit``."""
         from jaxquant.audit.absent import audit
 
         return audit(step, *shapes, target=target, topology=topology, name=name)

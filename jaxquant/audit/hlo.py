@@ -47,6 +47,7 @@ class Array:
 
 
 def bits(dtype: str) -> int:
+    """Give the bits of an element of a dtype by HLO's name."""
     if dtype not in BITS:
         # f8e4m3fn, f4e2m1fn: the digit after the f.
         BITS[dtype] = int(dtype[1])

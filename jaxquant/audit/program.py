@@ -21,17 +21,20 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 _MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
 _FREE = frozenset(
     [
-        *(
-            "parameter",
-            "constant",
-            "iota",
-            "tuple",
-            "get-tuple-element",
-            "bitcast",
-            "opt-barrier",
-            "optimization-barrier",
-        ),
-        *("after-all", "add-dependency", "domain", "partition-id", "replica-id", "rng-get-and-update-state"),
+        "parameter",
+        "constant",
+        "iota",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "opt-barrier",
+        "optimization-barrier",
+        "after-all",
+        "add-dependency",
+        "domain",
+        "partition-id",
+        "replica-id",
+        "rng-get-and-update-state",
     ]
 )
 """Instructions that move nothing: names for what is there, or the end of a move already counted."""
@@ -59,6 +62,7 @@ class Matmul:
 
     @property
     def dtypes(self) -> str:
+        """Operand dtypes in one word: ``s8``, or ``f8e4m3fn×f8e5m2`` where they differ."""
         return self.lhs.dtype if self.lhs.dtype == self.rhs.dtype else f"{self.lhs.dtype}×{self.rhs.dtype}"
 
     @property
@@ -96,7 +100,6 @@ class Program:
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
     collectives: list[Collective] = dataclasses.field(default_factory=list)
-    matmul_bytes: int = 0
 
     def count(self) -> dict[str, int]:
         """Matmuls of a step by operand dtypes."""
@@ -126,7 +129,8 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
     over stacked layers: an operand of which a fusion only takes a slice counts as the slice, and a result updated in
     place counts as the update. A loop body counts as often as its trip count says (the compiler's, or the constant that
     the loop's counter is compared with; once where there is neither, as ``while_loop`` has); every branch of a
-    conditional counts once. A fusion around a matmul is the matmul, its bytes go to ``matmul_bytes``.
+    conditional counts once. A fusion around a matmul or a collective is that, and no move. A fusion that keeps only a
+    slice of the all-reduce that it holds, as TPU compilers write it, is a reduce-scatter.
     """
     module = parse(text)
     program = Program()
@@ -165,12 +169,13 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
         if opcode in COLLECTIVES:
             program.collectives.append(_collective(computation, instruction, opcode, path, times))
             continue
-        found = _matmuls(module, computation, instruction, path, times)
-        moved = _traffic(module, computation, instruction)
-        if found:
-            program.matmuls += found
-            program.matmul_bytes += times * moved
+        matmuls = _matmuls(module, computation, instruction, path, times)
+        collectives = _fused_collectives(module, instruction, path, times)
+        program.matmuls += matmuls
+        program.collectives += collectives
+        if matmuls or collectives:
             continue
+        moved = _traffic(module, computation, instruction)
         operands = (array for name in instruction.operands for array in computation[name].arrays)
         types = f"{', '.join(map(str, operands))} → {', '.join(map(str, instruction.arrays))}"
         program.moves.append(Move(instruction.target or opcode, moved, path, times, types))
@@ -258,6 +263,29 @@ def _part_written(inner: Computation, result: Instruction) -> int:
     if result.opcode in ("dynamic-update-slice", "scatter"):
         return inner[result.operands[-1 if result.opcode == "scatter" else 1]].bytes
     return result.bytes
+
+
+def _fused_collectives(module: Module, instruction: Instruction, path: str, times: int) -> list[Collective]:
+    """List the collectives that a fusion holds."""
+    if instruction.opcode != "fusion":
+        return []
+    found = []
+    for called in instruction.called:
+        inner = module.computations[called]
+        for each in inner.values():
+            name = each.op_name or path
+            found += _fused_collectives(module, each, name, times)
+            kind = each.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                is_scattered = kind == "all-reduce" and _is_only_sliced(inner, each.name)
+                found.append(_collective(inner, each, "reduce-scatter" if is_scattered else kind, name, times))
+    return found
+
+
+def _is_only_sliced(inner: Computation, name: str) -> bool:
+    """Say whether slices are all that is kept of a value of a fusion."""
+    users = [each for each in inner.values() if name in each.operands]
+    return bool(users) and all(each.opcode == "dynamic-slice" or _is_only_sliced(inner, each.name) for each in users)
 
 
 def _collective(computation: Computation, instruction: Instruction, kind: str, path: str, times: int) -> Collective:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jaxquant.audit.chips import Chip, chip
@@ -45,7 +46,8 @@ class Fate:
 
     Attributes:
       asked: how many there are in the step as traced, by path.
-      fell_back: those that the compiler made in more than 8 bits.
+      fell_back: those that the compiler made in more than 8 bits, or that are gone where it made a wider matmul that
+        nothing traced explains.
       merged: those that it made as part of another 8-bit matmul with a common operand.
       removed: those whose result nobody needs, or that equal another.
     """
@@ -56,37 +58,71 @@ class Fate:
     removed: list[str]
 
 
+NEARLY = 1.01
+"""Works that differ by less are the same: a compiler pads, and a device's share is rounded down."""
+
+
 def fate(asked: Program, emitted: Program, devices: int = 1) -> Fate:
     """Compare a step as traced with what a compiler made of it.
 
-    A matmul is followed by its path. One that is gone was merged if an 8-bit matmul of the same pass does more work
-    than its own path asks for, as much more as is missing; otherwise it was removed. What is asked for is the work of
-    all ``devices``, what is emitted that of one.
+    A matmul is followed by its path, which a compiler may lose. One that is gone was merged if an 8-bit matmul of the
+    same pass does more work than its own path asks for, as much more as is missing. If not, it fell back where there is
+    a wider matmul of at least its work that no traced one explains, neither by path nor by work; otherwise it was
+    removed. What is asked for is the work of all ``devices``, what is emitted that of one.
     """
-    wanted = [matmul for matmul in asked.matmuls if matmul.bits <= 8]
-    paths = collections.Counter(matmul.path for matmul in wanted)
-    fell_back = [f"{m.path}: {m.dtypes}" for m in emitted.matmuls if m.path in paths and m.bits > 8]
+    wanted: dict[str, list[int]] = {}
+    for matmul in asked.matmuls:
+        if matmul.bits <= 8:
+            wanted.setdefault(matmul.path, []).append(matmul.times * matmul.flops // devices)
+    wide = [matmul for matmul in emitted.matmuls if matmul.bits > 8]
+    fell_back = [f"{m.path}: {m.dtypes}" for m in wide if m.path in wanted]
+    lost = {matmul.path for matmul in wide} & set(wanted)
     made: dict[str, int] = collections.Counter()
     for matmul in emitted.matmuls:
         if matmul.bits <= 8:
             made[matmul.path] += matmul.times * matmul.flops
-    asked_work: dict[str, int] = collections.Counter()
-    for matmul in wanted:
-        asked_work[matmul.path] += matmul.times * matmul.flops // devices
-    lost = {each.split(": ")[0] for each in fell_back}
-    spare = {path: made[path] - asked_work[path] for path in made}
+    spare = {path: work - sum(wanted.get(path, ())) for path, work in made.items()}
+    unexplained = _unexplained(asked, [matmul for matmul in wide if matmul.path not in wanted], devices)
     merged, removed = [], []
-    for path, work in asked_work.items():
-        if path in lost or made.get(path, 0) >= work:
-            continue
-        missing = work - made.get(path, 0)
-        host = next((p for p in spare if layer(p)[1] == layer(path)[1] and spare[p] * 1.01 >= missing), None)
-        if host is None:
-            removed.append(path)
+    for path, works in wanted.items():
+        for work in [] if path in lost else _gone(works, made.get(path, 0)):
+            host = next((p for p in spare if layer(p)[1] == layer(path)[1] and spare[p] * NEARLY >= work), None)
+            wider = next((each for each in unexplained if each[1] * NEARLY >= work), None)
+            if host is not None:
+                spare[host] -= work
+                merged.append(f"{path} → {layer(host)[0]}")
+            elif wider is not None:
+                wider[1] -= work
+                fell_back.append(f"{path}: fell back or unexplained, {wider[0].dtypes}")
+            else:
+                removed.append(path)
+    return Fate({path: len(works) for path, works in wanted.items()}, fell_back, merged, removed)
+
+
+def _gone(works: list[int], made: int) -> list[int]:
+    """List the works of a path's matmuls that are not in what was made of it, the largest ones first."""
+    missing, gone = sum(works) - made, []
+    for work in sorted(works, reverse=True):
+        if work <= missing * NEARLY:
+            missing -= work
+            gone.append(work)
+    return gone or ([missing] if missing > 0 else [])
+
+
+def _unexplained(asked: Program, wide: list[Matmul], devices: int) -> list[list[Any]]:
+    """Pair the wide matmuls that no traced wide one explains, by path or else by work, with their work."""
+    traced = [matmul for matmul in asked.matmuls if matmul.bits > 8]
+    known, kept = {matmul.path for matmul in traced}, {matmul.path for matmul in wide}
+    works = [matmul.times * matmul.flops // devices for matmul in traced if matmul.path not in kept]
+    found = []
+    for matmul in (each for each in wide if each.path not in known):
+        work = matmul.times * matmul.flops
+        same = next((each for each in works if each <= work * NEARLY and work <= each * NEARLY), None)
+        if same is None:
+            found.append([matmul, work])
         else:
-            spare[host] -= missing
-            merged.append(f"{path} → {layer(host)[0]}")
-    return Fate(dict(paths), fell_back, merged, removed)
+            works.remove(same)
+    return found
 
 
 @dataclasses.dataclass
@@ -115,6 +151,9 @@ ASSUMPTIONS = (
 class Audit:
     """What the compiler of an absent chip made of a step. Counts, bytes and times are of one step on one device.
 
+    Where the compiler refuses the step, what it would have made is not known: figures are None, tables and memory are
+    empty, and of the fate only what was asked for is told.
+
     Attributes:
       target, topology, devices: chip, slice as given, number of devices of the program.
       fits: whether it fits the device's memory; ``refusal`` is the compiler's word where it does not compile.
@@ -137,31 +176,33 @@ class Audit:
     refusal: str
     memory: dict[str, int]
     matmuls: list[Row]
-    counts: dict[str, int]
+    counts: dict[str, int] | None
     fate: Fate
-    moved: int
-    big_moves: int
-    moves: int
+    moved: int | None
+    big_moves: int | None
+    moves: int | None
     largest_moves: list[Row]
     collectives: list[Row]
-    roofline: Roofline
-    bf16_matmul: float
+    roofline: Roofline | None
+    bf16_matmul: float | None
     compile_seconds: float
     versions: dict[str, str]
     unquantized: Audit | None = None
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether something was asked for in 8 bits and nothing of it fell back."""
-        return bool(self.fate.asked) and not self.fate.fell_back
+        """Whether something was asked for in 8 bits, the compiler took the step, and nothing of it fell back."""
+        return bool(self.fate.asked) and not self.refusal and not self.fate.fell_back
 
     def to_json(self) -> str:
+        """Write everything, the unquantized step's audit included, as JSON; ``from_json`` reads it."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
         return self.to_markdown()
 
     def to_markdown(self) -> str:
+        """Write the verdict and the tables as a page of markdown."""
         return "\n".join(_markdown(self)) + "\n"
 
 
@@ -172,7 +213,7 @@ def from_json(data: Row) -> Audit:
         **data
         | {
             "fate": Fate(**data["fate"]),
-            "roofline": Roofline(**data["roofline"]),
+            "roofline": None if data["roofline"] is None else Roofline(**data["roofline"]),
             "unquantized": None if below is None else from_json(below),
         }
     )
@@ -270,24 +311,33 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f} ms"
 
 
+_FIGURES: dict[str, Callable[[Any], str]] = {
+    "matmuls": lambda audit: _counted(audit.counts),
+    "moved beside matmuls": lambda audit: _gb(audit.moved),
+    "moves, over 1 MB": lambda audit: f"{audit.moves}, {audit.big_moves}",
+    "communicated": lambda audit: _gb(sum(row["bytes"] for row in audit.collectives)),
+    "peak memory": lambda audit: _memory(audit),
+    "roofline: matmuls": lambda audit: _ms(audit.roofline.matmul),
+    "roofline: moves": lambda audit: _ms(audit.roofline.moves),
+    "roofline: communication": lambda audit: _ms(audit.roofline.communication),
+    "roofline: step": lambda audit: _ms(audit.roofline.step),
+    "compiled in": lambda audit: f"{audit.compile_seconds:.0f} s",
+}
+_KNOWN_OF_REFUSED = ("peak memory", "compiled in")
+
+
 def summary_rows(audit: Audit) -> list[Row]:
-    """Give the figures of an audit beside those of the unquantized step."""
+    """Give the figures of an audit beside those of the unquantized step; "–" is one that a refused step has not."""
     columns = {"quantized" if audit.unquantized else "step": audit}
     if audit.unquantized:
         columns["unquantized"] = audit.unquantized
-    cells: dict[str, dict[str, str]] = {
-        "matmuls": {name: _counted(each.counts) for name, each in columns.items()},
-        "moved beside matmuls": {name: _gb(each.moved) for name, each in columns.items()},
-        "moves, over 1 MB": {name: f"{each.moves}, {each.big_moves}" for name, each in columns.items()},
-        "communicated": {name: _gb(sum(row["bytes"] for row in each.collectives)) for name, each in columns.items()},
-        "peak memory": {name: _memory(each) for name, each in columns.items()},
-        "roofline: matmuls": {name: _ms(each.roofline.matmul) for name, each in columns.items()},
-        "roofline: moves": {name: _ms(each.roofline.moves) for name, each in columns.items()},
-        "roofline: communication": {name: _ms(each.roofline.communication) for name, each in columns.items()},
-        "roofline: step": {name: _ms(each.roofline.step) for name, each in columns.items()},
-        "compiled in": {name: f"{each.compile_seconds:.0f} s" for name, each in columns.items()},
-    }
-    return [{"": name} | row for name, row in cells.items()]
+    rows: list[Row] = []
+    for name, write in _FIGURES.items():
+        is_known = {column: not each.refusal or name in _KNOWN_OF_REFUSED for column, each in columns.items()}
+        rows.append(
+            {"": name} | {column: write(columns[column]) if known else "–" for column, known in is_known.items()}
+        )
+    return rows
 
 
 def _memory(audit: Audit) -> str:
@@ -308,24 +358,26 @@ def verdict(audit: Audit) -> str:
         return f"FELL BACK: {len(audit.fate.fell_back)} of {asked} matmuls asked for in 8 bits are not: " + "; ".join(
             audit.fate.fell_back
         )
-    ends = [f"{len(audit.fate.merged)} inside another"] if audit.fate.merged else []
-    ends += [f"{len(audit.fate.removed)} not needed and removed"] if audit.fate.removed else []
-    return f"All {asked} matmuls asked for in 8 bits are 8-bit ones{': ' if ends else ''}{', '.join(ends)}."
+    removed, merged = len(audit.fate.removed), len(audit.fate.merged)
+    share = f"{asked - removed} of {asked}" if removed else f"All {asked}"
+    ends = [f"{merged} inside another"] if merged else []
+    ends += [f"{removed} not needed and removed"] if removed else []
+    return f"{share} matmuls asked for in 8 bits are 8-bit ones{': ' if ends else ''}{', '.join(ends)}."
 
 
 def speedup(audit: Audit) -> str:
     """Compare with the unquantized step."""
-    if audit.refusal:
+    time, plain = audit.roofline, audit.unquantized
+    if time is None or audit.moved is None or audit.big_moves is None or audit.bf16_matmul is None:
         return ""
-    if audit.unquantized and not audit.unquantized.refusal:
-        ratio = audit.unquantized.roofline.step / audit.roofline.step
-        extra, more = audit.moved - audit.unquantized.moved, audit.big_moves - audit.unquantized.big_moves
+    if plain and plain.roofline and plain.moved is not None and plain.big_moves is not None:
+        ratio = plain.roofline.step / time.step
+        extra, more = audit.moved - plain.moved, audit.big_moves - plain.big_moves
         return (
             f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step. "
             f"Quantization moves {extra / 1e9:+,.2f} GB beside the matmuls, in {more:+} instructions over 1 MB."
         )
-    whole = audit.bf16_matmul + audit.roofline.moves
-    ratio = max(whole, audit.roofline.communication) / audit.roofline.step
+    ratio = max(audit.bf16_matmul + time.moves, time.communication) / time.step
     return (
         f"Roofline estimate: {ratio:.2f}× the speed of the same step with its matmuls in bf16 (and the same moves: no "
         "unquantized step was compiled)."

@@ -76,7 +76,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     began = time.perf_counter()
     lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
-    program, memory, refusal = Program(), {}, ""
+    program, memory, refusal = None, {}, ""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -88,7 +88,8 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     else:
         program = read_program(compiled.as_text())
         memory = _memory(compiled.memory_analysis(), target)
-    roofline, bf16 = report.estimate(target, program)
+    roofline, bf16 = (None, None) if program is None else report.estimate(target, program)
+    made = program or Program()
     return report.Audit(
         name=request["name"],
         target=request["target"],
@@ -97,14 +98,14 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         fits=not refusal and memory["peak"] <= memory["capacity"],
         refusal=refusal,
         memory=memory,
-        matmuls=report.matmul_rows(program),
-        counts=program.count(),
-        fate=report.fate(asked, asked if refusal else program, 1 if refusal else count),
-        moved=program.moved,
-        big_moves=program.big_moves,
-        moves=sum(move.times for move in program.moves),
-        largest_moves=report.largest_moves(program),
-        collectives=report.collective_rows(program),
+        matmuls=report.matmul_rows(made),
+        counts=None if program is None else program.count(),
+        fate=report.fate(asked, asked, 1) if program is None else report.fate(asked, program, count),
+        moved=None if program is None else program.moved,
+        big_moves=None if program is None else program.big_moves,
+        moves=None if program is None else sum(move.times for move in program.moves),
+        largest_moves=report.largest_moves(made),
+        collectives=report.collective_rows(made),
         roofline=roofline,
         bf16_matmul=bf16,
         compile_seconds=round(time.perf_counter() - began, 1),

@@ -2,11 +2,16 @@
 
 # ruff: noqa: E501  (the texts are as compilers write them)
 
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import jax
 import pytest
 
-from jaxquant.audit import hlo, report
+from jaxquant.audit import hlo, report, worker
 from jaxquant.audit.chips import CHIPS, chip, gpu_target
-from jaxquant.audit.program import read_program
+from jaxquant.audit.program import Collective, Program, read_program
 
 GPU = """HloModule jit_step, is_scheduled=true
 
@@ -76,6 +81,36 @@ ENTRY %main (a: bf16[16,128,8,32], b: bf16[8,32,128,1]) -> f32[16,128,128,1] {
 }
 """
 
+REDUCE_SCATTER = """HloModule jit_step
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {
+  %x = bf16[]{:T(256)} parameter(0)
+  %y = bf16[]{:T(256)} parameter(1)
+  ROOT %sum = bf16[]{:T(256)} add(%x, %y)
+}
+
+%all-reduce-scatter.2 (input_0: bf16[1024,1024], input_1: bf16[1024,1024]) -> (bf16[1024,256], bf16[256,1024]) {
+  %input_0 = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %input_1 = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %all-reduce.6 = (bf16[1024,1024]{1,0:T(8,128)(2,1)}, bf16[1024,1024]{1,0:T(8,128)(2,1)}) all-reduce(%input_0, %input_1), channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true, to_apply=%add
+  %get-tuple-element.2 = bf16[1024,1024]{1,0:T(8,128)(2,1)} get-tuple-element(%all-reduce.6), index=0
+  %constant.29 = u32[] constant(0)
+  %partition-id.5 = u32[] partition-id()
+  %constant.30 = u32[] constant(256)
+  %multiply.4 = u32[]{:T(128)} multiply(%partition-id.5, %constant.30)
+  %dynamic-slice.8 = bf16[1024,256]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%get-tuple-element.2, %constant.29, %multiply.4), dynamic_slice_sizes={1024,256}
+  %get-tuple-element.3 = bf16[1024,1024]{1,0:T(8,128)(2,1)} get-tuple-element(%all-reduce.6), index=1
+  %dynamic-slice.9 = bf16[256,1024]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%get-tuple-element.3, %multiply.4, %constant.29), dynamic_slice_sizes={256,1024}
+  ROOT %tuple.4 = (bf16[1024,256]{1,0:T(8,128)(2,1)S(1)}, bf16[256,1024]{1,0:T(8,128)(2,1)S(1)}) tuple(%dynamic-slice.8, %dynamic-slice.9)
+}
+
+ENTRY %main (a: bf16[1024,1024], b: bf16[1024,1024]) -> (bf16[1024,256], bf16[256,1024]) {
+  %a = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  ROOT %fusion.11 = (bf16[1024,256]{1,0:T(8,128)(2,1)S(1)}, bf16[256,1024]{1,0:T(8,128)(2,1)S(1)}) fusion(%a, %b), kind=kCustom, calls=%all-reduce-scatter.2, metadata={op_name="jit(step)/transpose(jvp())/dot_general"}
+}
+"""
+
 TRACED = """HloModule jit_step
 
 _forward.1 {
@@ -142,12 +177,92 @@ def test_a_tpu_matmul_is_a_convolution_in_a_fusion():
     assert program.matmuls[0].path == "jit(step)/out/dot_general"
 
 
+def test_a_tpu_reduce_scatter_is_an_all_reduce_in_a_fusion_that_keeps_a_slice():
+    program = read_program(REDUCE_SCATTER)
+    path = "jit(step)/transpose(jvp())/dot_general"
+    assert program.collectives == [Collective("reduce-scatter", "bf16", 2 * 2 * 1024 * 1024, path, 1)]
+    assert not program.moves
+    whole = REDUCE_SCATTER.replace("tuple(%dynamic-slice.8,", "tuple(%get-tuple-element.2,")
+    assert [each.kind for each in read_program(whole).collectives] == ["all-reduce"]
+
+
 def test_a_fallback_is_found_by_its_path():
     asked, emitted = read_program(TRACED, is_optimized=False), read_program(FELL_BACK)
     path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
     assert asked.count() == {"f8e5m2": 1}
     assert report.fate(asked, emitted) == report.Fate({path: 1}, [f"{path}: f16"], [], [])
     assert report.fate(asked, asked).fell_back == []
+
+
+NO_PATH = FELL_BACK.replace("jit(step)/jvp(M)/layer/jit(_forward)/dot_general", "")
+WIDE = TRACED.replace("f8e5m2", "f16")
+
+
+def audit_of(asked, emitted):
+    """Give the audit of a step as the worker puts it together, from the texts before and after a compiler."""
+    traced = SimpleNamespace(as_hlo_module=lambda: SimpleNamespace(to_string=lambda: asked))
+
+    def compiled():
+        if not emitted:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 40 GB needed")
+        stats = ("argument", "output", "alias", "temp")
+        memory = SimpleNamespace(generated_code_size_in_bytes=0, **{f"{name}_size_in_bytes": 8 for name in stats})
+        return SimpleNamespace(as_text=lambda: emitted, memory_analysis=lambda: memory)
+
+    lowered = SimpleNamespace(compiler_ir=lambda _: traced, compile=compiled)
+    request = {"name": "step", "target": "h200", "topology": ""}
+    return worker.compile_step(SimpleNamespace(lower=lambda: lowered), (), chip("h200"), 1, request)
+
+
+def test_a_fallback_that_lost_its_path_is_not_taken_for_removed():
+    found = audit_of(TRACED, NO_PATH)
+    path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
+    assert found.fate == report.Fate({path: 1}, [f"{path}: fell back or unexplained, f16"], [], [])
+    assert not found.is_low_precision
+    assert report.verdict(found).startswith("FELL BACK: 1 of 1")
+
+
+def test_a_wide_matmul_that_was_traced_explains_itself_and_what_is_gone_was_removed():
+    asked, wide = read_program(TRACED, is_optimized=False), read_program(WIDE, is_optimized=False)
+    both = Program([*asked.matmuls, dataclasses.replace(wide.matmuls[0], path="other")])
+    for text in (NO_PATH, FELL_BACK.replace("jvp(M)/layer/jit(_forward)/dot_general", "lost")):
+        fate = report.fate(both, read_program(text))  # by its work
+        assert (fate.fell_back, fate.removed) == ([], [asked.matmuls[0].path])
+    larger = [dataclasses.replace(wide.matmuls[0], path="other", flops=10**9)]
+    fate = report.fate(both, Program(larger))  # by its path
+    assert (fate.fell_back, fate.removed) == ([], [asked.matmuls[0].path])
+
+
+def test_what_was_removed_is_not_among_all():
+    asked = read_program(TRACED, is_optimized=False)
+    twin = TRACED.replace(
+        "  ROOT call.1 =",
+        "  call.2 = bf16[16,8]{1,0} call(x.2, y.2), to_apply=_forward.1, "
+        'metadata={op_name="jit(step)/jvp(M)/twin/jit(_forward)"}\n  ROOT call.1 =',
+    )
+    eight = FELL_BACK.replace("f16[16,32]", "f8e5m2[16,32]").replace(" f16[32,8]", " f8e5m2[32,8]")
+    found = audit_of(twin, eight)
+    assert asked.count() == found.counts == {"f8e5m2": 1}
+    assert report.verdict(found) == ("1 of 2 matmuls asked for in 8 bits are 8-bit ones: 1 not needed and removed.")
+    assert report.verdict(audit_of(TRACED, eight)) == "All 1 matmuls asked for in 8 bits are 8-bit ones."
+
+
+def test_a_refused_step_shows_no_figures():
+    found = audit_of(TRACED, "")
+    assert not found.is_low_precision
+    assert not found.fits
+    figures = (found.counts, found.moved, found.big_moves, found.moves, found.roofline, found.bf16_matmul)
+    assert figures == (None,) * 6
+    assert report.from_json(json.loads(found.to_json())) == found
+    shown = found.to_markdown()
+    assert "refuses this step: RESOURCE_EXHAUSTED" in shown
+    assert "| moved beside matmuls | – |" in shown
+    assert "| peak memory | does not fit |" in shown
+    assert "0.00" not in shown
+    made = audit_of(TRACED, FELL_BACK)
+    made.unquantized = found  # beside one that was refused
+    assert {row["unquantized"] for row in report.summary_rows(made)} == {"–", "does not fit", "0 s"}
+    assert "bf16" in report.speedup(made)
 
 
 def test_text_without_an_entry_is_refused():
