@@ -20,7 +20,7 @@ def _dense(
     )
 
 
-def _as_they_are(arrays: Any, *, dtype: Any) -> Any:
+def _as_they_are(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
     """Leave a norm's scale in float32 beside bfloat16 activations, as Linen does; NNX by itself rounds it first."""
     return arrays
 
