@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant import state as quantization_state
 from train.model import EXECUTION_ORDER
 from train.step import Batch, Program, TrainState
 
@@ -33,15 +34,14 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
     text = _first(findings, "output")
     if text:
         return text
-    grads = jax.jit(jax.grad(program.loss))(state.params, state.quant_state, batch, key)
+    with quantization_state.frozen():  # nothing is trained any more
+        grads = jax.jit(jax.grad(program.loss))(state.params, state.quant_state, batch, key)
     gradients = sorted(_amaxes(grads, lambda path: path), key=lambda f: _rank(f[0], f[1]), reverse=True)
     text = _first(gradients, "gradient")
     return text or "every layer's output and gradient is finite by itself; their sum or norm overflows"
 
 
 def _forward(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> list[Finding]:
-    from jaxquant import state as quantization_state
-
     @jax.jit
     def run(state: TrainState, batch: Batch) -> Any:
         _, kept = program.model.linen.apply(
