@@ -208,9 +208,7 @@ def test_the_base_of_lora_is_not_taken_for_a_teacher():
     """Its kernel is not trained either, and its state must advance all the same."""
     layers = [nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0)) for _ in range(2)]
     model = maybe_quantize_model(nnx.Sequential(*layers), FP8)
-    with pytest.raises(
-        ValueError, match=r"'layers/1' .* where it is, take it with jaxquant\.state\.value_and_grad"
-    ):
+    with pytest.raises(ValueError, match=r"'layers/1' .* where it is, take it with jaxquant\.state\.value_and_grad"):
         nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, XS[0])
 
 
