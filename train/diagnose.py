@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant import state as quantization_state
 from train import processes
 from train.model import EXECUTION_ORDER
 from train.step import Batch, Program, TrainState
@@ -41,7 +42,8 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
 
     @_jit(program)
     def gradient_amaxes(state: TrainState, batch: Batch) -> Any:
-        return _amaxes(jax.grad(program.loss)(state.params, state.quant_state, batch, key))
+        with quantization_state.frozen():  # nothing is trained any more
+            return _amaxes(jax.grad(program.loss)(state.params, state.quant_state, batch, key))
 
     found = _findings(processes.in_order(gradient_amaxes(state, dict(batch))), lambda path: path)
     gradients = sorted(found, key=lambda f: _rank(f[0], f[1]), reverse=True)
@@ -50,8 +52,6 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
 
 
 def _forward(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> list[Finding]:
-    from jaxquant import state as quantization_state
-
     @_jit(program)
     def output_amaxes(state: TrainState, batch: Batch) -> Any:
         _, kept = program.model.linen.apply(

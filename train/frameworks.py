@@ -94,7 +94,8 @@ def _make_nnx(
         model = nnx.merge(structure, blank, copy=True)
         nnx.update(model, params)
         nnx.update(model, _as_in_nnx(quant_state))
-        return model(*inputs)  # pyright: ignore[reportCallIssue]
+        with quantization_state.by_hand():  # the step differentiates both arguments and updates both
+            return model(*inputs)  # pyright: ignore[reportCallIssue]
 
     return Model(init, apply, linen, apply_linen, jaxquant.describe_layers(plain, config, tokens))
 

@@ -6,7 +6,9 @@ Stochastic rounding makes its own noise from the output gradient, so no layer ne
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,12 +77,13 @@ class _Quantized(nnx.Module):
         assert self.recipe.sparsity is not None
         return sparsity.sparsify(self.recipe.sparsity, axes, weight, state)
 
-    def _check_sharding(self, out_sharding: Any) -> None:
-        if out_sharding is not None:
-            raise NotImplementedError(
-                f"layer {self.path!r} is called with out_sharding {out_sharding}, which a quantized layer does not "
-                "take; constrain its output with jax.lax.with_sharding_constraint"
-            )
+    @contextlib.contextmanager
+    def _reading(self, lhs: Array, rhs: Array) -> Iterator[tuple[Array, dict[str, Any], Callable[..., Array]]]:
+        """Give a call, under the layer's name, its activation, the amax state, and what makes its weight sparse."""
+        with jax.named_scope(self.path):
+            lhs = native.activation_as_read(self.recipe, lhs, rhs)
+            state = self._read(lhs, rhs)
+            yield lhs, state, functools.partial(self._sparsify, state.pop(_SPARSITY, None))
 
 
 class DotGeneral(_Quantized):
@@ -107,13 +110,16 @@ class DotGeneral(_Quantized):
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> Array:
-        self._check_sharding(out_sharding)
-        with jax.named_scope(self.path):
-            lhs = native.activation_as_read(self.recipe, lhs, rhs)
-            state = self._read(lhs, rhs)
-            rhs = self._sparsify(state.pop(_SPARSITY, None), rhs, self.axes)
+        with self._reading(lhs, rhs) as (lhs, state, sparsify):
             return dot_general(
-                lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe, state=state
+                lhs,
+                sparsify(rhs, self.axes),
+                dimension_numbers,
+                precision,
+                preferred_element_type,
+                recipe=self.recipe,
+                state=state,
+                out_sharding=out_sharding,
             )
 
 
@@ -143,11 +149,7 @@ class Einsum(_Quantized):
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> Array:
-        self._check_sharding(out_sharding)
-        with jax.named_scope(self.path):
-            lhs = native.activation_as_read(self.recipe, lhs, rhs)
-            state = self._read(lhs, rhs)
-            sparsify = functools.partial(self._sparsify, state.pop(_SPARSITY, None))
+        with self._reading(lhs, rhs) as (lhs, state, sparsify):
             return einsum(
                 equation,
                 lhs,
@@ -156,6 +158,7 @@ class Einsum(_Quantized):
                 state=state,
                 precision=precision,
                 preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
                 transform=sparsify,
             )
 

@@ -298,25 +298,35 @@ class _Noise:
         return jax.random.uniform(self.key, shape, jnp.float32, -0.5, 0.5)
 
 
-def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe]) -> Any:
-    """Quantize linear layers of an NNX model with Qwix; only its ``__call__`` runs quantized.
+def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe], methods: Sequence[str] = ("__call__",)) -> Any:
+    """Quantize linear layers of an NNX model with Qwix.
+
+    They run quantized in calls of the model's methods, ``methods`` that is; a layer called by itself is float.
 
     Args:
       model: the model; it stays as it is.
       recipes: "/"-joined path of each linear layer to quantize, and its recipe. No other module is touched.
+      methods: methods of the model that run quantized.
 
     Raises:
       NotImplementedError: see ``to_qwix``.
     """
     # Qwix runs a model once to make statistics, of which training with dynamic scales has none.
-    quantized: Any = qwix.quantize_model(model, _NnxProvider(_rules(recipes)), skip_nnx_init=True)
-    kind, chosen = type(quantized), frozenset(recipes.items())
+    # It quantizes one method of a copy; one provider for all copies, and a method may call another.
+    provider, chosen = _NnxProvider(_rules(recipes)), frozenset(recipes.items())
+    copies: Any = [qwix.quantize_model(model, provider, methods=(name,), skip_nnx_init=True) for name in methods]
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _active_recipes(chosen):
-            return kind.__call__(self, *args, **kwargs)
+    def wrap(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _active_recipes(chosen):
+                return method(self, *args, **kwargs)
 
-    quantized.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+        return call
+
+    fields = {name: wrap(getattr(type(copy), name)) for name, copy in zip(methods, copies, strict=True)}
+    quantized, kind = copies[0], type(copies[0])
+    quantized.__class__ = type(kind.__name__, (kind,), fields | {"__module__": kind.__module__})
     return quantized
 
 

@@ -14,8 +14,9 @@ rows count it, add up how far it reaches into the bin (t, in (0, 1]), and add up
 is not empty holds the maximum; the moments say whether all amaxes there are one number, and which. Only where
 different amaxes share that bin is the maximum rounded up to the end of the bin, by at most 12.5 %. The scale, which
 all uses of a step share, goes the same way: its bits, in three integers so small that their mean rounds back to them,
-lie in bins that no amax has. In a state ``amax_bins`` is only ever zeros. Flax mode has flax's protocol instead, for
-one use: the "gradient" is the new state.
+lie in bins that no amax has. In a state ``amax_bins`` is zeros, which no step reads; but between the micro-batches of
+``optax.MultiSteps`` on an NNX model it holds what they have seen so far. Flax mode has flax's protocol instead, for one
+use: the "gradient" is the new state.
 
 Source: flax.linen.fp8_ops (flax mode, bit for bit); TransformerEngine's delayed scaling recipe.
 """

@@ -67,12 +67,23 @@ def quantize_nnx(
         from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
 
         check_for_qwix(by_path[path] for path in chosen)
-        return qwix.quantize_nnx(model, recipes)
+        return qwix.quantize_nnx(model, recipes, _model_methods(type(model)))
     copy = _copy(model)
     for path, module in _linear_modules(copy):
         if path in recipes:
             setattr(module, _op_name(module), nnx.data(_op(path, module, recipes[path])))
     return copy
+
+
+def _model_methods(kind: type) -> list[str]:
+    """Name the methods that a model's own classes define: ``__call__`` and public ones, jitted ones too."""
+    own = [cls for cls in reversed(kind.__mro__) if cls not in nnx.Module.__mro__]
+    methods = {name: value for cls in own for name, value in vars(cls).items() if callable(value)}
+    return [
+        name
+        for name, value in methods.items()
+        if (name == "__call__" or not name.startswith("_")) and not isinstance(value, type | staticmethod)
+    ]
 
 
 def _linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:

@@ -1,12 +1,23 @@
 """Quant state in a training loop: split it from the parameters, and apply what a backward pass says of it."""
 
-from jaxquant.state.nnx import TRAINED, QuantState, advance, apply_gradients, frozen, grad, value_and_grad
+from jaxquant.state.nnx import (
+    TRAINED,
+    Gradients,
+    QuantState,
+    advance,
+    apply_gradients,
+    by_hand,
+    frozen,
+    grad,
+    value_and_grad,
+)
 from jaxquant.state.optimizer import Optimizer, OptimizerState, TrainState
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, accumulate, from_flax, merge, nothing_seen, split, update
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
     "TRAINED",
+    "Gradients",
     "Optimizer",
     "OptimizerState",
     "QuantState",
@@ -14,6 +25,7 @@ __all__ = [
     "accumulate",
     "advance",
     "apply_gradients",
+    "by_hand",
     "from_flax",
     "frozen",
     "grad",

@@ -5,22 +5,24 @@
     apply_gradients(model, optimizer, grads)
 
 The "gradient" of the state is what a step saw (see ``jaxquant.state.tree``), so a step must differentiate with respect
-to it beside the parameters. Where it does not, a quantized layer raises: a history that silently stands still is worse.
+to it beside the parameters, and hand it on. A quantized layer raises where a gradient is taken in another way, and
+``optimizer.update(model, grads)`` alone does not take these gradients: a history that silently stands still is worse.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxquant.state.optimizer import multi_steps
-from jaxquant.state.tree import accumulate, nothing_seen, update, with_bins
+from jaxquant.state.tree import update, with_bins, with_waiting
 
 Array = jax.Array
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -31,25 +33,75 @@ class QuantState(nnx.Variable[Array]):
 
 
 TRAINED = (nnx.Param, QuantState)
-"""Filter of what a training step differentiates: ``argnums=nnx.DiffState(0, jaxquant.state.TRAINED)``."""
+"""Filter of what a training step differentiates, and so of what nnx.scan and nnx.vmap map together."""
 
-# jit caches by function and shapes; a user context is part of the key, so that both answers are kept apart.
-_standing_still = jax.make_user_context(False)
+# jit caches by function and shapes; a user context is part of the key, so that all answers are kept apart.
+_answer = jax.make_user_context(None)
+Answer = Literal["advances", "stands still"] | None
+"""What becomes of quant state when a gradient is taken; None where nobody has said."""
 
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Allow gradients that leave quant state out, on purpose: it stands still, as for saliency maps or a frozen model.
+    """Let quant state stand still where gradients are taken, on purpose: as for saliency maps, or a model that teaches.
 
-    To be held around the call of the function that differentiates.
+    To be held around the function that differentiates, or around the call of one model in a loss of several.
     """
-    with _standing_still(True):
+    with _answer("stands still"):
         yield
+
+
+@contextlib.contextmanager
+def by_hand() -> Iterator[None]:
+    """Let quant state be differentiated without ``value_and_grad``, as by ``jax.grad`` of what nnx.split gave.
+
+    Whoever holds it hands the gradient of the state to ``update``, ``advance`` or ``apply_gradients``: nothing can
+    check that. What it does not allow is a gradient that leaves the state out.
+    """
+    with _answer(_answer.value or "advances"):
+        yield
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What ``value_and_grad`` returns, for ``apply_gradients``. ``nnx.Optimizer.update`` raises on it.
+
+    A plain update would take the parameters' part and drop the rest without a word. As a pytree it may be added up
+    and averaged over micro-batches; clipping and norms are for ``params`` alone.
+
+    Attributes:
+      params: the parameters' gradients, an ``nnx.State``.
+      seen: what the step saw of quant state, an ``nnx.State``.
+    """
+
+    params: Any
+    seen: Any
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        """Be a pytree; the first key is there to be read in the error of an ``nnx.Optimizer``."""
+        return ((_REFUSAL, self.params), (jax.tree_util.GetAttrKey("seen"), self.seen)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Gradients:
+        """Be a pytree."""
+        return cls(*children)
+
+
+# flax takes gradients apart by these keys, and none of an optimizer's trees has them.
+_REFUSAL = jax.tree_util.GetAttrKey("these gradients are for jaxquant.state.apply_gradients")
 
 
 def grad(f: Callable[..., Any], *, argnums: Argnums = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
     """Be ``nnx.grad`` that also differentiates quant state; see ``value_and_grad``."""
-    return nnx.grad(f, argnums=_with_state(argnums), has_aux=has_aux, **options)
+    both = value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return run
 
 
 def value_and_grad(
@@ -65,9 +117,18 @@ def value_and_grad(
       options: further arguments of ``nnx.value_and_grad``.
 
     Returns:
-      A function like that of ``nnx.value_and_grad``; its gradients go to ``apply_gradients``.
+      A function like that of ``nnx.value_and_grad``, whose gradients are ``Gradients``, for ``apply_gradients``.
     """
-    return nnx.value_and_grad(f, argnums=_with_state(argnums), has_aux=has_aux, **options)
+    both = nnx.value_and_grad(f, argnums=_with_state(argnums), has_aux=has_aux, **options)
+    is_one = isinstance(argnums, int | nnx.DiffState)
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with by_hand():
+            value, grads = both(*args, **kwargs)
+        return value, _parts(grads) if is_one else tuple(_parts(each) for each in grads)
+
+    return run
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **options: Any) -> None:
@@ -79,7 +140,7 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
     Args:
       model: the model that was differentiated.
       optimizer: made with ``wrt=nnx.Param`` or another filter of parameters.
-      grads: from ``value_and_grad``.
+      grads: from ``value_and_grad``, or an ``nnx.State`` taken ``by_hand``.
       options: keyword arguments of ``optimizer.update``.
 
     Raises:
@@ -88,9 +149,8 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
     """
     old, seen = _quant_states(model, grads)
     before = [count[...] for count in multi_steps(optimizer.opt_state)]
-    if old and before:
-        seen = accumulate(with_bins(nothing_seen(old), old), seen)
-    optimizer.update(model, grads, **options)
+    waiting = with_bins(old, seen) if before else old
+    optimizer.update(model, _parts(grads).params, **options)
     if not old:
         return
     if not before:
@@ -98,12 +158,14 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
         return
     after = [count[...] for count in multi_steps(optimizer.opt_state)]
     ended = jnp.all(jnp.stack([new != count for new, count in zip(after, before, strict=True)]))
-    new, waiting = update(old, seen), with_bins(old, seen)
+    new = update(old, seen)
     nnx.update(model, jax.tree.map(lambda stepped, kept: jnp.where(ended, stepped, kept), new, waiting))
 
 
 def advance(model: nnx.Module, grads: Any) -> None:
     """Replace a model's quant state by the one after the step, in place; parameters are left alone.
+
+    What ``apply_gradients`` left waiting for the end of ``optax.MultiSteps`` counts as seen in this step.
 
     Args:
       model: the model that was differentiated.
@@ -117,46 +179,65 @@ def advance(model: nnx.Module, grads: Any) -> None:
         nnx.update(model, update(old, seen))
 
 
+def _parts(grads: Any) -> Gradients:
+    return grads if isinstance(grads, Gradients) else Gradients(*nnx.state(grads, nnx.Not(QuantState), QuantState))
+
+
 def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    old, seen = (nnx.to_pure_dict(nnx.state(tree, QuantState)) for tree in (model, grads))
+    """Give a model's quant state and what has been seen of it, in these gradients and before them."""
+    old, seen = (nnx.to_pure_dict(nnx.state(tree, QuantState)) for tree in (model, _parts(grads).seen))
     if old and not seen:
         raise ValueError(
             f"the gradients have no quant state and the model has some, as at {_first_path(old)!r}; "
             "differentiate with jaxquant.state.value_and_grad"
         )
-    return old, seen
+    return old, with_waiting(seen, old)
 
 
 def require_state_gradient(path: str, operands: Sequence[Array], state: Any) -> Any:
-    """Pass quant state through, and raise where a gradient of a layer's operands is taken without that of its state.
+    """Pass quant state through, and raise where a gradient is taken after which the state would not advance.
 
     Args:
       path: of the layer, for the error.
-      operands: of its contraction.
+      operands: of its contraction, the activation and the kernel.
       state: pytree of its quant state.
 
     Raises:
-      ValueError: while differentiating, outside ``frozen``.
+      ValueError: while differentiating with respect to an operand or the state, outside ``frozen``: the state is left
+        out, or its gradient was not taken by ``value_and_grad`` or under ``by_hand``.
     """
-    return state if _standing_still.value else _watched(path, tuple(operands), state)
+    answer: Answer = _answer.value
+    return state if answer == "stands still" else _watched(path, answer, tuple(operands), state)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(path: str, operands: tuple[Array, ...], state: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _watched(path: str, answer: Answer, operands: tuple[Array, ...], state: Any) -> Any:
     return state
 
 
-def _watched_fwd(path: str, operands: Any, state: Any) -> tuple[Any, None]:
-    if any(x.perturbed for x in jax.tree.leaves(operands)) and not all(x.perturbed for x in jax.tree.leaves(state)):
+def _watched_fwd(path: str, answer: Answer, operands: Any, state: Any) -> tuple[Any, None]:
+    through, kernel = (x.perturbed for x in operands)
+    seen = [x.perturbed for x in jax.tree.leaves(state)]
+    if (through or kernel) and not all(seen):
+        train = "take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients"
+        if kernel:
+            which, fix = "its gradient is taken without that of the state", f"{train}; where it is to stand still, "
+            fix += "call under jaxquant.state.frozen()"
+        else:
+            # A teacher, or the gradient of an input; but the base layers of LoRA look the same from here.
+            which, fix = "a gradient passes through it that is of neither its kernel nor the state", "where the model "
+            fix += f"is not being trained, call it under jaxquant.state.frozen(); where it is, {train}"
+        raise ValueError(f"layer {path!r} has quant state and {which}, which would never advance; {fix}")
+    if any(seen) and answer is None:
         raise ValueError(
-            f"layer {path!r} has quant state and its gradient is taken without that of the state, which would never "
-            "advance; use jaxquant.state.value_and_grad, or argnums=nnx.DiffState(0, jaxquant.state.TRAINED); where "
-            "it is to stand still, call under jaxquant.state.frozen()"
+            f"layer {path!r} has quant state and its gradient is taken outside jaxquant.state.value_and_grad, where an "
+            "optimizer would drop it without a word; use that and jaxquant.state.apply_gradients, or hold "
+            "jaxquant.state.by_hand() and hand the gradient of the state to jaxquant.state.update or advance"
         )
     return jax.tree.map(lambda x: x.value, state), None
 
 
-def _watched_bwd(path: str, _: None, gradient: Any) -> tuple[None, Any]:
+def _watched_bwd(path: str, answer: Answer, _: None, gradient: Any) -> tuple[None, Any]:
     return None, gradient
 
 

@@ -111,6 +111,14 @@ def with_bins(tree: Tree, source: Tree) -> dict[str, Any]:
     return _pairwise(tree, source, _take_bins, "quant state", "the source of its bins")
 
 
+def with_waiting(seen: Tree, quant_state: Tree) -> dict[str, Any]:
+    """Add to what was seen what waits in the bins of a state (``with_bins``); where none does, no bit changes.
+
+    State without bins, of flax mode or sparsity, has nothing that waits.
+    """
+    return _pairwise(seen, quant_state, _add_waiting, "what was seen", "quant state")
+
+
 def _pairwise(
     first: Tree, second: Tree, combine: Callable[[Tree, Tree], dict[str, Any]], *names: str
 ) -> dict[str, Any]:
@@ -153,6 +161,16 @@ def _take_bins(tree: Tree, source: Tree) -> dict[str, Any]:
             "what micro-batches saw; add up the gradients of the micro-batches with jaxquant.state.accumulate"
         )
     return {name: source[name] if name.endswith(_BINS_SUFFIX) else value for name, value in tree.items()}
+
+
+def _add_waiting(seen: Tree, state: Tree) -> dict[str, Any]:
+    new = dict(seen)
+    for tensor in _tensors(seen):
+        fields = _fields(seen, tensor)
+        if "amax_bins" in fields:
+            waiting = nothing_seen(fields) | {"amax_bins": state[f"{tensor}{_BINS_SUFFIX}"]}
+            new |= {f"{tensor}_{name}": value for name, value in delayed.larger(fields, waiting).items()}
+    return new
 
 
 def _combine(total: Tree, seen: Tree) -> dict[str, Any]:

@@ -256,7 +256,32 @@ def test_a_layer_class_that_calls_its_base_is_quantized():
     assert (maybe_quantize_model(logged, asked("int8"), X)(X) != logged(X)).any()
 
 
-def test_out_sharding_is_refused():
-    quantized = maybe_quantize_model(_linear(), asked("int8"))
-    with pytest.raises(NotImplementedError, match="which a quantized layer does not take"):
-        quantized(X, out_sharding=jax.sharding.PartitionSpec())
+class Coder(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def encode(self, x):
+        return nnx.relu(self.up(x))
+
+    @nnx.jit
+    def decode(self, x):
+        return self.down(x)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+    @staticmethod
+    def twice(x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("backend", ["native", "qwix"])
+def test_other_methods_run_quantized_too(backend):
+    coder = Coder(nnx.Rngs(0))
+    quantized = maybe_quantize_model(coder, asked("fp8_e4m3", backend), X[0])
+    encoded = quantized.encode(X[0])
+    assert (encoded != coder.encode(X[0])).any()
+    assert (quantized.decode(encoded) != coder.decode(encoded)).any()
+    np.testing.assert_array_equal(quantized(X[0]), quantized.decode(encoded))
+    np.testing.assert_array_equal(encoded, maybe_quantize_model(coder, asked("fp8_e4m3"), X[0]).encode(X[0]))
+    assert quantized.twice(2) == 4

@@ -88,7 +88,8 @@ def check_accumulation(how: str) -> None:
             graph, params, quant, rest = nnx.split(model, nnx.Param, state.QuantState, ...)
 
             def seen(quant, x, weight, graph=graph, params=params, rest=rest):
-                grads = jax.grad(lambda q: loss(nnx.merge(graph, params, q, rest), x, weight))(quant)
+                with state.by_hand():
+                    grads = jax.grad(lambda q: loss(nnx.merge(graph, params, q, rest), x, weight))(quant)
                 return nnx.to_pure_dict(grads)
 
             pure = nnx.to_pure_dict(quant)
@@ -117,15 +118,39 @@ def check_plain_grad_is_an_error() -> None:
         nnx.grad(loss)(model, inputs(0)[0], 1.0)
 
 
-def test_7_a_gradient_that_leaves_the_state_out_is_an_error():
-    check_plain_grad_is_an_error()
+def check_plain_grad_of_the_state_is_an_error() -> None:
+    """A plain optimizer would take the parameters' part of it, and say nothing of the rest."""
+    model, _ = build(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"'dense'.*outside jaxquant\.state\.value_and_grad"):
+        nnx.grad(loss, argnums=nnx.DiffState(0, state.TRAINED))(model, inputs(0)[0], 1.0)
+
+
+def check_plain_update_is_an_error() -> None:
+    model, optimizer = build(optax.sgd(0.1))
+    grads = state.grad(loss)(model, inputs(0)[0], 1.0)
+    with pytest.raises(ValueError, match=r"for jaxquant\.state\.apply_gradients"):
+        optimizer.update(model, grads)
+
+
+ERRORS = (check_plain_grad_is_an_error, check_plain_grad_of_the_state_is_an_error, check_plain_update_is_an_error)
+
+
+@pytest.mark.parametrize("check", ERRORS)
+def test_7_a_step_after_which_the_state_would_stand_still_is_an_error(check):
+    check()
 
 
 BROKEN = {
     "only the parameters are stepped": ("update", lambda old, seen: old, check_advances),
     "every micro-batch is a step": ("multi_steps", lambda _: [], lambda: check_accumulation("MultiSteps")),
-    "the last micro-batch wins": ("accumulate", lambda _, seen: seen, lambda: check_accumulation("MultiSteps")),
-    "nobody watches": ("_watched", lambda path, operands, state: state, check_plain_grad_is_an_error),
+    "the last micro-batch wins": ("with_waiting", lambda seen, _: seen, lambda: check_accumulation("MultiSteps")),
+    "nobody watches": ("_watched", lambda path, answer, operands, state: state, check_plain_grad_is_an_error),
+    "nobody asks who takes the gradient": (
+        "_watched",
+        lambda path, answer, operands, state: state,
+        check_plain_grad_of_the_state_is_an_error,
+    ),
+    "gradients that a plain optimizer takes": ("_parts", lambda grads: grads, check_plain_update_is_an_error),
 }
 
 

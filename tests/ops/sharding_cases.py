@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -177,6 +178,46 @@ def masks(place: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return found | {"state/mask": whole}, one
 
 
+class Heads(nnx.Module):
+    """Two NNX layers, each called with the sharding of its output."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.split = nnx.Einsum("md,dhk->hmk", (K, 6, 4), (6, 4), rngs=rngs)
+        self.up = nnx.Linear(4, N, rngs=rngs)
+
+    def __call__(self, x: jax.Array, by_head: Any, by_column: Any) -> jax.Array:
+        return self.up(self.split(x, out_sharding=by_head), out_sharding=by_column)
+
+
+def nnx_layers(quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """NNX layers of a quantized model that pass ``out_sharding`` on: mesh and one device."""
+    config = {"quantization": quantization, "quant_backend": "native"}
+    if quantization == "int8":
+        config |= {"quantization_local_shard_count": 1}
+    model = jaxquant.maybe_quantize_model(Heads(nnx.Rngs(0)), config)
+
+    def run(model: Any, x: Any, *places: Any) -> dict[str, Any]:
+        def loss(model: Any, x: Any) -> Any:
+            out = model(x, *places)
+            return (out**2).mean(), out
+
+        (_, out), grads = jaxquant.state.value_and_grad(loss, has_aux=True)(model, x)
+        jaxquant.state.advance(model, grads)
+        trees = nnx.to_pure_dict(grads.params), nnx.to_pure_dict(nnx.state(model, jaxquant.state.QuantState))
+        leaves = jax.tree_util.tree_leaves_with_path({"grads": trees[0], "state": trees[1]})
+        return {"out": out} | {jax.tree_util.keystr(path, simple=True, separator="/"): v for path, v in leaves}
+
+    x = jax.random.normal(jax.random.key(0), (M, K))
+    one = jax.jit(lambda x: run(nnx.clone(model), x, None, None))(x)
+    places = P("tensor", "data", None), P(None, "data", "tensor")
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        found = jax.jit(lambda x: run(nnx.clone(model), x, *places))(placed)
+        assert jax.typeof(found["out"]).sharding.spec == places[1], jax.typeof(found["out"])
+        return found, one
+
+
 EXACT = ("fp8", "fp8 as flax", "fp8_current", "fp8_current clipping", "nanoo_fp8", "aqt_fp8_full")
 """Recipes that under ``shard_map`` compute what one device does: every scale is that of a whole tensor."""
 
@@ -219,6 +260,8 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         found[f"{kind} fp8 einsum"] = lambda k=kind: einsums(k, RECIPES["fp8"])
         for name in ("fp8", "int8"):
             found[f"{kind} {name} layers"] = lambda k=kind, n=name: layers(k, n)
+    for name in ("fp8", "int8"):
+        found[f"explicit {name} nnx layers"] = lambda n=name: nnx_layers(n)
     return found
 
 

@@ -80,14 +80,17 @@ def test_what_reads_the_same_names_advances_the_same():
     """nnx.DiffState by hand, auxiliary output and key arguments give the gradients of the helper."""
     model, _ = setup()
     _, expected = state.value_and_grad(loss)(model, XS[0])
-    by_hand = nnx.grad(loss, argnums=nnx.DiffState(0, state.TRAINED))(model, XS[0])
+    with state.by_hand():
+        by_hand = nnx.grad(loss, argnums=nnx.DiffState(0, state.TRAINED))(model, XS[0])
+    by_hand = state.Gradients(*nnx.state(by_hand, nnx.Param, state.QuantState))
     with_aux, aux = state.grad(lambda x, model, factor: (factor * loss(model, x), "aux"), argnums=1, has_aux=True)(
         XS[0], model, factor=1.0
     )
     (both,) = state.grad(loss, argnums=(0,))(model, XS[0])
     assert aux == "aux"
     for grads in (by_hand, with_aux, both):
-        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(grads), nnx.to_pure_dict(expected))
+        assert jax.tree.structure(grads) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, grads, expected)
 
 
 @pytest.mark.parametrize("how", ["twice", "vmap", "sum"])
@@ -135,3 +138,88 @@ def test_gradients_without_the_state_are_an_error_and_change_nothing():
     with pytest.raises(ValueError, match=r"'layers/0'; differentiate with jaxquant.state.value_and_grad"):
         state.apply_gradients(model, optimizer, grads)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
+
+
+TRANSFORMATIONS = {
+    "sgd": optax.sgd(0.1),
+    "adamw and clipping": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "lion": optax.lion(1e-3),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_a_plain_update_is_an_error_that_names_the_right_one(name, jitted):
+    model, _ = setup()
+    optimizer = nnx.Optimizer(model, TRANSFORMATIONS[name], wrt=nnx.Param)
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    take = state.grad(loss)
+    grads = (nnx.jit(take) if jitted else take)(model, XS[0])
+    with pytest.raises(ValueError, match=r"these gradients are for jaxquant\.state\.apply_gradients"):
+        optimizer.update(model, grads)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
+
+
+def test_a_gradient_taken_by_hand_is_asked_what_becomes_of_the_state():
+    model, optimizer = setup()
+    take = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, state.TRAINED)))
+    with pytest.raises(ValueError, match=r"'layers/0' .* outside jaxquant\.state\.value_and_grad"):
+        take(model, XS[0])
+    with state.by_hand():
+        grads = take(model, XS[0])
+        with pytest.raises(ValueError, match="taken without that of the state"):
+            nnx.grad(loss)(model, XS[0])
+    with pytest.raises(ValueError, match="outside"):
+        take(model, XS[0])
+    state.apply_gradients(model, optimizer, grads)
+    assert op_state(model)["input_amax_history"][0] == float(jnp.abs(XS[0]).max())
+
+
+def test_a_gradient_of_an_input_is_told_of_frozen_first():
+    model, _ = setup()
+    saliency = jax.grad(lambda x: loss(model, x))
+    match = (
+        r"is of neither its kernel nor the state, .*; where the model is not being trained, call it under .*frozen\(\)"
+    )
+    with pytest.raises(ValueError, match=match):
+        saliency(XS[0])
+    with pytest.raises(ValueError, match=match):
+        jax.jvp(lambda x: loss(model, x), (XS[0],), (XS[0],))
+    with state.frozen():
+        assert saliency(XS[0]).any()
+
+
+def test_a_frozen_teacher_stands_still_beside_a_student_that_advances():
+    (student, optimizer), (teacher, _) = setup(), setup()
+
+    def distil(student, x):
+        hidden = student(x)
+        with state.frozen():
+            return ((hidden - teacher(hidden)) ** 2).sum()
+
+    before = op_state(teacher)
+    state.apply_gradients(student, optimizer, nnx.jit(state.grad(distil))(student, XS[0]))
+    assert op_state(student)["input_amax_history"][0] == float(jnp.abs(XS[0]).max())
+    jax.tree.map(np.testing.assert_array_equal, op_state(teacher), before)
+
+
+def test_the_base_of_lora_is_not_taken_for_a_teacher():
+    """Its kernel is not trained either, and its state must advance all the same."""
+    layers = [nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0)) for _ in range(2)]
+    model = maybe_quantize_model(nnx.Sequential(*layers), FP8)
+    with pytest.raises(ValueError, match=r"'layers/1' .* where it is, take it with jaxquant\.state\.value_and_grad"):
+        nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, XS[0])
+
+
+@pytest.mark.parametrize("biggest_comes", ["before", "after"])
+def test_advancing_between_micro_batches_loses_nothing(biggest_comes):
+    model, _ = setup()
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(0.0), 3), wrt=nnx.Param)
+    first, second = (XS[1], XS[0]) if biggest_comes == "before" else (XS[0], XS[1])
+    step(model, optimizer, first)
+    assert op_state(model)["input_amax_bins"].any()
+    state.advance(model, state.grad(loss)(model, second))
+    new = op_state(model)
+    np.testing.assert_array_equal(new["input_amax_history"], np.float32([jnp.abs(XS[1]).max(), 0, 0, 0]))
+    assert not new["input_amax_bins"].any()
