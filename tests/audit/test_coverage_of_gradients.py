@@ -13,6 +13,7 @@ import jaxquant
 
 X = jnp.ones((8, 32))
 A, B = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4), jnp.float32)
+linear = functools.partial(nnx.Linear, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
 WIDTHS = {"a": (32, 48), "b": (48, 40)}
 
 
@@ -21,7 +22,7 @@ class Two(nnx.Module):
 
     def __init__(self, call_b=lambda b, h: b(h)):
         for name, (k, n) in WIDTHS.items():
-            setattr(self, name, nnx.Linear(k, n, use_bias=False, rngs=nnx.Rngs(0)))
+            setattr(self, name, linear(k, n))
         self.call_b = call_b
 
     def __call__(self, x):
@@ -110,7 +111,7 @@ class Three(nnx.Module):
 
     def __init__(self):
         for name in "abc":
-            setattr(self, name, nnx.Linear(32, 32, use_bias=False, rngs=nnx.Rngs(0)))
+            setattr(self, name, linear(32, 32))
 
     def __call__(self, x):
         return self.a(x) * self.b(x) + self.c(x)
