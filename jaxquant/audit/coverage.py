@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jaxquant.audit.dataflow import contractions
+from jaxquant.audit.dataflow import Value, ancestors, contractions
 from jaxquant.audit.places import Placed, place, weight_side
 from jaxquant.audit.rows import MATMULS, Coverage, Row
 from jaxquant.config.quant_config import QuantConfig
@@ -31,8 +32,8 @@ def coverage(
     """List every contraction that a function runs, forward and backward, without running it.
 
     The function is traced and all that it calls is looked into: jitted functions, scans, branches, rematerialized
-    blocks, shards, Pallas kernels. What is listed is what the program asks for; a compiler may still drop what nobody
-    reads, or fall back to another dtype.
+    blocks, shards, Pallas kernels. What is listed is what the program asks for, without what no output and no side
+    effect needs; a compiler may still fall back to another dtype.
 
     Args:
       fn: any function of arrays, such as a training step; jitted or not, quantized by whatever library.
@@ -57,8 +58,41 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerReport] | No
     decide = _decider(config, layers)
     placed = place(contractions(traced.jaxpr, names), decide.reports)
     rows = tuple(_row(each, decide) for each in placed)
-    seen = {row.path for row in rows}
-    return Coverage(rows, tuple(path for path, report in decide.reports.items() if report.recipe and path not in seen))
+    return Coverage(rows, tuple(_missing(placed, decide)))
+
+
+def _missing(placed: Sequence[Placed], decide: _Decider) -> Iterator[str]:
+    """Name the layers to quantize that are not there, and of those that are there the backward matmuls that are not.
+
+    The gradient of a layer's input is asked for where a layer that is trained itself comes before it.
+    """
+    layers: dict[str, list[Placed]] = {path: [] for path, report in decide.reports.items() if report.recipe}
+    for each in placed:
+        if each.path in layers or ((decision := decide(each)) is not None and any(decision.wanted.values())):
+            layers.setdefault(each.path, []).append(each)
+    trained = {each.path for each in placed if each.is_backward and each.path}
+    results = {each.contraction.out for each in placed if not each.is_backward and each.path in trained}
+    has_backward = any(each.is_backward for each in placed)
+    for path, own in layers.items():
+        name = path or "the model itself"
+        if not own:
+            yield name
+        elif has_backward:
+            found = Counter(each.matmul for each in own if each.is_backward)
+            wanted = ("drhs",) if found["dlhs"] or not _comes_after(own, results) else ("dlhs", "drhs")
+            absent = [matmul for matmul in wanted if not found[matmul]]
+            if len(absent) > found["bwd"]:
+                yield from (f"{name} {matmul}" for matmul in absent)
+
+
+def _comes_after(layer: Sequence[Placed], results: set[Value]) -> bool:
+    """Whether the activation of a layer is computed from some of these results."""
+    activations = [
+        (each.contraction.lhs, each.contraction.rhs)[1 - side]
+        for each in layer
+        if not each.is_backward and (side := weight_side(each)) is not None
+    ]
+    return not results.isdisjoint(ancestors(activations))
 
 
 def _key(key: Any) -> str:
@@ -168,6 +202,8 @@ def _row(each: Placed, decide: _Decider) -> Row:
             fault = f"float is wanted (no linear layer of the model) and {left.dtype} × {right.dtype} is there"
     else:
         reason = _float_reason(each, decide)
+        if each.is_stray and decide.has_config and not decide.is_off:
+            fault = f"a weight gradient in {left.dtype} × {right.dtype}, and nothing tells of which layer"
     return Row(
         each.path,
         each.matmul,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -75,7 +75,7 @@ class Contraction:
 
 
 def contractions(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> list[Contraction]:
-    """List the contractions of a closed jaxpr, in the order of the program.
+    """List the contractions of a closed jaxpr that its outputs or side effects need, in the order of the program.
 
     Args:
       jaxpr: a ``ClosedJaxpr``.
@@ -83,8 +83,38 @@ def contractions(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> list[Contracti
     """
     walk = _Walk()
     inputs = [_value("argument", (), var.aval, name=name) for var, name in zip(jaxpr.jaxpr.invars, names, strict=True)]
-    walk.run(jaxpr.jaxpr, inputs, (), 1)
-    return walk.found
+    outputs = walk.run(jaxpr.jaxpr, inputs, (), 1)
+    needed = ancestors([*outputs, *walk.read_by_effects], walk.conditions)
+    return [each for each in walk.found if each.out in needed]
+
+
+def ancestors(
+    values: Iterable[Value],
+    conditions: Mapping[Value, Sequence[Value]] | None = None,
+    stop: Callable[[Value], bool] | None = None,
+) -> set[Value]:
+    """Give values and all that they were computed from.
+
+    Args:
+      values: where to start.
+      conditions: values that one depends on beside its inputs.
+      stop: whether to look no further than a value.
+    """
+    seen: set[Value] = set()
+    queue = list(values)
+    while queue:
+        value = queue.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if stop is not None and stop(value):
+            continue
+        if value.operation == "optimization_barrier":
+            queue.append(value.inputs[value.position])
+        else:
+            queue += value.inputs
+        queue += (conditions or {}).get(value, ())
+    return seen
 
 
 def _value(
@@ -101,10 +131,19 @@ def _value(
 
 
 class _Walk:
-    """Run a program on ``Value`` in place of arrays, and note its contractions."""
+    """Run a program on ``Value`` in place of arrays, and note its contractions.
+
+    Attributes:
+      found: contractions.
+      conditions: what decides over a value, a branch's index or a loop's test, and the contractions inside of what made
+        it where how they do is not known. No operand comes from these, so they are no ``inputs``.
+      read_by_effects: what equations with side effects read and make.
+    """
 
     def __init__(self) -> None:
         self.found: list[Contraction] = []
+        self.conditions: dict[Value, list[Value]] = {}
+        self.read_by_effects: list[Value] = []
 
     def run(self, jaxpr: Any, inputs: Sequence[Value], stack: tuple[str, ...], times: int) -> list[Value]:
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -136,12 +175,24 @@ class _Walk:
             return [_value("unshard", (out,), var.aval) for out, var in zip(results, eqn.outvars, strict=True)]
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
             return self.run(inner[0], inputs, stack, times)
+        before = len(self.found)
         for program in inner:  # of an unknown primitive: its contractions are found, their operands' origin is not
             self.run(program, [_value("unknown", (), var.aval) for var in program.invars], stack, times)
         outs = [_value(name, tuple(inputs), var.aval, i, params=eqn.params) for i, var in enumerate(eqn.outvars)]
         if name in CONTRACTIONS:
             self._note(eqn, name, inputs, outs[0], stack, times)
+        elif inner:
+            self._condition(outs, [each.out for each in self.found[before:]])
+        self._keep(eqn, inputs, outs)
         return outs
+
+    def _condition(self, values: Sequence[Value], others: Sequence[Value]) -> None:
+        for value in values:
+            self.conditions.setdefault(value, []).extend(others)
+
+    def _keep(self, eqn: Any, inputs: Sequence[Value], outs: Sequence[Value]) -> None:
+        if eqn.effects:
+            self.read_by_effects += [*inputs, *outs]
 
     def _note(self, eqn: Any, name: str, inputs: list[Value], out: Value, stack: tuple[str, ...], times: int) -> None:
         lhs, rhs = inputs[:2]
@@ -181,13 +232,17 @@ class _Walk:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts = inputs[first : first + second]
         carried = [_value("scan_carry", (value,), value) for value in inputs[first + second :]]
-        self.run(test, [*inputs[:first], *carried], stack, times)
-        return self._close(carried, self.run(body, [*consts, *carried], stack, times), eqn.outvars)
+        decided = self.run(test, [*inputs[:first], *carried], stack, times)
+        outs = self._close(carried, self.run(body, [*consts, *carried], stack, times), eqn.outvars)
+        self._condition(outs, decided)
+        return outs
 
     def _cond(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
         results = [self.run(_open(branch), inputs[1:], stack, times) for branch in eqn.params["branches"]]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
-        return [_value("branch", values, var.aval) for values, var in outs]
+        merged = [_value("branch", values, var.aval) for values, var in outs]
+        self._condition(merged, inputs[:1])
+        return merged
 
     def _kernel(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
         """Note what a Pallas kernel multiplies, block by block, as contractions of the kernel."""
@@ -196,7 +251,10 @@ class _Walk:
             opaque = [_value("unknown", (), getattr(var.aval, "inner_aval", var.aval)) for var in program.invars]
             inner.run(program, opaque, stack, times * _programs_of(eqn))
         self.found += [dataclasses.replace(each, operation="pallas_call") for each in inner.found]
-        return [_value("pallas_call", tuple(inputs), var.aval, i) for i, var in enumerate(eqn.outvars)]
+        outs = [_value("pallas_call", tuple(inputs), var.aval, i) for i, var in enumerate(eqn.outvars)]
+        self._condition(outs, [each.out for each in inner.found])
+        self._keep(eqn, inputs, outs)
+        return outs
 
 
 def _open(jaxpr: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from jaxquant.audit.dataflow import Contraction
+from jaxquant.audit.dataflow import Contraction, Value, ancestors
 from jaxquant.audit.scales import Origin, argument, origin
 
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)")
@@ -33,6 +33,8 @@ class Placed:
       matmul: "fwd", "dlhs", "drhs", or "bwd" where it cannot be told which of the two.
       swapped: its operands stand in another order than activation · weight, grad · weight, activation · grad.
       forward: the forward contraction that a backward one belongs to, where it was found; itself for a forward one.
+      is_stray: a backward one that shares no operand with a forward one and that no other backward one is computed
+        from: a weight gradient, and nothing tells of which weight.
     """
 
     contraction: Contraction
@@ -46,6 +48,7 @@ class Placed:
     matmul: str = "fwd"
     swapped: bool = False
     forward: Placed | None = None
+    is_stray: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -77,17 +80,47 @@ def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
         else:  # no scopes around it: an NNX model, or none
             for each in group:
                 each.path = _path_of_parameter(each, known)
-    unnamed = groups.get((), [])
-    forward = [each for each in unnamed if not each.is_backward]
-    for each in unnamed:
-        if each.is_backward and not each.path:
-            each.path = next((f.path for f in forward if _same_source(each, f)), "")
+    _place_by_operands(placed)
     places: dict[tuple[tuple[str, ...], str], list[Placed]] = {}
     for each in placed:
         places.setdefault((_without_repeats(each.scopes), each.path), []).append(each)
     for group in places.values():
         _find_matmuls(group)
+    _find_strays(placed)
     return placed
+
+
+def _place_by_operands(placed: Sequence[Placed]) -> None:
+    """Place backward contractions without scopes and parameters, by a forward one that each shares an operand with.
+
+    Of several it is one of a shape that fits; then the one whose layer has the other gradient from the same output
+    gradient already; then one that has none yet.
+    """
+    forward = [each for each in placed if not each.is_backward]
+    paths: dict[Value, set[str]] = {}
+    for each in placed:
+        if each.is_backward and each.path:
+            for found in each.origins:
+                paths.setdefault(found.source, set()).add(each.path)
+    taken: set[int] = set()
+    for each in placed:
+        if not each.is_backward or each.path or each.scopes:
+            continue
+        choice = [other for other in forward if _same_source(each, other)]
+        by_gradient = set[str]().union(*(paths.get(found.source, ()) for found in each.origins))
+        for better in (
+            [other for other in choice if _is_gradient_of(each.contraction, other.contraction)],
+            [other for other in choice if other.path in by_gradient],
+            [other for other in choice if id(other) not in taken],
+        ):
+            choice = [other for other in choice if other in better] or choice
+        if choice:
+            each.path, each.scopes = choice[0].path, choice[0].scopes
+            taken.add(id(choice[0]))
+
+
+def _is_gradient_of(backward: Contraction, forward: Contraction) -> bool:
+    return any(_continues(backward, mine, forward, theirs) for mine in (0, 1) for theirs in (0, 1))
 
 
 def _open(contraction: Contraction) -> Placed:
@@ -189,6 +222,23 @@ def _find_matmuls(group: Sequence[Placed]) -> None:
             each.swapped = residual == (1 if each.matmul == "drhs" else 0)
         else:
             each.matmul = each.label or "bwd"
+
+
+def _find_strays(placed: Sequence[Placed]) -> None:
+    forward = [each for each in placed if not each.is_backward]
+    backward = [each for each in placed if each.is_backward]
+    sources = {origin.source for each in forward for origin in each.origins}
+    ends = {each.contraction.out for each in forward}
+
+    def is_left(value: Value) -> bool:
+        """Whether a value is of the forward pass, or of a loop's step before: a parameter that was trained there."""
+        return value in ends or value.operation == "scan_carry"
+
+    operands = [operand for each in backward for operand in (each.contraction.lhs, each.contraction.rhs)]
+    used = ancestors(operands, stop=is_left)
+    for each in backward:
+        shares = any(origin.source in sources for origin in each.origins)
+        each.is_stray = not shares and not any(each.parameters) and each.contraction.out not in used
 
 
 def _shared(each: Placed, forward: Placed) -> tuple[int, int] | None:

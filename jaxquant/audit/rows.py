@@ -79,7 +79,8 @@ class Coverage:
 
     Attributes:
       rows: every contraction, in the order of the program.
-      missing: layers that the config quantizes and that no contraction was found for.
+      missing: layers that the config quantizes and that no contraction was found for, such as "mlp/wi"; in a function
+        with a backward pass also those without one of their backward matmuls, such as "mlp/wi drhs".
     """
 
     rows: tuple[Row, ...]
@@ -155,14 +156,24 @@ class Coverage:
             indent=1,
         )
 
-    def check(self) -> None:
+    def check(self, without: Sequence[str] = ()) -> None:
         """Refuse a function in which a layer does not run in the dtypes that its recipe says.
 
+        Args:
+          without: entries of ``missing`` that are meant to be missing: "mlp/wi drhs" of a frozen layer, "head dlhs" of
+            one behind a ``stop_gradient``.
+
         Raises:
-          ValueError: names path, matmul, what was wanted and what was found, of the first such contraction.
+          ValueError: names path, matmul, what was wanted and what was found, of the first such contraction; or
+            ``without`` names what is not missing.
         """
+        if unknown := [name for name in without if name not in self.missing]:
+            raise ValueError(
+                f"without names {unknown[0]!r}, which is not missing; missing are {', '.join(self.missing) or 'none'}"
+            )
         wrong = [f"{row.path or 'the model itself'} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
-        wrong += [f"{path}: the config quantizes it and no contraction of it was found" for path in self.missing]
+        missing = [name for name in self.missing if name not in without]
+        wrong += [f"{name}: the config quantizes it and no contraction of it was found" for name in missing]
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise ValueError(

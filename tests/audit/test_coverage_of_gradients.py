@@ -1,0 +1,213 @@
+"""Coverage lists what is needed and no more, and strict asks for both gradients of every layer to quantize."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxquant
+
+X = jnp.ones((8, 32))
+A, B = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4), jnp.float32)
+linear = functools.partial(nnx.Linear, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
+WIDTHS = {"a": (32, 48), "b": (48, 40)}
+
+
+class Two(nnx.Module):
+    """Two layers; ``call_b`` calls the second one."""
+
+    def __init__(self, call_b=lambda b, h: b(h)):
+        for name, (k, n) in WIDTHS.items():
+            setattr(self, name, linear(k, n))
+        self.call_b = call_b
+
+    def __call__(self, x):
+        return self.call_b(self.b, nnx.relu(self.a(x)))
+
+
+def found_in(model, backend="native", frozen="", x_is_trained=True):
+    """Coverage of the loss and gradients of a model quantized to int8, those of a frozen layer left out."""
+    config = {"quantization": "int8", "quant_backend": backend}
+    graph, frozen_params, params, rest = nnx.split(
+        jaxquant.maybe_quantize_model(model, config, X),
+        lambda path, value: isinstance(value, nnx.Param) and bool(frozen) and frozen in path,
+        nnx.Param,
+        ...,
+    )
+
+    def loss(params, x):
+        return jnp.sum(jnp.square(nnx.merge(graph, frozen_params, params, rest)(x)))
+
+    step = jax.value_and_grad(loss, argnums=(0, 1) if x_is_trained else 0)
+    return jaxquant.coverage(step, params, X, layers=jaxquant.describe_layers(model, config, X))
+
+
+def with_gradients(change, b, h):
+    """Call a layer, and let ``change`` put others in place of its kernel's and its input's gradient."""
+    graph, state = nnx.split(b)
+
+    def plain(state, h):
+        return nnx.merge(graph, state)(h)
+
+    call = jax.custom_vjp(plain)
+
+    def backward(residuals, grad):
+        pull, h = residuals
+        d_state, dh = pull(grad)
+        [kernel] = [leaf for leaf in jax.tree.leaves(d_state) if leaf.shape == WIDTHS["b"]]
+        d_kernel, dh = change(h, grad, kernel, dh)
+        return jax.tree.map(lambda leaf: d_kernel if leaf is kernel else leaf, d_state), dh
+
+    def forward(state, h):
+        out, pull = jax.vjp(plain, state, h)
+        return out, (pull, h)
+
+    call.defvjp(forward, backward)
+    return call(state, h)
+
+
+def stolen(change):
+    return Two(functools.partial(with_gradients, change))
+
+
+# -- float gradients in place of those that a recipe asks for ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["native", "qwix"])
+def test_a_float_weight_gradient_of_no_layer_is_a_fault(backend):
+    if backend == "qwix":
+        pytest.importorskip("qwix")
+    found = found_in(stolen(lambda h, grad, dk, dh: ((3 * h).T @ (2 * grad), dh)), backend)
+    [row] = [row for row in found.rows if row.path == ""]
+    assert row.reason == row.fault == "a weight gradient in float32 × float32, and nothing tells of which layer"
+    assert found.missing == ("b drhs",)
+    with pytest.raises(ValueError, match=r"strict: the model itself bwd: a weight gradient .* \(and 1 more\)"):
+        found.check()
+
+
+def test_a_float_weight_gradient_of_a_layers_activation_is_that_layers():
+    found = found_in(stolen(lambda h, grad, dk, dh: (h.T @ grad, dh)))
+    with pytest.raises(ValueError, match=r"strict: b drhs: int8 × int8 is wanted .* float32 × float32 is there"):
+        found.check()
+
+
+def test_a_weight_gradient_without_a_matmul_is_missing():
+    found = found_in(stolen(lambda h, grad, dk, dh: (jnp.sum(h[:, :, None] * grad[:, None, :], 0), dh)))
+    assert found.missing == ("b drhs",)
+    with pytest.raises(ValueError, match="strict: b drhs: the config quantizes it and no contraction of it was found"):
+        found.check()
+
+
+def test_an_input_gradient_without_a_matmul_is_missing():
+    assert found_in(stolen(lambda h, grad, dk, dh: (dk, jnp.zeros_like(dh)))).missing == ("b dlhs",)
+
+
+class Three(nnx.Module):
+    """Layers of one input and one shape."""
+
+    def __init__(self):
+        for name in "abc":
+            setattr(self, name, linear(32, 32))
+
+    def __call__(self, x):
+        return self.a(x) * self.b(x) + self.c(x)
+
+
+@pytest.mark.parametrize("backend", ["native", "qwix"])
+@pytest.mark.parametrize("x_is_trained", [False, True])
+def test_layers_that_share_an_input_have_a_weight_gradient_each(backend, x_is_trained):
+    if backend == "qwix":
+        pytest.importorskip("qwix")
+    found = found_in(Three(), backend, x_is_trained=x_is_trained)
+    found.check()
+    matmuls = ["fwd", "dlhs", "drhs"] if x_is_trained else ["fwd", "drhs"]
+    assert sorted((row.path, row.matmul) for row in found.rows) == sorted((p, m) for p in "abc" for m in matmuls)
+
+
+# -- gradients that nobody asked for -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x_is_trained", [False, True])
+def test_the_first_layer_needs_no_input_gradient(x_is_trained):
+    found = found_in(Two(), x_is_trained=x_is_trained)
+    found.check()
+    assert [row.matmul for row in found.rows if row.path == "a"].count("dlhs") == x_is_trained
+
+
+def test_a_frozen_layer_is_told_to_check():
+    found = found_in(Two(), frozen="b")
+    assert found.missing == ("b drhs",)
+    found.check(without=["b drhs"])
+    with pytest.raises(ValueError, match="without names 'a drhs', which is not missing; missing are b drhs"):
+        found.check(without=["a drhs"])
+
+
+def test_a_forward_pass_has_no_gradients_to_miss():
+    config = {"quantization": "int8", "quant_backend": "native"}
+    graph, state = nnx.split(jaxquant.maybe_quantize_model(Two(), config, X))
+    layers = jaxquant.describe_layers(Two(), config, X)
+    jaxquant.coverage(lambda state, x: nnx.merge(graph, state)(x), state, X, layers=layers).check()
+
+
+@jax.custom_vjp
+def remade_attention(q, k):
+    """Scores times k, whose backward pass makes the scores again, as flash attention does."""
+    return nnx.softmax(q @ k.T) @ k
+
+
+def _remade_backward(residuals, grad):
+    q, k = (3 * each for each in residuals)
+    scores = nnx.softmax(q @ k.T)
+    d_scores = scores * (grad @ k.T)
+    return d_scores @ k, d_scores.T @ q + scores.T @ grad
+
+
+remade_attention.defvjp(lambda q, k: (remade_attention(q, k), (q, k)), _remade_backward)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [remade_attention, remade_attention.fun, jax.checkpoint(remade_attention.fun)],
+    ids=["remade", "plain", "checkpoint"],
+)
+def test_gradients_of_attention_scores_are_no_fault(attention):
+    found = found_in(Two(lambda b, h: attention(b(h), 2 * b(h))))
+    found.check()
+    assert {row.reason for row in found.rows if not row.path} == {"no parameter: activation × activation"}
+
+
+# -- what nobody reads -------------------------------------------------------------------------------------------------
+
+
+def count(function):
+    return len(jaxquant.coverage(function, A, B).rows)
+
+
+def test_a_matmul_that_nobody_reads_is_not_listed():
+    def unused_carry(a, b):
+        body = lambda carry, _: ((carry[0] + 1, a @ b), None)  # noqa: E731
+        return jax.lax.scan(body, (0.0, jnp.zeros((8, 4))), length=3)[0][0]
+
+    def behind_a_barrier(a, b):
+        return jax.lax.optimization_barrier((a, a @ b))[0]
+
+    assert count(lambda a, b: (a @ b, a)[1]) == 0
+    assert count(unused_carry) == 0
+    assert count(behind_a_barrier) == 0
+
+
+def test_a_matmul_that_decides_or_is_told_is_listed():
+    def printed(a, b):
+        jax.debug.print("{}", a @ b)
+        return a
+
+    def loop(a, b):
+        return jax.lax.while_loop(lambda i: (a @ b)[0, 0] > i, lambda i: i + 1, 0.0)
+
+    assert count(lambda a, b: jax.lax.cond((a @ b)[0, 0] > 0, lambda: 1.0, lambda: 2.0)) == 1
+    assert count(loop) == 1
+    assert count(printed) == 1
