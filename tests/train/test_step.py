@@ -54,7 +54,7 @@ def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: Tra
 
     (In a very first step each micro-batch scales by itself, and what follows differs by what that quantization makes.)
     """
-    config = dataclasses.replace(tiny, packing=False, **options)
+    config = dataclasses.replace(tiny, packing=False, **SMOOTH | options)
     data = make_iterators(config, config.batch_size)
     programs = {k: build(dataclasses.replace(config, gradient_accumulation_steps=k), data.vocab_size) for k in (1, 4)}
     start, _ = programs[1].step(programs[1].init(), next(data.train), jnp.bool_(True))
@@ -71,10 +71,9 @@ def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: Tra
         if name.endswith("_amax_history']"):
             count += big[..., 0].size
             assert (big[..., 0] != before[..., 0]).all(), name
-            print(name, np.abs(small[..., 0] / big[..., 0] - 1).max())
             np.testing.assert_allclose(small[..., 0], big[..., 0], rtol=numerics.MICRO_BATCH_AMAX, err_msg=name)
             big, small = big[..., 1:], small[..., 1:]
-        np.testing.assert_array_equal(small, big, err_msg=name)
+        np.testing.assert_allclose(small, big, rtol=numerics.DELAYED_SCALE, err_msg=name)
     assert count == 3 * 7 * config.num_layers
 
 
