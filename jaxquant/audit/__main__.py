@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done = subprocess.run(command, env=environment(), capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"the yardstick failed:\n{done.stderr[-4000:]}")
-            rows = json.loads(done.stdout)
-            text = "\n".join([f"# One MLP step on {words.target}", "", *report.table(rows)]) + "\n"
+            rows, notes = json.loads(done.stdout)
+            text = "\n".join([f"# One MLP step on {words.target}", "", *report.table(rows), notes])
             return _finish(text, json.dumps(rows, indent=1) + "\n", words.out, f"audit-yardstick-{words.target}")
         return max(_tell(found, words) for found in audits(words))  # every one is told
     except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError, RuntimeError) as error:

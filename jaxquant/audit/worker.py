@@ -80,6 +80,8 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        if target.platform == "tpu" and "RET_CHECK failure (external/xla/xla/hlo/ir" in str(error):
+            raise NotImplementedError(_unreadable(request["target"])) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         refusal = " ".join(str(error).split())
@@ -108,6 +110,16 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         bf16_matmul=bf16,
         compile_seconds=round(time.perf_counter() - began, 1),
         versions={name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
+    )
+
+
+def _unreadable(target: str) -> str:
+    """Say why jaxlib cannot read a program that libtpu made: the two are of different ages."""
+    jax_version, libtpu = (importlib.metadata.version(name) for name in ("jax", "libtpu"))
+    wanted = next((each.split(";")[0] for each in importlib.metadata.requires("jax") or () if "libtpu" in each), "")
+    return (
+        f"target {target!r}: jax {jax_version} cannot read the program that libtpu {libtpu} compiled, it is made for "
+        f"{wanted or 'another'}; pip install 'jax[tpu]=={jax_version}'"
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant.audit import __main__ as command
-from jaxquant.audit import topology
+from jaxquant.audit import topology, worker
 from jaxquant.audit.chips import chip
 
 ROOT = Path(__file__).parents[2]
@@ -54,19 +54,30 @@ def gradients(string, sharding=None):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["h200", "v6e"])
-@pytest.mark.parametrize("string", STRINGS)
-def test_every_matmul_of_every_layer_is_in_8_bits(string, target):
-    step, shapes = gradients(string)
-    found = jaxquant.audit(step, *shapes, target=target)
+def test_every_matmul_of_every_layer_is_in_8_bits(target):
+    # One step for all strings: half of an audit's time is starting its process.
+    steps, shapes = zip(*(gradients(string) for string in STRINGS), strict=True)
+
+    def step(shapes):
+        found = []
+        for string, each, args in zip(STRINGS, steps, shapes, strict=True):
+            with jax.named_scope(f"string_{string}"):
+                found.append(each(*args))
+        return found
+
+    found = jaxquant.audit(step, shapes, target=target)
     assert found.fate.fell_back == []
     assert found.is_low_precision
-    assert sum(found.fate.asked.values()) == 12
+    assert sum(found.fate.asked.values()) == sum(found.counts.values()) == 12 * len(STRINGS)
     assert found.fate.merged == found.fate.removed == []
-    assert sum(found.counts.values()) == 12
-    kinds = {"s8"} if string == "int8" else {"f8e4m3fn", "f8e5m2"}
-    assert {part for name in found.counts for part in name.split("×")} == kinds
+    for string in STRINGS:
+        rows = [row for row in found.matmuls if f"string_{string}/" in row["layer"]]
+        assert len(rows) == 12
+        assert len({row["layer"].split("/Net/")[1] for row in rows}) == 4  # query, out, wi, wo
+        kinds = {"s8"} if string == "int8" else {"f8e4m3fn", "f8e5m2"}
+        assert {part for row in rows for part in row["dtypes"].split("×")} == kinds
     assert found.fits
-    assert "All 12 matmuls" in str(found)
+    assert f"All {12 * len(STRINGS)} matmuls" in str(found)
 
 
 @pytest.mark.aot
@@ -115,6 +126,37 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path):
     gathered = [row["dtype"] for row in written["collectives"] if row["kind"] == "all-gather"]
     assert "f8e4m3fn" in gathered
     assert "## Assumptions" in (tmp_path / "out" / "audit-tiny-fp8-h200-8.md").read_text()
+
+
+@pytest.mark.aot
+def test_the_extras_leave_an_ordinary_start_quiet():
+    pytest.importorskip("nvidia.cuda_runtime", reason="nvidia-cuda-runtime-cu12 (extra audit-gpu) is not installed")
+    words = [sys.executable, "-c", "import jax; jax.devices()"]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_program_of_another_libtpu_is_an_error_that_names_the_right_one(monkeypatch):
+    class Step:
+        def lower(self):
+            return self
+
+        def compiler_ir(self, dialect):
+            return jax.jit(jnp.negative).lower(1.0).compiler_ir(dialect)
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(
+                "INTERNAL: RET_CHECK failure (external/xla/xla/hlo/ir/hlo_instruction.cc:390) proto.operand_ids_size() "
+                "== *arity async-update instruction should have 1 operands but sees 2"
+            )
+
+    monkeypatch.setattr(worker.importlib.metadata, "version", {"jax": "0.10.2", "libtpu": "0.0.52"}.__getitem__)
+    monkeypatch.setattr(worker.importlib.metadata, "requires", lambda _: ["numpy", 'libtpu==0.0.42.*; extra == "tpu"'])
+    message = r"'v7x': jax 0.10.2 cannot read .* libtpu 0.0.52 .* libtpu==0.0.42.\*; pip install 'jax\[tpu\]==0.10.2'"
+    with pytest.raises(NotImplementedError, match=message):
+        worker.compile_step(Step(), (), chip("v7x"), 1, {"target": "v7x"})
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        worker.compile_step(Step(), (), chip("h200"), 1, {"target": "h200"})
 
 
 @pytest.mark.parametrize(("target", "extra"), [("h200", "audit-gpu"), ("v6e", "audit-tpu")])
