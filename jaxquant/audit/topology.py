@@ -5,6 +5,7 @@ Only for a process of its own, which ``environment`` made: with a plug-in instal
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -14,6 +15,9 @@ from jaxquant.audit.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
 """Platform -> the extra that installs its compiler, and the module that shows that it is there."""
+
+TIED_TO_JAXLIB = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
+"""Packages of the GPU compiler that only work with jaxlib of their own version; libtpu has versions of its own."""
 
 DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 """Smallest slice of each TPU that its compiler knows."""
@@ -36,17 +40,28 @@ def environment() -> dict[str, str]:
 
 
 def require_compiler(chip: Chip, *more: str) -> None:
-    """Check that a chip's compiler is installed, and further modules of its extra.
+    """Check that a chip's compiler is installed and fits jaxlib, and further modules of its extra.
 
     Raises:
-      ModuleNotFoundError: one is not.
+      ModuleNotFoundError: one is not installed.
+      RuntimeError: the compiler is of another version than jaxlib.
     """
     extra, needed = NEEDED[chip.platform]
     missing = [module for module in (needed, *more) if not _is_installed(module)]
     if missing:
+        other = {"cuda": "TPUs 'jaxquant[audit-tpu]'", "tpu": "GPUs 'jaxquant[audit-gpu]'"}[chip.platform]
         raise ModuleNotFoundError(
-            f"target {_name(chip)!r} needs {' and '.join(missing)}, not installed here; pip install 'jaxquant[{extra}]'"
+            f"target {_name(chip)!r} needs {' and '.join(missing)}, not installed here; "
+            f"pip install 'jaxquant[{extra}]' (for {other})"
         )
+    wanted = importlib.metadata.version("jaxlib")
+    for package in TIED_TO_JAXLIB if chip.platform == "cuda" else ():
+        for found in importlib.metadata.Distribution.discover(name=package):
+            if found.version != wanted:
+                raise RuntimeError(
+                    f"target {_name(chip)!r} needs {package} of the same version as jaxlib, which is {wanted}, got "
+                    f"{found.version}; pip install {package}=={wanted}"
+                )
 
 
 def _is_installed(module: str) -> bool:

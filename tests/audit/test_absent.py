@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -166,7 +167,22 @@ def test_without_its_compiler_a_target_is_an_error_that_says_what_to_install(mon
     ):
         jaxquant.audit(lambda x: x, jnp.zeros(3), target=target)
     assert command.main(["configs/quickstart.yml", "--target", target]) == 2
-    assert f"pip install 'jaxquant[{extra}]'" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"pip install 'jaxquant[{extra}]'" in told
+    assert "jaxquant[audit-gpu]" in told
+    assert "jaxquant[audit-tpu]" in told
+
+
+def test_a_gpu_compiler_of_another_version_than_jaxlib_is_refused(monkeypatch, capsys):
+    monkeypatch.setitem(topology.NEEDED, "cuda", ("audit-gpu", "jax"))
+    monkeypatch.setattr(topology, "TIED_TO_JAXLIB", ("flax",))
+    versions = rf"jaxlib, which is {metadata.version('jaxlib')}, got {metadata.version('flax')}; pip install flax=="
+    with pytest.raises(RuntimeError, match=rf"'h200' needs flax of the same version as {versions}"):
+        topology.require_compiler(chip("h200"))
+    assert command.main(["configs/quickstart.yml", "--target", "h200"]) == 2
+    assert "of the same version as jaxlib" in capsys.readouterr().err
+    monkeypatch.setitem(topology.NEEDED, "tpu", ("audit-tpu", "jax"))
+    topology.require_compiler(chip("v6e"))  # libtpu counts its versions for itself
 
 
 @pytest.mark.parametrize(("target", "topology_text"), [("h200", "2x2"), ("v6e", "64"), ("v6e", "axb")])
