@@ -164,6 +164,15 @@ def test_two_processes_log_health_and_end_together_when_a_loss_is_not_finite(tin
     assert max(read_losses(two)) == STEPS
 
 
+def test_between_cpu_processes_a_program_has_ended_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch):
+    square = np.full((600, 600), 1 / 600, np.float32)
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: y @ x, x))
+    jax.block_until_ready(long(square))
+    assert not processes.in_order(long(square)).is_ready()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert processes.in_order(long(square)).is_ready()
+
+
 def test_processes_want_all_three_words(capsys: pytest.CaptureFixture[str]):
     words = [str(ROOT / "configs/models/ci.yml"), "--num-processes", "2", "run_dir=none"]
     assert main(words) == 2
