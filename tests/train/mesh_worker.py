@@ -148,10 +148,9 @@ def measure(config: Any, single_config: Any, dump: Path) -> dict[str, Any]:
 
 
 def main(dump: str, configs: str) -> None:
-    # Compiling is most of the time; LLVM's optimizations are not what is tested, and all runs go without them.
     os.environ["XLA_FLAGS"] = (
-        f"{PATIENT} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-        f"--xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd --xla_dump_hlo_module_re=jit_step"
+        f"{PATIENT} --xla_force_host_platform_device_count=8 --xla_dump_to={dump} --xla_dump_hlo_pass_re=spmd "
+        "--xla_dump_hlo_module_re=jit_step"
     )
     import jax
 
