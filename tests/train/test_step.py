@@ -108,9 +108,11 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig, q
     jax.tree.map(np.testing.assert_array_equal, sound, jax.tree.map(np.array, later))
 
 
-def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfig):
-    data = make_iterators(tiny, tiny.batch_size)
-    program = build(tiny, data.vocab_size)
+@pytest.mark.parametrize(("framework", "quantization"), [("linen", ""), ("nnx", "fp8")])
+def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfig, framework: str, quantization: str):
+    config = dataclasses.replace(quantized(tiny, quantization), framework=framework)
+    data = make_iterators(config, config.batch_size)
+    program = build(config, data.vocab_size)
 
     def loss(params, *rest):
         # The square root's slope at 0 is infinite.
