@@ -105,6 +105,9 @@ def without_bins(state: TensorState) -> TensorState:
 def observe(state: TensorState, scale: jax.Array, amax: jax.Array, spec: DelayedSpec) -> TensorState:
     """Return what leaves the backward pass of one use in place of the state's gradient.
 
+    Beside the bins, which ``advance`` reads, it has the next scale and history, for loops that overwrite a state with
+    its gradient, as flax's ``TrainState`` does: right after one use.
+
     Args:
       state: the state before the step, without its bins.
       scale: the scale that the use took, shape (1,).
@@ -113,6 +116,7 @@ def observe(state: TensorState, scale: jax.Array, amax: jax.Array, spec: Delayed
     """
     if spec.amax_init == "flax":
         return {"scale": scale, "amax_history": record(state["amax_history"], amax)}
+    history = jnp.where(jnp.isfinite(amax), record(state["amax_history"], amax), state["amax_history"])
     amax = jnp.where(jnp.isfinite(amax), amax.astype(jnp.float32), jnp.inf)
     index = bin_of(amax)
     reach = (_bits(amax) - ((index - 1) << _DROPPED_BITS)).astype(jnp.float32) * 2.0**-_DROPPED_BITS
@@ -120,8 +124,8 @@ def observe(state: TensorState, scale: jax.Array, amax: jax.Array, spec: Delayed
     bins = jnp.where(jnp.arange(BINS) == index, rows[:, None], 0.0)
     pieces = (_bits(scale) >> jnp.array(_PIECES)) & 2047
     return {
-        "scale": jnp.zeros_like(scale),
-        "amax_history": jnp.zeros_like(state["amax_history"]),
+        "scale": scale,
+        "amax_history": history,
         "amax_bins": bins.at[0, _PIECE_BINS].set(pieces.astype(jnp.float32)),
     }
 
