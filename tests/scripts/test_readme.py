@@ -57,9 +57,11 @@ def test_the_example_trains(quantization):
         for block in re.findall(r"```python\n(.*?)```", README, flags=re.S):
             if "maybe_quantize_model" not in block:  # what follows uses the example's names
                 exec(block, scope)
-        found = [row["fwd"] for row in scope["found"].layers()]
-        assert found.count("e4m3 × e4m3") == 1
-        assert len(found) == 2  # the last layer is the head, which stays float
+        found = scope["found"].layers()
+        assert [layer["fwd"] for layer in found] == ["float8_e4m3fn × float8_e4m3fn"] * 2
+        # Nothing asks for the gradient of x.
+        assert [layer["dlhs"] for layer in found] == ["", "float8_e5m2 × float8_e4m3fn"]
+        assert int(scope["micro_state"].inner.mini_step) == 1
 
 
 @pytest.mark.parametrize("quantization", ["", "fp8"])
