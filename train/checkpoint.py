@@ -45,6 +45,8 @@ def check_config(run_dir: Path, config: TrainConfig) -> None:
         return
     there, here = to_mapping(build(TrainConfig, load_yaml(path))), to_mapping(config)
     different = [name for name in here if name not in RUN_CONTROL and here[name] != there.get(name)]
+    if there["quantization_local_shard_count"] == -1:  # a run that reads it has it resolved, see with_global_shards
+        different = [name for name in different if name != "quantization_local_shard_count"]
     if different:
         lines = "".join(f"\n  {name}: {there.get(name)!r} in the run, {here[name]!r} asked" for name in different)
         raise ValueError(
