@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 
 from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
-from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
+from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.report import comparison_rows
@@ -63,12 +62,10 @@ def measure_steps(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, An
     for scheme in (UNQUANTIZED, *chosen):
         steppers.append(_Stepper(scheme, quickstart))
         tell(f"compiled {scheme.string or 'none'} {scheme.backend} in {steppers[-1].first:.1f} s")
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
-        for stepper in steppers:
-            stepper.measure()
-    gc.enable()
+    with undisturbed():
+        for _ in range(rounds):
+            for stepper in steppers:
+                stepper.measure()
     base = steppers[0].times
     return [
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
 from train.bench import QUICKSTART
-from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
+from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.health import build_health
@@ -71,14 +70,12 @@ def measure_health(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, A
 
 def _measure(runner: _Runner, rounds: int) -> dict[str, Any]:
     plain, passes, ratios = [], [], []
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
-        without, alone, with_it = runner.block(False), runner.one_pass(), runner.block(True)
-        plain.append(without)
-        passes.append(alone)
-        ratios.append(with_it / without - 1)
-    gc.enable()
+    with undisturbed():
+        for _ in range(rounds):
+            without, alone, with_it = runner.block(False), runner.one_pass(), runner.block(True)
+            plain.append(without)
+            passes.append(alone)
+            ratios.append(with_it / without - 1)
     shares = [one / ten for one, ten in zip(passes, plain, strict=True)]
     return {
         "step ms": round(1000 * statistics.median(plain) / EVERY, 1),

@@ -158,7 +158,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             state.step + 1,
             optax.apply_updates(state.params, updates),
             opt_state,
-            quantization_state.update(state.quant_state, state_grads) if state.quant_state else state.quant_state,
+            quantization_state.update(state.quant_state, state_grads),
         )
         metrics = {
             "loss": value,

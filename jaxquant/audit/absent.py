@@ -24,7 +24,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     """Compile a step with the real compiler of an absent chip and report what it made.
 
     The step is exported (``jax.export``) here and compiled in a process of its own. Its 8-bit matmuls are followed from
-    the traced program into the compiler's: see ``report.fate`` and, for what is counted, ``program.read_program``.
+    the traced program into the compiler's: see ``fate.fate`` and, for what is counted, ``program.read_program``.
 
     Args:
       step: function or jitted function. Arguments that the jitted function donates are donated.

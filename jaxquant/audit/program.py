@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 from jaxquant.audit.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
 
@@ -189,14 +190,16 @@ def _matmuls(module: Module, computation: Computation, instruction: Instruction,
     """List the matmuls that an instruction is or holds."""
     if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in _MATMUL_CALLS:
         return [_matmul(computation, instruction, path, times)]
-    if instruction.opcode != "fusion":
-        return []
-    found = []
-    for called in instruction.called:
+    inside = _inside(module, instruction, path)
+    return [matmul for inner, each, name in inside for matmul in _matmuls(module, inner, each, name, times)]
+
+
+def _inside(module: Module, instruction: Instruction, path: str) -> Iterator[tuple[Computation, Instruction, str]]:
+    """Give the instructions of a fusion, each with its computation and path; nothing for another instruction."""
+    for called in instruction.called if instruction.opcode == "fusion" else ():
         inner = module.computations[called]
         for each in inner.values():
-            found += _matmuls(module, inner, each, each.op_name or path, times)
-    return found
+            yield inner, each, each.op_name or path
 
 
 def _matmul(computation: Computation, instruction: Instruction, path: str, times: int) -> Matmul:
@@ -267,18 +270,13 @@ def _part_written(inner: Computation, result: Instruction) -> int:
 
 def _fused_collectives(module: Module, instruction: Instruction, path: str, times: int) -> list[Collective]:
     """List the collectives that a fusion holds."""
-    if instruction.opcode != "fusion":
-        return []
     found = []
-    for called in instruction.called:
-        inner = module.computations[called]
-        for each in inner.values():
-            name = each.op_name or path
-            found += _fused_collectives(module, each, name, times)
-            kind = each.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                is_scattered = kind == "all-reduce" and _is_only_sliced(inner, each.name)
-                found.append(_collective(inner, each, "reduce-scatter" if is_scattered else kind, name, times))
+    for inner, each, name in _inside(module, instruction, path):
+        found += _fused_collectives(module, each, name, times)
+        kind = each.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            is_scattered = kind == "all-reduce" and _is_only_sliced(inner, each.name)
+            found.append(_collective(inner, each, "reduce-scatter" if is_scattered else kind, name, times))
     return found
 
 

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxquant.audit import report
 from jaxquant.audit.chips import Chip, chip
+from jaxquant.audit.fate import fate
 from jaxquant.audit.program import Program, read_program
 from jaxquant.audit.topology import devices
 
@@ -100,7 +101,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         memory=memory,
         matmuls=report.matmul_rows(made),
         counts=None if program is None else program.count(),
-        fate=report.fate(asked, asked, 1) if program is None else report.fate(asked, program, count),
+        fate=fate(asked, asked, 1) if program is None else fate(asked, program, count),
         moved=None if program is None else program.moved,
         big_moves=None if program is None else program.big_moves,
         moves=None if program is None else sum(move.times for move in program.moves),

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.state.optimizer import multi_steps
+from jaxquant.state.optimizer import have_stepped, multi_steps
 from jaxquant.state.tree import update, with_bins, with_waiting
 
 Array = jax.Array
@@ -156,8 +156,7 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
     if not before:
         nnx.update(model, update(old, seen))
         return
-    after = [count[...] for count in multi_steps(optimizer.opt_state)]
-    ended = jnp.all(jnp.stack([new != count for new, count in zip(after, before, strict=True)]))
+    ended = have_stepped(before, [count[...] for count in multi_steps(optimizer.opt_state)])
     new = update(old, seen)
     nnx.update(model, jax.tree.map(lambda stepped, kept: jnp.where(ended, stepped, kept), new, waiting))
 

@@ -75,8 +75,7 @@ class Optimizer:
         if state.seen is None:
             return merge(params, update(quant_state, seen)), OptimizerState(inner, None)
         seen = accumulate(state.seen, seen)
-        stepped = [new != old for old, new in zip(multi_steps(state.inner), multi_steps(inner), strict=True)]
-        ended = jnp.all(jnp.stack(stepped))
+        ended = have_stepped(multi_steps(state.inner), multi_steps(inner))
         quant_state = jax.tree.map(_choose(ended), update(quant_state, seen), quant_state)
         return merge(params, quant_state), OptimizerState(inner, jax.tree.map(_choose(ended), nothing_seen(seen), seen))
 
@@ -92,6 +91,11 @@ def multi_steps(state: Any) -> list[jax.Array]:
         return isinstance(node, optax.MultiStepsState)
 
     return [node.gradient_step for node in jax.tree.leaves(state, is_leaf=is_multi) if is_multi(node)]
+
+
+def have_stepped(before: list[jax.Array], after: list[jax.Array]) -> jax.Array:
+    """Say from two lists of ``multi_steps`` whether the parameters were updated in between."""
+    return jnp.all(jnp.stack([new != old for old, new in zip(before, after, strict=True)]))
 
 
 class TrainState(train_state.TrainState):

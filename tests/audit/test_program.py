@@ -11,6 +11,7 @@ import pytest
 
 from jaxquant.audit import hlo, report, worker
 from jaxquant.audit.chips import CHIPS, chip, gpu_target
+from jaxquant.audit.fate import Fate, fate, layer
 from jaxquant.audit.program import Collective, Program, read_program
 
 GPU = """HloModule jit_step, is_scheduled=true
@@ -190,8 +191,8 @@ def test_a_fallback_is_found_by_its_path():
     asked, emitted = read_program(TRACED, is_optimized=False), read_program(FELL_BACK)
     path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
     assert asked.count() == {"f8e5m2": 1}
-    assert report.fate(asked, emitted) == report.Fate({path: 1}, [f"{path}: f16"], [], [])
-    assert report.fate(asked, asked).fell_back == []
+    assert fate(asked, emitted) == Fate({path: 1}, [f"{path}: f16"], [], [])
+    assert fate(asked, asked).fell_back == []
 
 
 NO_PATH = FELL_BACK.replace("jit(step)/jvp(M)/layer/jit(_forward)/dot_general", "")
@@ -217,7 +218,7 @@ def audit_of(asked, emitted):
 def test_a_fallback_that_lost_its_path_is_not_taken_for_removed():
     found = audit_of(TRACED, NO_PATH)
     path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
-    assert found.fate == report.Fate({path: 1}, [f"{path}: fell back or unexplained, f16"], [], [])
+    assert found.fate == Fate({path: 1}, [f"{path}: fell back or unexplained, f16"], [], [])
     assert not found.is_low_precision
     assert report.verdict(found).startswith("FELL BACK: 1 of 1")
 
@@ -226,11 +227,11 @@ def test_a_wide_matmul_that_was_traced_explains_itself_and_what_is_gone_was_remo
     asked, wide = read_program(TRACED, is_optimized=False), read_program(WIDE, is_optimized=False)
     both = Program([*asked.matmuls, dataclasses.replace(wide.matmuls[0], path="other")])
     for text in (NO_PATH, FELL_BACK.replace("jvp(M)/layer/jit(_forward)/dot_general", "lost")):
-        fate = report.fate(both, read_program(text))  # by its work
-        assert (fate.fell_back, fate.removed) == ([], [asked.matmuls[0].path])
+        became = fate(both, read_program(text))  # by its work
+        assert (became.fell_back, became.removed) == ([], [asked.matmuls[0].path])
     larger = [dataclasses.replace(wide.matmuls[0], path="other", flops=10**9)]
-    fate = report.fate(both, Program(larger))  # by its path
-    assert (fate.fell_back, fate.removed) == ([], [asked.matmuls[0].path])
+    became = fate(both, Program(larger))  # by its path
+    assert (became.fell_back, became.removed) == ([], [asked.matmuls[0].path])
 
 
 def test_what_was_removed_is_not_among_all():
@@ -271,13 +272,11 @@ def test_text_without_an_entry_is_refused():
 
 
 def test_layers_are_named_without_the_transformations():
-    assert report.layer("jit(step)/jvp(Net)/Net/while/body/closed_call/mlp/wi/jit(_forward)/dot_general") == (
+    assert layer("jit(step)/jvp(Net)/Net/while/body/closed_call/mlp/wi/jit(_forward)/dot_general") == (
         "Net/mlp/wi",
         "forward",
     )
-    assert report.layer(
-        "jit(step)/transpose(jvp(Net))/Net/while/body/checkpoint/rematted_computation/mlp/dot_general"
-    ) == (
+    assert layer("jit(step)/transpose(jvp(Net))/Net/while/body/checkpoint/rematted_computation/mlp/dot_general") == (
         "Net/mlp",
         "recomputed",
     )

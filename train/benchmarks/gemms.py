@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from flax.linen import fp8_ops
 
 from jaxquant.audit.coverage import coverage
 from jaxquant.inject.model import maybe_quantize_model
-from train.benchmarks.schemes import Row, tell
+from train.benchmarks.schemes import Row, tell, undisturbed
 
 PROGRAMS = ("fwd", "dlhs", "drhs", "bwd")
 
@@ -175,12 +174,10 @@ def measure_gemm_set(
                 raise
             failed.append(_not_run(contender, str(error).splitlines()[0]))
         tell(f"compiled {contender.library} {contender.recipe} in {time.perf_counter() - began:.1f} s")
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
-        for each in sets:
-            each.measure()
-    gc.enable()
+    with undisturbed():
+        for _ in range(rounds):
+            for each in sets:
+                each.measure()
     base = sets[0].total()
     return [_row(each, layer, base) for each in sets] + failed
 
