@@ -28,9 +28,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
-from jax.extend.core import Literal
 
 from jaxquant.backends._versions import require
+from jaxquant.backends._weights import is_swapped
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
 
@@ -242,7 +242,7 @@ def _blocked(recipe: Recipe, name: str, raw: aqt_dot_general.DotGeneralRaw, shar
     return _Blocked(**fields, recipe_name=recipe.name, count=shards)
 
 
-def _tiling_fn(recipe: Recipe) -> Callable[..., tiling.Cfg] | None:
+def tiling_fn(recipe: Recipe) -> Callable[..., tiling.Cfg] | None:
     """Give the function that tiles every contraction axis of both operands."""
     size = _tile(recipe)
     if size is None:
@@ -286,7 +286,7 @@ def _axis_names(
     return nn.LogicallyPartitioned(value, tuple(names))
 
 
-def _refuse_options(dtype: Any, precision: Any, preferred_element_type: Any) -> None:
+def refuse_options(dtype: Any, precision: Any, preferred_element_type: Any) -> None:
     """Refuse the options of a matmul that AQT would ignore."""
     if precision not in (None, jax.lax.Precision.DEFAULT):
         raise NotImplementedError(f"precision {precision} has no meaning in an AQT matmul; leave it at None")
@@ -309,7 +309,7 @@ class AqtDotGeneral(aqt_flax.AqtDotGeneral):
         inner = super().make_aqt_dg(*args, **kwargs)
 
         def matmul(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
-            _refuse_options(lhs.dtype, precision, preferred_element_type)
+            refuse_options(lhs.dtype, precision, preferred_element_type)
             return inner(jnp.asarray(lhs), jnp.asarray(rhs), dimension_numbers)
 
         return matmul
@@ -338,7 +338,7 @@ class AqtEinsum(nn.Module):
     ) -> jax.Array:
         """Contract activation ``lhs`` and weight ``rhs`` as the equation says."""
         lhs, rhs = promote_dtype(lhs, rhs)
-        _refuse_options(lhs.dtype, precision, preferred_element_type)
+        refuse_options(lhs.dtype, precision, preferred_element_type)
         make = _module(
             self.recipe, self.mesh_axes, self.quant_mode, self.replicate_scale, _is_swapped(equation, lhs, rhs)
         )
@@ -346,23 +346,7 @@ class AqtEinsum(nn.Module):
 
 
 def _is_swapped(equation: str, lhs: jax.Array, rhs: jax.Array) -> bool:
-    """Tell whether the einsum's matmul has our rhs on its left.
-
-    Raises:
-      NotImplementedError: the einsum is not one matmul of the two operands.
-    """
-    jaxpr = jax.make_jaxpr(functools.partial(aqt_dot_general.einsum, equation))(lhs, rhs).jaxpr
-    origin = {variable: index for index, variable in enumerate(jaxpr.invars)}
-    order: list[list[int | None]] = []
-    for eqn in jaxpr.eqns:
-        sources = [None if isinstance(atom, Literal) else origin.get(atom) for atom in eqn.invars]
-        if eqn.primitive is jax.lax.dot_general_p:
-            order.append(sources)
-        elif len(sources) == 1 and sources[0] is not None:
-            origin.update(dict.fromkeys(eqn.outvars, sources[0]))
-    if order not in ([[0, 1]], [[1, 0]]):
-        raise NotImplementedError(f"einsum {equation!r} is not one matmul of its operands; use quant_backend 'native'")
-    return order == [[1, 0]]
+    return is_swapped(functools.partial(aqt_dot_general.einsum, equation), equation, lhs, rhs)
 
 
 def _module(
@@ -382,18 +366,23 @@ def _module(
     }
     activation = {"var_name": "qlhs", "freeze_mode": aqt_flax.FreezerMode.NONE}
     if swap:
-        translated.fwd.lhs, translated.fwd.rhs = translated.fwd.rhs, translated.fwd.lhs
-        translated.fwd.dg_quantizer.swap_lhs_and_rhs()
-        translated.dlhs, translated.drhs = translated.drhs, translated.dlhs
+        swap_sides(translated)
     sides = {"lhs": weight, "rhs": activation} if swap else {"lhs": activation, "rhs": weight}
     return functools.partial(
         AqtDotGeneral,
         translated,
         prng_name=STREAM,
-        tiling_fn=_tiling_fn(recipe),
+        tiling_fn=tiling_fn(recipe),
         use_legacy_freezer=False,
         **{f"{side}_{key}": value for side, settings in sides.items() for key, value in settings.items()},
     )
+
+
+def swap_sides(translated: aqt_dot_general.DotGeneral) -> None:
+    """Exchange the operands of an AQT config, for a matmul that has the weight on its left."""
+    translated.fwd.lhs, translated.fwd.rhs = translated.fwd.rhs, translated.fwd.lhs
+    translated.fwd.dg_quantizer.swap_lhs_and_rhs()
+    translated.dlhs, translated.drhs = translated.drhs, translated.dlhs
 
 
 def dot_general_cls(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
+from jaxquant.core.qtensor import QTensor, Weight
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.ops import sparsity
+from jaxquant.ops import served, sparsity
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
 from jaxquant.ops.einsum import einsum
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
@@ -59,9 +62,29 @@ class _Quantized(nn.Module):
         return self.make_rng(RANDOM_STREAM) if self.recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
 
 
-def activation_as_read(recipe: Recipe, activation: Array, weight: Array) -> Array:
+def activation_as_read(recipe: Recipe, activation: Array, weight: Array | Weight) -> Array:
     """Give an activation the dtype in which the op reads it: flax's computes in the kernel's, whatever comes in."""
     return activation.astype(weight.dtype) if recipe.is_flax else activation
+
+
+def convert_kernel(
+    recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Mapping[str, Array]]
+) -> tuple[QTensor, Array | None]:
+    """Quantize a layer's kernel as its op does in training.
+
+    Args:
+      recipe: all numbers.
+      kernel: in the dtype in which the op reads it.
+      axes: its contraction axes.
+      state: the layer's quant state by tensor ("input", "kernel", "sparsity") and field; {} for a recipe without.
+
+    Returns:
+      The kernel and the static scale of the activation, shape (1,), None where that is scaled dynamically.
+    """
+    if recipe.sparsity is not None:
+        kernel = jnp.where(state["sparsity"]["mask"] > 0, kernel, 0)
+    tensor = served.quantize_weight(kernel, axes, recipe=recipe, state=state)  # pyright: ignore[reportArgumentType]
+    return tensor, served.input_scale(recipe, state)  # pyright: ignore[reportArgumentType]
 
 
 class DotGeneral(_Quantized):
@@ -72,6 +95,10 @@ class DotGeneral(_Quantized):
         self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
         lhs = activation_as_read(self.recipe, lhs, rhs)
+        if isinstance(rhs, Weight):
+            return dot_general(
+                lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe, key=self._key()
+            )
         axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
         return dot_general(
             lhs,
@@ -102,12 +129,13 @@ class Einsum(_Quantized):
             lhs = activation_as_read(self.recipe, lhs, rhs)
         else:
             rhs = activation_as_read(self.recipe, rhs, lhs)
+        is_converted = isinstance((lhs, rhs)[self.weight], Weight)
         return einsum(
             equation,
             lhs,
             rhs,
             recipe=self.recipe,
-            state=self._quant_state(),
+            state=None if is_converted else self._quant_state(),
             key=self._key(),
             precision=precision,
             preferred_element_type=preferred_element_type,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.backends import native
+from jaxquant.backends.native import activation_as_read
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import dot_general, initial_state
@@ -26,7 +26,7 @@ Array = jax.Array
 _SPARSITY = "sparsity"
 
 
-class _Quantized(nnx.Module):
+class QuantizedOp(nnx.Module):
     """Hold the quant state of one layer's contraction.
 
     Args:
@@ -58,9 +58,7 @@ class _Quantized(nnx.Module):
         """Read the state, watched so that a gradient which leaves it out is an error."""
         if not self.fields:
             return {}
-        state = {
-            name: {field: getattr(self, f"{name}_{field}")[...] for field in fields} for name, fields in self.fields
-        }
+        state = self.state()
         for name, values in state.items():
             first, ndim = ("step", 0) if name == _SPARSITY else ("scale", 1)
             if values[first].ndim != ndim:
@@ -70,6 +68,12 @@ class _Quantized(nnx.Module):
                     "nnx.StateAxes({jaxquant.state.TRAINED: 0, ...: None})"
                 )
         return require_state_gradient(self.path, operands, state)
+
+    def state(self) -> dict[str, dict[str, Array]]:
+        """Give the quant state by tensor and field, as it is stored."""
+        return {
+            name: {field: getattr(self, f"{name}_{field}")[...] for field in fields} for name, fields in self.fields
+        }
 
     def _sparsify(self, state: dict[str, Array] | None, weight: Array, axes: tuple[int, ...]) -> Array:
         if state is None:
@@ -81,12 +85,12 @@ class _Quantized(nnx.Module):
     def _reading(self, lhs: Array, rhs: Array) -> Iterator[tuple[Array, dict[str, Any], Callable[..., Array]]]:
         """Give a call, under the layer's name, its activation, the amax state, and what makes its weight sparse."""
         with jax.named_scope(self.path):
-            lhs = native.activation_as_read(self.recipe, lhs, rhs)
+            lhs = activation_as_read(self.recipe, lhs, rhs)
             state = self._read(lhs, rhs)
             yield lhs, state, functools.partial(self._sparsify, state.pop(_SPARSITY, None))
 
 
-class DotGeneral(_Quantized):
+class DotGeneral(QuantizedOp):
     """``jax.lax.dot_general`` of an activation and a weight in the low precision of ``recipe``.
 
     Args:
@@ -123,7 +127,7 @@ class DotGeneral(_Quantized):
             )
 
 
-class Einsum(_Quantized):
+class Einsum(QuantizedOp):
     """A two-operand einsum in the low precision of ``recipe``, the weight second.
 
     Args:

@@ -326,7 +326,9 @@ def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe], methods: Sequ
 
     fields = {name: wrap(getattr(type(copy), name)) for name, copy in zip(methods, copies, strict=True)}
     quantized, kind = copies[0], type(copies[0])
-    quantized.__class__ = type(kind.__name__, (kind,), fields | {"__module__": kind.__module__})
+    # plain_class: what the model was, for converting it.
+    fields |= {"__module__": kind.__module__, "plain_class": type(model)}
+    quantized.__class__ = type(kind.__name__, (kind,), fields)
     return quantized
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -34,6 +35,34 @@ class QTensor:
     @property
     def ndim(self) -> int:
         return self.qvalue.ndim
+
+
+INPUT_SCALE = "input_scale"
+"""Name, beside a converted kernel, of the static scale of the activation."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tensor", "input_scale"], meta_fields=["dtype"])
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """Hold a converted kernel on its way into an op, in place of the float one.
+
+    Attributes:
+      tensor: the quantized kernel.
+      dtype: name of the float dtype in which the op would have read the float kernel; it decides the result's.
+      input_scale: float32, shape (1,), the static scale of the activation, or None where the activation has its own.
+    """
+
+    tensor: QTensor
+    dtype: str
+    input_scale: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
 
 
 def tile_counts(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> dict[int, int]:

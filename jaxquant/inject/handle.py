@@ -106,6 +106,16 @@ class Quantization:
                 quant_mode=self.quant_mode.value,
                 replicate_scale=self.replicate_scale,
             )
+        if self.quant_mode is not QuantMode.TRAIN:
+            from jaxquant.backends import native_frozen
+
+            make = native_frozen.dot_general_cls if name == "dot_general" else native_frozen.einsum_cls
+            return make(
+                recipe,
+                mesh_axes=mesh_axes,
+                quant_mode=self.quant_mode.value,
+                replicate_scale=self.replicate_scale,
+            )
         from jaxquant.backends import native
 
         return (native.dot_general_cls if name == "dot_general" else native.einsum_cls)(recipe)
@@ -180,7 +190,6 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
 
     Raises:
       ValueError: an unknown mode, or a config whose backend replaces functions of a whole model (Qwix).
-      NotImplementedError: convert or serve on the native backend.
     """
     mode = get_quant_mode(quant_mode_str)
     config = QuantConfig.from_any(config)
@@ -191,11 +200,6 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
         raise ValueError(
             f"quantization {config.quantization!r} runs on quant_backend 'qwix', which quantizes a whole model and has "
             "no op to pass to a layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
-        )
-    if backend == "native" and mode is not QuantMode.TRAIN:
-        raise NotImplementedError(
-            f"quant_mode_str {mode.value!r} is not implemented on quant_backend 'native', which has 'train' only; "
-            "use quant_backend 'aqt'"
         )
     return Quantization(backend, mode, config.replicate_quant_scale, resolver, config.recipe())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import threading
 import types
@@ -19,11 +20,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxquant.backends import native
 from jaxquant.backends._linen import layers_apart
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision, Resolver
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.inject.layers import (
     Layer,
     check_for_qwix,
@@ -58,8 +59,9 @@ def quantize_linen(
         from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
 
         check_for_qwix(layer for layer in layers if layer.path in recipes)
-        return qwix.quantize_linen(model, recipes, _model_methods(type(model)), [layer.path for layer in layers])
-    return _subclass(model, _Quantizer(config, resolver, _op_factory(config), check_at_call=not layers))
+        if not config.checkpoint_is_quantized:
+            return qwix.quantize_linen(model, recipes, _model_methods(type(model)), [layer.path for layer in layers])
+    return _subclass(model, _Quantizer(config, resolver, check_at_call=not layers))
 
 
 def refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) -> None:
@@ -78,19 +80,20 @@ class _OpFactory:
     einsum_cls: Callable[[Recipe], Callable[[], nn.Module]]
 
 
-def _op_factory(config: QuantConfig) -> _OpFactory:
-    if config.resolved_backend == "native":
-        return _OpFactory(native.dot_general_cls, native.einsum_cls)
-    from jaxquant.backends import aqt  # only where it is asked for: the package is an optional extra
-
-    return _OpFactory(aqt.dot_general_cls, aqt.einsum_cls)
+def _op_factory(config: QuantConfig, is_converted: bool) -> _OpFactory:
+    # Imported late: a backend's library is needed only where a config asks for it.
+    names = {"native": "native", "aqt": "aqt_serving" if is_converted else "aqt", "qwix": "qwix_serving"}
+    backend = importlib.import_module(f"jaxquant.backends.{names[config.resolved_backend or 'native']}")
+    return _OpFactory(backend.dot_general_cls, backend.einsum_cls)
 
 
 class _Quantizer:
     """Intercept the calls of linear layers below one model."""
 
-    def __init__(self, config: QuantConfig, resolver: Resolver, ops: _OpFactory, check_at_call: bool):
-        self._config, self._resolver, self._ops = config, resolver, ops
+    def __init__(self, config: QuantConfig, resolver: Resolver, check_at_call: bool):
+        self._config, self._resolver = config, resolver
+        self._ops = _op_factory(config, is_converted=False)
+        self._converted_ops = _op_factory(config, is_converted=True) if config.checkpoint_is_quantized else None
         self._check_at_call = check_at_call
         self._local = threading.local()
 
@@ -121,11 +124,49 @@ class _Quantizer:
         path = relative_path(module, self._local.root)
         decision = self._resolver(path, out_features(module, args, kwargs))
         self._local.decisions[path] = decision
+        kernel = self._converted_kernel(module, path, decision)
         if decision.recipe is None:
             return next_fun(*args, **kwargs)
+        ops = self._ops
+        with contextlib.ExitStack() as while_called:
+            if kernel is not None:
+                assert self._converted_ops is not None
+                ops = self._converted_ops
+                while_called.enter_context(substituted(module, "promote_dtype", _promoter(module)))
+            return self._call(ops, next_fun, args, kwargs, module, path, decision)
+
+    def _converted_kernel(self, module: nn.Module, path: str, decision: Decision) -> QTensor | None:
+        """Read a layer's kernel where it is a converted one.
+
+        Raises:
+          ValueError: it is float where the config has it converted, or the other way round.
+        """
+        recipe, kernel = decision.recipe, module.get_variable("params", "kernel")
+        is_wanted = self._config.checkpoint_is_quantized and recipe is not None and recipe.fwd.rhs is not None
+        if is_wanted and not isinstance(kernel, QTensor):
+            raise ValueError(
+                f"layer {path!r} has {'no kernel' if kernel is None else 'a float kernel'} and checkpoint_is_quantized "
+                f"true asks for one converted to {recipe.name!r}; convert the parameters with jaxquant.convert"  # pyright: ignore[reportOptionalMemberAccess]
+            )
+        if isinstance(kernel, QTensor) and not is_wanted:
+            why = "checkpoint_is_quantized is false" if recipe is not None else f"it stays in float ({decision.reason})"
+            raise ValueError(f"layer {path!r} has a converted kernel ({kernel.qvalue.dtype.name}) and {why}")
+        if not isinstance(kernel, QTensor):
+            return None
+        spec = recipe.fwd.rhs  # pyright: ignore[reportOptionalMemberAccess]
+        if isinstance(spec, TensorSpec) and kernel.qvalue.dtype.name != spec.dtype:
+            raise ValueError(
+                f"layer {path!r} has a kernel converted to {kernel.qvalue.dtype.name} and {recipe.name!r} takes "  # pyright: ignore[reportOptionalMemberAccess]
+                f"{spec.dtype}; serve with the recipe that it was converted with"
+            )
+        return kernel
+
+    def _call(
+        self, ops: _OpFactory, next_fun: Any, args: Any, kwargs: Any, module: Any, path: str, decision: Any
+    ) -> Any:
         if isinstance(module, nn.Einsum):
             _check_call(path, module, decision.recipe, decision.reason)
-            return _call_einsum(module, self._ops.einsum_cls(decision.recipe)(), args, kwargs)
+            return call_einsum(module, ops.einsum_cls(decision.recipe)(), args, kwargs)
         plumbed = getattr(module, "dot_general", None) or getattr(module, "dot_general_cls", None)
         if plumbed is not None:
             raise ValueError(
@@ -137,7 +178,7 @@ class _Quantizer:
 
         def make_op() -> nn.Module:
             called.append(path)
-            return self._ops.dot_general_cls(decision.recipe)()  # pyright: ignore[reportArgumentType]
+            return ops.dot_general_cls(decision.recipe)()
 
         with substituted(module, "dot_general_cls", make_op):
             out = next_fun(*args, **kwargs)
@@ -147,6 +188,18 @@ class _Quantizer:
                 f"{decision.recipe.name!r} cannot reach it; add the rule {{path: {path}, recipe: null}}"
             )
         return out
+
+
+def _promoter(module: Any) -> Callable[..., Any]:
+    """Give a layer with a converted kernel what its ``promote_dtype`` would make of the float one."""
+    plain, scale = module.promote_dtype, module.get_variable("params", INPUT_SCALE)
+
+    def promote_dtype(inputs: Any, kernel: QTensor, bias: Any, **options: Any) -> Any:
+        standin = jnp.zeros((1,) * kernel.ndim, module.param_dtype)
+        inputs, standin, bias = plain(inputs, standin, bias, **options)
+        return inputs, Weight(kernel, standin.dtype.name, scale), bias
+
+    return promote_dtype
 
 
 def _check_call(path: str, module: nn.Einsum, recipe: Recipe, reason: str) -> None:
@@ -159,8 +212,14 @@ def _check_call(path: str, module: nn.Einsum, recipe: Recipe, reason: str) -> No
         )
 
 
-def _call_einsum(module: nn.Einsum, op: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Do what ``nn.Einsum.__call__`` does, which has no place for another einsum."""
+def call_einsum(module: nn.Einsum, op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Do what ``nn.Einsum.__call__`` does, which has no place for another einsum.
+
+    Args:
+      module: bound.
+      op: called as ``op(equation, inputs, kernel, precision, preferred_element_type)``.
+      args, kwargs: of the call.
+    """
     inputs = args[0] if args else kwargs["inputs"]
     equation = einsum_equation(module, args, kwargs).replace(" ", "")
     kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)

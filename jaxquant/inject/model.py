@@ -36,11 +36,7 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
       TypeError: something that is no model.
     """
     config = QuantConfig.from_any(config)
-    for name in ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"):
-        if getattr(config, name):
-            raise NotImplementedError(
-                f"{name} {getattr(config, name)!r} is a setting of serving, which training has not"
-            )
+    _refuse_what_is_not_the_models(config)
     resolver = config.resolver()
     if resolver is None:
         return model
@@ -61,6 +57,34 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
         layers = linen_layers(model, *example_inputs, **example_kwargs)
         recipes = _recipes(config, resolver, layers)
     return quantize_linen(model, config, resolver, recipes, layers)
+
+
+def _refuse_what_is_not_the_models(config: QuantConfig) -> None:
+    if config.save_quantized_params_path:
+        raise NotImplementedError(
+            f"save_quantized_params_path {config.save_quantized_params_path!r} is not written while a model is "
+            "quantized; convert its parameters with jaxquant.convert and write them with jaxquant.serving.save"
+        )
+    if config.quantize_kvcache:
+        raise NotImplementedError(
+            "quantize_kvcache true is not a property of linear layers; give the model's attention a cache of "
+            "jaxquant.serving.kv_cache"
+        )
+
+
+def choose_recipes(
+    model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any
+) -> tuple[Backend | None, dict[str, Recipe], list[Layer]]:
+    """Choose the backend, and the recipe of each layer to quantize, by path; all layers come with them.
+
+    Raises:
+      ValueError: a rule that matches no layer, or a model without a layer to quantize.
+    """
+    resolver = config.resolver()
+    layers = linear_layers(model, *example_inputs, **example_kwargs)
+    if resolver is None:
+        return None, {}, layers
+    return _backend(model, config), _recipes(config, resolver, layers), layers
 
 
 def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:

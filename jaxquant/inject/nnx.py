@@ -37,7 +37,7 @@ def nnx_layers(model: nnx.Module, *example_inputs: Any, **example_kwargs: Any) -
       model: the model.
       example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
     """
-    found = {path: _layer(path, module) for path, module in _linear_modules(model)}
+    found = {path: _layer(path, module) for path, module in linear_modules(model)}
     if not (example_inputs or example_kwargs):
         return list(found.values())
     called = _trace_call(model, example_inputs, example_kwargs)
@@ -60,18 +60,18 @@ def quantize_nnx(
       NotImplementedError: a layer does not use its op, so that no recipe can reach it.
     """
     by_path = {layer.path: layer for layer in layers}
-    chosen = {path: module for path, module in _linear_modules(model) if path in recipes}
+    chosen = {path: module for path, module in linear_modules(model) if path in recipes}
     for path, module in chosen.items():
-        _check_op(path, module, by_path[path], recipes[path])
+        check_op(path, module, by_path[path], recipes[path])
     if backend == "qwix":
         from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
 
         check_for_qwix(by_path[path] for path in chosen)
         return qwix.quantize_nnx(model, recipes, _model_methods(type(model)))
-    copy = _copy(model)
-    for path, module in _linear_modules(copy):
+    copy = copy_model(model)
+    for path, module in linear_modules(copy):
         if path in recipes:
-            setattr(module, _op_name(module), nnx.data(_op(path, module, recipes[path])))
+            setattr(module, op_name(module), nnx.data(_op(path, module, recipes[path])))
     return copy
 
 
@@ -86,14 +86,24 @@ def _model_methods(kind: type) -> list[str]:
     ]
 
 
-def _linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
+def plain_model(model: nnx.Module) -> nnx.Module:
+    """Give the float model behind one that Qwix quantized, with the same arrays; any other as it is."""
+    kind = getattr(type(model), "plain_class", None)
+    if kind is None:
+        return model
+    plain = copy_model(model)
+    object.__setattr__(plain, "__class__", kind)
+    return plain
+
+
+def linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
     """Give the path of each linear layer as users write it in rules; a shared layer once, by its first path."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Linear):
             yield "/".join(map(str, path)), node
 
 
-def _copy(model: nnx.Module) -> Any:
+def copy_model(model: nnx.Module) -> Any:
     """Copy a model; variables are new objects around the same arrays."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, state, copy=True)
@@ -108,7 +118,7 @@ def _shape(module: Linear) -> tuple[int, ...]:
     return tuple(module.kernel_shape)
 
 
-def _stacked(path: str, module: Linear) -> int:
+def stacked_axes(path: str, module: Linear) -> int:
     """Count the leading axes that nnx.vmap put before the kernel's own.
 
     Raises:
@@ -125,7 +135,7 @@ def _stacked(path: str, module: Linear) -> int:
 
 
 def _layer(path: str, module: Linear, is_called: bool = False) -> Layer:
-    stacked = 0 if is_called else _stacked(path, module)  # a call sees one layer at a time
+    stacked = 0 if is_called else stacked_axes(path, module)  # a call sees one layer at a time
     named = {"kernel": module.kernel, "bias": module.bias}
     shapes = {name: tuple(value.shape)[stacked:] for name, value in named.items() if value is not None}
     kind = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
@@ -148,36 +158,42 @@ def _out_features(module: Linear) -> int:
     return math.prod(features) if isinstance(features, tuple) else features
 
 
-def _op_name(module: Linear) -> str:
+def op_name(module: Linear) -> str:
     return "einsum_op" if isinstance(module, nnx.Einsum) else "dot_general"
 
 
 def _op(path: str, module: Linear, recipe: Recipe) -> nnx.Module:
-    stacked = _stacked(path, module)
+    stacked = stacked_axes(path, module)
     if isinstance(module, nnx.Einsum):
         return native_nnx.Einsum(recipe, path, module.kernel, stacked, module.einsum_str)
-    batch = len(module.batch_axis) if isinstance(module, nnx.LinearGeneral) else 0
-    inputs = len(module.in_features) if isinstance(module, nnx.LinearGeneral) else 1
-    return native_nnx.DotGeneral(recipe, path, module.kernel, stacked, tuple(range(batch, batch + inputs)))
+    return native_nnx.DotGeneral(recipe, path, module.kernel, stacked, contraction_axes(module))
 
 
-def _check_op(path: str, module: Linear, layer: Layer, recipe: Recipe) -> None:
+def contraction_axes(module: nnx.Linear | nnx.LinearGeneral) -> tuple[int, ...]:
+    """Give the contraction axes of a layer's kernel, whatever nnx.vmap stacks."""
+    if isinstance(module, nnx.Linear):
+        return (0,)
+    batch = len(module.batch_axis)
+    return tuple(range(batch, batch + len(module.in_features)))
+
+
+def check_op(path: str, module: Linear, layer: Layer, recipe: Recipe) -> None:
     """Refuse a layer that would lose its own op, or would not use the one that it gets."""
-    own = getattr(module, "dot_general_cls", None) or getattr(module, _op_name(module))
+    own = getattr(module, "dot_general_cls", None) or getattr(module, op_name(module))
     if own not in (None, jax.lax.dot_general, jnp.einsum):
         raise ValueError(
-            f"layer {path!r} has a {_op_name(module)} of its own ({own}) and config asks for {recipe.name!r} there; "
+            f"layer {path!r} has a {op_name(module)} of its own ({own}) and config asks for {recipe.name!r} there; "
             f"drop one, or add the rule {{path: {path}, recipe: null}}"
         )
     if type(module).__call__ not in _KNOWN_CALLS and not layer.input_shapes:
         raise ValueError(
             f"layer {path!r} ({type(module).__name__}) has a __call__ of its own and was not seen to use its "
-            f"{_op_name(module)}; pass maybe_quantize_model example inputs whose call runs it, or add the rule "
+            f"{op_name(module)}; pass maybe_quantize_model example inputs whose call runs it, or add the rule "
             f"{{path: {path}, recipe: null}}"
         )
     if layer.uses_op is False:
         raise NotImplementedError(
-            f"layer {path!r} ({type(module).__name__}) does not use its {_op_name(module)}, so {recipe.name!r} cannot "
+            f"layer {path!r} ({type(module).__name__}) does not use its {op_name(module)}, so {recipe.name!r} cannot "
             f"reach it; add the rule {{path: {path}, recipe: null}}"
         )
 
@@ -185,8 +201,8 @@ def _check_op(path: str, module: Linear, layer: Layer, recipe: Recipe) -> None:
 def _trace_call(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Layer]:
     """Trace a call of a copy of the model whose layers note their calls."""
     seen: dict[str, Layer] = {}
-    copy = _copy(model)
-    for path, module in list(_linear_modules(copy)):
+    copy = copy_model(model)
+    for path, module in list(linear_modules(copy)):
         object.__setattr__(module, "__class__", _noting(type(module), path, seen))
     graph, state = nnx.split(copy)
     arrays, rebuild = split_arrays((args, kwargs))
@@ -203,7 +219,7 @@ def _noting(kind: type, path: str, seen: dict[str, Layer]) -> type:
     """Subclass a layer's class so that a call notes its input and whether it used its op."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = _op_name(self)
+        name = op_name(self)
         op, used = getattr(self, name), []
 
         def noting_op(*args: Any, **kwargs: Any) -> Any:

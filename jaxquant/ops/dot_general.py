@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, Weight, dequantize
 from jaxquant.core.quantize import absolute, outside_range, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
@@ -38,6 +38,7 @@ from jaxquant.core.sharding import (
     varying_axes,
     whole_axis,
 )
+from jaxquant.ops import served
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 
@@ -73,7 +74,7 @@ class _Static:
 
 def dot_general(
     lhs: Array,
-    rhs: Array,
+    rhs: Array | Weight,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -96,7 +97,7 @@ def dot_general(
 
     Args:
       lhs: activation, any float dtype.
-      rhs: weight, any float dtype.
+      rhs: weight, any float dtype; or a converted one, for which the result is the same to the bit and has no gradient.
       dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
       precision: passed to the matmuls; None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
         accumulation on and off.
@@ -112,9 +113,20 @@ def dot_general(
       ValueError: missing state, tiles or shards that do not divide.
       TypeError: operands that are not float.
     """
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise TypeError(f"dot_general {name} has dtype {operand.dtype.name}; quantization takes float operands")
+    if isinstance(rhs, Weight):
+        _check_float("lhs", lhs)
+        return served.dot_general(
+            lhs,
+            rhs,
+            Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim),
+            _hashable(precision),
+            preferred_element_type,
+            recipe=recipe,
+            key=_operand_key(lhs, recipe.fwd.lhs, key),
+            out_sharding=named(out_sharding, lhs),
+        )
+    _check_float("lhs", lhs)
+    _check_float("rhs", rhs)
     wanted, given = _tensors_with_state(recipe), list(state or {})
     if sorted(given) != sorted(wanted):
         raise ValueError(
@@ -134,6 +146,11 @@ def dot_general(
         named(out_sharding, lhs),
     )
     return _dot(static, lhs, rhs, state or {}, key)
+
+
+def _check_float(name: str, operand: Array) -> None:
+    if not jnp.issubdtype(operand.dtype, jnp.floating):
+        raise TypeError(f"dot_general {name} has dtype {operand.dtype.name}; quantization takes float operands")
 
 
 def _hashable(precision: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxquant.core.qtensor import Weight
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.sharding import Sharding, named, transposed
 from jaxquant.ops.dimensions import DotDimensionNumbers
@@ -89,8 +90,8 @@ def _expand(labels: str, ndim: int, equation: str) -> list[str]:
 
 def einsum(
     equation: str,
-    lhs: Array,
-    rhs: Array,
+    lhs: Array | Weight,
+    rhs: Array | Weight,
     *,
     recipe: Recipe,
     state: QuantState | None = None,
@@ -105,7 +106,7 @@ def einsum(
 
     Args:
       equation: two operands; see ``plan_einsum``.
-      lhs, rhs: the operands in the equation's order.
+      lhs, rhs: the operands in the equation's order; the weight may be a converted one.
       recipe, state, key, precision, preferred_element_type: as in ``dot_general``.
       weight: which operand is the weight, 0 or 1. The other is the activation, whatever order the equation has.
       out_sharding: of the result, as in ``dot_general``.
@@ -123,9 +124,12 @@ def einsum(
             raise ValueError(f"einsum equation {equation!r} needs an explicit '->' when the weight comes first")
         equation, lhs, rhs = f"{second},{first}->{output}", rhs, lhs
     plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
+    assert not isinstance(lhs, Weight), "the weight is on the right by now"
     lhs = lhs.sum(axis=plan.lhs_sum) if plan.lhs_sum else lhs
-    rhs = rhs.sum(axis=plan.rhs_sum) if plan.rhs_sum else rhs
-    if transform is not None:
+    if plan.rhs_sum and isinstance(rhs, Weight):
+        raise NotImplementedError(f"einsum equation {equation!r} sums the weight by itself; a converted one cannot be")
+    rhs = rhs.sum(axis=plan.rhs_sum) if plan.rhs_sum else rhs  # pyright: ignore[reportAttributeAccessIssue]
+    if transform is not None and not isinstance(rhs, Weight):
         rhs = transform(rhs, tuple(plan.dimension_numbers[0][1]))
     out = dot_general(
         lhs,

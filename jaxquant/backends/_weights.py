@@ -1,0 +1,62 @@
+"""What the serving ops of AQT and Qwix share: an einsum of an activation with a kernel that is no array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxquant.core.qtensor import Weight
+
+Array = jax.Array
+
+
+def einsum(
+    run: Callable[..., Any], equation: str, lhs: Array, weight: Weight, dot: Callable[[Array, Any, bool], Array]
+) -> Array:
+    """Run an einsum whose ``dot`` has the converted kernel already.
+
+    A stand-in of the kernel's shape takes its place; nothing is computed from it.
+
+    Args:
+      run: (equation, lhs, rhs, a function in place of ``lax.dot_general``) -> the result.
+      equation: activation first, kernel second.
+      lhs: the activation.
+      weight: the converted kernel.
+      dot: (activation, dimension numbers, whether the kernel is on the left) -> the contraction.
+
+    Raises:
+      NotImplementedError: as ``is_swapped``.
+    """
+    standin = jnp.zeros(weight.shape, weight.dtype)
+    with jax.disable_jit():
+        swapped = is_swapped(lambda a, b: run(equation, a, b, jax.lax.dot_general), equation, lhs, standin)
+
+        def with_weight(a: Array, b: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
+            numbers: Any = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+            return dot(b if swapped else a, numbers, swapped)
+
+        return run(equation, lhs, standin, with_weight)
+
+
+def is_swapped(run: Callable[[Array, Array], Any], equation: str, lhs: Array, rhs: Array) -> bool:
+    """Tell whether an einsum's matmul has our rhs on its left.
+
+    Raises:
+      NotImplementedError: the einsum is not one matmul of the two operands.
+    """
+    jaxpr = jax.make_jaxpr(run)(lhs, rhs).jaxpr
+    origin = {variable: index for index, variable in enumerate(jaxpr.invars)}
+    order: list[list[int | None]] = []
+    for eqn in jaxpr.eqns:
+        sources = [None if isinstance(atom, Literal) else origin.get(atom) for atom in eqn.invars]
+        if eqn.primitive is jax.lax.dot_general_p:
+            order.append(sources)
+        elif len(sources) == 1 and sources[0] is not None:
+            origin.update(dict.fromkeys(eqn.outvars, sources[0]))
+    if order not in ([[0, 1]], [[1, 0]]):
+        raise NotImplementedError(f"einsum {equation!r} is not one matmul of its operands; use quant_backend 'native'")
+    return order == [[1, 0]]

@@ -1,0 +1,118 @@
+"""AQT on converted kernels: AQT's own convert and serve modes, with a QTensor in place of the collection "aqt"."""
+
+# See aqt.py.
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from aqt.jax.v2 import aqt_tensor
+
+from jaxquant.backends import _weights
+from jaxquant.backends import aqt as training
+from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.recipe import Recipe
+
+Array = jax.Array
+
+
+def convert_kernel(
+    recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Any]
+) -> tuple[QTensor, Array | None]:
+    """Quantize a layer's kernel as AQT's convert mode does; see ``native.convert_kernel``."""
+    op = training.dot_general_cls(recipe, quant_mode="convert")()
+    activation = jnp.zeros([kernel.shape[axis] for axis in axes], kernel.dtype)
+    dims = ((tuple(range(len(axes))), tuple(axes)), ((), ()))
+    rngs = {training.STREAM: jax.random.key(0)} if recipe.is_stochastic else {}
+    _, written = op.apply({}, activation, kernel, dims, None, mutable=["aqt"], rngs=rngs)
+    frozen = written["aqt"]["qrhs"]["frozen"]
+    (scale,) = frozen.scale
+    counts = list(scale.shape)
+    if scale.ndim != kernel.ndim:  # tiled: each contraction axis is (tiles, tile)
+        kept = iter(counts)
+        counts = [next(kept) * next(kept) if axis in axes else next(kept) for axis in range(kernel.ndim)]
+    return QTensor(frozen.qvalue.reshape(kernel.shape), scale.reshape(counts).astype(jnp.float32)), None
+
+
+def _frozen(weight: Weight, tiled_axes: Sequence[int]) -> aqt_tensor.QTensor:
+    """Give AQT's form of a converted kernel; a tiled axis becomes (tiles, tile)."""
+    qvalue, scale = weight.tensor.qvalue, weight.tensor.scale.astype(weight.dtype)
+    shape: list[int] = []
+    scale_shape: list[int] = []
+    for axis, size in enumerate(qvalue.shape):
+        tiles = scale.shape[axis] if axis in tiled_axes else None
+        shape += [size] if tiles is None else [tiles, size // tiles]
+        scale_shape += [scale.shape[axis]] if tiles is None else [tiles, 1]
+    return aqt_tensor.QTensor(
+        qvalue=qvalue.reshape(shape),
+        scale=[scale.reshape(scale_shape)],
+        scale_t=None,
+        bias=[],
+        dequant_dtype=jnp.dtype(weight.dtype),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_swapped: bool) -> Array:
+    mode = training.aqt_utils.QuantMode
+    translated = training.to_aqt(recipe)
+    modes = {"lhs_quant_mode": mode.TRAIN, "rhs_quant_mode": mode.SERVE}
+    if is_swapped:
+        training.swap_sides(translated)
+        modes = {"lhs_quant_mode": mode.SERVE, "rhs_quant_mode": mode.TRAIN}
+    # The forward rounds to nearest; a key is what AQT asks of a config with a stochastic operand.
+    key = jax.random.key(0) if recipe.is_stochastic else None
+    translated = training.config.set_context(translated, key, train_step=None, **modes)
+    translated.apply_custom_vjp_on_jax = False
+    make_tiles = training.tiling_fn(recipe)
+    weight_axes = dimension_numbers[0][0 if is_swapped else 1]
+    frozen = _frozen(weight, weight_axes if make_tiles is not None else ())
+    standin = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
+    sides = (standin, lhs) if is_swapped else (lhs, standin)
+
+    def dot(a: Array, b: Array, numbers: Any, *args: Any, **kwargs: Any) -> Array:
+        tensors = (frozen, None) if is_swapped else (None, frozen)
+        return translated.dg_core(a, b, *tensors, numbers)[0]
+
+    if make_tiles is None:
+        return dot(*sides, dimension_numbers)
+    tiles = make_tiles(*sides, dimension_numbers)
+    return training.tiling.tiled_dot_general(tiles, *sides, dimension_numbers, dot_general=dot)
+
+
+def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
+    """Make what flax layers take as ``dot_general_cls``, for converted kernels."""
+
+    def dot_general(
+        lhs: Array,
+        rhs: Weight,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **kwargs: Any,
+    ) -> Array:
+        training.refuse_options(lhs.dtype, precision, preferred_element_type)
+        numbers: Any = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+        return _dot(recipe, lhs, rhs, numbers, False)
+
+    return lambda: dot_general
+
+
+def einsum_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
+    """Make a factory of einsums of an activation and a converted kernel."""
+
+    def einsum(
+        equation: str, lhs: Array, rhs: Weight, precision: Any = None, preferred_element_type: Any = None
+    ) -> Array:
+        training.refuse_options(lhs.dtype, precision, preferred_element_type)
+        run = lambda equation, a, b, dot: training.aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
+        return _weights.einsum(
+            run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
+        )
+
+    return lambda: einsum

@@ -1,0 +1,168 @@
+"""native in the convert and serve modes of models that pass quantization to their layers by hand.
+
+Convert mode runs the training forward and writes the quantized kernel to the collection "aqt", at
+``LAYER/OP/qrhs/frozen``, with the static scale of the activation, where the recipe has one, at
+``LAYER/OP/qrhs/input_scale``. Serve mode reads them and looks at shape and dtype alone of the kernel that the layer
+hands over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and
+its checkpoints runs on either backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxquant.backends import native
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
+from jaxquant.core.recipe import Recipe
+from jaxquant.ops.einsum import plan_einsum
+
+Array = jax.Array
+COLLECTION = "aqt"
+
+
+class _Frozen(nn.Module):
+    """Hold a converted kernel in the collection."""
+
+    @nn.compact
+    def write(self, values: dict[str, Any]) -> None:
+        """Store what was converted."""
+        for name, value in values.items():
+            self.variable(COLLECTION, name, lambda value=value: value).value = value
+
+    @nn.compact
+    def read(self, make: Any) -> dict[str, Any]:
+        """Give what is stored; while initializing, ``make()`` it."""
+        if self.is_initializing() and self.is_mutable_collection(COLLECTION):
+            return {name: self.variable(COLLECTION, name, lambda v=value: v).value for name, value in make().items()}
+        if not self.has_variable(COLLECTION, "frozen"):
+            raise ValueError(
+                f"layer {'/'.join(self.path[:-2])!r} serves and the collection {COLLECTION!r} has no converted kernel "
+                f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
+                f"mutable=[{COLLECTION!r}]"
+            )
+        names = [name for name in ("frozen", INPUT_SCALE) if self.has_variable(COLLECTION, name)]
+        return {name: self.get_variable(COLLECTION, name) for name in names}
+
+
+class FrozenDotGeneral(native.DotGeneral):
+    """``native.DotGeneral`` that writes its converted kernel, or runs on it.
+
+    Attributes:
+      recipe: all numbers.
+      quant_mode: "convert" or "serve".
+      mesh_axes: logical axis names of the kernel, for what is stored.
+      replicate_scale: leave every axis of stored scales unnamed.
+    """
+
+    quant_mode: str = "serve"
+    mesh_axes: tuple[str | None, ...] = ()
+    replicate_scale: bool = False
+
+    @nn.compact
+    def __call__(
+        self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
+    ) -> Array:
+        axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
+        weight = _weight(self, rhs, axes)
+        if weight is None:
+            return super().__call__(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+        return super().__call__(lhs, weight, dimension_numbers, precision, preferred_element_type)  # pyright: ignore[reportArgumentType]
+
+
+class FrozenEinsum(native.Einsum):
+    """``native.Einsum`` that writes its converted kernel, or runs on it; attributes as in ``FrozenDotGeneral``."""
+
+    quant_mode: str = "serve"
+    mesh_axes: tuple[str | None, ...] = ()
+    replicate_scale: bool = False
+
+    @nn.compact
+    def __call__(
+        self, equation: str, lhs: Array, rhs: Array, precision: Any = None, preferred_element_type: Any = None
+    ) -> Array:
+        operands: list[Any] = [lhs, rhs]
+        kernel = operands[self.weight]
+        text = equation.replace(" ", "")
+        if self.weight == 0:
+            inputs, arrow, output = text.partition("->")
+            text = ",".join(reversed(inputs.split(","))) + arrow + output
+        plan = plan_einsum(text, operands[1 - self.weight].ndim, kernel.ndim)
+        if plan.rhs_sum:
+            raise NotImplementedError(f"einsum {equation!r} sums its kernel by itself, which a converted one cannot be")
+        weight = _weight(self, kernel, tuple(plan.dimension_numbers[0][1]))
+        operands[self.weight] = kernel if weight is None else weight
+        lhs, rhs = operands
+        return super().__call__(equation, lhs, rhs, precision, preferred_element_type)
+
+
+def _weight(op: Any, kernel: Array, axes: tuple[int, ...]) -> Weight | None:
+    """Write the converted kernel and give None, or give the one that is stored; None where the recipe has it float."""
+    if op.recipe.fwd.rhs is None:
+        return None
+    if op.quant_mode == "convert":
+        state: Any = op._quant_state()
+        if op.recipe.sparsity is not None:
+            state["sparsity"] = {"mask": op.get_variable(native.OVERWRITE_WITH_GRADIENT, "sparsity_mask")}
+        tensor, scale = native.convert_kernel(op.recipe, kernel, axes, state)
+        _Frozen(name="qrhs").write({"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale}))
+        return None
+
+    def make() -> dict[str, Any]:
+        shapes = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes), kernel)
+        tensor, scale = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        if op.mesh_axes:
+            tensor = _named(tensor, op.mesh_axes, op.replicate_scale)
+        return {"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
+
+    stored = nn.meta.unbox(_Frozen(name="qrhs").read(make))
+    return Weight(stored["frozen"], kernel.dtype.name, stored.get(INPUT_SCALE))
+
+
+def _shapes(recipe: Recipe, kernel: Array, *, axes: tuple[int, ...]) -> tuple[QTensor, Array | None]:
+    state: Any = native.initial_state(recipe)
+    if recipe.sparsity is not None:
+        state["sparsity"] = {"mask": kernel}
+    return native.convert_kernel(recipe, kernel, axes, state)
+
+
+def _named(tensor: QTensor, mesh_axes: tuple[str | None, ...], replicate_scale: bool) -> Any:
+    """Name the axes of a stored kernel as those of the float one; a scale has no name where it is shared."""
+
+    def scale_names(scale: Array) -> tuple[str | None, ...]:
+        sizes = zip(mesh_axes, scale.shape, strict=True)
+        return tuple(None if replicate_scale or size == 1 else name for name, size in sizes)
+
+    box = nn.LogicallyPartitioned
+    return QTensor(
+        box(tensor.qvalue, mesh_axes),  # pyright: ignore[reportArgumentType]
+        box(tensor.scale, scale_names(tensor.scale)),  # pyright: ignore[reportArgumentType]
+        None if tensor.zero_point is None else box(tensor.zero_point, scale_names(tensor.zero_point)),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def dot_general_cls(
+    recipe: Recipe, *, mesh_axes: tuple[str | None, ...], quant_mode: str, replicate_scale: bool
+) -> functools.partial[FrozenDotGeneral]:
+    """Make a ``dot_general_cls`` for convert or serve mode; see ``FrozenDotGeneral``."""
+    options: dict[str, Any] = {"quant_mode": quant_mode, "mesh_axes": mesh_axes, "replicate_scale": replicate_scale}
+    kind = _like(native.dot_general_cls(recipe).func, FrozenDotGeneral)
+    return functools.partial(kind, recipe=recipe, **options)
+
+
+def einsum_cls(
+    recipe: Recipe, *, mesh_axes: tuple[str | None, ...], quant_mode: str, replicate_scale: bool
+) -> functools.partial[FrozenEinsum]:
+    """Make an einsum factory for convert or serve mode; see ``FrozenEinsum``."""
+    options: dict[str, Any] = {"quant_mode": quant_mode, "mesh_axes": mesh_axes, "replicate_scale": replicate_scale}
+    return functools.partial(_like(native.einsum_cls(recipe).func, FrozenEinsum), recipe=recipe, **options)
+
+
+@functools.cache
+def _like(trained: type, kind: type) -> Any:
+    """Give a frozen op the name of the training op: Linen names modules, and the state in them, after their class."""
+    return type(trained.__name__, (kind,), {"__module__": __name__, "__doc__": kind.__doc__})

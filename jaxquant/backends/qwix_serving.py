@@ -1,0 +1,66 @@
+"""Qwix on converted kernels: what its training forward computes, from a QTensor. Imports Qwix, as ``qwix.py`` does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.backends import _weights
+from jaxquant.backends import qwix as training
+from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.recipe import Recipe, TensorSpec
+
+qwix = training.qwix
+Array = jax.Array
+
+
+def convert_kernel(
+    recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Any]
+) -> tuple[QTensor, Array | None]:
+    """Quantize a layer's kernel as Qwix's training forward does; see ``native.convert_kernel``."""
+    training.to_qwix(recipe)
+    spec = recipe.fwd.rhs
+    assert isinstance(spec, TensorSpec)
+    tensor = _quantize(kernel, spec, axes)
+    return QTensor(tensor.qvalue, tensor.scale.astype(jnp.float32), tensor.zero_point), None
+
+
+def _quantize(x: Array, spec: TensorSpec, axes: Sequence[int]) -> Any:
+    others = [] if spec.granularity == "per_tensor" else [axis for axis in range(x.ndim) if axis not in axes]
+    return qwix.quantize(x, getattr(jnp, spec.dtype), channelwise_axes=others, calibration_method=str(spec.calibration))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_swapped: bool) -> Array:
+    spec, tensor = recipe.fwd.lhs, weight.tensor
+    kernel = qwix.QArray(tensor.qvalue, tensor.scale.astype(weight.dtype), tensor.zero_point, tensor.qvalue.dtype)
+    axes = dimension_numbers[0][1 if is_swapped else 0]
+    activation = _quantize(lhs, spec, axes) if isinstance(spec, TensorSpec) else lhs
+    sides = (kernel, activation) if is_swapped else (activation, kernel)
+    return qwix.dot_general(*sides, dimension_numbers)
+
+
+def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
+    """Make what flax layers take as ``dot_general_cls``, for converted kernels."""
+
+    def dot_general(lhs: Array, rhs: Weight, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
+        numbers: Any = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+        return _dot(recipe, lhs, rhs, numbers, False)
+
+    return lambda: dot_general
+
+
+def einsum_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
+    """Make a factory of einsums of an activation and a converted kernel."""
+
+    def einsum(equation: str, lhs: Array, rhs: Weight, *args: Any, **kwargs: Any) -> Array:
+        run = lambda equation, a, b, dot: jnp.einsum(equation, a, b, _dot_general=dot)  # noqa: E731
+        return _weights.einsum(
+            run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
+        )
+
+    return lambda: einsum

@@ -1,0 +1,193 @@
+"""Where the kernels of a Linen model lie, and how each is read: what conversion must know of every layer.
+
+A layer is found by tracing a call of the float model. Its kernel may lie in the tree of parameters with more axes than
+the layer sees, as under ``nn.scan`` or ``nn.vmap``. Which axes those are is not guessed from sizes: while tracing, each
+layer writes a parameter of size 1 beside its kernel, and the transformations of Linen add to it what they add to the
+kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxquant.backends._linen import layers_apart
+from jaxquant.config.rules import Resolver
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.recipe import Recipe
+from jaxquant.inject.layers import kind_of, out_features, relative_path, split_arrays, substituted
+from jaxquant.ops.einsum import plan_einsum
+
+Array = jax.Array
+ConvertKernel = Callable[..., tuple[QTensor, Array | None]]
+_PROBE = "jaxquant_probe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One layer whose kernel is converted.
+
+    Attributes:
+      path: "/"-joined module path.
+      recipe: its numbers.
+      backend: "aqt", "qwix" or "native".
+      axes: contraction axes of the kernel that the layer sees.
+      shape: shape of that kernel.
+      dtype: name of the dtype in which the op reads it.
+      stacked: axes that the stored kernel has beside those, positions in its shape, ascending.
+    """
+
+    path: str
+    recipe: Recipe
+    backend: str
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    stacked: tuple[int, ...] = ()
+
+    def convert(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
+        """Convert the kernel of one layer.
+
+        Args:
+          kernel: float, of shape ``shape``.
+          state: the layer's quant state by tensor and field.
+
+        Returns:
+          The kernel and the static scale of the activation, of the kernel's rank (None where it is dynamic; 0 where the
+          recipe has one and its tensor was never seen).
+        """
+        return _convert(self, kernel, state)
+
+    def check_seen(self, scale: Any) -> None:
+        """Refuse the static scale of an activation that was never seen.
+
+        Raises:
+          ValueError: it is 0 in a layer.
+        """
+        if scale is None or isinstance(scale, Tracer) or np.all(np.asarray(scale) > 0):
+            return
+        raise ValueError(
+            f"layer {self.path!r} has no amax history of its input, so {self.recipe.name!r} has no static scale for "
+            "it; train it, or calibrate it with jaxquant.calibrate"
+        )
+
+    def convert_stacked(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
+        """Convert a stored kernel, all its stacked layers at once; their state has the same axes in front."""
+        return _convert_stacked(self, kernel, state)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _convert(site: Site, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
+    tensor, scale = _converter(site.backend)(site.recipe, kernel.astype(site.dtype), site.axes, state)
+    return tensor, None if scale is None else scale.reshape((1,) * kernel.ndim)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _convert_stacked(site: Site, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
+    function = functools.partial(_convert, site)
+    for depth, axis in reversed(list(enumerate(site.stacked))):
+        place = axis - depth  # outer axes are gone when an inner vmap runs
+        function = jax.vmap(function, in_axes=(place, 0), out_axes=place)
+    return function(kernel, state)
+
+
+def _converter(backend: str) -> ConvertKernel:
+    # Imported late: a backend's library is needed only where a config asks for it.
+    name = {"native": "native", "qwix": "qwix_serving", "aqt": "aqt_serving"}[backend]
+    return importlib.import_module(f"jaxquant.backends.{name}").convert_kernel
+
+
+def linen_sites(
+    model: nn.Module, backend: str, resolver: Resolver, params: Any, *example_inputs: Any, **example_kwargs: Any
+) -> dict[str, Site]:
+    """Find the layers of a Linen model whose kernels a config quantizes, without computing anything.
+
+    Args:
+      model: the float model, not bound.
+      backend, resolver: of the config.
+      params: the model's parameters, arrays or ``jax.ShapeDtypeStruct``.
+      example_inputs, example_kwargs: arguments of its ``__call__``.
+
+    Raises:
+      ValueError: one layer reads its kernel in two ways.
+    """
+    sites: dict[str, Site] = {}
+
+    def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        if kind_of(module) is None or context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        path = relative_path(module, ())
+        recipe = resolver(path, out_features(module, args, kwargs)).recipe
+        if recipe is None or recipe.fwd.rhs is None:
+            return next_fun(*args, **kwargs)
+
+        def note(kernel: Any, axes: tuple[int, ...]) -> None:
+            site = Site(path, recipe, backend, axes, tuple(kernel.shape), kernel.dtype.name)
+            if sites.setdefault(path, site) != site:
+                raise ValueError(
+                    f"layer {path!r} reads its kernel in two ways, {sites[path].dtype} along {sites[path].axes} and "
+                    f"{site.dtype} along {site.axes}; one converted kernel cannot be both"
+                )
+
+        out = _call_noting(module, next_fun, args, kwargs, note)
+        module.put_variable("params", _PROBE, jnp.zeros((1,) * len(sites[path].shape)))
+        return out
+
+    arrays, rebuild = split_arrays((example_inputs, example_kwargs))
+
+    def call(params: Any, arrays: list[Any], key: jax.Array) -> Any:
+        args, kwargs = rebuild(arrays)
+        rngs = {stream: key for stream in ("params", "quant", "dropout")}
+        return model.apply({"params": params}, *args, rngs=rngs, mutable=["params"], **kwargs)[1]["params"]
+
+    with layers_apart(owner=object()), nn.intercept_methods(intercept):
+        written = jax.eval_shape(call, params, arrays, jax.random.key(0))
+    return {path: dataclasses.replace(site, stacked=_stacked(site, written)) for path, site in sites.items()}
+
+
+def _call_noting(module: nn.Module, next_fun: Any, args: Any, kwargs: Any, note: Callable[..., None]) -> Any:
+    """Run a layer in float, and note its kernel as the op gets it, with its contraction axes."""
+    if isinstance(module, nn.Einsum):
+        from jaxquant.inject.linen import call_einsum
+
+        def einsum(equation: str, lhs: Array, rhs: Array, precision: Any = None, dtype: Any = None) -> Array:
+            plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
+            if plan.rhs_sum:
+                raise NotImplementedError(
+                    f"layer {relative_path(module, ())!r} sums its kernel by itself (equation {equation!r}), which a "
+                    "converted kernel cannot be; leave it in float with a rule"
+                )
+            note(rhs, tuple(plan.dimension_numbers[0][1]))
+            return jnp.einsum(equation, lhs, rhs, precision=precision, preferred_element_type=dtype)
+
+        return call_einsum(module, einsum, args, kwargs)
+
+    def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *options: Any, **named: Any) -> Array:
+        note(rhs, tuple(axis % rhs.ndim for axis in dimension_numbers[0][1]))
+        return jax.lax.dot_general(lhs, rhs, dimension_numbers, *options, **named)
+
+    with substituted(module, "dot_general_cls", lambda: dot_general):
+        return next_fun(*args, **kwargs)
+
+
+def _stacked(site: Site, written: Any) -> tuple[int, ...]:
+    """Say which axes of the stored kernel the layer does not see, from what was added to its probe."""
+    parameters = written
+    for name in site.path.split("/") if site.path else ():
+        parameters = parameters[name]
+    probe, kernel = parameters[_PROBE].shape, parameters["kernel"].shape
+    added = len(kernel) - len(site.shape)
+    axes = [axis for axis, size in enumerate(probe) if size != 1]
+    # An axis of size 1 can be any of the kernel's: which one it is called changes no number.
+    axes += [axis for axis, size in enumerate(kernel) if size == 1 and axis not in axes][: added - len(axes)]
+    return tuple(sorted(axes))

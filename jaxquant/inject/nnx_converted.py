@@ -1,0 +1,163 @@
+"""Convert an NNX model: its quantized layers get converted kernels and ops that read them.
+
+A kernel becomes a small module of variables: ``layer/kernel/qvalue``, ``scale``, ``zero_point`` and ``input_scale``.
+Indexed with an ellipsis, as flax's layers read a kernel, it gives them what the layer's promotion and op understand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from jaxquant.backends import native_nnx
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
+from jaxquant.core.recipe import Recipe
+from jaxquant.inject import nnx as inject_nnx
+from jaxquant.inject.converted import Site
+from jaxquant.inject.layers import Layer
+from jaxquant.ops import dot_general, einsum
+from jaxquant.ops.einsum import plan_einsum
+
+Array = jax.Array
+
+
+class Quantized(nnx.Variable):
+    """A part of a converted kernel; no optimizer that trains ``nnx.Param`` touches it."""
+
+
+class Kernel(nnx.Module):
+    """A converted kernel.
+
+    Args:
+      tensor: the quantized kernel.
+      input_scale: static scale of the activation, or None.
+      dtype: name of the dtype that the float kernel is stored in.
+    """
+
+    def __init__(self, tensor: QTensor, input_scale: Array | None, dtype: str):
+        self.dtype = dtype
+        parts = {"qvalue": tensor.qvalue, "scale": tensor.scale, "zero_point": tensor.zero_point}
+        parts[INPUT_SCALE] = input_scale
+        self.names = tuple(name for name, value in parts.items() if value is not None)
+        for name in self.names:
+            setattr(self, name, Quantized(parts[name]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return getattr(self, self.names[0]).shape
+
+    def __getitem__(self, index: Any) -> Weight:
+        assert index is Ellipsis, "a converted kernel is read whole"
+        part = {name: getattr(self, name)[...] for name in self.names}
+        scale = part.pop(INPUT_SCALE, None)
+        return Weight(QTensor(**part), self.dtype, scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Promote:
+    """A layer's promotion of dtypes, for a kernel that is converted."""
+
+    plain: Any
+
+    def __call__(self, arrays: Any, /, **options: Any) -> Any:
+        inputs, weight, *rest = arrays
+        if not isinstance(weight, Weight):
+            return self.plain(arrays, **options)
+        standin = jnp.zeros((1,) * weight.ndim, weight.dtype)
+        inputs, standin, *rest = self.plain((inputs, standin, *rest), **options)
+        return inputs, dataclasses.replace(weight, dtype=standin.dtype.name), *rest
+
+
+@dataclasses.dataclass(frozen=True)
+class _Op:
+    """A layer's op on a converted kernel."""
+
+    recipe: Recipe
+    backend: str
+    path: str
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Array:
+        with jax.named_scope(self.path):
+            if self.backend == "native":
+                return self._native(*args, **kwargs)
+            backend = importlib.import_module(f"jaxquant.backends.{self.backend}_serving")
+            return getattr(backend, f"{self.name}_cls")(self.recipe)()(*args, **kwargs)
+
+    def _native(self, *args: Any, **kwargs: Any) -> Array:
+        at = 1 if self.name == "einsum" else 0
+        operands = list(args)
+        operands[at] = native_nnx.activation_as_read(self.recipe, operands[at], operands[at + 1])
+        return (einsum if self.name == "einsum" else dot_general)(*operands, recipe=self.recipe, **kwargs)
+
+
+def convert_nnx(
+    model: nnx.Module, backend: str | None, recipes: Mapping[str, Recipe], layers: list[Layer]
+) -> nnx.Module:
+    """Convert the kernels of a model's quantized layers.
+
+    Args:
+      model: float, or quantized by ``quantize_nnx`` on the native backend, whose quant state then counts; it stays as
+        it is.
+      backend: "native" or "qwix".
+      recipes: of the layers to quantize, by path.
+      layers: all layers of the model, float.
+
+    Raises:
+      ValueError: a recipe needs quant state and the layer has none, or it has not seen what a static scale must know.
+      NotImplementedError: an einsum that sums its kernel by itself.
+    """
+    copy = inject_nnx.copy_model(model)
+    by_path = {layer.path: layer for layer in layers}
+    for path, module in list(inject_nnx.linear_modules(copy)):
+        recipe = recipes.get(path)
+        if recipe is None or recipe.fwd.rhs is None:
+            continue
+        op = getattr(module, inject_nnx.op_name(module))
+        if not isinstance(op, native_nnx.QuantizedOp):
+            inject_nnx.check_op(path, module, by_path[path], recipe)
+        site = _site(path, module, recipe, backend or "native")
+        state = op.state() if isinstance(op, native_nnx.QuantizedOp) else {}
+        if recipe.is_stateful and not state:
+            raise ValueError(
+                f"recipe {recipe.name!r} at {path!r} keeps quant state, and the layer has none; convert the model that "
+                "was trained, or calibrate it with jaxquant.calibrate"
+            )
+        tensor, scale = site.convert_stacked(module.kernel[...], state)
+        site.check_seen(scale)
+        dtype = module.kernel[...].dtype.name
+        setattr(module, "kernel", nnx.data(Kernel(tensor, scale, dtype)))  # noqa: B010
+        module.promote_dtype = _Promote(module.promote_dtype)
+        name = inject_nnx.op_name(module)
+        delattr(module, name)
+        kind = "einsum" if name == "einsum_op" else "dot_general"
+        setattr(module, name, _Op(recipe, backend or "native", path, kind))
+    return copy
+
+
+def _site(path: str, module: Any, recipe: Recipe, backend: str) -> Site:
+    stacked = inject_nnx.stacked_axes(path, module)
+    shape = tuple(module.kernel.shape[stacked:])
+    if isinstance(module, nnx.Einsum):
+        plan = plan_einsum(module.einsum_str, native_nnx.lhs_labels(module.einsum_str), len(shape))
+        if plan.rhs_sum:
+            raise NotImplementedError(
+                f"layer {path!r} sums its kernel by itself (equation {module.einsum_str!r}), which a converted kernel "
+                "cannot be; leave it in float with a rule"
+            )
+        axes = tuple(plan.dimension_numbers[0][1])
+    else:
+        axes = inject_nnx.contraction_axes(module)
+    return Site(path, recipe, backend, axes, shape, _dtype_as_read(module), tuple(range(stacked)))
+
+
+def _dtype_as_read(module: Any) -> str:
+    """Give the dtype in which the op reads the kernel, for inputs no wider than it."""
+    kernel = jnp.zeros((1,) * module.kernel.ndim, module.kernel.dtype)
+    return module.promote_dtype((kernel, kernel, None), dtype=module.dtype)[1].dtype.name

@@ -1,0 +1,110 @@
+"""calibrate: static scales for a model that was trained without them, from what its activations are on real inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import meta
+
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.inject.model import choose_recipes, maybe_quantize_model
+from jaxquant.state import nnx as nnx_state
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, merge, update
+
+
+def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, model: nn.Module | None = None) -> Any:
+    """Give a float model the quant state that a recipe with delayed scaling would have had, for ``convert``.
+
+    The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches; the
+    scales that ``convert`` makes are those of delayed scaling with such a history. Layers run quantized meanwhile, each
+    scaled by what it has seen so far. Recipes without quant state need no calibration, and get none.
+
+    Args:
+      model_or_variables: a float NNX model, or the variables of a Linen one; what quant state they have is dropped.
+      config: as for ``maybe_quantize_model``.
+      batches: real inputs of the model's ``__call__``, each a tuple of arguments or one array. At least one, and no
+        more than the recipe's amax history is long.
+      model: the float Linen model whose variables these are.
+
+    Returns:
+      Variables with quant state, or a quantized NNX model with it, for ``convert``.
+
+    Raises:
+      TypeError: variables without their model.
+      ValueError: no batch, or more batches than the history remembers.
+      NotImplementedError: a recipe with weight sparsity, whose mask is made in training.
+    """
+    config = QuantConfig.from_any(config)
+    each = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
+    first = next(iter(each), None)
+    if first is None:
+        raise ValueError("calibrate got no batch; give it at least one of real inputs")
+    float_model = model_or_variables if isinstance(model_or_variables, nnx.Module) else model
+    if not isinstance(float_model, (nn.Module, nnx.Module)):
+        raise TypeError("calibrate of a Linen model's variables needs the float model too: pass model=model")
+    _, recipes, _ = choose_recipes(float_model, config, *first)
+    for path, recipe in recipes.items():
+        if recipe.sparsity is not None:
+            raise NotImplementedError(
+                f"recipe {recipe.name!r} at {path!r} has weight sparsity, whose mask is made in training; set "
+                "weight_sparsity_n and weight_sparsity_m to null"
+            )
+    if not any(recipe.is_stateful for recipe in recipes.values()):
+        return model_or_variables
+    longest = min(recipe.delayed.amax_history_length for recipe in recipes.values() if recipe.delayed is not None)
+    quantized = maybe_quantize_model(float_model, config, *first)
+    if isinstance(quantized, nnx.Module):
+        return _observe_nnx(quantized, _at_most(longest, first, each))
+    assert isinstance(model_or_variables, Mapping)
+    return _observe_linen(quantized, model_or_variables, _at_most(longest, first, each))
+
+
+def _at_most(longest: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+    yield first
+    for count, batch in enumerate(rest, start=2):
+        if count > longest:
+            raise ValueError(
+                f"calibrate got more than {longest} batches, and amax_history_length {longest} remembers no more; give "
+                "fewer and larger ones"
+            )
+        yield batch
+
+
+def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Any]:
+    params = meta.unbox(variables["params"])
+
+    @jax.jit
+    def see(params: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
+        def nothing(quant_state: Any) -> jax.Array:
+            out = model.apply(merge(params, quant_state), *batch, rngs={"quant": key, "dropout": key})
+            return sum(0 * jnp.sum(x) for x in jax.tree.leaves(out))  # pyright: ignore[reportReturnType]
+
+        return update(quant_state, jax.grad(nothing)(quant_state))
+
+    @jax.jit
+    def start(batch: Any, key: jax.Array) -> Any:
+        return model.init({"params": key, "quant": key, "dropout": key}, *batch)[OVERWRITE_WITH_GRADIENT]
+
+    key, quant_state = jax.random.key(0), None
+    for batch in batches:
+        quant_state = start(batch, key) if quant_state is None else quant_state
+        quant_state = see(params, quant_state, batch, key)
+    return merge(params, quant_state or {})
+
+
+def _observe_nnx(model: nnx.Module, batches: Iterable[Any]) -> nnx.Module:
+    @nnx.jit
+    def see(model: nnx.Module, batch: Any) -> None:
+        def nothing(model: Any) -> jax.Array:
+            return sum(0 * jnp.sum(x) for x in jax.tree.leaves(model(*batch)))  # pyright: ignore[reportReturnType]
+
+        nnx_state.advance(model, nnx_state.grad(nothing)(model))
+
+    for batch in batches:
+        see(model, batch)
+    return model

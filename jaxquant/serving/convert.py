@@ -1,0 +1,272 @@
+"""convert: the parameters of a trained model become the quantized ones that serve it.
+
+    params, quant_state ──► sites (where each kernel is, how it is read) ──► QTensor leaves, static input scales
+                                     one kernel, or one layer of it, at a time
+
+Each kernel goes through the quantization that the training forward does, so the converted model computes bit for bit
+what the trained one computes with the same parameters and quant state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import meta
+
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor
+from jaxquant.inject.converted import Site, linen_sites
+from jaxquant.inject.model import choose_recipes
+from jaxquant.inject.nnx import plain_model
+from jaxquant.inject.nnx_converted import convert_nnx
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
+
+Array = jax.Array
+Tree = Mapping[str, Any]
+Read = Callable[[tuple[str, ...], tuple[slice | int, ...]], Any]
+
+
+def convert(
+    model_or_variables: Any, config: Any, *example_inputs: Any, model: nn.Module | None = None, **example_kwargs: Any
+) -> Any:
+    """Convert a trained model's float kernels to quantized ones.
+
+    Args:
+      model_or_variables: an NNX model; or the variables of a Linen one, all that training has: ``{"params": …}`` and,
+        where the recipe has state, ``_overwrite_with_gradient``.
+      config: as for ``maybe_quantize_model``: what the model was trained with, or for post-training quantization what
+        it is to be served with.
+      example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. An NNX
+        model may go without.
+      model: the float Linen model whose variables these are.
+
+    Returns:
+      For variables: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an
+      ``input_scale`` beside it where the recipe scales activations by a static scale. They run in the model that
+      ``maybe_quantize_model(model, config, …)`` makes of a config with ``checkpoint_is_quantized`` true. For an NNX
+      model: a converted model, ready to be called. What is given stays as it is.
+
+    Raises:
+      TypeError: variables without their model, or something that is neither.
+      ValueError: a kernel that is missing, of another shape, or converted already; quant state that is missing, or has
+        not seen what a static scale must know.
+    """
+    config = QuantConfig.from_any(config)
+    if isinstance(model_or_variables, nnx.Module):
+        plain = plain_model(model_or_variables)
+        backend, recipes, layers = choose_recipes(plain, config, *example_inputs, **example_kwargs)
+        return convert_nnx(plain, backend, recipes, layers)
+    if not isinstance(model_or_variables, Mapping):
+        raise TypeError(
+            f"convert takes an NNX model or the variables of a Linen one, got {type(model_or_variables).__name__}"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "convert of a Linen model's variables needs the float model too: "
+            "jaxquant.convert(variables, config, *example_inputs, model=model)"
+        )
+    variables = meta.unbox(dict(model_or_variables))
+    found = find_sites(model, config, variables, *example_inputs, **example_kwargs)
+    params = variables["params"]
+    for site in found.values():
+        params = _replaced(params, site, _convert_whole(site, variables))
+    return {"params": params}
+
+
+def find_sites(
+    model: nn.Module, config: Any, variables: Tree, *example_inputs: Any, **example_kwargs: Any
+) -> dict[str, Site]:
+    """Find the kernels of a Linen model that a config quantizes, by the path of their layer; see ``convert``.
+
+    Args:
+      model: the float model.
+      config: as for ``maybe_quantize_model``.
+      variables: arrays or ``jax.ShapeDtypeStruct``.
+      example_inputs, example_kwargs: arguments of its ``__call__``.
+    """
+    if "params" not in variables:
+        raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
+    config = QuantConfig.from_any(config)
+    resolver, backend = config.resolver(), config.resolved_backend
+    if resolver is None or backend is None:
+        return {}
+    choose_recipes(model, config, *example_inputs, **example_kwargs)  # refuses what does nothing
+    _refuse_converted(variables["params"])
+    sites = linen_sites(model, backend, resolver, variables["params"], *example_inputs, **example_kwargs)
+    for site in sites.values():
+        _check(site, variables)
+    return sites
+
+
+def convert_each(
+    sites: Mapping[str, Site], read: Read, shapes: Tree, progress: Callable[[str], None] | None = None
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Convert parameters that lie elsewhere, in bounded memory: one layer of one kernel is float at a time.
+
+    Args:
+      sites: from ``find_sites``.
+      read: (path in the variables, index of leading axes) -> array of that slice; ``()`` is all of it.
+      shapes: the variables, arrays or ``jax.ShapeDtypeStruct``.
+      progress: called with each path that is done.
+
+    Yields:
+      The path in "params" of each new leaf, and the leaf in host memory: QTensors of numpy arrays where the kernel was
+      converted, numpy arrays of all that stays as it is.
+    """
+    kernels = {(*_names(site), "kernel"): site for site in sites.values()}
+    for path, leaf in _leaves(shapes["params"]):
+        site = kernels.get(path)  # pyright: ignore[reportArgumentType]
+        if site is None:
+            yield path, np.asarray(read(("params", *path), ()))
+        else:
+            tensor, scale = _convert_slices(site, read, shapes, leaf.shape)
+            yield path, tensor
+            if scale is not None:
+                yield (*path[:-1], INPUT_SCALE), scale
+        if progress is not None:
+            progress("/".join(path))
+
+
+def _convert_slices(site: Site, read: Read, shapes: Tree, shape: tuple[int, ...]) -> tuple[QTensor, np.ndarray | None]:
+    """Convert a kernel layer by layer into arrays of its whole shape."""
+    leaves, whole = _state_leaves(site, shapes), None
+    for index in itertools.product(*(range(shape[axis]) for axis in site.stacked)):
+        at = dict(zip(site.stacked, index, strict=True))
+        place = tuple(at.get(axis, slice(None)) for axis in range(len(shape)))
+        kernel = read(("params", *_names(site), "kernel"), place[: max(at, default=-1) + 1])
+        state = {
+            tensor: {name: read(leaf.path, index if leaf.is_stacked else ()) for name, leaf in fields.items()}
+            for tensor, fields in leaves.items()
+        }
+        part = jax.tree.map(np.asarray, site.convert(jnp.asarray(kernel), jax.tree.map(jnp.asarray, state)))
+        site.check_seen(part[1])
+        if not at:
+            return part
+        if whole is None:
+            sizes = {axis: shape[axis] for axis in at}
+            whole = jax.tree.map(lambda x, sizes=sizes: np.empty(_stacked_shape(x.shape, sizes), x.dtype), part)
+        jax.tree.map(lambda into, one, place=place: into.__setitem__(place, one), whole, part)
+    assert whole is not None
+    return whole
+
+
+def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:
+    full = list(shape)
+    for axis, size in sorted(sizes.items()):
+        full.insert(axis, size)
+    return tuple(full)
+
+
+def _convert_whole(site: Site, variables: Tree) -> tuple[QTensor, Array | None]:
+    kernel = _at(variables["params"], _names(site))["kernel"]
+    lead = tuple(kernel.shape[axis] for axis in site.stacked)
+
+    def load(leaf: _StateLeaf) -> Array:
+        value = _at(variables, leaf.path)
+        return value if leaf.is_stacked else jnp.broadcast_to(value, (*lead, *value.shape))
+
+    state = jax.tree.map(load, _state_leaves(site, variables), is_leaf=lambda x: isinstance(x, _StateLeaf))
+    tensor, scale = site.convert_stacked(kernel, state)
+    site.check_seen(scale)
+    return tensor, scale
+
+
+@dataclasses.dataclass(frozen=True)
+class _StateLeaf:
+    """Where a piece of quant state lies, and whether each stacked layer has its own."""
+
+    path: tuple[str, ...]
+    is_stacked: bool
+
+
+def _state_leaves(site: Site, variables: Tree) -> dict[str, dict[str, _StateLeaf]]:
+    """Find the quant state that the conversion of a layer reads, by tensor and field.
+
+    Raises:
+      ValueError: it is missing, or stacked otherwise than the kernel.
+    """
+    wanted = {}
+    if site.recipe.delayed is not None:
+        wanted = {tensor: {"scale": 1, "amax_history": 1} for tensor in ("input", "kernel")}
+    if site.recipe.sparsity is not None:
+        wanted["sparsity"] = {"mask": len(site.shape)}
+    if not wanted:
+        return {}
+    state = _at(variables.get(OVERWRITE_WITH_GRADIENT, {}), _names(site)) or {}
+    ops = [name for name, value in state.items() if isinstance(value, Mapping)]
+    if len(ops) != 1:
+        raise ValueError(
+            f"recipe {site.recipe.name!r} at {site.path!r} keeps quant state in '{OVERWRITE_WITH_GRADIENT}', and the "
+            f"variables have {'none' if not ops else ' and '.join(ops)} there; pass all that training keeps, or make "
+            "it with jaxquant.calibrate"
+        )
+    kernel = _at(variables["params"], _names(site))["kernel"].shape
+    lead = tuple(kernel[axis] for axis in site.stacked)
+    found: dict[str, dict[str, _StateLeaf]] = {}
+    for tensor, fields in wanted.items():
+        for field, rank in fields.items():
+            path = (OVERWRITE_WITH_GRADIENT, *_names(site), ops[0], f"{tensor}_{field}")
+            leaf = _at(variables, path)
+            shape = None if leaf is None else tuple(leaf.shape)
+            if shape is None or shape[: len(shape) - rank] not in ((), lead):
+                raise ValueError(
+                    f"quant state {'/'.join(path)!r} must be one for each of the layers {lead} or one for all, got "
+                    f"{'none' if shape is None else f'shape {shape}'}"
+                )
+            found.setdefault(tensor, {})[field] = _StateLeaf(path, len(shape) > rank)
+    return found
+
+
+def _check(site: Site, variables: Tree) -> None:
+    """Refuse a kernel that does not have the shape of its layer."""
+    kernel = _at(variables["params"], _names(site))["kernel"]
+    seen = tuple(size for axis, size in enumerate(kernel.shape) if axis not in site.stacked)
+    if seen != site.shape:
+        raise ValueError(f"kernel of {site.path!r} has shape {tuple(kernel.shape)}, its layer reads {site.shape}")
+    _state_leaves(site, variables)
+
+
+def _refuse_converted(params: Tree) -> None:
+    for path, leaf in _leaves(params):
+        if isinstance(leaf, QTensor):
+            raise ValueError(f"parameter {'/'.join(path)!r} is converted already ({leaf.qvalue.dtype.name})")
+
+
+def _names(site: Site) -> tuple[str, ...]:
+    return tuple(site.path.split("/")) if site.path else ()
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    """Give what lies at a path, None where there is nothing."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _replaced(params: Tree, site: Site, converted: tuple[QTensor, Any]) -> dict[str, Any]:
+    """Give a tree with the converted kernel in its place."""
+    tensor, scale = converted
+    new: dict[str, Any] = {"kernel": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
+
+    def replace(tree: Tree, path: tuple[str, ...]) -> dict[str, Any]:
+        if not path:
+            return {**tree, **new}
+        return {**tree, path[0]: replace(tree[path[0]], path[1:])}
+
+    return replace(params, _names(site))

@@ -1,0 +1,108 @@
+"""Trees of models that pass quantization to their layers by hand: parameters beside the collection "aqt".
+
+The names are MaxText's. Convert mode leaves the float kernels where they are and adds, for each, a quantized tensor at
+the layer's path; these functions say which parameter each of them replaces, and take those out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+
+Path = tuple[Any, ...]
+_OP = re.compile(r"(Aqt)?(DotGeneral|Einsum|Fp8DirectDotGeneralOp|NANOOFp8DotGeneralOp|Fp8Einsum)_\d+$")
+
+
+def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
+    """Say which float parameter each quantized tensor replaces.
+
+    A tensor belongs to the layer whose path comes before the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). Of that
+    layer's own parameters, biases apart, it takes one with as many elements, and the several of one layer (an expert
+    block's einsum kernels) go in the order of their numbers and names.
+
+    Args:
+      aqt_params: the collection "aqt", of the AQT or the native backend.
+      params: the collection "params".
+
+    Returns:
+      A tree like ``aqt_params`` with a key path into ``params`` (``jax.tree_util`` keys) in the place of each tensor,
+      and None in the place of anything else.
+
+    Raises:
+      ValueError: a tensor has no parameter, or two have one; lists both sides.
+    """
+    tensors, structure = jax.tree_util.tree_flatten_with_path(aqt_params, is_leaf=_is_tensor)
+    floats = jax.tree_util.tree_flatten_with_path(params)[0]
+    order = sorted(range(len(tensors)), key=lambda i: [_natural(key) for key in tensors[i][0]])
+    found: dict[int, Path] = {}
+    for i in order:
+        path, tensor = tensors[i]
+        if not _is_tensor(tensor):
+            continue
+        layer = _layer(path)
+        free = [
+            key
+            for key, value in sorted(floats, key=lambda item: [_natural(k) for k in item[0]])
+            if tuple(map(_name, key[:-1])) == layer
+            and not _name(key[-1]).endswith("bias")
+            and math.prod(value.shape) == _size(tensor)
+            and key not in found.values()
+        ]
+        if not free:
+            raise ValueError(_both_sides(f"{_text(path)} has no float parameter", tensors, floats))
+        found[i] = free[0]
+    return jax.tree_util.tree_unflatten(structure, [found.get(i) for i in range(len(tensors))])
+
+
+def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
+    """Give the parameters without the float kernels that have a quantized tensor: ``{}`` in their place.
+
+    Args:
+      params: the collection "params".
+      aqt_vars: the collection "aqt" that convert mode wrote.
+
+    Raises:
+      ValueError: as ``match_aqt_and_unquantized_param``.
+    """
+    matched = match_aqt_and_unquantized_param(aqt_vars, params)
+    gone = set(jax.tree.leaves(matched, is_leaf=lambda x: isinstance(x, tuple)))
+    return jax.tree_util.tree_map_with_path(lambda path, value: {} if path in gone else value, params)
+
+
+def _is_tensor(node: Any) -> bool:
+    return hasattr(node, "qvalue")
+
+
+def _size(tensor: Any) -> int:
+    return math.prod(jax.tree.leaves(tensor.qvalue)[0].shape)
+
+
+def _name(key: Any) -> str:
+    return str(next(getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)))
+
+
+def _natural(key: Any) -> list[tuple[int, int | str]]:
+    """Sort AqtEinsum_10 after AqtEinsum_9."""
+    parts = re.split(r"(\d+)", _name(key))
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+
+
+def _layer(path: Path) -> tuple[str, ...]:
+    names = [_name(key) for key in path]
+    ops = [index for index, name in enumerate(names) if _OP.search(name)]
+    return tuple(names[: ops[0]] if ops else names[:-1])
+
+
+def _text(path: Path) -> str:
+    return "/".join(map(_name, path))
+
+
+def _both_sides(what: str, tensors: Any, floats: Any) -> str:
+    left = "".join(
+        f"\n  {_text(path)} {jax.tree.leaves(tensor.qvalue)[0].shape}" for path, tensor in tensors if _is_tensor(tensor)
+    )
+    right = "".join(f"\n  {_text(path)} {tuple(value.shape)}" for path, value in floats)
+    return f"{what}.\nquantized:{left}\nparameters:{right}"

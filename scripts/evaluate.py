@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Compare a run in float, as it was trained, and as it serves: held-out loss and next-token agreement in one table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from train.evaluation import contenders, evaluate
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate; 0 on success, 2 when a folder cannot be read."""
+    parser = argparse.ArgumentParser(prog="scripts/evaluate.py", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/demo/int8")
+    parser.add_argument("converted", nargs="*", metavar="DIR", help="folders that scripts/convert.py wrote")
+    parser.add_argument("--batches", type=int, metavar="N", help="of held-out text (default: eval_batches of the run)")
+    parser.add_argument("--out", metavar="FILE", help="write the rows as JSON, too")
+    words = parser.parse_args(arguments)
+    try:
+        if words.batches is not None and words.batches < 1:
+            raise ValueError(f"--batches {words.batches} must be at least 1")
+        rows = evaluate(contenders(words.run, words.converted), batches=words.batches)
+        if words.out:
+            Path(words.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    table = Table()
+    for index, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if index > 2 else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Conversion: the served model computes bit for bit what the trained one does, and keeps no float kernel."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxquant import calibrate, convert, maybe_quantize_model, state
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.serving import convert_each, find_sites
+from tests.serving.models import D, Linen, Nnx, filled, schemes
+
+SERVES = {"checkpoint_is_quantized": True}
+X = jax.random.normal(jax.random.key(0), (2, 5, D))
+RNGS = {"params": jax.random.key(1), "quant": jax.random.key(2)}
+IN_BFLOAT16 = ("int8", "fp8", "fp8_current", "int4w", "aqt_fp8_full")
+KERNELS = [("layers", "query"), ("layers", "mix"), ("layers", "wo"), ("twice",)]
+
+
+def is_tensor(node):
+    return isinstance(node, QTensor)
+
+
+def at(tree, path):
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def trained(model, config, x):
+    """Quantize a Linen model and give variables with a history."""
+    quantized = maybe_quantize_model(model, config, x)
+    return quantized, filled(jax.eval_shape(quantized.init, RNGS, x))
+
+
+def check_linen(string, backend, dtype, axis, **options):
+    model, x = Linen(jnp.dtype(dtype), axis), X.astype(dtype)
+    config = {"quantization": string, "quant_backend": backend, **options}
+    quantized, variables = trained(model, config, x)
+    expected = jax.jit(lambda v: quantized.apply(v, x, rngs={"quant": jax.random.key(3)}))(variables)
+    converted = convert(variables, config, x, model=model)
+    served = jax.jit(maybe_quantize_model(model, config | SERVES, x).apply)(converted, x)
+    np.testing.assert_array_equal(expected, served)
+    return variables, converted
+
+
+@pytest.mark.parametrize(
+    ("string", "backend", "dtype", "axis"),
+    # In bfloat16 one recipe of each kind; NNX runs all of them in it.
+    [(*pair, "float32", 0) for pair in schemes()]
+    + [(*pair, "bfloat16", 1) for pair in schemes() if pair[0] in IN_BFLOAT16],
+)
+def test_linen_serves_what_it_trained(string, backend, dtype, axis):
+    if backend != "native":
+        pytest.importorskip(backend)
+    variables, converted = check_linen(string, backend, dtype, axis)
+    assert set(converted) == {"params"}
+    spec = RECIPES[string].recipe.fwd.rhs
+    for path in KERNELS:
+        layer, before = at(converted["params"], path), at(variables["params"], path)
+        assert layer["kernel"].qvalue.dtype == spec.dtype
+        assert layer["kernel"].shape == before["kernel"].shape
+        assert set(layer) - set(before) <= {"input_scale"}
+        assert layer["kernel"].scale.size < before["kernel"].size
+    assert not is_tensor(converted["params"]["logits"]["kernel"])
+
+
+@pytest.mark.parametrize(("string", "backend"), [pair for pair in schemes() if pair[1] != "aqt"])
+def test_nnx_serves_what_it_trained(string, backend):
+    dtype = "bfloat16"
+    if backend != "native":
+        pytest.importorskip(backend)
+    x, config = X.astype(dtype), {"quantization": string, "quant_backend": backend}
+    quantized = maybe_quantize_model(Nnx(jnp.dtype(dtype)), config, x)
+    nnx.update(quantized, filled(nnx.to_pure_dict(nnx.state(quantized, state.QuantState))))
+    expected = nnx.jit(lambda model: model(x))(quantized)
+    served = convert(quantized, config, x)
+    np.testing.assert_array_equal(expected, nnx.jit(lambda model: model(x))(served))
+    assert not jax.tree.leaves(nnx.state(served, state.QuantState))
+    floats = [v.shape for v in jax.tree.leaves(nnx.state(served, nnx.Param))]
+    assert (D, D) not in floats
+    assert (3, D, D) not in floats
+    assert jax.tree.leaves(nnx.state(quantized, state.QuantState)) or not RECIPES[string].recipe.is_stateful
+
+
+MIXED = {
+    "__default__": {"w_bits": 8, "a_bits": 8},
+    ".*query": {"w_bits": 4, "a_bits": 8, "tile_size": 4},
+    ".*wo": {"w_bits": 8, "a_bits": None, "w_scale": 0.9},
+    "twice": {"w_bits": None, "a_bits": 8},
+    "logits": {"w_bits": None, "a_bits": None},
+}
+
+
+@pytest.mark.parametrize("backend", ["aqt", "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixed_precision_and_tiles(tmp_path, backend, dtype):
+    if backend == "aqt":
+        pytest.importorskip("aqt")
+    path = tmp_path / "mixed.json"
+    path.write_text(json.dumps(MIXED))
+    _, converted = check_linen("intmp", backend, dtype, 0, quant_cfg_path=str(path))
+    layers = converted["params"]["layers"]
+    assert layers["query"]["kernel"].qvalue.dtype == jnp.int4
+    assert layers["query"]["kernel"].scale.shape == (3, D // 4, 2, 8)
+    assert layers["wo"]["kernel"].qvalue.dtype == jnp.int8
+    assert not is_tensor(converted["params"]["twice"]["kernel"])  # weights in float, activations in int8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "weight_quantization_calibration_method": "fixed,-0.5,0.5",
+            "act_quantization_calibration_method": "fixed,-3,3",
+        },
+        {"weight_quantization_calibration_method": "absmax,0.8", "act_quantization_calibration_method": "rms,3"},
+        {"weight_sparsity_n": 2, "weight_sparsity_m": 4, "weight_sparsity_start_step": 0},
+    ],
+    ids=["fixed", "clipped", "sparsity"],
+)
+def test_options_of_a_recipe(options):
+    _, converted = check_linen("fp8_full", "native", "float32", 0, **options)
+    if "weight_sparsity_n" in options:
+        kept = np.asarray(converted["params"]["twice"]["kernel"].qvalue.astype(jnp.float32) != 0)
+        assert (kept.reshape(-1, 4, D).sum(1) <= 2).all()
+
+
+def test_flax_numerics():
+    check_linen("fp8", "native", "bfloat16", 0, amax_init="flax")
+
+
+def test_layers_that_rules_leave_in_float_stay_so():
+    config = {"quantization": "int8w", "rules": [{"path": "layers/.*", "recipe": None}]}
+    _, variables = trained(Linen(), config, X)
+    converted = convert(variables, config, X, model=Linen())
+    assert is_tensor(converted["params"]["twice"]["kernel"])
+    for path in KERNELS[:3]:
+        np.testing.assert_array_equal(at(converted["params"], path)["kernel"], at(variables["params"], path)["kernel"])
+
+
+def test_a_scanned_axis_of_any_place_and_size():
+    """The stacked axis is told apart from the kernel's own where all sizes are equal."""
+
+    class Square(nn.Module):
+        axis: int
+
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.scan(
+                lambda module, x: (module(x), None),
+                variable_axes={"params": self.axis},
+                split_rngs={"params": True},
+                length=4,
+            )
+            return layer(nn.Dense(4, name="wi"), x)[0]
+
+    x = jax.random.normal(jax.random.key(0), (3, 4))
+    config = {"quantization": "int8w"}
+    for axis in (0, 1):
+        _, variables = trained(Square(axis), config, x)
+        kernel = variables["params"]["wi"]["kernel"]
+        tensor = convert(variables, config, x, model=Square(axis))["params"]["wi"]["kernel"]
+        amax = jnp.abs(kernel).max(axis=1 if axis == 0 else 0, keepdims=True)
+        assert tensor.scale.shape == amax.shape
+        np.testing.assert_allclose(tensor.scale, amax / 127.5, rtol=1e-6)
+
+
+def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
+    config = {"quantization": "fp8"}
+    for axis in (0, 1):
+        model = Linen(axis=axis)
+        _, variables = trained(model, config, X)
+        whole = convert(variables, config, X, model=model)["params"]
+        sites = find_sites(model, config, jax.eval_shape(lambda v=variables: v), X)
+        sizes = []
+
+        def read(path, index, variables=variables, sizes=sizes):
+            found = np.asarray(at(variables, path))[index]
+            if path[-1] == "kernel":
+                sizes.append(found.size)
+            return found
+
+        tree, done = {}, []
+        for path, leaf in convert_each(sites, read, variables, done.append):
+            inner = tree
+            for name in path[:-1]:
+                inner = inner.setdefault(name, {})
+            inner[path[-1]] = leaf
+        jax.tree.map(np.testing.assert_array_equal, tree, whole)
+        assert jax.tree.structure(tree) == jax.tree.structure(whole)
+        assert max(sizes) == D * D
+        assert "layers/wo/kernel" in done
+
+
+def test_a_layer_that_was_never_seen_has_no_static_scale():
+    config = {"quantization": "fp8"}
+    quantized = maybe_quantize_model(Linen(), config, X)
+    variables = jax.jit(quantized.init)(RNGS, X)  # nothing seen
+    with pytest.raises(ValueError, match=r"layer 'layers/query' has no amax history of its input, so 'fp8' has no st"):
+        convert(variables, config, X, model=Linen())
+    with pytest.raises(ValueError, match=r"keeps quant state in '_overwrite_with_gradient', and the variables have no"):
+        convert({"params": variables["params"]}, config, X, model=Linen())
+
+
+def test_calibration_gives_the_scales_of_what_was_seen():
+    config = {"quantization": "fp8"}
+    model = Linen()
+    variables = filled(jax.eval_shape(model.init, RNGS, X))
+    found = calibrate(variables, config, [X, 3 * X, X], model=model)
+    twice = convert(found, config, X, model=model)["params"]["layers"]
+    inputs = jnp.abs(3 * X).max()
+    np.testing.assert_allclose(twice["query"]["input_scale"][0].ravel(), inputs / 448, rtol=1e-6)
+    kernels = variables["params"]["layers"]["query"]["kernel"]
+    for layer in range(3):
+        expected = jnp.abs(kernels[layer]).max() / 448
+        np.testing.assert_allclose(twice["query"]["kernel"].scale[layer].ravel(), expected, rtol=1e-6)
+    plain = Nnx()
+    served = convert(calibrate(plain, config, [X, 3 * X, X]), config, X)
+    np.testing.assert_allclose(served.layers.query.kernel.input_scale[0].ravel(), inputs / 448, rtol=1e-6)
+    assert calibrate(variables, {"quantization": "int8w"}, [X], model=model) is variables
+    with pytest.raises(ValueError, match="calibrate got no batch"):
+        calibrate(variables, config, [], model=model)
+    with pytest.raises(ValueError, match="amax_history_length 2 remembers no more"):
+        calibrate(variables, config | {"amax_history_length": 2}, [X] * 3, model=model)
+
+
+def test_errors_name_the_layer():
+    config = {"quantization": "int8w"}
+    _, variables = trained(Linen(), config, X)
+    converted = convert(variables, config, X, model=Linen())
+    with pytest.raises(ValueError, match=r"parameter 'layers/query/kernel' is converted already \(int8\)"):
+        convert(converted, config, X, model=Linen())
+    with pytest.raises(ValueError, match=r"layer 'layers/query' has a converted kernel \(int8\) and checkpoint_is_qua"):
+        maybe_quantize_model(Linen(), config, X).apply(converted, X)
+    with pytest.raises(ValueError, match=r"layer 'layers/query' has a float kernel and checkpoint_is_quantized true"):
+        maybe_quantize_model(Linen(), config | SERVES, X).apply(variables, X)
+    with pytest.raises(TypeError, match="needs the float model too"):
+        convert(variables, config, X)
+    with pytest.raises(TypeError, match="takes an NNX model or the variables of a Linen one, got int"):
+        convert(3, config, X)
+    rules = {"rules": [{"path": "twice", "recipe": None}]}
+    with pytest.raises(ValueError, match=r"layer 'twice' has a converted kernel \(int8\) and it stays in float \(r"):
+        maybe_quantize_model(Linen(), config | SERVES | rules, X).apply(converted, X)
+    other = convert(variables, {"quantization": "fp8_e4m3", "quant_backend": "native"}, X, model=Linen())
+    with pytest.raises(
+        ValueError, match=r"layer 'layers/query' has a kernel converted to float8_e4m3fn and 'int8w' ta"
+    ):
+        maybe_quantize_model(Linen(), config | SERVES, X).apply(other, X)
+
+
+def test_bytes_are_those_of_the_format():
+    for string, bits in (("int8", 8), ("int4", 4), ("fp8_e4m3", 8)):
+        config = {"quantization": string, "quant_backend": "native"}
+        _, variables = trained(Linen(), config, X)
+        kernel = convert(variables, config, X, model=Linen())["params"]["twice"]["kernel"]
+        assert jax.dtypes.itemsize_bits(kernel.qvalue.dtype) == bits
+        relative = jnp.linalg.norm(dequantize(kernel) - variables["params"]["twice"]["kernel"]) / math.sqrt(D)
+        assert relative < {8: 0.05, 4: 0.15}[bits]

@@ -1,0 +1,230 @@
+"""Turn a training run into a quantized checkpoint that serves: leaf by leaf, one float layer in memory at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxquant import serving
+from jaxquant import state as quantization_state
+from jaxquant.config.loader import build, load_yaml, to_mapping
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.qtensor import QTensor, nbytes
+from jaxquant.inject.converted import Site
+from train.config import TrainConfig
+from train.data import make_iterators
+from train.frameworks import make_model
+from train.model import Decoder, DecoderConfig
+from train.parameters import Leaf, Parameters, open_parameters
+from train.step import model_config
+from train.tokenizer import open_tokenizer
+
+Say = Callable[[str], None]
+CALIBRATION_BATCHES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What a conversion wrote.
+
+    Attributes:
+      config: the run's, with the quantization that it serves with.
+      step: of the checkpoint that was converted.
+      bytes_f32, bytes_bf16: what its parameters take in float.
+      bytes_quantized: what they take now, scales included.
+      layers: recipe of each converted kernel, by the path of its layer.
+    """
+
+    config: TrainConfig
+    step: int
+    bytes_f32: int
+    bytes_bf16: int
+    bytes_quantized: int
+    layers: dict[str, str]
+
+
+def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """Give the configuration that a run is to be served with.
+
+    Args:
+      config: of the run.
+      changes: fields of ``QuantConfig``. With another ``quantization`` all of the run's quantization goes; without,
+        they are laid over it.
+
+    Raises:
+      ValueError, TypeError: a field that is none of ``QuantConfig``, or values that do not fit.
+    """
+    fields = {field.name: to_mapping(field.default) for field in dataclasses.fields(QuantConfig) if field.init}
+    unknown = sorted(set(changes) - set(fields))
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no field of the quantization; a conversion changes {', '.join(fields)}")
+    before = fields if "quantization" in changes else {}
+    return build(TrainConfig, to_mapping(config) | before | dict(changes))
+
+
+def quantization_of(config: QuantConfig) -> dict[str, Any]:
+    """Give the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
+    every = to_mapping(config)
+    return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
+
+
+def convert_run(
+    run: str | Path,
+    out: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    calibration_batches: int = CALIBRATION_BATCHES,
+    say: Say = print,
+) -> Conversion:
+    """Convert a checkpoint of a run and write it as a quantized checkpoint.
+
+    Embeddings and other kernels that stay in float are written in the dtype in which the decoder reads them, which
+    changes no number of it.
+
+    Args:
+      run: folder of the run.
+      out: folder to write; it must not exist.
+      changes: see ``served_config``; empty is what the run was trained with.
+      step: of the checkpoint; None is the newest.
+      calibration_batches: held-out batches that give static scales to a recipe which needs them and was not trained.
+      say: told how far it is.
+
+    Raises:
+      FileNotFoundError, FileExistsError: no such run, or ``out`` is there.
+      ValueError: nothing to quantize, or a checkpoint or quantization that does not fit.
+    """
+    out = Path(out)
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another folder or remove it")
+    stored = open_parameters(run, step, say)
+    trained: TrainConfig = build(TrainConfig, load_yaml(Path(run) / "config.yml"))
+    config = served_config(trained, changes or {})
+    if not config.strings:
+        raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
+    tokenizer = open_tokenizer(config.tokenizer_path)
+    shape = model_config(config, tokenizer.vocab_size)
+    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    shapes = _shapes(stored)
+    state: dict[str, np.ndarray] = {}
+    if _needs_calibration(config, trained, shape, tokens):
+        say(f"calibrating {config.quantization} on {calibration_batches} batches of held-out text")
+        found = _calibrate(stored, config, shape, calibration_batches)
+        state = dict(_flat(found, ("_overwrite_with_gradient",)))
+        shapes["_overwrite_with_gradient"] = found
+    sites = serving.find_sites(Decoder(shape), config, shapes, tokens)
+
+    def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
+        if path in state:
+            return np.asarray(state[path])[index]
+        kind = "params" if path[0] == "params" else "quant_state"
+        return stored.read("/".join((kind, *path[1:])), *index)
+
+    tree = _converted(sites, read, shapes, shape, say)
+    served = dataclasses.replace(config, checkpoint_is_quantized=True)
+    serving.save(out, tree, quantization_of(served), extra={"train": to_mapping(served), "step": stored.step})
+    floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
+    quantized = sum(_nbytes(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_tensor))
+    layers = {path: site.recipe.name for path, site in sites.items()}
+    return Conversion(served, stored.step, 4 * floats, 2 * floats, quantized, layers)
+
+
+def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
+    """Give the tree of parameters that a converted decoder has, as shapes."""
+    trained = dataclasses.replace(config, checkpoint_is_quantized=False)
+    linen = dataclasses.replace(trained, framework="linen")
+    decoder = Decoder(shape)
+
+    def make() -> Any:
+        params, quant_state = make_model(linen, shape, tokens).init(jax.random.key(0))
+        variables = quantization_state.merge(params, quant_state)
+        found = serving.convert(variables, trained, tokens, model=decoder)["params"]
+        return _as_read(found, shape)
+
+    return jax.eval_shape(make)
+
+
+def _converted(sites: Mapping[str, Site], read: Any, shapes: Any, shape: DecoderConfig, say: Say) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    count = len(jax.tree.leaves(shapes["params"]))
+    done = itertools.count(1)
+    for path, leaf in serving.convert_each(
+        sites, read, shapes, lambda name: say(f"converted {next(done)} of {count}: {name}")
+    ):
+        inner = tree
+        for name in path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[path[-1]] = leaf if isinstance(leaf, QTensor) else _as_read_leaf(path, leaf, shape)
+    return tree
+
+
+def _as_read(params: Any, shape: DecoderConfig) -> Any:
+    def read(path: Any, leaf: Any) -> Any:
+        return leaf if _is_tensor(leaf) else _as_read_leaf(tuple(key.key for key in path), leaf, shape)
+
+    return jax.tree_util.tree_map_with_path(read, params, is_leaf=_is_tensor)
+
+
+def _as_read_leaf(path: tuple[str, ...], leaf: Any, shape: DecoderConfig) -> Any:
+    """Cast what the decoder reads in its own dtype; a norm's scale it reads in float32."""
+    if path[-1] not in ("embedding", "kernel"):
+        return leaf
+    return leaf.astype(ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else shape.dtype)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, QTensor)
+
+
+def _nbytes(leaf: Any) -> int:
+    return nbytes(leaf) if _is_tensor(leaf) else leaf.nbytes
+
+
+def _shapes(stored: Parameters) -> dict[str, Any]:
+    """Give a run's variables as shapes."""
+
+    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+
+    is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
+    params = jax.tree.map(shape, stored.params, is_leaf=is_leaf)
+    return quantization_state.merge(params, jax.tree.map(shape, stored.quant_state, is_leaf=is_leaf))
+
+
+def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> bool:
+    """Whether the recipes need quant state that the run has not."""
+    if quantization_of(config) == quantization_of(trained):
+        return False
+    model = make_model(dataclasses.replace(config, framework="linen"), shape, tokens)
+    _, quant_state = jax.eval_shape(model.init, jax.random.key(0))
+    return bool(quant_state)
+
+
+def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int) -> Any:
+    """Make quant state for a run's float parameters, all of which are in memory meanwhile."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf.read()), stored.params, is_leaf=lambda x: isinstance(x, Leaf))
+    data = make_iterators(config, config.batch_size)
+
+    def inputs() -> Iterator[tuple[Any, ...]]:
+        for batch in itertools.islice(data.held_out(), batches):
+            yield tuple(jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions"))
+
+    variables = serving.calibrate({"params": params}, config, inputs(), model=Decoder(shape))
+    return quantization_state.split(variables)[1]
+
+
+def _flat(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, (*path, name))
+        else:
+            yield (*path, name), value
