@@ -1,0 +1,5 @@
+"""Serving: what a trained model needs to answer."""
+
+from jaxquant.serving.kv_cache import KVCache
+
+__all__ = ["KVCache"]
