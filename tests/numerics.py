@@ -130,5 +130,5 @@ KV_CACHE_RATIO = (0.9, 1.02)
 # Logits of tokens through an unquantized cache against the whole text at once, share of the largest logit: the same
 # sums in another order. Of K = 64 products each, some 14 in a row (two layers of 7), errors of 2^-24 that walk: in
 # float32 14 · sqrt(64) · 2^-24 = 7e-6, doubled. In int8 and fp8 a last bit can push an operand over a rounding
-# boundary, which moves it by 1/127 of its row's largest or 2^-3 of itself, in a sum of 32 or more: see MESH_REROUNDED_LOSS.
+# boundary, which moves it by 1/127 of its row's largest or 2^-3 of itself, in a sum of 32 or more.
 CACHED_LOGITS = {"": 1.4e-5, "int8": 2.0**-7, "fp8": 2.0**-4}
