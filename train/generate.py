@@ -314,9 +314,7 @@ class Engine:
         if not length:
             return f"{prompt.name} is empty; give it at least one token"
         if length > limit:
-            return (
-                f"{prompt.name} has {length} tokens, and the limit is {limit}: shorten it or raise the maximum length"
-            )
+            return f"{prompt.name} has {length} tokens, and the limit is {limit}; shorten it or raise max_length"
         return ""
 
 
