@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what quantization costs and gains: `steps`, `health`, `gemm-set` (time), `trace`, `memory` (sizes), `losses`.
+"""Measure what quantization costs and gains, in time (`steps`, `health`, `gemm-set`, `decode`), size and loss.
 
 Each prints a table and writes it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.
 """
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train.bench import measure_losses, measure_steps
+from train.benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
 from train.benchmarks.layers import measure_memory, measure_trace
 from train.benchmarks.schemes import ROOT, Row, schemes
@@ -95,6 +96,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")
     gemms.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     gemms.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as gemm-set-small")
+    decode = commands.add_parser("decode", parents=[out], help="quantized KV caches against an unquantized one")
+    decode.add_argument("--run", metavar="DIR", help="a run's decoder (default: random, of the quickstart's shape)")
+    decode.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    decode.add_argument("--texts", type=int, default=8, help="decoded at once (default: %(default)s)")
+    decode.add_argument("--length", type=int, default=512, help="of a text, in tokens (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -110,6 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 measure_gemm_set,
                 words.out,
             )
+        if name == "decode":
+            size = (words.texts, words.length)
+            decoder = trained_decoder(words.run, *size) if words.run else random_decoder(*size)
+            return _finish(name, measure_decode(decoder, words.rounds), measure_decode, words.out)
         strings = words.strings or (list(QUICK_STRINGS) if words.quick else None)
         chosen = schemes(strings, words.backends)
         measure: dict[str, tuple[Callable[[], list[Row]], Callable[..., Any]]] = {

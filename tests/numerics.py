@@ -119,3 +119,16 @@ MEAN_SIGMAS = 5.0
 # 50 of them are worth about 5 free ones: a ratio of variances with (5, 15) degrees of freedom exceeds 4^2 once in
 # 60,000 (F distribution).
 MESH_SPREAD = 4.0
+
+# KV cache: relative Frobenius error on N(0, 1) at head_dim 64, a scale a row (recipes, section 5). For integers it is
+# sqrt(mean of the squared largest of 64) / 127.5 / sqrt(12): 2.67 / 127.5 / 3.46 = .0060, and 17 times that in int4,
+# .103, so the published figures, of one sample and with bfloat16 scales, lie 3 to 6 % above. Ours must not be worse
+# than they are to their last digit (half of one is at most 2 %), nor better by more than a tenth.
+KV_CACHE_ERROR = {"int8": 0.0064, "int4": 0.106, "fp8": 0.026}
+KV_CACHE_RATIO = (0.9, 1.02)
+
+# Logits of tokens through an unquantized cache against the whole text at once, share of the largest logit: the same
+# sums in another order. Of K = 64 products each, some 14 in a row (two layers of 7), errors of 2^-24 that walk: in
+# float32 14 · sqrt(64) · 2^-24 = 7e-6, doubled. In int8 and fp8 a last bit can push an operand over a rounding
+# boundary, which moves it by 1/127 of its row's largest or 2^-3 of itself, in a sum of 32 or more.
+CACHED_LOGITS = {"": 1.4e-5, "int8": 2.0**-7, "fp8": 2.0**-4}

@@ -13,6 +13,7 @@ from flax import nnx
 import jaxquant
 from jaxquant import state as quantization_state
 from jaxquant.inject.layers import LayerReport
+from jaxquant.serving.kv_cache import KVCache
 from train import model as linen_model
 from train import model_nnx
 from train.config import TrainConfig
@@ -28,16 +29,17 @@ class Model:
 
     Attributes:
       init: key -> (params, quant_state), nested dicts by module name, the same in both frameworks.
-      apply: (params, quant_state, inputs, segment_ids, positions, rngs) -> logits.
+      apply: (params, quant_state, inputs, segment_ids, positions, rngs[, cache]) -> logits, and with a cache
+        (logits, cache); see ``train.model.Decoder``.
       linen: the Linen decoder of these parameters, for looking inside: itself, or the twin of an NNX one.
       apply_linen: its ``apply``, called as ours.
       layers: what the configuration makes of each linear layer.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
-    apply: Callable[..., jax.Array]
+    apply: Callable[..., Any]
     linen: nn.Module
-    apply_linen: Callable[..., jax.Array]
+    apply_linen: Callable[..., Any]
     layers: list[LayerReport]
 
 
@@ -58,9 +60,9 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
     def init(key: jax.Array) -> tuple[Any, Any]:
         return quantization_state.split(linen.init({"params": key, "quant": key}, tokens))
 
-    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs) -> jax.Array:
+    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, cache: KVCache | None = None) -> Any:
         variables = quantization_state.merge(params, quant_state)
-        return linen.apply(variables, *inputs, rngs={name: rngs[name] for name in streams})  # pyright: ignore
+        return linen.apply(variables, *inputs, rngs={name: rngs[name] for name in streams}, **_given(cache))
 
     if config.framework == "linen":
         layers = jaxquant.describe_layers(linen_model.Decoder(shape), config, tokens)
@@ -73,7 +75,7 @@ def _make_nnx(
     shape: DecoderConfig,
     tokens: jax.Array,
     linen: nn.Module,
-    apply_linen: Callable[..., jax.Array],
+    apply_linen: Callable[..., Any],
 ) -> Model:
     plain = nnx.eval_shape(lambda: model_nnx.Decoder(shape, nnx.Rngs(0)))
     _, linen_state = jax.eval_shape(lambda: quantization_state.split(linen.init(jax.random.key(0), tokens)))
@@ -90,14 +92,18 @@ def _make_nnx(
 
     structure, blank = nnx.split(nnx.eval_shape(quantized, nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
 
-    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs) -> jax.Array:
+    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, cache: KVCache | None = None) -> Any:
         model = nnx.merge(structure, blank, copy=True)
         nnx.update(model, params)
         nnx.update(model, _as_in_nnx(quant_state))
         with quantization_state.by_hand():  # the step differentiates both arguments and updates both
-            return model(*inputs)  # pyright: ignore[reportCallIssue]
+            return model(*inputs, **_given(cache))  # pyright: ignore[reportCallIssue]
 
     return Model(init, apply, linen, apply_linen, jaxquant.describe_layers(plain, config, tokens))
+
+
+def _given(cache: KVCache | None) -> dict[str, KVCache]:
+    return {} if cache is None else {"cache": cache}
 
 
 def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:

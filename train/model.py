@@ -8,12 +8,15 @@ Module paths carry MaxText's names, so that its mixed-precision files and rules 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+
+from jaxquant.serving import kv_cache
+from jaxquant.serving.kv_cache import KVCache
 
 QUANTIZED_RESIDUALS = "quantized"
 """The ``checkpoint_name`` of what a quantized matmul saves for its backward pass."""
@@ -44,6 +47,13 @@ EXECUTION_ORDER = (
     "logits",
 )
 """Modules in the order in which their outputs are finished, for naming the first one that overflowed."""
+
+
+SCANNED: Any = {
+    "variable_axes": {"params": 0, "_overwrite_with_gradient": 0, "intermediates": 0},
+    "split_rngs": {"params": True, "quant": True},
+}
+"""What ``nn.scan`` does with the layers' variables and random streams."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,20 +108,88 @@ def attention_mask(
     return mask, positions
 
 
+def cached_mask(
+    tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None, cache: KVCache
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Give the mask [batch, 1, query, place] of tokens that look at a cache, their positions, and which are no padding.
+
+    Place t of a cache holds the token at position t, and a query looks at its own place and those before it. What an
+    earlier text or padding may have left lies behind.
+
+    Raises:
+      ValueError: no positions, which a cache does not know.
+    """
+    if positions is None:
+        raise ValueError("positions of tokens that go into a KV cache must be given; [batch, tokens], from 0")
+    places = jnp.arange(cache.length)
+    mask = positions[:, None, :, None] >= places[None, None, None, :]
+    return mask, positions, None if segment_ids is None else segment_ids != 0
+
+
+class Cached(NamedTuple):
+    """A cache on its way through the layers.
+
+    Attributes:
+      cache: of all layers.
+      valid: [batch, tokens], False for padding; None is no padding.
+      layer: the layer that is to write and read it.
+    """
+
+    cache: KVCache
+    valid: jax.Array | None
+    layer: int | jax.Array
+
+    def update(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> tuple[Cached, jax.Array, jax.Array]:
+        """Write keys and values, and give all that the cache reads back, in their dtype."""
+        cache = kv_cache.append(self.cache, key, value, positions, valid=self.valid, layer=self.layer)
+        return (self._replace(cache=cache), *kv_cache.read(cache, key.dtype.name, layer=self.layer))
+
+
+def empty_cache(
+    config: DecoderConfig,
+    batch: int,
+    length: int,
+    *,
+    kv_quant_dtype: kv_cache.KVQuantDtype = "",
+    kv_quant_axis: kv_cache.KVQuantAxis = "heads_and_dkv",
+) -> KVCache:
+    """Make an empty cache for a decoder: ``length`` positions of ``batch`` texts.
+
+    Args:
+      config: the decoder's shape; its dtype is that of a cache that is not quantized.
+      batch, length: rows and the places of each.
+      kv_quant_dtype, kv_quant_axis: see ``jaxquant.serving.kv_cache``.
+    """
+    return kv_cache.empty(
+        batch,
+        length,
+        config.num_kv_heads,
+        config.head_dim,
+        layers=config.num_layers,
+        dtype=config.dtype,
+        kv_quant_dtype=kv_quant_dtype,
+        kv_quant_axis=kv_quant_axis,
+    )
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention; ``mask`` is [batch, 1, query, key], True where a query may look."""
 
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
+    ) -> tuple[jax.Array, Cached | None]:
         c = self.config
         query = c.dense((c.num_query_heads, c.head_dim), "query")(x)
         key = c.dense((c.num_kv_heads, c.head_dim), "key")(x)
         value = c.dense((c.num_kv_heads, c.head_dim), "value")(x)
         query, key = rotate(query, positions, c.rope_theta), rotate(key, positions, c.rope_theta)
+        if cached is not None:
+            cached, key, value = cached.update(key, value, positions)
         mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
-        return c.dense(c.emb_dim, "out", axis=(-2, -1))(mixed)
+        return c.dense(c.emb_dim, "out", axis=(-2, -1))(mixed), cached
 
 
 class Mlp(nn.Module):
@@ -132,28 +210,43 @@ class DecoderLayer(nn.Module):
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
+    ) -> tuple[jax.Array, Cached | None]:
         c = self.config
         attention = SelfAttention(c, name="self_attention")
-        x = x + attention(c.norm("pre_self_attention_layer_norm")(x), mask, positions)
+        mixed, cached = attention(c.norm("pre_self_attention_layer_norm")(x), mask, positions, cached)
+        x = x + mixed
         x = x + Mlp(c, name="mlp")(c.norm("post_self_attention_layer_norm")(x))
-        return constrain(x, c), None
+        return constrain(x, c), cached
 
 
 class Decoder(nn.Module):
     """Tokens to logits (float32).
 
     Packed documents do not see each other: a query looks at keys before it with its own segment id.
+
+    With a ``cache`` each row is one document. Its tokens, at ``positions``, are written to the cache, those with
+    segment id 0 are not. Each looks at what the cache reads back from its own position and those before it, so that it
+    does not matter in how many calls they came. The cache comes back beside the logits.
     """
 
     config: DecoderConfig
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
         c = self.config
-        mask, positions = attention_mask(tokens, segment_ids, positions)
+        valid = None
+        if cache is None:
+            mask, positions = attention_mask(tokens, segment_ids, positions)
+        else:
+            mask, positions, valid = cached_mask(tokens, segment_ids, positions, cache)
         embedder = nn.Embed(
             c.vocab_size,
             c.emb_dim,
@@ -163,22 +256,14 @@ class Decoder(nn.Module):
             name="token_embedder",
         )
         x = constrain(embedder(tokens), c)
-        layer = _remat(c)
-        if c.scan_layers:
-            layers = nn.scan(
-                layer,
-                variable_axes={"params": 0, "_overwrite_with_gradient": 0, "intermediates": 0},
-                split_rngs={"params": True, "quant": True},
-                in_axes=(nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
-                length=c.num_layers,
-            )
-            x, _ = layers(c, name="layers")(x, mask, positions)
+        if cache is not None:
+            x, cache = _run_cached_layers(c, x, mask, positions, cache, valid)
         else:
-            for index in range(c.num_layers):
-                x, _ = layer(c, name=f"layers_{index}")(x, mask, positions)
+            x = _run_layers(c, x, mask, positions)
         x = c.norm("decoder_norm")(x)
         logits = embedder.attend(x) if c.logits_via_embedding else c.dense(c.vocab_size, "logits_dense")(x)
-        return logits.astype(jnp.float32)
+        logits = logits.astype(jnp.float32)
+        return logits if cache is None else (logits, cache)
 
 
 def constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:
@@ -211,3 +296,38 @@ def _remat(config: DecoderConfig) -> Any:
         return DecoderLayer
     # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
     return nn.remat(DecoderLayer, policy=REMAT_POLICIES[config.remat_policy], prevent_cse=not config.scan_layers)
+
+
+def _run_layers(c: DecoderConfig, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+    # No method of the module: Linen would put its name into the path of every layer.
+    layer = _remat(c)
+    if c.scan_layers:
+        layers = nn.scan(
+            layer,
+            in_axes=(nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
+            length=c.num_layers,
+            **SCANNED,
+        )
+        x, _ = layers(c, name="layers")(x, mask, positions)
+        return x
+    for index in range(c.num_layers):
+        x, _ = layer(c, name=f"layers_{index}")(x, mask, positions)
+    return x
+
+
+def _run_cached_layers(
+    c: DecoderConfig, x: jax.Array, mask: jax.Array, positions: jax.Array, cache: KVCache, valid: jax.Array | None
+) -> tuple[jax.Array, KVCache]:
+    def run(layer: DecoderLayer, carry: tuple[jax.Array, KVCache], index: Any) -> Any:
+        x, cached = layer(carry[0], mask, positions, Cached(carry[1], valid, index))
+        assert cached is not None
+        return (x, cached.cache), None
+
+    carry = x, cache
+    if c.scan_layers:
+        # The cache is carried, and not scanned over: a layer then writes its few tokens in place.
+        scan = nn.scan(run, length=c.num_layers, **SCANNED)
+        return scan(DecoderLayer(c, name="layers"), carry, jnp.arange(c.num_layers))[0]
+    for index in range(c.num_layers):
+        carry, _ = run(DecoderLayer(c, name=f"layers_{index}"), carry, index)
+    return carry

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from train.model import REMAT_POLICIES, DecoderConfig, attention_mask, constrain, rotate
+from jaxquant.serving.kv_cache import KVCache
+from train.model import REMAT_POLICIES, Cached, DecoderConfig, attention_mask, cached_mask, constrain, rotate
 
 
 def _dense(
@@ -46,11 +47,15 @@ class SelfAttention(nnx.Module):
         self.value = _dense(c, c.emb_dim, (c.num_kv_heads, c.head_dim), rngs)
         self.out = _dense(c, (c.num_query_heads, c.head_dim), c.emb_dim, rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
+    ) -> tuple[jax.Array, Cached | None]:
         query, key, value = self.query(x), self.key(x), self.value(x)
         theta = self.config.rope_theta
         query, key = rotate(query, positions, theta), rotate(key, positions, theta)
-        return self.out(jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla"))
+        if cached is not None:
+            cached, key, value = cached.update(key, value, positions)
+        return self.out(jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")), cached
 
 
 class Mlp(nnx.Module):
@@ -75,10 +80,13 @@ class DecoderLayer(nnx.Module):
         self.post_self_attention_layer_norm = _norm(config, rngs)
         self.mlp = Mlp(config, rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
-        x = x + self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions)
+    def __call__(
+        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
+    ) -> tuple[jax.Array, Cached | None]:
+        mixed, cached = self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions, cached)
+        x = x + mixed
         x = x + self.mlp(self.post_self_attention_layer_norm(x))
-        return constrain(x, self.config)
+        return constrain(x, self.config), cached
 
 
 class Decoder(nnx.Module):
@@ -99,14 +107,33 @@ class Decoder(nnx.Module):
             self.logits_dense = _dense(c, c.emb_dim, c.vocab_size, rngs)
 
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
         c = self.config
-        mask, positions = attention_mask(tokens, segment_ids, positions)
+        valid = None
+        if cache is None:
+            mask, positions = attention_mask(tokens, segment_ids, positions)
+        else:
+            mask, positions, valid = cached_mask(tokens, segment_ids, positions, cache)
         x = constrain(self.token_embedder(tokens), c)
+        if cache is not None:
+            x, cache = self._cached_layers(x, mask, positions, cache, valid)
+        else:
+            x = self._layers(x, mask, positions)
+        x = self.decoder_norm(x)
+        logits = self.token_embedder.attend(x) if c.logits_via_embedding else self.logits_dense(x)
+        logits = logits.astype(jnp.float32)
+        return logits if cache is None else (logits, cache)
+
+    def _layers(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+        c = self.config
 
         def apply(graph: Any, x: jax.Array, state: Any) -> jax.Array:
-            return nnx.merge(graph, state)(x, mask, positions)
+            return nnx.merge(graph, state)(x, mask, positions)[0]
 
         def run(layer: Any, x: jax.Array, scan: bool) -> jax.Array:
             graph, state = nnx.split(layer)
@@ -118,10 +145,26 @@ class Decoder(nnx.Module):
             return jax.lax.scan(lambda x, state: (body(x, state), None), x, state)[0]
 
         if c.scan_layers:
-            x = run(self.layers, x, scan=True)
-        else:
-            for index in range(c.num_layers):
-                x = run(getattr(self, f"layers_{index}"), x, scan=False)
-        x = self.decoder_norm(x)
-        logits = self.token_embedder.attend(x) if c.logits_via_embedding else self.logits_dense(x)
-        return logits.astype(jnp.float32)
+            return run(self.layers, x, scan=True)
+        for index in range(c.num_layers):
+            x = run(getattr(self, f"layers_{index}"), x, scan=False)
+        return x
+
+    def _cached_layers(
+        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cache: KVCache, valid: jax.Array | None
+    ) -> tuple[jax.Array, KVCache]:
+        c = self.config
+
+        def run(layer: Any, carry: tuple[jax.Array, KVCache], index: Any) -> tuple[jax.Array, KVCache]:
+            x, cached = layer(carry[0], mask, positions, Cached(carry[1], valid, index))
+            return x, cached.cache
+
+        carry = x, cache
+        if c.scan_layers:
+            graph, states = nnx.split(self.layers)
+            # The cache is carried, and not scanned over: a layer then writes its few tokens in place.
+            body = lambda carry, item: (run(nnx.merge(graph, item[0]), carry, item[1]), None)  # noqa: E731
+            return jax.lax.scan(body, carry, (states, jnp.arange(c.num_layers)))[0]
+        for index in range(c.num_layers):
+            carry = run(getattr(self, f"layers_{index}"), carry, index)
+        return carry

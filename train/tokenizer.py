@@ -24,11 +24,16 @@ class Tokenizer(Protocol):
     label: str
     vocab_size: int
     pad: int
+    eos: int | None
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]: ...
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def encode_prompt(self, text: str) -> np.ndarray: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 class ByteTokenizer:
@@ -48,6 +53,14 @@ class ByteTokenizer:
                 tokens[0], tokens[1:-1], tokens[-1] = self.bos, data, self.eos
             encoded.append(tokens)
         return encoded
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Encode the beginning of a text: as ``encode``, without the end."""
+        return self.encode([text])[0][:-1]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; marks and padding are left out, and what is not UTF-8 becomes U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class FileTokenizer:
@@ -97,6 +110,41 @@ class FileTokenizer:
             np.array(first + encoding.ids + last if encoding.ids else [], self.dtype)
             for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Encode the beginning of a text: as ``encode``, without the end."""
+        tokens = self.encode([text])[0]
+        return tokens if self.eos is None else tokens[:-1]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; marks, padding and numbers beyond the vocabulary are left out."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+
+class TextStream:
+    """Turn tokens into text as they come: a character of several tokens is held back until it is whole.
+
+    Args:
+      tokenizer: of the tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._given = 0
+
+    def add(self, token: int) -> str:
+        """Give the text that is whole with this token and was not given before."""
+        self._tokens.append(token)
+        return self._give(self._tokenizer.decode(self._tokens).rstrip("\ufffd"))
+
+    def end(self) -> str:
+        """Give what was held back."""
+        return self._give(self._tokenizer.decode(self._tokens))
+
+    def _give(self, text: str) -> str:
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return new
 
 
 def open_tokenizer(path: str) -> Tokenizer:

@@ -1,6 +1,18 @@
 """Serving: what a trained model needs to answer."""
 
 from jaxquant.serving.calibrate import calibrate
+from jaxquant.serving.checkpoint import Checkpoint, load, read_manifest, save
 from jaxquant.serving.convert import convert, convert_each, find_sites
+from jaxquant.serving.kv_cache import KVCache
 
-__all__ = ["calibrate", "convert", "convert_each", "find_sites"]
+__all__ = [
+    "Checkpoint",
+    "KVCache",
+    "calibrate",
+    "convert",
+    "convert_each",
+    "find_sites",
+    "load",
+    "read_manifest",
+    "save",
+]

@@ -1,0 +1,129 @@
+"""Both decoders with a cache: prefill at once, in chunks and token by token give what the whole text at once gives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant.serving import kv_cache
+from tests.numerics import CACHED_LOGITS
+from tests.train.test_frameworks import SHAPE, TOKENS, made
+from train.model import empty_cache
+
+LENGTH = 16
+RNGS = {"quant": jax.random.key(1)}
+SCHEMES = [
+    ({"quantization": ""}, {}),
+    ({"quantization": ""}, {"scan_layers": False, "logits_via_embedding": False, "remat_policy": "full"}),
+    ({"quantization": "int8", "quant_backend": "native"}, {}),
+    ({"quantization": "fp8"}, {"scan_layers": False}),
+]
+CACHES = [("", "dkv"), ("int8", "dkv"), ("int8", "heads_and_dkv"), ("int4", "dkv"), ("fp8", "heads_and_dkv")]
+IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unscanned'}" for fields, shape in SCHEMES]
+
+
+class Cached:
+    """A decoder, its parameters, and a jitted step through its cache."""
+
+    def __init__(self, framework: str, fields, shape, **cache):
+        self.shape = dataclasses.replace(SHAPE, **shape)
+        self.model = made(self.shape, framework, **fields)
+        self.params, self.quant_state = jax.jit(self.model.init)(jax.random.key(0))
+        if fields["quantization"] == "fp8":  # without a history a scale is that of the call's own tokens
+            self.quant_state = jaxquant.state.update(self.quant_state, self._seen())
+        self.cache = empty_cache(self.shape, len(TOKENS), LENGTH, **cache)
+        self._step = jax.jit(
+            lambda cache, tokens, segments, positions: self.model.apply(
+                self.params, self.quant_state, tokens, segments, positions, rngs=RNGS, cache=cache
+            )
+        )
+
+    def _seen(self):
+        loss = lambda state: (self.model.apply(self.params, state, TOKENS, rngs=RNGS) ** 2).mean()  # noqa: E731
+        return jax.jit(jax.grad(loss))(self.quant_state)
+
+    def whole(self, tokens=TOKENS):
+        return jax.jit(lambda tokens: self.model.apply(self.params, self.quant_state, tokens, rngs=RNGS))(tokens)
+
+    def run(self, cuts, tokens=TOKENS):
+        """Feed the tokens in pieces that end at ``cuts`` and return logits and cache."""
+        cache, logits, start = self.cache, [], 0
+        for end in cuts:
+            positions = jnp.broadcast_to(jnp.arange(start, end), (len(tokens), end - start))
+            out, cache = self._step(cache, tokens[:, start:end], jnp.ones_like(positions), positions)
+            logits.append(out)
+            start = end
+        return jnp.concatenate(logits, axis=1), cache
+
+
+ONCE, CHUNKED, DECODED = (12,), (4, 8, 12), (4, *range(5, 13))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(("fields", "shape"), SCHEMES, ids=IDS)
+def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape, framework):
+    decoder = Cached(framework, fields, shape)
+    whole = decoder.whole()
+    bound = CACHED_LOGITS[fields["quantization"]] * jnp.abs(whole).max()
+    for cuts in (ONCE, CHUNKED, DECODED):
+        logits, _ = decoder.run(cuts)
+        np.testing.assert_allclose(logits, whole, rtol=0, atol=bound)
+        np.testing.assert_array_equal(logits.argmax(-1), whole.argmax(-1))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(("dtype", "axis"), CACHES)
+def test_the_first_layer_holds_the_same_bits_however_its_tokens_came(dtype, axis, framework):
+    """Its keys and values come from embeddings alone: equal inputs. Later ones see sums in another order."""
+    decoder = Cached(framework, {"quantization": ""}, {}, kv_quant_dtype=dtype, kv_quant_axis=axis)
+    once, chunked, decoded = (
+        jax.tree.map(lambda leaf: np.asarray(leaf[:, 0]).view(np.uint8), decoder.run(cuts)[1])
+        for cuts in (ONCE, CHUNKED, DECODED)
+    )
+    jax.tree.map(np.testing.assert_array_equal, chunked, once)
+    jax.tree.map(np.testing.assert_array_equal, decoded, once)
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_rows_of_other_lengths_and_padding_are_not_seen(framework):
+    decoder = Cached(framework, {"quantization": ""}, {}, kv_quant_dtype="int8")
+    lengths = np.asarray([12, 7])
+    positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    out, cache = decoder._step(decoder.cache, TOKENS, segments, positions)
+    other, other_cache = decoder._step(decoder.cache, TOKENS.at[1, 7:].set(3), segments, positions)
+    np.testing.assert_array_equal(other[1, :7], out[1, :7])
+    jax.tree.map(np.testing.assert_array_equal, other_cache, cache)
+    assert not np.asarray(cache.key[1, :, 7:]).any()
+    # Both go on, each at its own position.
+    following = jnp.asarray([[5], [9]])
+    at = jnp.asarray(lengths)[:, None]
+    logits, _ = decoder._step(cache, following, jnp.ones_like(at), at)
+    for row, length in enumerate(lengths):
+        text = jnp.concatenate([TOKENS[row : row + 1, :length], following[row : row + 1]], axis=1)
+        alone = jnp.broadcast_to(text, (2, length + 1))
+        expected, _ = decoder.run((length, length + 1), alone)
+        np.testing.assert_allclose(logits[row, 0], expected[row, -1], rtol=0, atol=1e-5)
+
+
+def test_both_frameworks_give_the_same_bits():
+    results = [Cached(framework, *SCHEMES[2], kv_quant_dtype="int4").run(CHUNKED) for framework in ("linen", "nnx")]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), *results)
+
+
+def test_a_cache_needs_positions():
+    decoder = Cached("linen", {"quantization": ""}, {})
+    with pytest.raises(ValueError, match="positions of tokens that go into a KV cache must be given"):
+        decoder.model.apply(decoder.params, decoder.quant_state, TOKENS, rngs=RNGS, cache=decoder.cache)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_of_a_decoder_takes_its_dtype_where_it_is_not_quantized(dtype):
+    cache = empty_cache(dataclasses.replace(SHAPE, dtype=dtype), 2, LENGTH)
+    assert cache.key.dtype.name == dtype
+    assert kv_cache.nbytes(cache) == 2 * 2 * 2 * LENGTH * 2 * 16 * jnp.dtype(dtype).itemsize

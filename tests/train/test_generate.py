@@ -1,0 +1,206 @@
+"""The engine: every prompt is answered as it is alone, whoever shares the slots; refusals, stops, sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.numerics import CACHED_LOGITS
+from train.generate import Engine, Prompt, Sampling, sample
+from train.serving import Served, open_served
+
+NEW = 9
+LIMIT = 31  # the tiny run's sequence_length is 32
+SCHEMES = [("", ""), ("int8", "int4"), ("fp8_current", "fp8")]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Return 64 lines of mixed length, empty ones and over-long ones among them."""
+    rng = np.random.default_rng(0)
+    lines = ["item " + "".join(rng.choice(list("0123456789 of"), size)) for size in rng.integers(0, 25, 64)]
+    for place in (0, 17, 18, 63):
+        lines[place] = ""
+    for place in (5, 40):
+        lines[place] = "x" * LIMIT  # and the beginning of a document: one too many
+    lines[6] = "y" * (LIMIT - 1)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def served(finished):
+    """Return (framework, quantization, kv cache) -> the run without quantization, served with them."""
+
+    def get(framework: str, quantization: str, kv: str) -> Served:
+        fields = {"framework": framework, "quantization": quantization}
+        if quantization:
+            fields["quant_backend"] = "native"
+        cache = {"quantize_kvcache": True, "kv_quant_dtype": kv, "kv_quant_axis": "dkv"} if kv else {}
+        return open_served(finished(""), fields | cache)
+
+    return get
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(("quantization", "kv"), SCHEMES, ids=["float", "int8 kv int4", "fp8_current kv fp8"])
+def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, framework, quantization, kv):
+    (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n")
+    lines = (tmp_path / "prompts.txt").read_text().split("\n")[:-1]
+    model = served(framework, quantization, kv)
+    engine = model.engine(slots=5, prefill_chunk=8)
+    prompts = model.prompts(lines, [f"prompts.txt line {number}" for number in range(1, 65)])
+    streamed: dict[int, list[int]] = {}
+    finished_places = []
+    completions = engine.generate(
+        prompts,
+        NEW,
+        lambda place, token: streamed.setdefault(place, []).append(token),
+        lambda place, completion: finished_places.append(place),
+    )
+    assert sorted(finished_places) == list(range(64))
+    refused = {place: c.message for place, c in enumerate(completions) if c.stopped == "refused"}
+    assert refused == {
+        **{place: f"prompts.txt line {place + 1} is empty; give it at least one token" for place in (0, 17, 18, 63)},
+        **{
+            place: f"prompts.txt line {place + 1} has 32 tokens, and the limit is 31; shorten it or raise max_length"
+            for place in (5, 40)
+        },
+    }
+    for place, completion in enumerate(completions):
+        if place not in refused:
+            assert list(completion.tokens) == streamed[place]
+            assert engine.generate([prompts[place]], NEW) == [completion], f"prompt {place} is answered otherwise alone"
+            assert len(completion.tokens) == min(NEW, 32 - len(prompts[place].tokens))
+    assert len({completion.tokens for completion in completions}) > 10, "the answers are all alike and tell nothing"
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts, framework, quantization):
+    """By causality one pass over a finished text gives the logits of each of its beginnings."""
+    model = served(framework, quantization, "")
+    completions = model.engine(slots=4, prefill_chunk=8).generate(model.prompts(texts, texts), NEW)
+    answered = [completion for completion in completions if completion.tokens]
+    rows = np.zeros((len(answered), 32), np.int32)
+    for row, completion in zip(rows, answered, strict=True):
+        text = [*completion.prompt.tokens, *completion.tokens]
+        row[: len(text)] = text
+    rngs = {"quant": jax.random.key(0)}
+    logits = np.asarray(jax.jit(lambda x: model.model.apply(model.params, model.quant_state, x, rngs=rngs))(rows))
+    chosen_best, total = 0, 0
+    for row, completion in zip(logits, answered, strict=True):
+        first = len(completion.prompt.tokens) - 1
+        for at, token in enumerate(completion.tokens, first):
+            bound = 2 * CACHED_LOGITS[quantization] * np.abs(row[at]).max()
+            assert row[at].max() - row[at, token] <= bound
+            chosen_best += int(row[at].argmax() == token)
+            total += 1
+    assert total > 400
+    assert chosen_best == total if not quantization else chosen_best > 0.98 * total
+
+
+def test_draws_depend_on_the_prompts_number_and_not_on_the_batch(served, texts):
+    model = served("linen", "", "int8")
+    prompts = [p for p in model.prompts(texts, texts) if 0 < len(p.tokens) <= LIMIT][:12]
+    drawn = {}
+    for seed in (1, 2):
+        engine = model.engine(slots=3, prefill_chunk=8, sampling=Sampling(1.0, 0.9, seed))
+        drawn[seed] = engine.generate(prompts, NEW)
+        for prompt, completion in list(zip(prompts, drawn[seed], strict=True))[::4]:
+            assert engine.generate([prompt], NEW) == [completion]
+    assert [c.tokens for c in drawn[1]] != [c.tokens for c in drawn[2]]
+    again = [dataclasses.replace(prompts[0], number=number) for number in range(4)]
+    assert len({c.tokens for c in engine.generate(again, NEW)}) > 1
+
+
+def test_a_text_ends_at_the_limit_at_the_caches_end_and_at_the_documents_end(served):
+    model = served("linen", "", "")
+    engine = model.engine(slots=2, prefill_chunk=8)
+    short, long = model.prompts(["item 3", "z" * (LIMIT - 1)], ["short", "long"])
+    [greedy, at_end] = engine.generate([short, long], NEW)
+    assert (greedy.stopped, len(greedy.tokens)) == ("max_new_tokens", NEW)
+    assert (at_end.stopped, len(at_end.tokens)) == ("cache_end", 1)
+    end = greedy.tokens[3]
+    ending = Engine(
+        model.model,
+        model.params,
+        model.quant_state,
+        model.shape,
+        max_length=32,
+        slots=2,
+        prefill_chunk=8,
+        end_token=end,
+    )
+    [ended] = ending.generate([short], NEW)
+    assert ended.stopped == "document_end"
+    assert ended.tokens == greedy.tokens[: greedy.tokens.index(end)]
+    assert engine.generate([], NEW) == []
+
+
+def test_another_chunk_size_and_number_of_slots_answer_alike(served, texts):
+    model = served("linen", "", "int8")
+    prompts = model.prompts(texts[:16], texts[:16])
+    expected = model.engine(slots=8, prefill_chunk=8).generate(prompts, NEW)
+    for slots, chunk in ((1, 32), (3, 5)):
+        assert model.engine(slots=slots, prefill_chunk=chunk).generate(prompts, NEW) == expected
+
+
+def test_sampling_draws_from_the_nucleus_alone():
+    probabilities = jnp.asarray([0.1, 0.5, 0.05, 0.3, 0.05])
+    keys = jax.random.split(jax.random.key(0), 2000)
+
+    def drawn(**fields) -> np.ndarray:
+        draw = jax.jit(jax.vmap(lambda key: sample(jnp.log(probabilities), key, Sampling(**fields))))
+        return np.bincount(np.asarray(draw(keys)), minlength=5) / len(keys)
+
+    np.testing.assert_array_equal(drawn(), [0, 1, 0, 0, 0])
+    np.testing.assert_array_equal(drawn(temperature=1.0, top_p=0.4), [0, 1, 0, 0, 0])
+    assert set(np.flatnonzero(drawn(temperature=1.0, top_p=0.7))) == {1, 3}
+    assert set(np.flatnonzero(drawn(temperature=1.0, top_p=0.85))) == {0, 1, 3}
+    # Five standard deviations of a share p among 2000 draws are at most 5 · sqrt(.25 / 2000) = .056.
+    np.testing.assert_allclose(drawn(temperature=1.0), probabilities, atol=0.056)
+    squared = probabilities**2 / (probabilities**2).sum()
+    np.testing.assert_allclose(drawn(temperature=0.5), squared, atol=0.056)
+    np.testing.assert_array_equal(drawn(temperature=1.0, top_p=1e-9), [0, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0 must not be negative"),
+        ({"temperature": float("nan")}, "temperature nan must not be negative"),
+        ({"top_p": 0.0}, "top_p 0.0 must lie above 0 and not above 1"),
+        ({"top_p": 1.5}, "top_p 1.5 must lie above 0"),
+        ({"seed": -1}, "seed -1 must lie between"),
+    ],
+)
+def test_sampling_out_of_range_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots 0 must be at least 1"),
+        ({"prefill_chunk": 0}, "prefill_chunk 0 must be at least 1"),
+        ({"max_length": 1}, "max_length 1 must be at least 2"),
+    ],
+)
+def test_an_engine_without_room_is_refused(served, options, message):
+    with pytest.raises(ValueError, match=message):
+        served("linen", "", "").engine(**options)
+    engine = served("linen", "", "").engine()
+    with pytest.raises(ValueError, match="max_new_tokens 0 must be at least 1"):
+        engine.generate([Prompt([1], "prompt 1")], 0)
+
+
+def test_a_position_outside_of_the_cache_is_refused_before_it_is_run(served):
+    engine = served("linen", "", "").engine(slots=2)
+    zeros = np.zeros(2, np.int32)
+    with pytest.raises(ValueError, match="do not lie in a cache of max_length 32"):
+        engine.decode(engine.empty(), zeros, np.asarray([0, 32], np.int32), np.asarray([True, True]), zeros)

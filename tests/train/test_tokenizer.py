@@ -1,0 +1,53 @@
+"""Tokens back to text, whole and as they come."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+
+TEXTS = ["def f(x):\n    return x", "naïve café 数学 🙂 end", "a", "tail \ufffd here", ""]
+
+
+@pytest.fixture(scope="module", params=["bytes", "file"])
+def tokenizer(request, tmp_path_factory) -> Tokenizer:
+    if request.param == "bytes":
+        return ByteTokenizer()
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["return def café " * 9], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return FileTokenizer(str(path))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_prompt_is_the_text_without_its_end_and_comes_back(tokenizer, text):
+    tokens = tokenizer.encode_prompt(text)
+    whole = tokenizer.encode([text])[0]
+    assert [*tokens, *([tokenizer.eos] if text else [])] == [*whole]
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.decode([*tokens, tokenizer.vocab_size - 1]) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_gives_the_text_piece_by_piece_and_no_half_characters(tokenizer, text):
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(int(token)) for token in tokenizer.encode_prompt(text)]
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + stream.end() == text
+
+
+def test_bytes_that_are_no_text_are_shown_at_the_end():
+    stream = TextStream(ByteTokenizer())
+    assert [stream.add(token) for token in (0x61, 0xC3)] == ["a", ""]
+    assert stream.end() == "\ufffd"
