@@ -1,0 +1,1 @@
+"""Element packings and block formats: how quantized numbers lie in bytes."""

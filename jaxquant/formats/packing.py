@@ -1,0 +1,63 @@
+"""Four-bit elements two to a byte: what they take in memory and on disk, on every platform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn")
+"""Element types that ``pack`` takes, all of four bits."""
+
+
+def pack(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Pack four-bit elements two to a byte: ``byte = bits(x[2i]) | bits(x[2i + 1]) << 4``, low nibble first.
+
+    Args:
+      x: elements of one of ``PACKED_DTYPES``.
+      axis: along which neighbours share a byte. Where its size is odd, the last high nibble is 0.
+
+    Returns:
+      uint8, ``axis`` halved and rounded up.
+
+    Raises:
+      TypeError: another dtype.
+    """
+    _check(x.dtype.name)
+    nibbles = jnp.moveaxis(jax.lax.bitcast_convert_type(x, "uint4").astype(jnp.uint8), axis, -1)
+    if nibbles.shape[-1] % 2:
+        nibbles = jnp.pad(nibbles, [(0, 0)] * (nibbles.ndim - 1) + [(0, 1)])
+    return jnp.moveaxis(nibbles[..., 0::2] | nibbles[..., 1::2] << 4, -1, axis)
+
+
+def unpack(packed: jax.Array, dtype: str, size: int, axis: int = -1) -> jax.Array:
+    """Unpack what ``pack`` packed.
+
+    Args:
+      packed: uint8.
+      dtype: element type by name, one of ``PACKED_DTYPES``.
+      size: elements along ``axis``, which tells whether the last high nibble is one.
+      axis: the axis that was packed.
+
+    Raises:
+      TypeError: ``dtype`` is not of four bits, or ``packed`` not of bytes.
+      ValueError: ``size`` does not fit the bytes.
+    """
+    _check(dtype)
+    if packed.dtype.name != "uint8":
+        raise TypeError(
+            f"packed elements are uint8, got {packed.dtype.name}; give what jaxquant.formats.packing.pack made"
+        )
+    if packed.shape[axis] != -(-size // 2):
+        raise ValueError(
+            f"size {size} does not fit axis {axis} of the packed shape {packed.shape}; "
+            f"{packed.shape[axis]} bytes hold {2 * packed.shape[axis] - 1} or {2 * packed.shape[axis]} elements"
+        )
+    moved = jnp.moveaxis(packed, axis, -1)
+    nibbles = jnp.stack([moved & 0xF, moved >> 4], axis=-1).reshape(*moved.shape[:-1], 2 * moved.shape[-1])
+    elements = jax.lax.bitcast_convert_type(nibbles[..., :size].astype(jnp.uint4), dtype)
+    return jnp.moveaxis(elements, -1, axis)
+
+
+def _check(dtype: str) -> None:
+    if dtype not in PACKED_DTYPES:
+        raise TypeError(f"{dtype} is no four-bit element type; those that pack are {', '.join(PACKED_DTYPES)}")
