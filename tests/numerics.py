@@ -119,3 +119,23 @@ MEAN_SIGMAS = 5.0
 # 50 of them are worth about 5 free ones: a ratio of variances with (5, 15) degrees of freedom exceeds 4^2 once in
 # 60,000 (F distribution).
 MESH_SPREAD = 4.0
+
+# Bytes that a quantized checkpoint takes beside those of its arrays. Each array has a .zarray (170 bytes), its place in
+# orbax's three tables (_METADATA 200, _sharding 110, array_metadatas 140), and in jaxquant.json a row of leaves (250
+# for the two arrays of a QTensor, more for one of its own) and two of files (150 each): below 1200, and seven times its
+# path. Orbax's other files and the rest of jaxquant.json are below 2 KB. Seen: 7.3 KB for 6 arrays, 302 KB for 300.
+CHECKPOINT_FIXED_BYTES = 2048
+CHECKPOINT_ARRAY_BYTES = 1200
+
+
+def checkpoint_overhead(paths: list[str]) -> int:
+    """Bound the bytes that storing arrays under these paths adds to theirs."""
+    return CHECKPOINT_FIXED_BYTES + sum(CHECKPOINT_ARRAY_BYTES + 7 * len(path) for path in paths)
+
+
+def reading_bytes(part: int, chunk: int) -> int:
+    """Bound what reading an array in parts takes beside the parts: the next one, four chunks, and 8 MiB for the rest.
+
+    The rest is Python's, JAX's and the allocator's: freed pages that are not given back yet.
+    """
+    return part + 4 * chunk + 8 * 2**20

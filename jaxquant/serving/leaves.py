@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import urllib.parse
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.formats.packing import PACKED_DTYPES
 
 PARTS = ("qvalue", "scale", "zero_point")
+_LONGEST_NAME = 200
 _WIDE = ("int64", "uint64", "float64", "complex128")
 
 
@@ -82,12 +84,17 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Name in the storage, which gives "." a meaning and takes few signs for granted."""
-        return ".".join(urllib.parse.quote(key, safe="").replace(".", "%2E") for key in self.path.split("/"))
+        """Name of its folder: the path with "." for "/", what a file system may not take written as %XX."""
+        name = ".".join(urllib.parse.quote(key, safe="").replace(".", "%2E") for key in self.path.split("/"))
+        if name.startswith("_") or name == "array_metadatas":  # orbax has files of such names beside it
+            name = f"%{ord(name[0]):02X}{name[1:]}"
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[: _LONGEST_NAME - 33]}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        return name
 
 
-def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return path -> array or ``QTensor``, in order of the paths.
+def flatten(params: Mapping[str, Any], empty: bool = False) -> dict[str, Any]:
+    """Return path -> array or ``QTensor``, in order of the paths; ``empty`` mappings are left out or refused.
 
     Raises:
       TypeError: a node that is no mapping, array or ``QTensor``, or a key that is no string.
@@ -95,23 +102,23 @@ def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"params are {type(params).__name__}, not a nested dict; give what jaxquant.convert made")
-    leaves = dict(sorted(_walk(params, ())))
+    leaves = dict(sorted(_walk(params, (), empty)))
     if not leaves:
         raise ValueError("params are an empty dict; give the parameters of a model")
     return leaves
 
 
-def _walk(node: Any, keys: tuple[str, ...]) -> Iterable[tuple[str, Any]]:
+def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, Any]]:
     path = "/".join(keys)
     if isinstance(node, Mapping):
-        if keys and not node:
+        if keys and not node and not empty:
             raise ValueError(f"{path} is an empty dict, which a checkpoint does not keep; leave it out")
         for key, child in node.items():
             if not isinstance(key, str):
                 raise TypeError(f"{path or 'params'} has the key {key!r}, a {type(key).__name__}; keys are strings")
             if not key or "/" in key:
                 raise ValueError(f'{path or "params"} has the key {key!r}; a key is not empty and contains no "/"')
-            yield from _walk(child, (*keys, key))
+            yield from _walk(child, (*keys, key), empty)
     elif isinstance(node, QTensor) or (hasattr(node, "shape") and hasattr(node, "dtype")):
         yield path, node
     else:
@@ -186,7 +193,7 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
       ValueError: listing the paths on either side that the other lacks, and every leaf of another kind, shape or dtype.
     """
     here = {leaf.path: leaf for leaf in leaves}
-    there = {path: describe(path, leaf) for path, leaf in flatten(like).items()}
+    there = {path: describe(path, leaf) for path, leaf in flatten(like, empty=True).items()}
     lines = []
     if here.keys() != there.keys():
         lines.append(f"missing in the checkpoint: {', '.join(sorted(there.keys() - here.keys())) or 'none'}")

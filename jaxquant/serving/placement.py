@@ -73,7 +73,7 @@ def choose_sharding(array: Stored, asked: Sharding | Place | None) -> Sharding:
         part = sharding.shard_shape(array.shape)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"{array.path} of shape {array.shape} does not take the sharding {sharding} ({first_line(error)}); "
+            f"{array.path} of shape {array.shape} does not take its sharding ({first_line(error)}); "
             "choose another for it"
         ) from None
     if array.is_packed and _splits_bytes(array, sharding):
@@ -103,4 +103,4 @@ def automatic(sharding: Sharding) -> Sharding:
 def first_line(error: Exception) -> str:
     """Name an error of another library in a line."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__
