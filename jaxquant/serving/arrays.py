@@ -84,6 +84,17 @@ def open_array(folder: Path, name: str = "", chunks_at_once: int = CHUNKS_AT_ONC
     ).result()
 
 
+def list_arrays(folder: Path) -> list[str]:
+    """Name the arrays of a tree that orbax wrote in one OCDBT store; none where there is no store.
+
+    Raises:
+      ValueError: from tensorstore, where its index cannot be read.
+    """
+    store: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}}
+    keys = ts.KvStore.open(store).result().list().result()
+    return sorted(key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray"))
+
+
 def shape_and_dtype(array: ts.TensorStore) -> tuple[tuple[int, ...], str]:
     """Return the shape of a stored array and its dtype by name."""
     return tuple(array.shape), np.dtype(array.dtype.numpy_dtype).name
