@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,7 +97,7 @@ def save(
         # OCDBT, orbax's default, keeps small arrays in index nodes that it writes anew with every commit: it made 2.3
         # MB of 150 layers of 9 KB. A folder for each array also tells which leaf a damaged file is of.
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-        with ocp.Checkpointer(handler) as checkpointer:
+        with _without_ocdbt_warning(), ocp.Checkpointer(handler) as checkpointer:
             cut = {name: save_args(array, CHUNK_BYTES) for name, array in arrays.items()}
             checkpointer.save(partial / ARRAYS, args=ocp.args.PyTreeSave(arrays, save_args=cut))
         report(manifest.bytes, manifest.bytes, "writing")
@@ -104,6 +105,21 @@ def save(
             write_manifest(partial, dataclasses.replace(manifest, files=list_files(partial, progress)))
             os.rename(partial, directory)
     _wait("checkpoint saved")
+
+
+@contextlib.contextmanager
+def _without_ocdbt_warning() -> Iterator[None]:
+    """Keep orbax from warning that there is no OCDBT store to merge where none was asked for."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 @contextlib.contextmanager
@@ -152,13 +168,13 @@ def load(
     """
     directory = Path(directory).absolute()
     manifest = read_manifest(directory)
-    check_files(directory, manifest, verify, progress)
     if like is not None:
         check_like(directory, manifest.leaves, like)
     stored = {path: array for leaf in manifest.leaves for path, array in leaf.arrays().items()}
     for array in stored.values():
         check_width(array.path, array.dtype)
     shardings = {path: choose_sharding(array, sharding) for path, array in stored.items()}
+    check_files(directory, manifest, verify, progress)
     stores = _open_arrays(directory, stored.values())
     leaves: dict[str, Any] = {}
     done = 0

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -415,7 +416,9 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process with eight simulated devices found, see ``sharded_worker``."""
     folder = tmp_path_factory.mktemp("sharded")
     words = [sys.executable, "-m", "tests.serving.sharded_worker", str(folder)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    # What is freed is given back at once, so that resident memory is memory in use.
+    options = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | options
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -441,3 +444,23 @@ def test_a_device_reads_its_part_and_not_the_whole(eight: dict[str, Any]):
     """An array of 64 MiB in parts of 8 MiB: beside the parts on the devices, the host holds few, never all of them."""
     host = eight["host"]
     assert host["grown"] < host["array"] + numerics.reading_bytes(host["part"], host["chunk"])
+
+
+def test_two_processes_save_one_checkpoint_together(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    logs = [tmp_path / f"{index}.log" for index in range(2)]
+    started = []
+    try:
+        for index, log in enumerate(logs):
+            words = [sys.executable, "-m", "tests.serving.processes_worker", str(tmp_path / "made"), port, str(index)]
+            with log.open("w") as out:
+                started.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT))
+        codes = [process.wait(timeout=180) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0, 0], [log.read_text()[-2000:] for log in logs]
+    assert_same(load(tmp_path / "made").params["rows"], quantized("int4", (8, 6), (1, 6)))
