@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from jaxquant.config.loader import build, load_yaml, to_mapping
+from jaxquant.serving.arrays import save_args_of
 from train import processes
 from train.config import RUN_CONTROL, TrainConfig
 from train.step import TrainState
@@ -82,7 +83,8 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()),
+                # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
+                state=ocp.args.StandardSave(state._asdict(), save_args=save_args_of(state._asdict())),
                 data=ocp.args.JsonSave(_to_json(data_state)),
             ),
             force=True,

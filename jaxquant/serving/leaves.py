@@ -1,0 +1,219 @@
+"""The leaves of a quantized checkpoint: what each one is, what of it lies on disk, and whether they fit a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant.core.qtensor import QTensor
+from jaxquant.formats.packing import PACKED_DTYPES
+
+PARTS = ("qvalue", "scale", "zero_point")
+_LONGEST_NAME = 200
+_WIDE = ("int64", "uint64", "float64", "complex128")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of the parameters: an array or a ``QTensor``.
+
+    Attributes:
+      path: keys joined by "/".
+      role: "quantized" is a ``QTensor``.
+      dtype, shape: of the elements, in the model.
+      bytes: on disk, before the few that the storage adds.
+      scale_shape, scale_dtype: of a ``QTensor``.
+      zero_point: whether there is one, in ``dtype`` and ``scale_shape``.
+    """
+
+    path: str
+    role: Literal["array", "quantized"]
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    scale_shape: tuple[int, ...] | None = None
+    scale_dtype: str | None = None
+    zero_point: bool = False
+
+    def arrays(self) -> dict[str, Stored]:
+        """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has two or three."""
+        if self.role == "array":
+            return {self.path: Stored(self.path, self.shape, self.dtype)}
+        assert self.scale_shape is not None
+        assert self.scale_dtype is not None
+        found = [
+            Stored(f"{self.path}/qvalue", self.shape, self.dtype),
+            Stored(f"{self.path}/scale", self.scale_shape, self.scale_dtype),
+        ]
+        if self.zero_point:
+            found.append(Stored(f"{self.path}/zero_point", self.scale_shape, self.dtype))
+        return {stored.path: stored for stored in found}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One array of a checkpoint: ``shape`` and ``dtype`` are the model's, ``stored_*`` those on disk."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_packed(self) -> bool:
+        return self.dtype in PACKED_DTYPES
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-1], -(-self.shape[-1] // 2)) if self.is_packed else self.shape
+
+    @property
+    def stored_dtype(self) -> str:
+        return "uint8" if self.is_packed else self.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.stored_shape) * jnp.dtype(self.stored_dtype).itemsize
+
+    @property
+    def name(self) -> str:
+        """Name of its folder: the path with "." for "/", what a file system may not take written as %XX."""
+        name = ".".join(urllib.parse.quote(key, safe="").replace(".", "%2E") for key in self.path.split("/"))
+        if name.startswith("_") or name == "array_metadatas":  # orbax has files of such names beside it
+            name = f"%{ord(name[0]):02X}{name[1:]}"
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[: _LONGEST_NAME - 33]}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        return name
+
+
+def flatten(params: Mapping[str, Any], empty: bool = False) -> dict[str, Any]:
+    """Return path -> array or ``QTensor``, in order of the paths; ``empty`` mappings are left out or refused.
+
+    Raises:
+      TypeError: a node that is no mapping, array or ``QTensor``, or a key that is no string.
+      ValueError: a key that is empty or contains "/", an empty mapping, or no leaf at all.
+    """
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params are {type(params).__name__}, not a nested dict; give what jaxquant.convert made")
+    leaves = dict(sorted(_walk(params, (), empty)))
+    if not leaves:
+        raise ValueError("params are an empty dict; give the parameters of a model")
+    return leaves
+
+
+def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, Any]]:
+    path = "/".join(keys)
+    if isinstance(node, Mapping):
+        if keys and not node and not empty:
+            raise ValueError(f"{path} is an empty dict, which a checkpoint does not keep; leave it out")
+        for key, child in node.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{path or 'params'} has the key {key!r}, a {type(key).__name__}; keys are strings")
+            if not key or "/" in key:
+                raise ValueError(f'{path or "params"} has the key {key!r}; a key is not empty and contains no "/"')
+            yield from _walk(child, (*keys, key), empty)
+    elif isinstance(node, QTensor) or (hasattr(node, "shape") and hasattr(node, "dtype")):
+        yield path, node
+    else:
+        raise TypeError(f"{path} is {type(node).__name__}, not an array or a QTensor; convert it with jnp.asarray")
+
+
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``flatten``."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
+
+
+def describe(path: str, leaf: Any) -> Leaf:
+    """Say what a leaf is; abstract ones do.
+
+    Raises:
+      ValueError: a dtype or a shape that is not stored.
+    """
+    is_quantized = isinstance(leaf, QTensor)
+    elements = leaf.qvalue if is_quantized else leaf
+    dtype, shape = _dtype_name(path, elements), tuple(elements.shape)
+    if not is_quantized:
+        described = Leaf(path, "array", dtype, shape, 0)
+    else:
+        scale, zero_point = leaf.scale, leaf.zero_point
+        described = Leaf(
+            path, "quantized", dtype, shape, 0, tuple(scale.shape), _dtype_name(path, scale), zero_point is not None
+        )
+        if zero_point is not None and (zero_point.dtype.name, zero_point.shape) != (dtype, scale.shape):
+            raise ValueError(
+                f"{path} has a zero_point of {zero_point.dtype.name}{zero_point.shape}; a QTensor has it in the dtype "
+                f"of qvalue and the shape of scale, {dtype}{tuple(scale.shape)}"
+            )
+    for array in described.arrays().values():
+        if array.is_packed and not array.shape:
+            raise ValueError(f"{array.path} is a single {array.dtype}, which does not pack; give it an axis")
+        if 0 in array.shape:
+            raise ValueError(f"{array.path} has shape {array.shape}, without an element; leave it out")
+    return dataclasses.replace(described, bytes=sum(array.bytes for array in described.arrays().values()))
+
+
+def _dtype_name(path: str, array: Any) -> str:
+    name = array.dtype.name
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended) or np.dtype(array.dtype).hasobject:
+        raise ValueError(f"{path} is of dtype {name}, which a checkpoint does not keep; store numbers")
+    check_width(path, name)
+    if jax.dtypes.itemsize_bits(array.dtype) < 8 and name not in PACKED_DTYPES:
+        raise ValueError(f"{path} is {name}, which does not pack; of less than a byte are {', '.join(PACKED_DTYPES)}")
+    return name
+
+
+def check_width(path: str, dtype: str) -> None:
+    """Refuse a dtype that JAX would read as a narrower one.
+
+    Raises:
+      ValueError: a 64-bit dtype without ``jax_enable_x64``.
+    """
+    if dtype in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(f"{path} is {dtype}, which JAX reads in half of its bits; cast it or set jax_enable_x64")
+
+
+def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) -> None:
+    """Compare a checkpoint with the tree that a model expects.
+
+    Raises:
+      ValueError: listing the paths on either side that the other lacks, and every leaf of another kind, shape or dtype.
+    """
+    here = {leaf.path: leaf for leaf in leaves}
+    there = {path: describe(path, leaf) for path, leaf in flatten(like, empty=True).items()}
+    lines = []
+    if here.keys() != there.keys():
+        lines.append(f"missing in the checkpoint: {', '.join(sorted(there.keys() - here.keys())) or 'none'}")
+        lines.append(f"not in the model: {', '.join(sorted(here.keys() - there.keys())) or 'none'}")
+    for path in sorted(here.keys() & there.keys()):
+        differences = _differences(here[path], there[path])
+        lines += [f"{path}: {'; '.join(differences)}"] if differences else []
+    if lines:
+        raise ValueError(
+            f"checkpoint {directory} does not fit the model; load it into the model that it was converted from, with "
+            "the same config:" + "".join(f"\n  {line}" for line in lines)
+        )
+
+
+def _differences(stored: Leaf, expected: Leaf) -> list[str]:
+    names = ["role"] if stored.role != expected.role else []
+    names += [name for name in ("shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
+    if not stored.role == expected.role == "array" and "role" not in names:
+        more = ("scale_shape", "scale_dtype", "zero_point")
+        names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
+    return [
+        f"{name} {getattr(stored, name)} in the checkpoint, {getattr(expected, name)} in the model" for name in names
+    ]

@@ -1,0 +1,203 @@
+"""``jaxquant.json`` of a quantized checkpoint: its config, its leaves, and the sum of every other file.
+
+The text is the one that ``json.dumps`` makes of its contents, so that a changed byte shows even where it means the
+same, and ``checksum`` is the SHA-256 of that text without ``checksum``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxquant.serving.leaves import Leaf
+
+FORMAT = "jaxquant-quantized"
+VERSION = 1
+NAME = "jaxquant.json"
+ARRAYS = "params"
+
+Progress = Callable[[int, int, str], None]
+"""Called with bytes done, bytes in all, and what is being done."""
+
+_REPLACE = "copy the checkpoint again or convert the run again"
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a quantized checkpoint says of itself.
+
+    Attributes:
+      config: of the quantization.
+      extra: what the writer added.
+      leaves: of the parameters, in order of their paths.
+      files: path below the directory -> the file; all but the manifest.
+      version: of the format.
+    """
+
+    config: dict[str, Any]
+    extra: dict[str, Any]
+    leaves: tuple[Leaf, ...]
+    files: dict[str, File]
+    version: int = VERSION
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all leaves, before what the storage adds."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+
+def as_json(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping as it will be read back.
+
+    Raises:
+      TypeError, ValueError: it is not one of JSON's.
+    """
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{name} is {type(mapping).__name__}, not a mapping; give a dict of plain values")
+    try:
+        return json.loads(json.dumps(dict(mapping), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} cannot be written as JSON ({error}); give plain finite values") from None
+
+
+def list_files(directory: Path, progress: Progress | None = None) -> dict[str, File]:
+    """Size and sum every file below a directory but its manifest."""
+    paths = _paths(directory)
+    total, done = sum(path.stat().st_size for path in paths.values()), 0
+    files = {}
+    for name, path in paths.items():
+        files[name] = File(path.stat().st_size, _sha256(path))
+        done += files[name].bytes
+        if progress is not None:
+            progress(done, total, "summing")
+    return files
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write ``jaxquant.json``; it makes the directory a checkpoint."""
+    contents = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    contents["checksum"] = _checksum(contents)
+    with (directory / NAME).open("w", encoding="utf-8", newline="") as file:
+        file.write(_dump(contents))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """Read what a quantized checkpoint says of itself, without its arrays.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: it is no quantized checkpoint, one of a newer format, or its ``jaxquant.json`` is damaged.
+    """
+    directory = Path(directory)
+    path = directory / NAME
+    if not directory.exists():
+        raise FileNotFoundError(f"checkpoint {directory} does not exist; give a folder that scripts/convert.py wrote")
+    if not path.is_file():
+        raise ValueError(f"{directory} is not a quantized checkpoint, it has no {NAME}; convert a run into it first")
+    text, contents = _parse(path)
+    # A later format may have changed all but these two fields.
+    if contents.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not of a quantized checkpoint: its format is {contents.get('format')!r}, not {FORMAT!r}; "
+            f"give another folder, or {_REPLACE}"
+        )
+    version = contents.get("version")
+    if type(version) is not int or version < 1:
+        raise ValueError(f"{path} has version {version!r}, which no format has; {_REPLACE}")
+    if version > VERSION:
+        raise ValueError(
+            f"checkpoint {directory} is of format version {version} and this jaxquant reads up to {VERSION}; "
+            "install a newer jaxquant, or convert the run again with this one"
+        )
+    if contents.get("checksum") != _checksum(contents) or text != _dump(contents):
+        raise ValueError(f"{path} is damaged, its text does not match its checksum; {_REPLACE}")
+    return _build(path, contents)
+
+
+def _parse(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+        contents = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); {_REPLACE}") from None
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} holds {type(contents).__name__}, not the fields of a checkpoint; {_REPLACE}")
+    return text, contents
+
+
+def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
+    try:
+        leaves = [
+            row | {name: tuple(row[name]) for name in ("shape", "scale_shape") if row[name] is not None}
+            for row in contents["leaves"]
+        ]
+        return Manifest(
+            config=contents["config"],
+            extra=contents["extra"],
+            leaves=tuple(Leaf(**row) for row in leaves),
+            files={name: File(**file) for name, file in contents["files"].items()},
+            version=contents["version"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} lacks what version {VERSION} has ({type(error).__name__}: {error}); {_REPLACE}"
+        ) from None
+
+
+def check_files(directory: Path, manifest: Manifest, verify: bool, progress: Progress | None = None) -> None:
+    """Compare the files of a checkpoint with its manifest: names and sizes, and their sums where ``verify``.
+
+    Raises:
+      ValueError: naming the first file that is missing, not the checkpoint's, cut short or changed.
+    """
+    paths = _paths(directory)
+    for name in sorted(manifest.files.keys() - paths.keys()):
+        raise ValueError(f"{directory / name} is missing from the checkpoint; {_REPLACE}")
+    for name in sorted(paths.keys() - manifest.files.keys()):
+        raise ValueError(f"{paths[name]} is no file of the checkpoint; move it elsewhere")
+    total, done = sum(file.bytes for file in manifest.files.values()), 0
+    for name, file in manifest.files.items():
+        size = paths[name].stat().st_size
+        if size != file.bytes:
+            raise ValueError(f"{paths[name]} has {size} bytes, {file.bytes} were written; {_REPLACE}")
+    for name, file in manifest.files.items() if verify else ():
+        if _sha256(paths[name]) != file.sha256:
+            raise ValueError(f"{paths[name]} has changed since it was written, its SHA-256 is another; {_REPLACE}")
+        done += file.bytes
+        if progress is not None:
+            progress(done, total, "verifying")
+
+
+def _paths(directory: Path) -> dict[str, Path]:
+    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
+    found.pop(NAME, None)
+    return dict(sorted(found.items()))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _dump(contents: Mapping[str, Any]) -> str:
+    return json.dumps(contents, indent=1, sort_keys=True) + "\n"
+
+
+def _checksum(contents: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in contents.items() if name != "checksum"}
+    return hashlib.sha256(_dump(rest).encode()).hexdigest()

@@ -1,0 +1,222 @@
+"""Parameters of a run read one at a time, a layer at a time, without the optimizer state."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxquant.serving.arrays import CHUNK_BYTES, save_args
+from tests.train.conftest import ROOT, STEPS
+from train.checkpoint import Checkpoints
+from train.config import TrainConfig
+from train.parameters import Leaf, Parameters, open_parameters
+from train.step import TrainState, build
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def state(finished: Any, tiny: TrainConfig) -> TrainState:
+    """The last state of the fp8 run, restored as a run restores it."""
+    config = TrainConfig(**{**vars(tiny), "quantization": "fp8"})
+    with Checkpoints(finished("fp8"), config) as checkpoints:
+        found = checkpoints.restore(build(config, 320).abstract_state)
+    assert found is not None
+    return found[0]
+
+
+def _flat(state: TrainState) -> dict[str, np.ndarray]:
+    trees = {"params": state.params, "quant_state": state.quant_state}
+    leaves = jax.tree_util.tree_leaves_with_path(trees)
+    return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def test_every_leaf_is_listed_and_read_bit_for_bit(finished: Any, state: TrainState):
+    parameters = open_parameters(finished("fp8"))
+    expected = _flat(state)
+    assert parameters.step == STEPS
+    assert parameters.leaves.keys() == expected.keys()
+    assert jax.tree.structure(parameters.params) == jax.tree.structure(state.params)
+    assert jax.tree.structure(parameters.quant_state) == jax.tree.structure(state.quant_state)
+    for path, leaf in parameters.leaves.items():
+        assert (leaf.shape, leaf.dtype) == (expected[path].shape, expected[path].dtype.name), path
+        assert leaf.nbytes == expected[path].nbytes
+        assert parameters.read(path).tobytes() == expected[path].tobytes(), path
+
+
+@pytest.mark.parametrize(
+    "index", [(0,), (1,), (-1,), (1, 3), (slice(1, 2),), (slice(None), slice(2, -5)), (1, slice(4, 2))]
+)
+def test_a_part_is_the_same_part(finished: Any, state: TrainState, index: tuple[Any, ...]):
+    path = "params/layers/mlp/wi_0/kernel"
+    np.testing.assert_array_equal(open_parameters(finished("fp8")).read(path, *index), _flat(state)[path][index])
+
+
+def test_an_unquantized_run_has_no_quant_state(finished: Any):
+    parameters = open_parameters(finished(""), step=STEPS - 3)
+    assert parameters.step == STEPS - 3
+    assert parameters.quant_state == {}
+    assert all(path.startswith("params/") for path in parameters.leaves)
+
+
+def test_what_is_not_there_is_named(finished: Any, tmp_path: Path):
+    run = finished("")
+    with pytest.raises(FileNotFoundError, match=r"run folder .*nowhere does not exist"):
+        open_parameters(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="has no checkpoint; let it save one"):
+        open_parameters(tmp_path)
+    with pytest.raises(ValueError, match=rf"has no checkpoint of step 5; it has {STEPS - 3}, {STEPS}"):
+        open_parameters(run, step=5)
+    parameters = open_parameters(run)
+    with pytest.raises(KeyError, match="has no leaf 'params/layers/mlp/wi_9/kernel'; it has params/"):
+        parameters.read("params/layers/mlp/wi_9/kernel")
+    kernel = "params/layers/mlp/wi_0/kernel"
+    with pytest.raises(IndexError, match=r"has 2 along axis 0, index 2 is out of range"):
+        parameters.read(kernel, 2)
+    with pytest.raises(IndexError, match=r"an index of 4 axes was given"):
+        parameters.read(kernel, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="without a step, got a step of 2"):
+        parameters.read(kernel, slice(None, None, 2))
+
+
+def _largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+UNREADABLE: dict[str, Callable[[Path], Any]] = {
+    "tree gone": lambda folder: (folder / "state/_METADATA").unlink(),
+    "tree cut": lambda folder: _cut(folder / "state/_METADATA"),
+    "index gone": lambda folder: (folder / "state/manifest.ocdbt").unlink(),
+    "index cut": lambda folder: _cut(folder / "state/manifest.ocdbt"),
+    "state gone": lambda folder: shutil.rmtree(folder / "state"),
+    "all but the folder gone": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+def test_a_checkpoint_that_does_not_open_is_passed_over_or_named(finished: Any, tmp_path: Path, damage: str):
+    run = Path(shutil.copytree(finished(""), tmp_path / "run"))
+    UNREADABLE[damage](run / f"checkpoints/{STEPS}")
+    said: list[str] = []
+    assert open_parameters(run, say=said.append).step == STEPS - 3
+    assert said[0].startswith(f"checkpoint {STEPS} in {run}")
+    with pytest.raises(ValueError, match=f"checkpoint {STEPS} in .* does not open"):
+        open_parameters(run, step=STEPS)
+    UNREADABLE[damage](run / f"checkpoints/{STEPS - 3}")
+    with pytest.raises(ValueError, match=rf"none of the checkpoints \[{STEPS - 3}, {STEPS}\]"):
+        open_parameters(run, say=said.append)
+
+
+@pytest.mark.parametrize("damage", [_cut, Path.unlink, lambda path: os.truncate(path, 0)])
+def test_a_leaf_that_cannot_be_read_is_named(finished: Any, tmp_path: Path, damage: Callable[[Path], Any]):
+    run = Path(shutil.copytree(finished(""), tmp_path / "run"))
+    damage(_largest(run / f"checkpoints/{STEPS}/state"))
+    parameters = open_parameters(run)
+    messages = []
+    for leaf in parameters.leaves.values():
+        try:
+            leaf.read()
+        except ValueError as error:
+            messages.append(str(error))
+            assert messages[-1].startswith(f"{leaf.path} in {run}/checkpoints/{STEPS}/state cannot be read")
+    assert messages
+
+
+def test_reading_changes_nothing_in_the_run(finished: Any, tmp_path: Path):
+    run = Path(shutil.copytree(finished(""), tmp_path / "run"))
+    unfinished = run / "checkpoints/27.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    before = sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
+    assert open_parameters(run).step == STEPS
+    assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+# How arrays are cut.
+
+FLOAT32 = np.dtype("float32")
+CUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "small": ((32, 256, 512), ()),
+    "stacked layers": ((32, 4096, 14336), (0,)),
+    "stacked experts": ((32, 8, 4096, 14336), (0, 1)),
+    "stacked experts, small": ((32, 64, 512, 1024), (0, 1)),
+    "stacked experts, small and few": ((32, 16, 512, 1024), (0,)),
+    "stacked heads": ((32, 4096, 32, 128), (0,)),
+    "stacked norms": ((32, 4096), ()),
+    "an embedding": ((128256, 4096), ()),
+    "many layers, each tiny": ((4096, 64, 128), ()),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_large_arrays_are_cut_along_leading_axes(case: str):
+    shape, axes = CUTS[case]
+    args = save_args(jax.ShapeDtypeStruct(shape, FLOAT32))
+    assert (args.shard_axes, args.chunk_byte_size) == (axes, CHUNK_BYTES)
+
+
+# Memory.
+
+
+def _save(run: Path, config: TrainConfig, params: dict[str, Any]) -> None:
+    moments = {name: jax.tree.map(jnp.zeros_like, params) for name in ("mu", "nu")}
+    with Checkpoints(run, config) as checkpoints:
+        checkpoints.save(1, TrainState(jnp.int32(1), params, moments, {}), None)
+
+
+def _stacked(layers: int, mib: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    kernel = rng.integers(-100, 100, (layers, mib, 2**18)).astype(np.float32)
+    return {"kernel": jnp.asarray(kernel), "small": jnp.ones(3)}
+
+
+def _read_under_limit(run: Path, spare: int) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "tests.train.memory_worker", str(run), "params/kernel", str(spare)]
+    # What is freed is given back at once, so that the limit is one of memory in use.
+    options = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | options
+    return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_layers_are_read_in_less_memory_than_the_checkpoint(tmp_path: Path, tiny: TrainConfig):
+    """A checkpoint of 384 MiB, optimizer state included, whose largest leaf is 128 MiB, under a limit of 64 MiB."""
+    params = _stacked(layers=16, mib=8)
+    _save(tmp_path, tiny, params)
+    done = _read_under_limit(tmp_path, spare=64 * MIB)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["leaf"] == 128 * MIB
+    assert found["chunk"] == [1, 8, 2**18]
+    assert not found["fits"], "the limit does not bite"
+    assert found["sums"] == np.asarray(params["kernel"], np.float64).sum((1, 2)).tolist()
+
+
+def test_a_checkpoint_in_whole_leaves_opens_and_is_bounded_by_its_largest(
+    tmp_path: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Runs saved before there were chunks: a leaf of 96 MiB is one chunk, which a layer costs twice."""
+    monkeypatch.setattr("train.checkpoint.save_args_of", lambda tree: jax.tree.map(lambda _: ocp.SaveArgs(), tree))
+    params = _stacked(layers=4, mib=24)
+    _save(tmp_path, tiny, params)
+    parameters: Parameters = open_parameters(tmp_path)
+    leaf: Leaf = parameters.leaves["params/kernel"]
+    assert leaf.chunk_shape == leaf.shape
+    assert math.prod(leaf.shape) * 4 == 96 * MIB
+    np.testing.assert_array_equal(leaf.read(2), params["kernel"][2])
+    assert _read_under_limit(tmp_path, spare=64 * MIB).returncode != 0
