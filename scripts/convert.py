@@ -29,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="held-out batches that give static scales where the run has none (default: %(default)s)",
     )
     parser.add_argument(
-        "changes", nargs="*", metavar="key=value", help="further fields of the quantization, such as quant_backend=native"
+        "changes",
+        nargs="*",
+        metavar="key=value",
+        help="further fields of the quantization, such as quant_backend=native",
     )
     words = parser.parse_intermixed_args(arguments)
     began = time.perf_counter()

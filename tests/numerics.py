@@ -120,7 +120,6 @@ MEAN_SIGMAS = 5.0
 # 60,000 (F distribution).
 MESH_SPREAD = 4.0
 
-<<<<<<< HEAD
 # KV cache: relative Frobenius error on N(0, 1) at head_dim 64, a scale a row (recipes, section 5). For integers it is
 # sqrt(mean of the squared largest of 64) / 127.5 / sqrt(12): 2.67 / 127.5 / 3.46 = .0060, and 17 times that in int4,
 # .103, so the published figures, of one sample and with bfloat16 scales, lie 3 to 6 % above. Ours must not be worse
@@ -133,7 +132,7 @@ KV_CACHE_RATIO = (0.9, 1.02)
 # float32 14 · sqrt(64) · 2^-24 = 7e-6, doubled. In int8 and fp8 a last bit can push an operand over a rounding
 # boundary, which moves it by 1/127 of its row's largest or 2^-3 of itself, in a sum of 32 or more.
 CACHED_LOGITS = {"": 1.4e-5, "int8": 2.0**-7, "fp8": 2.0**-4}
-=======
+
 # Bytes that a quantized checkpoint takes beside those of its arrays. Each array has a .zarray (170 bytes), its place in
 # orbax's three tables (_METADATA 200, _sharding 110, array_metadatas 140), and in jaxquant.json a row of leaves (250
 # for the two arrays of a QTensor, more for one of its own) and two of files (150 each): below 1200, and seven times its
@@ -153,4 +152,3 @@ def reading_bytes(part: int, chunk: int) -> int:
     The rest is Python's, JAX's and the allocator's: freed pages that are not given back yet.
     """
     return part + 4 * chunk + 8 * 2**20
->>>>>>> ckpt

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxquant
 from jaxquant import state as quantization_state
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor
 from jaxquant.inject.layers import LayerReport
 from jaxquant.serving.kv_cache import KVCache
 from train import model as linen_model
@@ -46,6 +47,8 @@ class Model:
 def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Model:
     """Build the decoder of a configuration in its framework and quantize it.
 
+    With ``checkpoint_is_quantized`` it runs on converted parameters (``jaxquant.convert``) and has no ``init``.
+
     Args:
       shape: the decoder's shape and numerics.
       tokens: of the shape of one micro-batch.
@@ -78,28 +81,45 @@ def _make_nnx(
     apply_linen: Callable[..., Any],
 ) -> Model:
     plain = nnx.eval_shape(lambda: model_nnx.Decoder(shape, nnx.Rngs(0)))
-    _, linen_state = jax.eval_shape(lambda: quantization_state.split(linen.init(jax.random.key(0), tokens)))
+    trained = dataclasses.replace(config, checkpoint_is_quantized=False)
 
     def quantized(params: Any) -> Any:
         model = model_nnx.Decoder(shape, nnx.Rngs(0))
         nnx.update(model, params)
-        return jaxquant.maybe_quantize_model(model, config, tokens)
+        model = jaxquant.maybe_quantize_model(model, trained, tokens)
+        return jaxquant.convert(model, trained, tokens) if config.checkpoint_is_quantized else model
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         params = linen_model.Decoder(shape).init(key, tokens)["params"]
         model = quantized(params)
+        _, linen_state = jax.eval_shape(lambda: quantization_state.split(linen.init(jax.random.key(0), tokens)))
         return params, _as_in_linen(nnx.to_pure_dict(nnx.state(model, quantization_state.QuantState)), linen_state)
 
     structure, blank = nnx.split(nnx.eval_shape(quantized, nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
 
     def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, cache: KVCache | None = None) -> Any:
         model = nnx.merge(structure, blank, copy=True)
-        nnx.update(model, params)
+        nnx.update(model, _kernels_as_in_nnx(params))
         nnx.update(model, _as_in_nnx(quant_state))
         with quantization_state.by_hand():  # the step differentiates both arguments and updates both
             return model(*inputs, **_given(cache))  # pyright: ignore[reportCallIssue]
 
     return Model(init, apply, linen, apply_linen, jaxquant.describe_layers(plain, config, tokens))
+
+
+def _kernels_as_in_nnx(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Give converted kernels the form that they have in an NNX model: parts by name, the input's scale with them."""
+    new: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, QTensor):
+            parts = {"qvalue": value.qvalue, "scale": value.scale, "zero_point": value.zero_point}
+            parts[INPUT_SCALE] = tree.get(INPUT_SCALE)
+            new[name] = {part: array for part, array in parts.items() if array is not None}
+        elif isinstance(value, Mapping):
+            new[name] = _kernels_as_in_nnx(value)
+        elif name != INPUT_SCALE:
+            new[name] = value
+    return new
 
 
 def _given(cache: KVCache | None) -> dict[str, KVCache]:

@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
+from jaxquant import serving
 from jaxquant.config.loader import build, load_yaml
-from jaxquant.config.quant_config import QuantConfig
 from jaxquant.serving.kv_cache import quantization_of
 from train.config import TrainConfig
+from train.conversion import converted_shapes
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
+from train.parameters import open_parameters
 from train.step import model_config
 from train.tokenizer import Tokenizer, open_tokenizer
 
@@ -69,13 +70,14 @@ class Served:
 
 
 def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> Served:
-    """Open the newest checkpoint of a run's folder, and change nothing in it.
+    """Open the newest checkpoint of a run's folder, or a converted one, and change nothing in it.
 
-    Only parameters and quant state are read, onto the first device.
+    Only parameters and quant state are read, onto the default device.
 
     Args:
-      directory: the folder of a run.
-      overrides: config fields laid over the run's ``config.yml``, such as ``quantize_kvcache``.
+      directory: the folder of a run, or one that ``scripts/convert.py`` wrote.
+      overrides: config fields laid over the run's ``config.yml``, such as ``quantize_kvcache``; of a converted
+        checkpoint those of the KV cache alone.
 
     Raises:
       FileNotFoundError: the folder is not there.
@@ -83,46 +85,62 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{directory} does not exist; give the folder of a run that `python -m train` wrote")
+        raise FileNotFoundError(
+            f"{directory} does not exist; give the folder of a run, or one that scripts/convert.py wrote"
+        )
     if not (folder / "config.yml").is_file():
-        raise ValueError(f"{directory} has no config.yml; give the folder of a run that `python -m train` wrote")
+        if (folder / "jaxquant.json").exists() or (folder / "params").exists():
+            return _open_converted(folder, overrides or {})
+        raise ValueError(
+            f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run, or one that "
+            "scripts/convert.py wrote"
+        )
     config: TrainConfig = build(TrainConfig, load_yaml(folder / "config.yml") | dict(overrides or {}))
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
-    defaults = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.name in SERVING_FIELDS}
     example = jnp.zeros((1, config.sequence_length), jnp.int32)
-    model = make_model(dataclasses.replace(config, **defaults), shape, example)
+    model = make_model(_without_cache_fields(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
-    step, found = _read_newest(folder / "checkpoints", {"params": params, "quant_state": quant_state})
+    step, found = _read_run(folder, {"params": params, "quant_state": quant_state})
     return Served(model, found["params"], found["quant_state"], tokenizer, config, shape, step)
 
 
-def _read_newest(folder: Path, abstract: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Read the newest checkpoint's part that ``abstract`` describes, onto the first device."""
-    steps = ocp.utils.checkpoint_steps(folder.absolute()) if folder.is_dir() else []
-    if not steps:
-        raise ValueError(f"{folder.parent} has no checkpoint; let the run reach its first one (checkpoint_every)")
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract)
-    path = folder.absolute() / str(max(steps)) / "state"
-    arguments = ocp.checkpoint_utils.construct_restore_args(item)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        try:
-            found = reader.restore(
-                path, args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
-            )
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            first = (str(error).strip().splitlines() or [""])[0][:200]
+def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
+    """Open a folder that ``scripts/convert.py`` wrote; nothing but how it is served can be overridden."""
+    others = sorted(set(overrides) - set(SERVING_FIELDS) - {"kv_quant_dtype", "kv_quant_axis"})
+    if others:
+        raise ValueError(f"{others[0]} cannot be changed in the converted checkpoint {folder}; convert the run anew")
+    manifest = serving.read_manifest(folder)
+    if "train" not in manifest.extra:
+        raise ValueError(f"{folder} holds no decoder of a training run; load it with jaxquant.serving.load")
+    config: TrainConfig = build(TrainConfig, manifest.extra["train"] | dict(overrides))
+    tokenizer = open_tokenizer(config.tokenizer_path)
+    shape = model_config(config, tokenizer.vocab_size)
+    plain = _without_cache_fields(config)
+    example = jnp.zeros((1, config.sequence_length), jnp.int32)
+    found = serving.load(folder, like=converted_shapes(plain, shape, example))
+    model = make_model(plain, shape, example)
+    return Served(model, found.params, {}, tokenizer, config, shape, int(manifest.extra["step"]))
+
+
+def _without_cache_fields(config: TrainConfig) -> TrainConfig:
+    """Leave out what the layers do not read."""
+    return dataclasses.replace(config, quantize_kvcache=False, save_quantized_params_path="")
+
+
+def _read_run(folder: Path, abstract: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Read the newest checkpoint's part that ``abstract`` describes, onto the default device."""
+    stored = open_parameters(folder)
+
+    def load(path: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        leaf = stored.leaves.get(name)
+        if leaf is None or leaf.shape != wanted.shape:
+            what = "none" if leaf is None else f"shape {leaf.shape}"
             raise ValueError(
-                f"checkpoint {path.parent} does not load ({type(error).__name__}: {first}); resume the run, which "
-                "passes over a damaged checkpoint, or remove it"
-            ) from None
-    # What the checkpoint lacks comes back as it was asked for.
-    missing = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(found)
-        if not isinstance(leaf, jax.Array)
-    ]
-    if missing:
-        raise ValueError(f"checkpoint {path.parent} has no {', '.join(missing)}; it is not one of the run's config.yml")
-    return max(steps), found
+                f"checkpoint {stored.step} of {folder} has no {name} of shape {wanted.shape}, got {what}; it is not "
+                "one of the run's config.yml"
+            )
+        return jnp.asarray(leaf.read())
+
+    return stored.step, jax.tree_util.tree_map_with_path(load, abstract)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.serving.checkpoint import load, save
-from tests.serving.models import quantized, raw_bytes
+from tests.serving.trees import quantized, raw_bytes
 
 
 def spread(array: Any, sharding: Sharding) -> jax.Array:

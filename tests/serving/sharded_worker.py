@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.serving.checkpoint import load, save
-from tests.serving.models import assert_same, quantized
+from tests.serving.trees import assert_same, quantized
 
 SPECS = {
     "layers/mlp/kernel/qvalue": P(None, None, "x"),

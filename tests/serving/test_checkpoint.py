@@ -27,7 +27,7 @@ from jaxquant.serving import placement
 from jaxquant.serving.checkpoint import load, read_manifest, save
 from jaxquant.serving.leaves import flatten
 from tests import numerics
-from tests.serving.models import abstract, assert_same, every_kind, quantized
+from tests.serving.trees import abstract, assert_same, every_kind, quantized
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"quantization": "int4w", "rules": [{"path": ".*/wo", "recipe": "int8w"}]}

@@ -237,7 +237,7 @@ def test_errors_name_the_layer():
     config = {"quantization": "int8w"}
     _, variables = trained(Linen(), config, X)
     converted = convert(variables, config, X, model=Linen())
-    with pytest.raises(ValueError, match=r"parameter 'layers/query/kernel' is converted already \(int8\)"):
+    with pytest.raises(ValueError, match=r"parameter 'layers/mix/kernel' is converted already \(int8\)"):
         convert(converted, config, X, model=Linen())
     with pytest.raises(ValueError, match=r"layer 'layers/query' has a converted kernel \(int8\) and checkpoint_is_qua"):
         maybe_quantize_model(Linen(), config, X).apply(converted, X)
