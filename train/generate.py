@@ -285,7 +285,7 @@ class Engine:
                 finish(place, Completion(prompt, (), "refused", message))
             else:
                 waiting.append((place, prompt))
-        cache = self.empty() if waiting else None
+        cache = self.empty()
         tokens, positions, numbers = (np.zeros(self.slots, np.int32) for _ in range(3))
         while waiting or running:
             for slot in range(self.slots):

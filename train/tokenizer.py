@@ -24,8 +24,9 @@ class Tokenizer(Protocol):
     label: str
     vocab_size: int
     pad: int
-    eos: int | None
 
+    @property
+    def eos(self) -> int | None: ...
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]: ...
 

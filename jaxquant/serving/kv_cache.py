@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor, dequantize
@@ -215,7 +216,7 @@ def _decode(cache: KVCache, held: jax.Array, scale: jax.Array, dtype: str) -> ja
 
 def _places(positions: int | jax.Array, rows: int, tokens: int) -> Any:
     """Give [B, S] positions; of what is known while tracing a numpy array."""
-    known: Any = positions if isinstance(positions, jax.core.Tracer) else np.asarray(positions)
+    known: Any = positions if isinstance(positions, Tracer) else np.asarray(positions)
     if known.ndim == 2:
         if known.shape != (rows, tokens):
             raise ValueError(f"positions of shape {known.shape} do not fit {rows} rows of {tokens} tokens")
@@ -229,7 +230,7 @@ def _places(positions: int | jax.Array, rows: int, tokens: int) -> Any:
 
 def _check_places(places: Any, valid: jax.Array | None, length: int) -> None:
     """Refuse a position outside of the cache, where positions are known; a tail of padding may lie there."""
-    if isinstance(places, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
+    if isinstance(places, Tracer) or isinstance(valid, Tracer):
         return
     used = places if valid is None else places[np.asarray(valid)]
     outside = used[(used < 0) | (used >= length)]

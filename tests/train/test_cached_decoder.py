@@ -16,6 +16,7 @@ from tests.train.test_frameworks import SHAPE, TOKENS, made
 from train.model import empty_cache
 
 LENGTH = 16
+BOTH = ["linen", pytest.param("nnx", marks=pytest.mark.slow)]
 RNGS = {"quant": jax.random.key(1)}
 SCHEMES = [
     ({"quantization": ""}, {}),
@@ -64,7 +65,7 @@ class Cached:
 ONCE, CHUNKED, DECODED = (12,), (4, 8, 12), (4, *range(5, 13))
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize(("fields", "shape"), SCHEMES, ids=IDS)
 def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape, framework):
     decoder = Cached(framework, fields, shape)
@@ -76,7 +77,7 @@ def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape, fram
         np.testing.assert_array_equal(logits.argmax(-1), whole.argmax(-1))
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize(("dtype", "axis"), CACHES)
 def test_the_first_layer_holds_the_same_bits_however_its_tokens_came(dtype, axis, framework):
     """Its keys and values come from embeddings alone: equal inputs. Later ones see sums in another order."""
@@ -89,7 +90,7 @@ def test_the_first_layer_holds_the_same_bits_however_its_tokens_came(dtype, axis
     jax.tree.map(np.testing.assert_array_equal, decoded, once)
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", BOTH)
 def test_rows_of_other_lengths_and_padding_are_not_seen(framework):
     decoder = Cached(framework, {"quantization": ""}, {}, kv_quant_dtype="int8")
     lengths = np.asarray([12, 7])

@@ -15,6 +15,7 @@ from train.serving import Served, open_served
 
 NEW = 9
 LIMIT = 31  # the tiny run's sequence_length is 32
+BOTH = ["linen", pytest.param("nnx", marks=pytest.mark.slow)]
 SCHEMES = [("", ""), ("int8", "int4"), ("fp8_current", "fp8")]
 
 
@@ -45,7 +46,7 @@ def served(finished):
     return get
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize(("quantization", "kv"), SCHEMES, ids=["float", "int8 kv int4", "fp8_current kv fp8"])
 def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, framework, quantization, kv):
     (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n")
@@ -78,7 +79,7 @@ def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, f
     assert len({completion.tokens for completion in completions}) > 10, "the answers are all alike and tell nothing"
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize("quantization", ["", "int8"])
 def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts, framework, quantization):
     """By causality one pass over a finished text gives the logits of each of its beginnings."""
@@ -103,6 +104,7 @@ def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts
     assert chosen_best == total if not quantization else chosen_best > 0.98 * total
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_prompts_number_and_not_on_the_batch(served, texts):
     model = served("linen", "", "int8")
     prompts = [p for p in model.prompts(texts, texts) if 0 < len(p.tokens) <= LIMIT][:12]
@@ -141,6 +143,7 @@ def test_a_text_ends_at_the_limit_at_the_caches_end_and_at_the_documents_end(ser
     assert engine.generate([], NEW) == []
 
 
+@pytest.mark.slow
 def test_another_chunk_size_and_number_of_slots_answer_alike(served, texts):
     model = served("linen", "", "int8")
     prompts = model.prompts(texts[:16], texts[:16])
