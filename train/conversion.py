@@ -115,7 +115,7 @@ def convert_run(
     shape = model_config(config, tokenizer.vocab_size)
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
     shapes = _shapes(stored)
-    state: dict[str, np.ndarray] = {}
+    state: dict[tuple[str, ...], Any] = {}
     if _needs_calibration(config, trained, shape, tokens):
         say(f"calibrating {config.quantization} on {calibration_batches} batches of held-out text")
         found = _calibrate(stored, config, shape, calibration_batches)
