@@ -26,6 +26,7 @@ from train.benchmarks.decode import measure_decode, random_decoder, trained_deco
 from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
 from train.benchmarks.layers import measure_memory, measure_trace
 from train.benchmarks.schemes import ROOT, Row, schemes
+from train.benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from train.health_cost import measure_health
 
 QUICK_STRINGS = ("int8", "fp8", "fp8_full")
@@ -96,6 +97,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")
     gemms.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     gemms.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as gemm-set-small")
+    roundtrip = commands.add_parser("roundtrip", parents=[shared], help="trained against served logits, and bytes")
+    roundtrip.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
+    served = commands.add_parser("serving", parents=[out], help="held-out losses of served and post-training models")
+    served.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
+    served.add_argument("--runs", default=str(ROOT / "runs" / "serving"), help="folder of runs (default: runs/serving)")
+    commands.add_parser("serving-memory", parents=[out], help="memory of converting and of loading")
     decode = commands.add_parser("decode", parents=[out], help="quantized KV caches against an unquantized one")
     decode.add_argument("--run", metavar="DIR", help="a run's decoder (default: random, of the quickstart's shape)")
     decode.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
@@ -120,6 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             size = (words.texts, words.length)
             decoder = trained_decoder(words.run, *size) if words.run else random_decoder(*size)
             return _finish(name, measure_decode(decoder, words.rounds), measure_decode, words.out)
+        if name == "serving":
+            return _finish(name, measure_serving(words.steps, Path(words.runs)), measure_serving, words.out)
+        if name == "serving-memory":
+            return _finish(name, measure_serving_memory(), measure_serving_memory, words.out)
         strings = words.strings or (list(QUICK_STRINGS) if words.quick else None)
         chosen = schemes(strings, words.backends)
         measure: dict[str, tuple[Callable[[], list[Row]], Callable[..., Any]]] = {
@@ -127,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "health": (lambda: measure_health(chosen, 2 if words.quick else words.rounds), measure_health),
             "trace": (lambda: measure_trace(chosen), measure_trace),
             "memory": (lambda: measure_memory(chosen), measure_memory),
+            "roundtrip": (lambda: measure_roundtrip(chosen, words.steps), measure_roundtrip),
             "losses": (lambda: measure_losses(chosen, words.steps, Path(words.runs)), measure_losses),
         }
         run, described = measure[name]

@@ -86,13 +86,7 @@ def measure_losses(chosen: Sequence[Scheme], steps: int, folder: Path) -> list[R
     folders = []
     for scheme in (UNQUANTIZED, *chosen):
         run = folder / "-".join(filter(None, (scheme.string or "none", scheme.backend)))
-        words = [f"{name}={value}" for name, value in scheme.config.items()]
-        if not (run / "summary.json").is_file():
-            tell(f"training {run.name}")
-            command = [sys.executable, "-m", "train", QUICKSTART, *words, f"steps={steps}", f"run_dir={run}"]
-            done = subprocess.run([*command, "tensorboard=false"], cwd=ROOT, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"training {run.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        train_run(run, scheme, steps)
         folders.append(run)
     runs = load_runs(folders)
     short = [run.name for run in runs if run.last_step != steps]
@@ -102,3 +96,15 @@ def measure_losses(chosen: Sequence[Scheme], steps: int, folder: Path) -> list[R
         {**scheme.cells, **{name: row[name] for name in ("steps", "held-out loss", "gap")}}
         for scheme, row in zip((UNQUANTIZED, *chosen), comparison_rows(runs), strict=True)
     ]
+
+
+def train_run(run: Path, scheme: Scheme, steps: int) -> None:
+    """Train the quickstart model into a run's folder, in a process of its own, unless it is there already."""
+    if (run / "summary.json").is_file():
+        return
+    tell(f"training {run.name}")
+    words = [f"{name}={value}" for name, value in scheme.config.items()]
+    command = [sys.executable, "-m", "train", QUICKSTART, *words, f"steps={steps}", f"run_dir={run}"]
+    done = subprocess.run([*command, "tensorboard=false"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"training {run.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
