@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from jaxquant.config.loader import parse_overrides
 from train.conversion import CALIBRATION_BATCHES, convert_run
+from train.memory import peak_resident_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,13 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     on_disk = sum(path.stat().st_size for path in Path(words.out).rglob("*") if path.is_file())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
         f"{words.out}: step {made.step} of {words.checkpoint} in {made.config.quantization or 'rules'} on "
         f"{made.config.resolved_backend}, {len(made.layers)} kernels converted.\n"
         f"parameters {_mb(made.bytes_f32)} in float32, {_mb(made.bytes_bf16)} in bfloat16, "
         f"{_mb(made.bytes_quantized)} now; {_mb(on_disk)} on disk.\n"
-        f"{time.perf_counter() - began:.1f} s, peak memory {_mb(peak * 1024)}."
+        f"{time.perf_counter() - began:.1f} s, peak memory {_mb(peak_resident_bytes())}."
     )
     return 0
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small decoder on the Python standard library's sources: unquantized, in int8, and in fp8 with delayed scaling.
-# Prints a table of held-out loss, gap and step time, and writes runs/demo/report.html. Under 8 minutes on two cores.
+# Prints a table of held-out loss, gap and step time, and writes runs/demo/report.html. Then it converts the int8 run to a
+# quantized checkpoint, compares the two, and completes a Python function from it. Under 9 minutes on two cores.
 # Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Run it again to see the
 # report again: runs that are complete are not trained again, runs that were cut short go on where they stopped.
 # Start over: rm -r runs/demo
@@ -8,7 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-  sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}"
+  sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}"
   exit 0
 elif (($#)); then
   fail "scripts/demo.sh takes no arguments, got: $*"
@@ -31,4 +32,14 @@ train int8 quantization=int8
 train fp8 quantization=fp8
 echo
 python scripts/compare.py runs/demo/unquantized runs/demo/int8 runs/demo/fp8 --out runs/demo/report.html
+echo
+echo "== serving int8"
+if [[ ! -e runs/demo/int8-served ]]; then
+  python scripts/convert.py --checkpoint runs/demo/int8 --out runs/demo/int8-served ||
+    fail "converting runs/demo/int8 failed"
+fi
+python scripts/evaluate.py runs/demo/int8 runs/demo/int8-served
+echo
+python scripts/serve.py runs/demo/int8-served --max-new-tokens 90 --prompt 'def __init__(self, '
+echo
 echo "That took $((SECONDS / 60)) min $((SECONDS % 60)) s."

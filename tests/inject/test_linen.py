@@ -387,11 +387,13 @@ def test_methods_that_need_no_scope():
     assert (model.size(), model.initialize_carry()) == (4, 5)
 
 
-@pytest.mark.parametrize("name", ["quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path"])
-def test_settings_of_serving_are_refused(name):
-    value = "somewhere" if name == "save_quantized_params_path" else True
-    with pytest.raises(NotImplementedError, match=f"{name} .* is a setting of serving"):
-        maybe_quantize_model(Model(), {name: value})
+def test_settings_that_are_not_of_layers_are_refused():
+    with pytest.raises(
+        NotImplementedError, match=r"quantize_kvcache true is not a property of linear layers; give the"
+    ):
+        maybe_quantize_model(Model(), {"quantize_kvcache": True})
+    with pytest.raises(NotImplementedError, match=r"save_quantized_params_path 'here' is not written while a model is"):
+        maybe_quantize_model(Model(), {"save_quantized_params_path": "here"})
 
 
 def test_flax_train_state_keeps_the_state_out_of_the_optimizer():

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
+import jaxquant
 from jaxquant import RECIPES
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -31,14 +33,15 @@ def test_the_table_of_strings_is_current():
 
 def example(framework="linen"):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    examples = [block for block in blocks if "maybe_quantize_model" in block]
+    examples = [block for block in blocks if block.startswith("import")]
     assert len(examples) == 2
     (block,) = [block for block in examples if ("import nnx" in block) == (framework == "nnx")]
     return block
 
 
 @pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
-def test_the_example_trains(quantization):
+def test_the_example_trains(quantization, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code = example()
     assert '"quantization": "fp8"' in code
     scope = {}
@@ -55,13 +58,16 @@ def test_the_example_trains(quantization):
     assert all(jnp.sum(history > 0) == 200 for history in histories)  # one amax a step
     if quantization == "fp8":
         for block in re.findall(r"```python\n(.*?)```", README, flags=re.S):
-            if "maybe_quantize_model" not in block:  # what follows uses the example's names
+            if not block.startswith("import"):  # what follows uses the example's names
                 exec(block, scope)
         found = scope["found"].layers()
         assert [layer["fwd"] for layer in found] == ["float8_e4m3fn × float8_e4m3fn"] * 2
         # Nothing asks for the gradient of x.
         assert [layer["dlhs"] for layer in found] == ["", "float8_e5m2 × float8_e4m3fn"]
         assert int(scope["micro_state"].inner.mini_step) == 1
+        trained = jaxquant.maybe_quantize_model(scope["plain"], scope["config"], scope["x"])
+        variables = jaxquant.state.merge(params, state)
+        np.testing.assert_array_equal(jax.jit(trained.apply)(variables, scope["x"]), scope["y"])
 
 
 @pytest.mark.parametrize("quantization", ["", "fp8"])

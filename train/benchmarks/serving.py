@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 import tempfile
@@ -192,11 +191,11 @@ def _write_untrained(run: Path, config: TrainConfig) -> None:
 
 def _peak(code: str) -> int:
     """Run Python code in a process of its own; its largest resident set in bytes."""
-    ending = "\nimport resource, json; print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))"
+    ending = "\nfrom train.memory import peak_resident_bytes; print(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code + ending], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{code} failed:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return int(done.stdout.splitlines()[-1])
 
 
 def _mb(count: int) -> float:
