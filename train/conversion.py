@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor, nbytes
 from jaxquant.inject.converted import Site
+from jaxquant.inject.model import choose_recipes
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
@@ -68,7 +70,42 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     if unknown:
         raise ValueError(f"{unknown[0]} is no field of the quantization; a conversion changes {', '.join(fields)}")
     before = fields if "quantization" in changes else {}
-    return build(TrainConfig, to_mapping(config) | before | dict(changes))
+    for name in ("checkpoint_is_quantized", "save_quantized_params_path"):
+        if name in changes:
+            raise ValueError(f"{name} is what a conversion decides; leave it out")
+    # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
+    return build(TrainConfig, to_mapping(config) | before | dict(changes) | {"remat_policy": "none"})
+
+
+def _of_layers(config: TrainConfig) -> TrainConfig:
+    """Leave out what linear layers do not read."""
+    return dataclasses.replace(config, quantize_kvcache=False, checkpoint_is_quantized=False)
+
+
+def sums_of_files(config: TrainConfig) -> dict[str, str]:
+    """Give the SHA-256 of each file that a configuration names and a served model reads."""
+    names = ("quant_cfg_path", "tokenizer_path")
+    return {
+        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for name in names
+        if (path := getattr(config, name)) and Path(path).is_file()
+    }
+
+
+def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
+    """Refuse a converted checkpoint whose recipes or tokenizer have changed since.
+
+    Raises:
+      ValueError: a file that its configuration names is gone or another.
+    """
+    for name, sum_ in extra.get("files", {}).items():
+        path = extra["train"][name]
+        now = hashlib.sha256(Path(path).read_bytes()).hexdigest() if Path(path).is_file() else None
+        if now != sum_:
+            raise ValueError(
+                f"{folder} was converted with {name} {path}, which is {'gone' if now is None else 'another file now'}; "
+                "put it back, or convert the run anew"
+            )
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
@@ -109,6 +146,7 @@ def convert_run(
     stored = open_parameters(run, step, say)
     trained: TrainConfig = build(TrainConfig, load_yaml(Path(run) / "config.yml"))
     config = served_config(trained, changes or {})
+    layers = _of_layers(config)
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
     tokenizer = open_tokenizer(config.tokenizer_path)
@@ -116,12 +154,12 @@ def convert_run(
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
     shapes = _shapes(stored)
     state: dict[tuple[str, ...], Any] = {}
-    if _needs_calibration(config, trained, shape, tokens):
+    if _needs_calibration(layers, _of_layers(trained), shape, tokens):
         say(f"calibrating {config.quantization} on {calibration_batches} batches of held-out text")
-        found = _calibrate(stored, config, shape, calibration_batches)
+        found = _calibrate(stored, layers, shape, calibration_batches)
         state = dict(_flat(found, ("_overwrite_with_gradient",)))
         shapes["_overwrite_with_gradient"] = found
-    sites = serving.find_sites(Decoder(shape), config, shapes, tokens)
+    sites = serving.find_sites(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
         if path in state:
@@ -131,16 +169,17 @@ def convert_run(
 
     tree = _converted(sites, read, shapes, shape, say)
     served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    serving.save(out, tree, quantization_of(served), extra={"train": to_mapping(served), "step": stored.step})
+    extra = {"train": to_mapping(served), "step": stored.step, "files": sums_of_files(served)}
+    serving.save(out, tree, quantization_of(served), extra=extra)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     quantized = sum(_nbytes(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_tensor))
-    layers = {path: site.recipe.name for path, site in sites.items()}
-    return Conversion(served, stored.step, 4 * floats, 2 * floats, quantized, layers)
+    recipes = {path: site.recipe.name for path, site in sites.items()}
+    return Conversion(served, stored.step, 4 * floats, 2 * floats, quantized, recipes)
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
     """Give the tree of parameters that a converted decoder has, as shapes."""
-    trained = dataclasses.replace(config, checkpoint_is_quantized=False)
+    trained = _of_layers(config)
     linen = dataclasses.replace(trained, framework="linen")
     decoder = Decoder(shape)
 
@@ -201,12 +240,10 @@ def _shapes(stored: Parameters) -> dict[str, Any]:
 
 
 def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> bool:
-    """Whether the recipes need quant state that the run has not."""
-    if quantization_of(config) == quantization_of(trained):
-        return False
-    model = make_model(dataclasses.replace(config, framework="linen"), shape, tokens)
-    _, quant_state = jax.eval_shape(model.init, jax.random.key(0))
-    return bool(quant_state)
+    """Whether a recipe of a layer needs quant state and is not the one that the layer was trained with."""
+    decoder = Decoder(shape)
+    wanted, had = (choose_recipes(decoder, each, tokens)[1] for each in (config, trained))
+    return any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items())
 
 
 def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int) -> Any:

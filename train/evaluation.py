@@ -36,6 +36,7 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contend
     """
     trained = open_served(run)
     off = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.init}
+    off["remat_policy"] = "none"
     found = [Contender("float", open_served(run, off))]
     if trained.config.strings:
         found.append(Contender("trained", trained))
@@ -74,7 +75,8 @@ def evaluate(models: Sequence[Contender], *, batches: int | None = None) -> list
             same = (logits.argmax(-1) == first.argmax(-1)) & real
             total[:3] += [float(loss), float(count), float(same.sum())]
             for place, other in ((3, first), (4, before)):
-                total[place] = max(total[place], float(jnp.abs(jnp.where(real[..., None], logits - other, 0)).max()))
+                difference = jnp.abs(jnp.where(real[..., None], logits - other, 0)).max()
+                total[place] = np.maximum(total[place], float(difference))  # NaN stays NaN
             before = logits
     base = totals[0][0] / totals[0][1]
     return [

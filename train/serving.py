@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jaxquant import serving
 from jaxquant.config.loader import build, load_yaml
 from jaxquant.serving.kv_cache import quantization_of
 from train.config import TrainConfig
-from train.conversion import converted_shapes
+from train.conversion import check_files, converted_shapes
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
@@ -95,7 +96,10 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
             f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run, or one that "
             "scripts/convert.py wrote"
         )
-    config: TrainConfig = build(TrainConfig, load_yaml(folder / "config.yml") | dict(overrides or {}))
+    # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
+    fields = load_yaml(folder / "config.yml") | {"remat_policy": "none"} | dict(overrides or {})
+    config: TrainConfig = build(TrainConfig, fields)
+    _check_cache_fields(config, overrides or {})
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
     example = jnp.zeros((1, config.sequence_length), jnp.int32)
@@ -114,6 +118,8 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     if "train" not in manifest.extra:
         raise ValueError(f"{folder} holds no decoder of a training run; load it with jaxquant.serving.load")
     config: TrainConfig = build(TrainConfig, manifest.extra["train"] | dict(overrides))
+    _check_cache_fields(config, overrides)
+    check_files(folder, manifest.extra)
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
     plain = _without_cache_fields(config)
@@ -123,6 +129,14 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     return Served(model, found.params, {}, tokenizer, config, shape, int(manifest.extra["step"]))
 
 
+def _check_cache_fields(config: TrainConfig, overrides: Mapping[str, Any]) -> None:
+    if not config.quantize_kvcache and "kv_quant_axis" in overrides:
+        raise ValueError(
+            f"kv_quant_axis {config.kv_quant_axis!r} (--kv-axis) belongs to a quantized cache, and this one is not; "
+            "add --kv-cache int8, int4 or fp8, or leave it out"
+        )
+
+
 def _without_cache_fields(config: TrainConfig) -> TrainConfig:
     """Leave out what the layers do not read."""
     return dataclasses.replace(config, quantize_kvcache=False, save_quantized_params_path="")
@@ -130,7 +144,7 @@ def _without_cache_fields(config: TrainConfig) -> TrainConfig:
 
 def _read_run(folder: Path, abstract: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Read the newest checkpoint's part that ``abstract`` describes, onto the default device."""
-    stored = open_parameters(folder)
+    stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
 
     def load(path: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -44,10 +44,26 @@ def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_
     return qwix.dot_general(*sides, dimension_numbers)
 
 
+def _refuse_options(*options: Any) -> None:
+    """Refuse the options of a matmul that Qwix would drop."""
+    if any(option is not None for option in options):
+        names = ("precision", "preferred_element_type", "out_sharding")
+        given = ", ".join(f"{name} {value}" for name, value in zip(names, options, strict=True) if value is not None)
+        raise NotImplementedError(f"{given} of a converted layer is dropped by Qwix; use quant_backend 'native'")
+
+
 def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
     """Make what flax layers take as ``dot_general_cls``, for converted kernels."""
 
-    def dot_general(lhs: Array, rhs: Weight, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
+    def dot_general(
+        lhs: Array,
+        rhs: Weight,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> Array:
+        _refuse_options(precision, preferred_element_type, out_sharding)
         numbers: Any = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
         return _dot(recipe, lhs, rhs, numbers, False)
 
@@ -57,7 +73,15 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
 def einsum_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
     """Make a factory of einsums of an activation and a converted kernel."""
 
-    def einsum(equation: str, lhs: Array, rhs: Weight, *args: Any, **kwargs: Any) -> Array:
+    def einsum(
+        equation: str,
+        lhs: Array,
+        rhs: Weight,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> Array:
+        _refuse_options(precision, preferred_element_type, out_sharding)
         run = lambda equation, a, b, dot: jnp.einsum(equation, a, b, _dot_general=dot)  # noqa: E731
         return _weights.einsum(
             run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)

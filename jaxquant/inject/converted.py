@@ -25,7 +25,9 @@ from jaxquant.config.rules import Resolver
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import kind_of, out_features, relative_path, split_arrays, substituted
+from jaxquant.inject.linen import call_einsum
 from jaxquant.ops.einsum import plan_einsum
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
 ConvertKernel = Callable[..., tuple[QTensor, Array | None]]
@@ -65,7 +67,11 @@ class Site:
           The kernel and the static scale of the activation, of the kernel's rank (None where it is dynamic; 0 where the
           recipe has one and its tensor was never seen).
         """
-        return _convert(self, kernel, state)
+        return _convert(self._numbers(), kernel, state)
+
+    def _numbers(self) -> Site:
+        """Leave out the path, so that layers which look alike share a compiled program."""
+        return dataclasses.replace(self, path="")
 
     def check_seen(self, scale: Any) -> None:
         """Refuse the static scale of an activation that was never seen.
@@ -82,7 +88,7 @@ class Site:
 
     def convert_stacked(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
         """Convert a stored kernel, all its stacked layers at once; their state has the same axes in front."""
-        return _convert_stacked(self, kernel, state)
+        return _convert_stacked(self._numbers(), kernel, state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -107,18 +113,19 @@ def _converter(backend: str) -> ConvertKernel:
 
 
 def linen_sites(
-    model: nn.Module, backend: str, resolver: Resolver, params: Any, *example_inputs: Any, **example_kwargs: Any
+    model: nn.Module, backend: str, resolver: Resolver, variables: Any, *example_inputs: Any, **example_kwargs: Any
 ) -> dict[str, Site]:
     """Find the layers of a Linen model whose kernels a config quantizes, without computing anything.
 
     Args:
       model: the float model, not bound.
       backend, resolver: of the config.
-      params: the model's parameters, arrays or ``jax.ShapeDtypeStruct``.
+      variables: the model's, arrays or ``jax.ShapeDtypeStruct``.
       example_inputs, example_kwargs: arguments of its ``__call__``.
 
     Raises:
-      ValueError: one layer reads its kernel in two ways.
+      ValueError: one layer reads its kernel in two ways, or in a dtype that its converted kernel does not tell.
+      NotImplementedError: a layer that does not use its op, or sums its kernel by itself.
     """
     sites: dict[str, Site] = {}
 
@@ -131,6 +138,8 @@ def linen_sites(
         if recipe is None or recipe.fwd.rhs is None:
             return next_fun(*args, **kwargs)
 
+        _check_stored_dtype(path, module)
+
         def note(kernel: Any, axes: tuple[int, ...]) -> None:
             site = Site(path, recipe, backend, axes, tuple(kernel.shape), kernel.dtype.name)
             if sites.setdefault(path, site) != site:
@@ -140,25 +149,43 @@ def linen_sites(
                 )
 
         out = _call_noting(module, next_fun, args, kwargs, note)
+        if path not in sites:
+            raise NotImplementedError(
+                f"layer {path!r} ({type(module).__name__}) does not use its dot_general_cls, so {recipe.name!r} cannot "
+                f"reach it; add the rule {{path: {path}, recipe: null}}"
+            )
         module.put_variable("params", _PROBE, jnp.zeros((1,) * len(sites[path].shape)))
         return out
 
     arrays, rebuild = split_arrays((example_inputs, example_kwargs))
 
-    def call(params: Any, arrays: list[Any], key: jax.Array) -> Any:
+    def call(variables: Any, arrays: list[Any], key: jax.Array) -> Any:
         args, kwargs = rebuild(arrays)
         rngs = {stream: key for stream in ("params", "quant", "dropout")}
-        return model.apply({"params": params}, *args, rngs=rngs, mutable=["params"], **kwargs)[1]["params"]
+        return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)[1]["params"]
 
+    plain = {name: collection for name, collection in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     with layers_apart(owner=object()), nn.intercept_methods(intercept):
-        written = jax.eval_shape(call, params, arrays, jax.random.key(0))
+        written = jax.eval_shape(call, plain, arrays, jax.random.key(0))
     return {path: dataclasses.replace(site, stacked=_stacked(site, written)) for path, site in sites.items()}
+
+
+def _check_stored_dtype(path: str, module: Any) -> None:
+    """Refuse a kernel whose dtype decides the computation's and is not the layer's ``param_dtype``.
+
+    A converted kernel has no float dtype of its own; the layer tells in which it would be read.
+    """
+    kernel = module.get_variable("params", "kernel")
+    if module.dtype is None and kernel is not None and kernel.dtype != jnp.dtype(module.param_dtype):
+        raise ValueError(
+            f"layer {path!r} has a kernel of {kernel.dtype.name}, param_dtype {jnp.dtype(module.param_dtype).name} and "
+            "no dtype of its own, so the kernel's decides what it computes in; give the layer that dtype or param_dtype"
+        )
 
 
 def _call_noting(module: nn.Module, next_fun: Any, args: Any, kwargs: Any, note: Callable[..., None]) -> Any:
     """Run a layer in float, and note its kernel as the op gets it, with its contraction axes."""
     if isinstance(module, nn.Einsum):
-        from jaxquant.inject.linen import call_einsum
 
         def einsum(equation: str, lhs: Array, rhs: Array, precision: Any = None, dtype: Any = None) -> Array:
             plan = plan_einsum(equation, lhs.ndim, rhs.ndim)

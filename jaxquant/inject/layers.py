@@ -30,6 +30,7 @@ class Layer:
       parameter_shapes: shapes of all its parameters by name, without layers that nn.scan stacks.
       input_shapes: shape of its input in each of its calls.
       precision, preferred_element_type: as the module has them.
+      kernel_dtype: name of the dtype in which its op got the kernel; None where that was not looked at.
       uses_op: whether its calls went through the op that quantization replaces; None where that was not looked at.
     """
 
@@ -41,6 +42,7 @@ class Layer:
     input_shapes: tuple[tuple[int, ...], ...] = ()
     precision: Any = None
     preferred_element_type: Any = None
+    kernel_dtype: str | None = None
     uses_op: bool | None = None
 
 

@@ -159,6 +159,13 @@ class _Quantizer:
                 f"layer {path!r} has a kernel converted to {kernel.qvalue.dtype.name} and {recipe.name!r} takes "  # pyright: ignore[reportOptionalMemberAccess]
                 f"{spec.dtype}; serve with the recipe that it was converted with"
             )
+        needs_scale = isinstance(recipe.fwd.lhs, TensorSpec) and recipe.fwd.lhs.scaling == "delayed"  # pyright: ignore[reportOptionalMemberAccess]
+        if needs_scale != module.has_variable("params", INPUT_SCALE):
+            has = "no input_scale" if needs_scale else "an input_scale"
+            raise ValueError(
+                f"layer {path!r} was converted with {has}, and {recipe.name!r} scales activations "  # pyright: ignore[reportOptionalMemberAccess]
+                f"{'by one' if needs_scale else 'dynamically'}; serve with the recipe that it was converted with"
+            )
         return kernel
 
     def _call(

@@ -50,6 +50,11 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
             "call maybe_quantize_model(model, config, *example_inputs)"
         )
     if isinstance(model, nnx.Module):
+        if config.checkpoint_is_quantized:
+            raise ValueError(
+                "checkpoint_is_quantized true asks for a Linen model that runs on converted parameters; an NNX model "
+                "is converted whole: jaxquant.convert(model, config, *example_inputs)"
+            )
         layers = nnx_layers(model, *example_inputs, **example_kwargs)
         return quantize_nnx(model, backend, _recipes(config, resolver, layers), layers)
     layers, recipes = [], {}

@@ -71,7 +71,7 @@ def quantize_nnx(
     copy = copy_model(model)
     for path, module in linear_modules(copy):
         if path in recipes:
-            setattr(module, op_name(module), nnx.data(_op(path, module, recipes[path])))
+            setattr(module, op_name(module), nnx.data(quantized_op(path, module, recipes[path])))
     return copy
 
 
@@ -162,7 +162,7 @@ def op_name(module: Linear) -> str:
     return "einsum_op" if isinstance(module, nnx.Einsum) else "dot_general"
 
 
-def _op(path: str, module: Linear, recipe: Recipe) -> nnx.Module:
+def quantized_op(path: str, module: Linear, recipe: Recipe) -> nnx.Module:
     stacked = stacked_axes(path, module)
     if isinstance(module, nnx.Einsum):
         return native_nnx.Einsum(recipe, path, module.kernel, stacked, module.einsum_str)
@@ -223,7 +223,7 @@ def _noting(kind: type, path: str, seen: dict[str, Layer]) -> type:
         op, used = getattr(self, name), []
 
         def noting_op(*args: Any, **kwargs: Any) -> Any:
-            used.append(path)
+            used.append(args[2 if name == "einsum_op" else 1].dtype.name)
             default = jnp.einsum if name == "einsum_op" else jax.lax.dot_general
             return (op or default)(*args, **kwargs)
 
@@ -232,6 +232,8 @@ def _noting(kind: type, path: str, seen: dict[str, Layer]) -> type:
         inputs = args[0] if args else kwargs["x" if isinstance(self, nnx.LoRALinear) else "inputs"]
         layer = _layer(path, self, is_called=True)
         seen[path] = dataclasses.replace(layer, input_shapes=(*before, tuple(inputs.shape)), uses_op=bool(used))
+        if used:
+            seen[path] = dataclasses.replace(seen[path], kernel_dtype=used[0])
         return out
 
     call.__name__ = "__call__"

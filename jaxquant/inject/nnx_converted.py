@@ -20,7 +20,7 @@ from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import nnx as inject_nnx
 from jaxquant.inject.converted import Site
-from jaxquant.inject.layers import Layer
+from jaxquant.inject.layers import Layer, check_for_qwix
 from jaxquant.ops import dot_general, einsum
 from jaxquant.ops.einsum import plan_einsum
 
@@ -64,6 +64,8 @@ class _Promote:
     """A layer's promotion of dtypes, for a kernel that is converted."""
 
     plain: Any
+    path: str
+    dtype: str
 
     def __call__(self, arrays: Any, /, **options: Any) -> Any:
         inputs, weight, *rest = arrays
@@ -71,6 +73,11 @@ class _Promote:
             return self.plain(arrays, **options)
         standin = jnp.zeros((1,) * weight.ndim, weight.dtype)
         inputs, standin, *rest = self.plain((inputs, standin, *rest), **options)
+        if standin.dtype.name != self.dtype:
+            raise ValueError(
+                f"layer {self.path!r} was converted for a kernel read in {self.dtype}, and this call reads it in "
+                f"{standin.dtype.name}; convert the model with example inputs of the dtype that it is called with"
+            )
         return inputs, dataclasses.replace(weight, dtype=standin.dtype.name), *rest
 
 
@@ -113,16 +120,22 @@ def convert_nnx(
       ValueError: a recipe needs quant state and the layer has none, or it has not seen what a static scale must know.
       NotImplementedError: an einsum that sums its kernel by itself.
     """
+    if backend == "qwix":
+        check_for_qwix(layer for layer in layers if layer.path in recipes)
     copy = inject_nnx.copy_model(model)
     by_path = {layer.path: layer for layer in layers}
     for path, module in list(inject_nnx.linear_modules(copy)):
         recipe = recipes.get(path)
-        if recipe is None or recipe.fwd.rhs is None:
+        if recipe is None:
             continue
         op = getattr(module, inject_nnx.op_name(module))
         if not isinstance(op, native_nnx.QuantizedOp):
             inject_nnx.check_op(path, module, by_path[path], recipe)
-        site = _site(path, module, recipe, backend or "native")
+        if recipe.fwd.rhs is None:  # the kernel stays in float, the activation is quantized
+            if not isinstance(op, native_nnx.QuantizedOp):
+                setattr(module, inject_nnx.op_name(module), nnx.data(inject_nnx.quantized_op(path, module, recipe)))
+            continue
+        site = _site(by_path[path], module, recipe, backend or "native")
         state = op.state() if isinstance(op, native_nnx.QuantizedOp) else {}
         if recipe.is_stateful and not state:
             raise ValueError(
@@ -133,7 +146,7 @@ def convert_nnx(
         site.check_seen(scale)
         dtype = module.kernel[...].dtype.name
         setattr(module, "kernel", nnx.data(Kernel(tensor, scale, dtype)))  # noqa: B010
-        module.promote_dtype = _Promote(module.promote_dtype)
+        module.promote_dtype = _Promote(module.promote_dtype, path, site.dtype)
         name = inject_nnx.op_name(module)
         delattr(module, name)
         kind = "einsum" if name == "einsum_op" else "dot_general"
@@ -141,7 +154,8 @@ def convert_nnx(
     return copy
 
 
-def _site(path: str, module: Any, recipe: Recipe, backend: str) -> Site:
+def _site(layer: Layer, module: Any, recipe: Recipe, backend: str) -> Site:
+    path = layer.path
     stacked = inject_nnx.stacked_axes(path, module)
     shape = tuple(module.kernel.shape[stacked:])
     if isinstance(module, nnx.Einsum):
@@ -154,7 +168,8 @@ def _site(path: str, module: Any, recipe: Recipe, backend: str) -> Site:
         axes = tuple(plan.dimension_numbers[0][1])
     else:
         axes = inject_nnx.contraction_axes(module)
-    return Site(path, recipe, backend, axes, shape, _dtype_as_read(module), tuple(range(stacked)))
+    dtype = layer.kernel_dtype or _dtype_as_read(module)
+    return Site(path, recipe, backend, axes, shape, dtype, tuple(range(stacked)))
 
 
 def _dtype_as_read(module: Any) -> str:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, Weight
-from jaxquant.core.quantize import quantize, quantize_with_scale
+from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.ops.contract import contract
@@ -46,31 +46,28 @@ def quantize_weight(
     if spec.scaling != "delayed":
         return quantize(kernel, spec, axes, key=content_key(kernel) if spec.rounding == "stochastic" else None)
     assert state is not None
-    scale = static_scale(state["kernel"], spec, recipe)
+    assert recipe.delayed is not None
+    amax = jnp.max(absolute(kernel))  # counts where the kernel was all zero whenever it was seen, as in training
+    scale = delayed.current_scale(state["kernel"], amax, element(spec.dtype), recipe.delayed)
     return quantize_with_scale(
         kernel, spec, scale.reshape((1,) * kernel.ndim), compute_dtype=_compute_dtype(recipe, kernel.dtype.name)
     )
 
 
-def static_scale(state: delayed.TensorState, spec: TensorSpec, recipe: Recipe) -> Array:
-    """Give the scale of delayed scaling that a state stands for, shape (1,); 0 where the tensor was never seen.
-
-    A tensor without history is scaled by its own amax in training; that is no static scale.
-    """
-    assert recipe.delayed is not None
-    scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed)
-    if recipe.is_flax:
-        return scale
-    history = state["amax_history"]
-    return jnp.where(jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True) > 0, scale, 0.0)
-
-
 def input_scale(recipe: Recipe, state: Mapping[str, delayed.TensorState]) -> Array | None:
-    """Give the static scale of the activation, shape (1,), or None where the recipe scales it dynamically."""
+    """Give the static scale of the activation, shape (1,), or None where the recipe scales it dynamically.
+
+    0 where the activation was never seen: training scales it by its own amax then, and that is no static scale.
+    """
     spec = recipe.fwd.lhs
     if not (isinstance(spec, TensorSpec) and spec.scaling == "delayed"):
         return None
-    return static_scale(state["input"], spec, recipe)
+    assert recipe.delayed is not None
+    scale = delayed.current_scale(state["input"], jnp.zeros(()), element(spec.dtype), recipe.delayed)
+    if recipe.is_flax:
+        return scale
+    history = state["input"]["amax_history"]
+    return jnp.where(jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True) > 0, scale, 0.0)
 
 
 def dot_general(

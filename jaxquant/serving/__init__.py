@@ -1,8 +1,8 @@
 """Serving: what a trained model needs to answer."""
 
-from jaxquant.serving.calibrate import calibrate
+from jaxquant.serving.calibration import calibrate
 from jaxquant.serving.checkpoint import Checkpoint, load, read_manifest, save
-from jaxquant.serving.convert import convert, convert_each, find_sites
+from jaxquant.serving.conversion import convert, convert_each, find_sites
 from jaxquant.serving.kv_cache import KVCache
 
 __all__ = [

@@ -50,7 +50,8 @@ def convert(
 
     Returns:
       For variables: ``{"params": …}`` in which each quantized layer's ``kernel`` is a ``QTensor``, with an
-      ``input_scale`` beside it where the recipe scales activations by a static scale. They run in the model that
+      ``input_scale`` beside it where the recipe scales activations by a static scale. Collections other than quant
+      state stay; boxes with names of axes do not. They run in the model that
       ``maybe_quantize_model(model, config, …)`` makes of a config with ``checkpoint_is_quantized`` true. For an NNX
       model: a converted model, ready to be called. What is given stays as it is.
 
@@ -78,7 +79,8 @@ def convert(
     params = variables["params"]
     for site in found.values():
         params = _replaced(params, site, _convert_whole(site, variables))
-    return {"params": params}
+    others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
+    return {"params": params, **others}
 
 
 def find_sites(
@@ -100,7 +102,7 @@ def find_sites(
         return {}
     choose_recipes(model, config, *example_inputs, **example_kwargs)  # refuses what does nothing
     _refuse_converted(variables["params"])
-    sites = linen_sites(model, backend, resolver, variables["params"], *example_inputs, **example_kwargs)
+    sites = linen_sites(model, backend, resolver, variables, *example_inputs, **example_kwargs)
     for site in sites.values():
         _check(site, variables)
     return sites

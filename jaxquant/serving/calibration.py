@@ -14,7 +14,7 @@ from flax.core import meta
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.inject.model import choose_recipes, maybe_quantize_model
 from jaxquant.state import nnx as nnx_state
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, merge, update
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, update
 
 
 def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, model: nn.Module | None = None) -> Any:
@@ -76,12 +76,14 @@ def _at_most(longest: int, first: Any, rest: Iterable[Any]) -> Iterable[Any]:
 
 
 def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Any]:
-    params = meta.unbox(variables["params"])
+    plain = {name: meta.unbox(value) for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
+    others = sorted(set(plain) - {"params"})
 
     @jax.jit
-    def see(params: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
+    def see(plain: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
         def nothing(quant_state: Any) -> jax.Array:
-            out = model.apply(merge(params, quant_state), *batch, rngs={"quant": key, "dropout": key})
+            whole = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
+            out = model.apply(whole, *batch, rngs={"quant": key, "dropout": key}, mutable=others or False)
             return sum(0 * jnp.sum(x) for x in jax.tree.leaves(out))  # pyright: ignore[reportReturnType]
 
         return update(quant_state, jax.grad(nothing)(quant_state))
@@ -93,8 +95,8 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     key, quant_state = jax.random.key(0), None
     for batch in batches:
         quant_state = start(batch, key) if quant_state is None else quant_state
-        quant_state = see(params, quant_state, batch, key)
-    return merge(params, quant_state or {})
+        quant_state = see(plain, quant_state, batch, key)
+    return plain | {OVERWRITE_WITH_GRADIENT: quant_state}
 
 
 def _observe_nnx(model: nnx.Module, batches: Iterable[Any]) -> nnx.Module:
