@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,12 @@ def is_swapped(run: Callable[[Array, Array], Any], equation: str, lhs: Array, rh
     if order not in ([[0, 1]], [[1, 0]]):
         raise NotImplementedError(f"einsum {equation!r} is not one matmul of its operands; use quant_backend 'native'")
     return order == [[1, 0]]
+
+
+def serving_ops(backend: str) -> Any:
+    """Give the module of a backend with ``convert_kernel``, and ``dot_general_cls`` and ``einsum_cls`` on its results.
+
+    Imported only now: a backend's library is needed only where a config asks for it.
+    """
+    name = "native" if backend == "native" else f"{backend}_serving"
+    return importlib.import_module(f"jaxquant.backends.{name}")

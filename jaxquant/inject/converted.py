@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxquant.backends._linen import layers_apart
+from jaxquant.backends._weights import serving_ops
 from jaxquant.config.rules import Resolver
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe
@@ -30,7 +30,6 @@ from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
-ConvertKernel = Callable[..., tuple[QTensor, Array | None]]
 _PROBE = "jaxquant_probe"
 
 
@@ -93,7 +92,7 @@ class Site:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _convert(site: Site, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
-    tensor, scale = _converter(site.backend)(site.recipe, kernel.astype(site.dtype), site.axes, state)
+    tensor, scale = serving_ops(site.backend).convert_kernel(site.recipe, kernel.astype(site.dtype), site.axes, state)
     return tensor, None if scale is None else scale.reshape((1,) * kernel.ndim)
 
 
@@ -104,12 +103,6 @@ def _convert_stacked(site: Site, kernel: Array, state: Any) -> tuple[QTensor, Ar
         place = axis - depth  # outer axes are gone when an inner vmap runs
         function = jax.vmap(function, in_axes=(place, 0), out_axes=place)
     return function(kernel, state)
-
-
-def _converter(backend: str) -> ConvertKernel:
-    # Imported late: a backend's library is needed only where a config asks for it.
-    name = {"native": "native", "qwix": "qwix_serving", "aqt": "aqt_serving"}[backend]
-    return importlib.import_module(f"jaxquant.backends.{name}").convert_kernel
 
 
 def linen_sites(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import inspect
 import threading
 import types
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends._linen import layers_apart
+from jaxquant.backends._weights import serving_ops
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision, Resolver
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
@@ -81,10 +81,12 @@ class _OpFactory:
 
 
 def _op_factory(config: QuantConfig, is_converted: bool) -> _OpFactory:
-    # Imported late: a backend's library is needed only where a config asks for it.
-    names = {"native": "native", "aqt": "aqt_serving" if is_converted else "aqt", "qwix": "qwix_serving"}
-    backend = importlib.import_module(f"jaxquant.backends.{names[config.resolved_backend or 'native']}")
-    return _OpFactory(backend.dot_general_cls, backend.einsum_cls)
+    backend = config.resolved_backend
+    if backend == "aqt" and not is_converted:
+        from jaxquant.backends import aqt as ops  # only where it is asked for: the package is an optional extra
+    else:
+        ops = serving_ops(backend or "native")
+    return _OpFactory(ops.dot_general_cls, ops.einsum_cls)
 
 
 class _Quantizer:

@@ -7,7 +7,6 @@ Indexed with an ellipsis, as flax's layers read a kernel, it gives them what the
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends import native_nnx
+from jaxquant.backends._weights import serving_ops
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import nnx as inject_nnx
@@ -94,8 +94,7 @@ class _Op:
         with jax.named_scope(self.path):
             if self.backend == "native":
                 return self._native(*args, **kwargs)
-            backend = importlib.import_module(f"jaxquant.backends.{self.backend}_serving")
-            return getattr(backend, f"{self.name}_cls")(self.recipe)()(*args, **kwargs)
+            return getattr(serving_ops(self.backend), f"{self.name}_cls")(self.recipe)()(*args, **kwargs)
 
     def _native(self, *args: Any, **kwargs: Any) -> Array:
         at = 1 if self.name == "einsum" else 0

@@ -248,7 +248,7 @@ def test_errors_name_the_layer():
     with pytest.raises(TypeError, match="takes an NNX model or the variables of a Linen one, got int"):
         convert(3, config, X)
     rules = {"rules": [{"path": "twice", "recipe": None}]}
-    with pytest.raises(ValueError, match=r"layer 'twice' has a converted kernel \(int8\) and it stays in float \(r"):
+    with pytest.raises(ValueError, match=r"layer 'twice' has a converted kernel \(int8\) and it stays in float \(left"):
         maybe_quantize_model(Linen(), config | SERVES | rules, X).apply(converted, X)
     other = convert(variables, {"quantization": "fp8_e4m3", "quant_backend": "native"}, X, model=Linen())
     with pytest.raises(
@@ -265,3 +265,91 @@ def test_bytes_are_those_of_the_format():
         assert jax.dtypes.itemsize_bits(kernel.qvalue.dtype) == bits
         relative = jnp.linalg.norm(dequantize(kernel) - variables["params"]["twice"]["kernel"]) / math.sqrt(D)
         assert relative < {8: 0.05, 4: 0.15}[bits]
+
+
+def dense(**options):
+    return nn.Dense(D, use_bias=False, **options)
+
+
+def test_a_kernel_that_was_all_zero_when_it_was_seen_has_its_own_scale():
+    config = {"quantization": "fp8"}
+    quantized, variables = trained(dense(), config, X)
+    (op,) = variables["_overwrite_with_gradient"].values()
+    op["kernel_amax_history"] = jnp.zeros_like(op["kernel_amax_history"])
+    served = convert(variables, config, X, model=dense())
+    expected = jax.jit(quantized.apply)(variables, X)
+    np.testing.assert_array_equal(expected, jax.jit(maybe_quantize_model(dense(), config | SERVES, X).apply)(served, X))
+    assert jnp.abs(expected).max() > 0
+
+
+def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
+    config, model = {"quantization": "int8w"}, dense()
+    variables = {"params": {"kernel": jnp.ones((D, D), jnp.bfloat16)}}
+    with pytest.raises(ValueError, match=r"layer '' has a kernel of bfloat16, param_dtype float32 and no dtype of its"):
+        convert(variables, config, X, model=model)
+    convert(variables, config, X, model=dense(param_dtype=jnp.bfloat16))
+    convert(variables, config, X, model=dense(dtype=jnp.bfloat16))
+
+
+def test_an_nnx_kernel_is_converted_in_the_dtype_that_a_call_reads_it_in():
+    model = nnx.Linear(D, D, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    config = {"quantization": "fp8_current"}
+    expected = nnx.jit(lambda model: model(X))(maybe_quantize_model(model, config, X))
+    np.testing.assert_array_equal(expected, nnx.jit(lambda model: model(X))(convert(model, config, X)))
+    with pytest.raises(ValueError, match=r"layer '' was converted for a kernel read in bfloat16, and this call reads"):
+        convert(model, config)(X)
+
+
+def test_nnx_layers_with_float_kernels_quantize_their_activations(tmp_path):
+    path = tmp_path / "mixed.json"
+    path.write_text(json.dumps({"__default__": {"w_bits": None, "a_bits": 4}}))
+    config = {"quantization": "intmp", "quant_backend": "native", "quant_cfg_path": str(path)}
+    model = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+    expected = maybe_quantize_model(model, config, X)(X)
+    np.testing.assert_array_equal(expected, convert(model, config, X)(X))
+    assert (np.asarray(expected) != np.asarray(model(X))).any()
+    with pytest.raises(ValueError, match=r"an NNX model is converted whole: jaxquant\.convert\(model, config"):
+        maybe_quantize_model(model, config | SERVES, X)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=True)(nn.Dense(D, name="wi")(x))
+
+
+def test_other_collections_stay():
+    config = {"quantization": "fp8"}
+    variables = jax.jit(Normed().init)(RNGS, X)
+    served = convert(calibrate(variables, config, [X], model=Normed()), config, X, model=Normed())
+    assert set(served) == {"params", "batch_stats"}
+    assert jnp.isfinite(maybe_quantize_model(Normed(), config | SERVES, X).apply(served, X)).all()
+
+
+class Stubborn(nn.Dense):
+    @nn.compact
+    def __call__(self, inputs):
+        return inputs @ self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features))
+
+
+def test_what_does_not_fit_a_recipe_is_refused():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Stubborn(D, name="wi")(x)
+
+    variables = jax.jit(Model().init)(RNGS, X)
+    with pytest.raises(
+        NotImplementedError, match=r"layer 'wi' \(Stubborn\) does not use its dot_general_cls, so 'int8w"
+    ):
+        convert(variables, {"quantization": "int8w"}, X, model=Model())
+    config = {"quantization": "fp8"}
+    _, variables = trained(dense(), config, X)
+    served = convert(variables, config, X, model=dense())
+    current = {"quantization": "fp8_current"}
+    with pytest.raises(ValueError, match=r"layer '' was converted with an input_scale, and 'fp8_current' scales activ"):
+        maybe_quantize_model(dense(), current | SERVES, X).apply(served, X)
+    pytest.importorskip("qwix")
+    exact = nnx.Linear(D, D, precision="highest", rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="has precision 'highest', which Qwix drops"):
+        convert(exact, {"quantization": "int8", "quant_backend": "qwix"}, X)
