@@ -69,6 +69,11 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], d
         {"wi/bias": (6,), "wi/kernel": (8, 6)},
         {"wi/AqtDotGeneral_0": "wi/kernel"},
     ),
+    "an einsum of AQT, with its dot_general inside": (
+        {"moe/AqtEinsum_0/AqtDotGeneral_0": (8, 6), "moe/AqtEinsum_1/AqtDotGeneral_0": (6, 8)},
+        {"moe/wi": (8, 6), "moe/wo": (6, 8)},
+        {"moe/AqtEinsum_0/AqtDotGeneral_0": "moe/wi", "moe/AqtEinsum_1/AqtDotGeneral_0": "moe/wo"},
+    ),
     "a bias of the kernel's size": (
         {"wi/AqtDotGeneral_0": (1, 6)},
         {"wi/bias": (6,), "wi/kernel": (1, 6)},
