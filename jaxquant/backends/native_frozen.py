@@ -15,10 +15,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxquant.backends import native
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
 from jaxquant.core.recipe import Recipe
+from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.einsum import plan_einsum
 
 Array = jax.Array
@@ -31,6 +33,11 @@ class _Frozen(nn.Module):
     @nn.compact
     def write(self, values: dict[str, Any]) -> None:
         """Store what was converted."""
+        if not self.is_mutable_collection(COLLECTION):
+            raise ValueError(
+                f"layer {_layer(self)!r} converts and the collection {COLLECTION!r} cannot be written; apply the model "
+                f"with mutable=[{COLLECTION!r}]"
+            )
         for name, value in values.items():
             self.variable(COLLECTION, name, lambda value=value: value).value = value
 
@@ -41,12 +48,16 @@ class _Frozen(nn.Module):
             return {name: self.variable(COLLECTION, name, lambda v=value: v).value for name, value in make().items()}
         if not self.has_variable(COLLECTION, "frozen"):
             raise ValueError(
-                f"layer {'/'.join(self.path[:-2])!r} serves and the collection {COLLECTION!r} has no converted kernel "
+                f"layer {_layer(self)!r} serves and the collection {COLLECTION!r} has no converted kernel "
                 f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
                 f"mutable=[{COLLECTION!r}]"
             )
         names = [name for name in ("frozen", INPUT_SCALE) if self.has_variable(COLLECTION, name)]
         return {name: self.get_variable(COLLECTION, name) for name in names}
+
+
+def _layer(frozen: _Frozen) -> str:
+    return "/".join(frozen.path[:-2])
 
 
 class FrozenDotGeneral(native.DotGeneral):
@@ -68,10 +79,10 @@ class FrozenDotGeneral(native.DotGeneral):
         self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
         axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
-        weight = _weight(self, rhs, axes)
-        if weight is None:
-            return super().__call__(lhs, rhs, dimension_numbers, precision, preferred_element_type)
-        return super().__call__(lhs, weight, dimension_numbers, precision, preferred_element_type)  # pyright: ignore[reportArgumentType]
+        weight: Any = _read(self, rhs, axes)
+        out = super().__call__(lhs, weight, dimension_numbers, precision, preferred_element_type)
+        _write(self, rhs, axes)
+        return out
 
 
 class FrozenEinsum(native.Einsum):
@@ -94,23 +105,37 @@ class FrozenEinsum(native.Einsum):
         plan = plan_einsum(text, operands[1 - self.weight].ndim, kernel.ndim)
         if plan.rhs_sum:
             raise NotImplementedError(f"einsum {equation!r} sums its kernel by itself, which a converted one cannot be")
-        weight = _weight(self, kernel, tuple(plan.dimension_numbers[0][1]))
-        operands[self.weight] = kernel if weight is None else weight
-        lhs, rhs = operands
-        return super().__call__(equation, lhs, rhs, precision, preferred_element_type)
+        axes = tuple(plan.dimension_numbers[0][1])
+        operands[self.weight] = _read(self, kernel, axes)
+        out = super().__call__(equation, *operands, precision, preferred_element_type)
+        _write(self, kernel, axes)
+        return out
 
 
-def _weight(op: Any, kernel: Array, axes: tuple[int, ...]) -> Weight | None:
-    """Write the converted kernel and give None, or give the one that is stored; None where the recipe has it float."""
-    if op.recipe.fwd.rhs is None:
-        return None
-    if op.quant_mode == "convert":
-        state: Any = op._quant_state()
-        if op.recipe.sparsity is not None:
-            state["sparsity"] = {"mask": op.get_variable(native.OVERWRITE_WITH_GRADIENT, "sparsity_mask")}
-        tensor, scale = native.convert_kernel(op.recipe, kernel, axes, state)
-        _Frozen(name="qrhs").write({"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale}))
-        return None
+def _write(op: Any, kernel: Array, axes: tuple[int, ...]) -> None:
+    """Store the kernel in convert mode, with the quant state that the op has just made or read."""
+    if op.quant_mode != "convert" or op.recipe.fwd.rhs is None:
+        return
+    state: dict[str, dict[str, Any]] = {tensor: dict(fields) for tensor, fields in initial_state(op.recipe).items()}
+    if op.recipe.sparsity is not None:
+        state["sparsity"] = {"mask": None}
+    for tensor, fields in state.items():
+        for field in fields:
+            fields[field] = op.get_variable(native.OVERWRITE_WITH_GRADIENT, f"{tensor}_{field}")
+    converted, scale = native.convert_kernel(op.recipe, kernel, axes, state)
+    # Under jit there is no telling, and what is served is NaN.
+    if scale is not None and not op.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
+        raise ValueError(
+            f"layer {'/'.join(op.path[:-1])!r} has no amax history of its input, so {op.recipe.name!r} has no static "
+            "scale for it; train the model, or calibrate it with jaxquant.calibrate"
+        )
+    _Frozen(name="qrhs").write({"frozen": converted} | ({} if scale is None else {INPUT_SCALE: scale}))
+
+
+def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | Weight:
+    """Give the stored kernel in serve mode, else the float one; that too where the recipe leaves kernels in float."""
+    if op.quant_mode != "serve" or op.recipe.fwd.rhs is None:
+        return kernel
 
     def make() -> dict[str, Any]:
         shapes = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes), kernel)
@@ -124,7 +149,7 @@ def _weight(op: Any, kernel: Array, axes: tuple[int, ...]) -> Weight | None:
 
 
 def _shapes(recipe: Recipe, kernel: Array, *, axes: tuple[int, ...]) -> tuple[QTensor, Array | None]:
-    state: Any = native.initial_state(recipe)
+    state: Any = initial_state(recipe)
     if recipe.sparsity is not None:
         state["sparsity"] = {"mask": kernel}
     return native.convert_kernel(recipe, kernel, axes, state)

@@ -44,16 +44,17 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
             continue
         layer = _layer(path)
         free = [
-            key
+            (key, tuple(value.shape))
             for key, value in sorted(floats, key=lambda item: [_natural(k) for k in item[0]])
             if tuple(map(_name, key[:-1])) == layer
             and not _name(key[-1]).endswith("bias")
-            and math.prod(value.shape) == _size(tensor)
+            and math.prod(value.shape) == math.prod(_shape(tensor))
             and key not in found.values()
         ]
         if not free:
             raise ValueError(_both_sides(f"{_text(path)} has no float parameter", tensors, floats))
-        found[i] = free[0]
+        # Tiles and scanned layers give the tensor another shape than its kernel has.
+        found[i] = min(free, key=lambda item: item[1] != _shape(tensor))[0]
     return jax.tree_util.tree_unflatten(structure, [found.get(i) for i in range(len(tensors))])
 
 
@@ -76,8 +77,8 @@ def _is_tensor(node: Any) -> bool:
     return hasattr(node, "qvalue")
 
 
-def _size(tensor: Any) -> int:
-    return math.prod(jax.tree.leaves(tensor.qvalue)[0].shape)
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(jax.tree.leaves(tensor.qvalue)[0].shape)
 
 
 def _name(key: Any) -> str:
@@ -101,8 +102,6 @@ def _text(path: Path) -> str:
 
 
 def _both_sides(what: str, tensors: Any, floats: Any) -> str:
-    left = "".join(
-        f"\n  {_text(path)} {jax.tree.leaves(tensor.qvalue)[0].shape}" for path, tensor in tensors if _is_tensor(tensor)
-    )
+    left = "".join(f"\n  {_text(path)} {_shape(tensor)}" for path, tensor in tensors if _is_tensor(tensor))
     right = "".join(f"\n  {_text(path)} {tuple(value.shape)}" for path, value in floats)
     return f"{what}.\nquantized:{left}\nparameters:{right}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import flax.linen as nn
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant import remove_quantized_params
+from jaxquant.core.qtensor import QTensor
 from jaxquant.inject.handle import (
     QuantMode,
     configure_quantization,
@@ -20,6 +23,7 @@ from jaxquant.inject.handle import (
 )
 from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
+from tests.serving.models import filled
 
 pytest.importorskip("aqt")
 
@@ -87,14 +91,36 @@ def test_replicate_scale(mode, flag):
     assert configure_quantization(config, mode).replicate_scale is flag
 
 
-def test_backends_without_a_handle():
-    with pytest.raises(ValueError, match=r"call jaxquant\.maybe_quantize_model"):
-        configure_quantization({"quantization": "fp8_full"})
-    for mode in ("convert", "serve"):
-        with pytest.raises(
-            NotImplementedError, match=f"quant_mode_str '{mode}' is not implemented on quant_backend 'nat"
-        ):
-            configure_quantization({"quantization": "fp8"}, mode)
+def test_a_backend_without_a_handle():
+    for mode in ("train", "convert", "serve"):
+        with pytest.raises(ValueError, match=r"call jaxquant\.maybe_quantize_model"):
+            configure_quantization({"quantization": "fp8_full"}, mode)
+
+
+SPARSE = {"weight_sparsity_n": 2, "weight_sparsity_m": 4, "weight_sparsity_start_step": 0}
+NATIVE = {
+    "fp8": ("Fp8Einsum_0", "float8_e4m3fn", {}),
+    "fp8_current": ("Einsum_0", "float8_e4m3fn", {}),
+    "int8": ("Einsum_0", "int8", {}),
+    "int8w": ("Einsum_0", "int8", {}),
+    "nanoo_fp8": ("Fp8Einsum_0", "float8_e4m3fnuz", {}),
+    "fp8 in flax's numerics": ("Fp8Einsum_0", "float8_e4m3fn", {"amax_init": "flax"}),
+    "fp8_full sparse": ("Einsum_0", "float8_e4m3fn", SPARSE),
+}
+
+
+def native(case):
+    return {"quantization": case.split()[0], "quant_backend": "native"} | NATIVE[case][2]
+
+
+@functools.cache
+def native_modes(case):
+    """Run a model with a history in train and convert mode: its variables, both outputs and what was stored."""
+    config = native(case)
+    variables = filled(jax.eval_shape(quantize(config).init, jax.random.key(1), X))
+    trained = jax.jit(lambda v: quantize(config).apply(v, X))(variables)
+    converted, stored = jax.jit(lambda v: quantize(config, "convert").apply(v, X, mutable=["aqt"]))(variables)
+    return variables, trained, converted, stored
 
 
 @pytest.mark.parametrize("string", ["int8", "aqt_fp8", "aqt_fp8_full"])
@@ -110,25 +136,144 @@ def test_convert_and_serve_repeat_training_bit_for_bit(string):
     assert set(stored["aqt"]["block"]) == {"query", "out", "AqtEinsum_0"}
 
 
-def frozen(variables, layer, *more):
+@pytest.mark.parametrize("case", NATIVE)
+def test_native_convert_and_serve_repeat_training_bit_for_bit(case):
+    """What serves has none of the float kernels: the matched ones are gone, and zeros are in their place."""
+    config, (einsum, dtype, _) = native(case), NATIVE[case]
+    variables, trained, converted, stored = native_modes(case)
+    assert not np.array_equal(trained, Model(None).apply({"params": variables["params"]}, X))
+    kept = remove_quantized_params(variables["params"], stored["aqt"])
+    assert (kept["block"]["query"]["kernel"], kept["block"]["out"]["kernel"], kept["block"]["kernel"]) == ({}, {}, {})
+    for path in (("query", "bias"), ("out", "bias"), ("gate", "kernel")):
+        np.testing.assert_array_equal(kept["block"][path[0]][path[1]], variables["params"]["block"][path[0]][path[1]])
+    zeros = jax.tree.map(
+        lambda left, before: jnp.zeros_like(before) if isinstance(left, dict) else left,
+        kept,
+        variables["params"],
+        is_leaf=lambda node: node == {} if isinstance(node, dict) else False,
+    )
+    served = jax.jit(quantize(config, "serve").apply)({"params": zeros} | stored, X)
+    np.testing.assert_array_equal(trained, converted)
+    np.testing.assert_array_equal(converted, served)
+    assert set(stored["aqt"]["block"]) == {"query", "out", einsum}
+    for tensor in stored_tensors(stored):
+        assert tensor.qvalue.dtype == dtype
+        assert tensor.scale.size < tensor.qvalue.size
+
+
+def stored_tensors(stored):
+    return [leaf for leaf in jax.tree.leaves(stored["aqt"], is_leaf=is_tensor) if is_tensor(leaf)]
+
+
+def is_tensor(node):
+    return isinstance(node, QTensor)
+
+
+class Handing(nn.Module):
+    """A layer as MaxText's: while serving it has no kernel, and hands zeros over."""
+
+    quant: object
+
+    @nn.compact
+    def __call__(self, x, _):
+        def kernel(name, *shape):
+            if in_serve_mode(self.quant):
+                return jnp.zeros(shape)
+            return self.param(name, nn.initializers.normal(1.0), shape)
+
+        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        x = self.quant.dot_general_cls(("embed", "mlp"))()(x, kernel("wi", 8, 6), numbers)
+        return self.quant.einsum(("mlp", "embed"))("bf,fd->bd", x, kernel("wo", 6, 8)), None
+
+
+class Scanned(nn.Module):
+    quant: object
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, "aqt": 0, "_overwrite_with_gradient": 0}
+        options = {"length": 3, "metadata_params": {nn.PARTITION_NAME: "layers"}}
+        layers = nn.scan(Handing, variable_axes=axes, split_rngs={"params": True, "quant": True}, **options)
+        return layers(self.quant, name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize("case", ["fp8", "int8"])
+def test_native_models_that_hand_over_zeros_serve_under_a_scan(case):
+    train, convert, serve = (
+        Scanned(configure_quantization(native(case), mode)) for mode in ("train", "convert", "serve")
+    )
+    variables = filled(jax.eval_shape(train.init, jax.random.key(1), X))
+    trained = jax.jit(train.apply)(variables, X)
+    _, stored = jax.jit(lambda v: convert.apply(v, X, mutable=["aqt"]))(variables)
+    made = jax.eval_shape(serve.init, jax.random.key(0), X)
+    assert set(made) == {"aqt"}
+    specs = stored_tensors(nn.get_partition_spec(made))
+    assert [tuple(tensor.qvalue) for tensor in specs] == [("layers", "embed", "mlp"), ("layers", "mlp", "embed")]
+    np.testing.assert_array_equal(trained, jax.jit(serve.apply)(stored, X))
+    assert [tensor.shape for tensor in stored_tensors(stored)] == [(3, 8, 6), (3, 6, 8)]
+    assert remove_quantized_params(variables["params"], stored["aqt"]) == {"layers": {"wi": {}, "wo": {}}}
+
+
+def test_native_init_of_each_mode_makes_what_it_reads():
+    """Convert mode makes the same parameters and state as training; serve mode makes what convert mode writes."""
+    made = {
+        mode: jax.eval_shape(quantize(native("fp8"), mode).init, jax.random.key(1), X)
+        for mode in ("train", "convert", "serve")
+    }
+    assert made["convert"] == made["train"] | {"aqt": made["convert"]["aqt"]}
+    assert set(made["serve"]) == {"params", "aqt"}
+    assert nn.meta.unbox(made["serve"]["aqt"]) == made["convert"]["aqt"]
+
+
+def test_what_convert_and_serve_lack_is_named():
+    variables, _, _, stored = native_modes("fp8")
+    convert, serve = (quantize(native("fp8"), mode) for mode in ("convert", "serve"))
+    with pytest.raises(ValueError, match="layer 'block/query' serves and the collection 'aqt' has no converted kernel"):
+        serve.apply({"params": variables["params"]}, X)
+    with pytest.raises(ValueError, match="layer 'block/query' converts and the collection 'aqt' cannot be written; ap"):
+        convert.apply(variables, X)
+    with pytest.raises(ValueError, match="'fp8' at 'block/query' keeps state in the collection '_overwrite_with_grad"):
+        convert.apply({"params": variables["params"]}, X, mutable=["aqt"])
+    fresh = jax.jit(quantize(native("fp8")).init)(jax.random.key(1), X)
+    with pytest.raises(ValueError, match="layer 'block/query' has no amax history of its input, so 'fp8' has no stat"):
+        convert.apply(fresh, X, mutable=["aqt"])
+    del stored["aqt"]["block"]["out"]["Fp8DirectDotGeneralOp_0"]["qrhs"]["input_scale"]
+    with pytest.raises(ValueError, match="scales activations by a static scale and the converted kernel of shape"):
+        serve.apply(variables | stored, X)
+
+
+def test_native_einsum_that_sums_its_kernel_is_refused():
+    class Summing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            quant = configure_quantization({"quantization": "int8", "quant_backend": "native"}, "convert")
+            return quant.einsum()("bd,dfg->bf", x, self.param("kernel", nn.initializers.normal(1.0), (8, 5, 2)))
+
+    with pytest.raises(NotImplementedError, match="einsum 'bd,dfg->bf' sums its kernel by itself"):
+        jax.eval_shape(Summing().init, jax.random.key(0), X)
+
+
+def frozen(variables, layer):
     tensor = variables["aqt"]["block"][layer]
-    for name in (*more, "AqtDotGeneral_0", "qrhs", "frozen"):
-        tensor = tensor[name]
-    return tensor
+    while "qrhs" not in tensor:
+        (tensor,) = tensor.values()
+    return tensor["qrhs"]["frozen"]
 
 
 @pytest.mark.parametrize("replicate", [False, True])
-def test_stored_tensors_are_named_after_the_kernels_axes(replicate):
-    config = {"quantization": "int8", "quant_backend": "aqt", "replicate_quant_scale": replicate}
+@pytest.mark.parametrize("backend", ["aqt", "native"])
+def test_stored_tensors_are_named_after_the_kernels_axes(backend, replicate):
+    config = {"quantization": "int8", "quant_backend": backend, "replicate_quant_scale": replicate}
     specs = nn.get_partition_spec(jax.eval_shape(quantize(config, "serve").init, jax.random.key(0), X))
-    for layer, more, names, scale in (
-        ("query", (), ("embed", "heads", "kv"), (None, "heads", "kv")),
-        ("out", (), ("heads", "kv", "embed"), (None, None, "embed")),
-        ("AqtEinsum_0", (), ("embed", "mlp"), (None, "mlp")),
+    for layer, names, scale in (
+        ("query", ("embed", "heads", "kv"), (None, "heads", "kv")),
+        ("out", ("heads", "kv", "embed"), (None, None, "embed")),
+        ("AqtEinsum_0" if backend == "aqt" else "Einsum_0", ("embed", "mlp"), (None, "mlp")),
     ):
-        tensor = frozen(specs, layer, *more)
+        tensor = frozen(specs, layer)
         assert tuple(tensor.qvalue) == names
-        assert tuple(tensor.scale[0]) == ((None,) * len(scale) if replicate else scale)
+        stored = tensor.scale[0] if backend == "aqt" else tensor.scale
+        assert tuple(stored) == ((None,) * len(scale) if replicate else scale)
 
 
 def test_recipes_by_path(tmp_path):

@@ -100,7 +100,7 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "does not exist; give the folder of a run" in told(tmp_path / "absent")
-    assert "has no config.yml; give the folder of a run" in told(tmp_path)
+    assert "has neither config.yml nor jaxquant.json; give the folder of a run" in told(tmp_path)
     shutil.copy(run / "config.yml", tmp_path)
     assert "has no checkpoint; let the run reach its first one" in told(tmp_path)
     copy = tmp_path / "other"

@@ -1,0 +1,231 @@
+"""Trees of hand-plumbed models: which float parameter each quantized tensor replaces, and that no other goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.tree_util import DictKey
+
+from jaxquant import match_aqt_and_unquantized_param, remove_quantized_params
+from jaxquant.core.qtensor import QTensor
+
+
+def tensor(*shape: int) -> QTensor:
+    return QTensor(jnp.zeros(shape, jnp.int8), jnp.ones((1,) * len(shape)))
+
+
+def frozen(value: Any) -> dict[str, Any]:
+    return {"qrhs": {"frozen": value}}
+
+
+def param(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Make a tree of "/"-joined paths."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        inner = tree
+        *parents, last = path.split("/")
+        for name in parents:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return tree
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, QTensor)
+
+
+def flat(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): value for path, value in pairs}
+
+
+def replaced(quantized: dict[str, Any], params: dict[str, Any]) -> dict[str, str]:
+    """Match two flat trees and give path of the op -> path of the parameter."""
+    found = match_aqt_and_unquantized_param(nested(quantized), nested(params))
+    paths = flat(found, is_leaf=lambda node: isinstance(node, tuple))
+    return {op.split("/qrhs")[0]: "/".join(key.key for key in path) for op, path in paths.items()}
+
+
+# Path of each op with the shape of its tensor, shapes of the parameters, and which parameter each op replaces.
+EXPERTS = {f"moe/{name}": (4, 8, 6) for name in ("wi_0", "wi_1")} | {"moe/wo": (4, 6, 8)}
+BIASES = {"moe/wi_0_bias": (4, 6), "moe/wi_1_bias": (4, 6), "moe/wo_bias": (4, 8)}
+GATE = {"moe/gate/kernel": (8, 4), "moe/gate/bias": (4,)}
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str]]] = {
+    "dense": (
+        {"wi/AqtDotGeneral_0": (8, 6)},
+        {"wi/kernel": (8, 6)},
+        {"wi/AqtDotGeneral_0": "wi/kernel"},
+    ),
+    "dense with a bias": (
+        {"wi/AqtDotGeneral_0": (8, 6)},
+        {"wi/bias": (6,), "wi/kernel": (8, 6)},
+        {"wi/AqtDotGeneral_0": "wi/kernel"},
+    ),
+    "an einsum of AQT, with its dot_general inside": (
+        {"moe/AqtEinsum_0/AqtDotGeneral_0": (8, 6), "moe/AqtEinsum_1/AqtDotGeneral_0": (6, 8)},
+        {"moe/wi": (8, 6), "moe/wo": (6, 8)},
+        {"moe/AqtEinsum_0/AqtDotGeneral_0": "moe/wi", "moe/AqtEinsum_1/AqtDotGeneral_0": "moe/wo"},
+    ),
+    "a bias of the kernel's size": (
+        {"wi/AqtDotGeneral_0": (1, 6)},
+        {"wi/bias": (6,), "wi/kernel": (1, 6)},
+        {"wi/AqtDotGeneral_0": "wi/kernel"},
+    ),
+    "tiled": (
+        {"attention/query/AqtDotGeneral_0": (2, 4, 4, 6)},
+        {"attention/query/kernel": (8, 4, 6)},
+        {"attention/query/AqtDotGeneral_0": "attention/query/kernel"},
+    ),
+    "experts with biases": (
+        {"moe/AqtEinsum_0": (4, 8, 6), "moe/AqtEinsum_1": (4, 8, 6), "moe/AqtEinsum_2": (4, 6, 8)},
+        EXPERTS | BIASES,
+        {f"moe/AqtEinsum_{i}": f"moe/{name}" for i, name in enumerate(("wi_0", "wi_1", "wo"))},
+    ),
+    "experts whose gate has its own path": (
+        {f"moe/AqtEinsum_{i}": (4, 8, 6) for i in range(2)}
+        | {"moe/AqtEinsum_2": (4, 6, 8), "moe/gate/AqtDotGeneral_0": (8, 4)},
+        EXPERTS | BIASES | GATE,
+        {f"moe/AqtEinsum_{i}": f"moe/{name}" for i, name in enumerate(("wi_0", "wi_1", "wo"))}
+        | {"moe/gate/AqtDotGeneral_0": "moe/gate/kernel"},
+    ),
+    "experts whose names are in another order": (
+        {"moe/Einsum_0": (4, 8, 6), "moe/Einsum_1": (4, 8, 6), "moe/Einsum_2": (4, 6, 8)},
+        {"moe/down": (4, 6, 8), "moe/gate": (4, 8, 6), "moe/up": (4, 8, 6)},
+        {f"moe/Einsum_{i}": f"moe/{name}" for i, name in enumerate(("gate", "up", "down"))},
+    ),
+    "experts with a scale each": (
+        {"moe/AqtEinsum_0": (4, 8, 6)},
+        {"moe/per_expert_scale": (4,), "moe/wi_0": (4, 8, 6)},
+        {"moe/AqtEinsum_0": "moe/wi_0"},
+    ),
+    "einsums whose numbers have two digits": (
+        {f"moe/AqtEinsum_{i}": (8, 6) for i in range(12)},
+        {f"moe/w_{i}": (8, 6) for i in range(12)},
+        {f"moe/AqtEinsum_{i}": f"moe/w_{i}" for i in range(12)},
+    ),
+    "native names": (
+        {
+            "moe/Einsum_0": (4, 8, 6),
+            "moe/Einsum_1": (4, 8, 6),
+            "moe/Einsum_2": (4, 6, 8),
+            "a/DotGeneral_0": (8, 2),
+            "b/Fp8DirectDotGeneralOp_0": (8, 2),
+            "c/NANOOFp8DotGeneralOp_0": (8, 2),
+            "d/Fp8Einsum_0": (8, 2),
+        },
+        EXPERTS | BIASES | {f"{name}/kernel": (8, 2) for name in "abcd"} | {f"{name}/bias": (2,) for name in "abcd"},
+        {f"moe/Einsum_{i}": f"moe/{name}" for i, name in enumerate(("wi_0", "wi_1", "wo"))}
+        | {
+            "a/DotGeneral_0": "a/kernel",
+            "b/Fp8DirectDotGeneralOp_0": "b/kernel",
+            "c/NANOOFp8DotGeneralOp_0": "c/kernel",
+            "d/Fp8Einsum_0": "d/kernel",
+        },
+    ),
+    "scanned layers": (
+        {"layers/wi/AqtDotGeneral_0": (3, 8, 6), "layers/wo/AqtDotGeneral_0": (3, 6, 8)},
+        {"layers/wi/kernel": (8, 3, 6), "layers/wo/kernel": (6, 3, 8), "layers/norm/scale": (8, 3)},
+        {
+            "layers/wi/AqtDotGeneral_0": "layers/wi/kernel",
+            "layers/wo/AqtDotGeneral_0": "layers/wo/kernel",
+        },
+    ),
+    "layers of one shape": (
+        {f"layers_{i}/wi/AqtDotGeneral_0": (8, 6) for i in (10, 2, 1)},
+        {f"layers_{i}/wi/kernel": (8, 6) for i in (1, 2, 10)},
+        {f"layers_{i}/wi/AqtDotGeneral_0": f"layers_{i}/wi/kernel" for i in (1, 2, 10)},
+    ),
+    "a kernel at the root": (
+        {"AqtEinsum_0": (8, 6)},
+        {"kernel": (8, 6), "norm/scale": (48,)},
+        {"AqtEinsum_0": "kernel"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_tensor_finds_its_parameter(case: str):
+    ops, shapes, expected = CASES[case]
+    quantized = {f"{path}/qrhs/frozen": tensor(*shape) for path, shape in ops.items()}
+    assert replaced(quantized, {path: param(*shape) for path, shape in shapes.items()}) == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_has_a_tensor_goes_and_all_else_stays(case: str):
+    ops, shapes, expected = CASES[case]
+    quantized = nested({f"{path}/qrhs/frozen": tensor(*shape) for path, shape in ops.items()})
+    more = {"decoder_norm/scale": param(8), "logits_dense/kernel": param(8, 6)}
+    params = {path: param(*shape) for path, shape in shapes.items()} | more
+    kept = remove_quantized_params(nested(params), quantized)
+    gone = set(expected.values())
+    assert flat(kept) == {path: value for path, value in params.items() if path not in gone}
+    for path in gone:
+        inner = kept
+        for name in path.split("/"):
+            inner = inner[name]
+        assert inner == {}
+
+
+def test_the_answer_has_the_form_of_the_collection():
+    """Key paths where tensors are, None where an input's scale is beside one; what is given stays as it is."""
+    collection = {"wi": {"DotGeneral_0": {"qrhs": {"frozen": tensor(8, 6), "input_scale": jnp.ones((1,))}}}}
+    params = {"wi": {"kernel": jnp.ones((8, 6)), "bias": jnp.ones((6,))}}
+    found = match_aqt_and_unquantized_param(collection, params)
+    assert found == {
+        "wi": {"DotGeneral_0": {"qrhs": {"frozen": (DictKey("wi"), DictKey("kernel")), "input_scale": None}}}
+    }
+    kept = remove_quantized_params(params, collection)
+    assert kept["wi"]["kernel"] == {}
+    np.testing.assert_array_equal(kept["wi"]["bias"], params["wi"]["bias"])
+    assert isinstance(params["wi"]["kernel"], jax.Array)
+    assert is_tensor(collection["wi"]["DotGeneral_0"]["qrhs"]["frozen"])
+
+
+def test_nothing_quantized_removes_nothing():
+    params = {"wi": {"kernel": jnp.ones((8, 6))}}
+    assert remove_quantized_params(params, {})["wi"]["kernel"] is params["wi"]["kernel"]
+
+
+MISMATCHES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], str]] = {
+    "no such layer": (
+        {"wo/AqtDotGeneral_0": (8, 6)},
+        {"wi/kernel": (8, 6)},
+        "wo/AqtDotGeneral_0/qrhs/frozen",
+    ),
+    "another size": ({"wi/AqtDotGeneral_0": (8, 6)}, {"wi/kernel": (8, 5)}, "wi/AqtDotGeneral_0/qrhs/frozen"),
+    "a bias alone": ({"wi/AqtDotGeneral_0": (1, 6)}, {"wi/bias": (6,)}, "wi/AqtDotGeneral_0/qrhs/frozen"),
+    "an expert's bias alone": ({"moe/AqtEinsum_0": (4, 6)}, {"moe/wi_0_bias": (4, 6)}, "moe/AqtEinsum_0/qrhs/frozen"),
+    "two for one": (
+        {"moe/AqtEinsum_0": (8, 6), "moe/AqtEinsum_1": (8, 6)},
+        {"moe/wi": (8, 6)},
+        "moe/AqtEinsum_1/qrhs/frozen",
+    ),
+    "a layer deeper": ({"wi/AqtDotGeneral_0": (8, 6)}, {"wi/inner/kernel": (8, 6)}, "wi/AqtDotGeneral_0/qrhs/frozen"),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+@pytest.mark.parametrize(
+    "function",
+    [match_aqt_and_unquantized_param, lambda quantized, params: remove_quantized_params(params, quantized)],
+    ids=["match", "remove"],
+)
+def test_trees_that_do_not_match_are_an_error_with_both_sides(case: str, function: Any):
+    ops, shapes, named = MISMATCHES[case]
+    quantized = nested({f"{path}/qrhs/frozen": tensor(*shape) for path, shape in ops.items()})
+    params = nested({path: param(*shape) for path, shape in shapes.items()})
+    with pytest.raises(ValueError, match=f"^{named} has no float parameter") as caught:
+        function(quantized, params)
+    first, *rest = str(caught.value).splitlines()
+    assert first == f"{named} has no float parameter."
+    left = [f"  {path}/qrhs/frozen {shape}" for path, shape in sorted(ops.items())]
+    right = [f"  {path} {shape}" for path, shape in sorted(shapes.items())]
+    assert rest == ["quantized:", *left, "parameters:", *right]

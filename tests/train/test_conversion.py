@@ -1,0 +1,411 @@
+"""Conversion of runs: what serves from the files is the trained model, bit for bit, and what does not fit is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+import jaxquant
+from jaxquant import serving
+from jaxquant import state as quantization_state
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, nbytes
+from scripts import convert as script
+from tests.numerics import checkpoint_overhead
+from tests.serving.trees import assert_same
+from tests.train.conftest import STEPS
+from train.config import TrainConfig
+from train.conversion import Conversion, convert_run, converted_shapes, served_config
+from train.evaluation import contenders
+from train.frameworks import make_model
+from train.model import Decoder
+from train.serving import Served, open_served
+
+KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
+KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]
+SCHEMES = {
+    "fp8": ("native", "linen", "float8_e4m3fn"),
+    "int8": ("aqt", "linen", "int8"),
+    "fp8_full": ("qwix", "linen", "float8_e4m3fn"),
+    "fp8 nnx": ("native", "nnx", "float8_e4m3fn"),
+}
+NAMES = ["fp8", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_full", "fp8 nnx"))]
+Logits = Callable[[Served], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run, the folder that it was converted to, and what the conversion said of it."""
+
+    run: Path
+    out: Path
+    made: Conversion
+    said: list[str]
+
+
+@pytest.fixture(scope="module")
+def runs(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return name of a scheme -> folder of a run with it.
+
+    Without quant state it is the unquantized run under another configuration: nothing is trained for it alone.
+    """
+    folders: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name in ("", "fp8"):
+            return finished(name)
+        if name not in folders:
+            string, _, framework = name.partition(" ")
+            folder = tmp_path_factory.mktemp("run") / "run"
+            fields = {"quantization": string, "framework": framework or "linen"}
+            folders[name] = configured(finished("fp8" if string == "fp8" else ""), folder, **fields)
+        return folders[name]
+
+    return get
+
+
+def configured(run: Path, folder: Path, **fields: Any) -> Path:
+    """Copy a run and change its configuration."""
+    shutil.copytree(run, folder)
+    config = folder / "config.yml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | fields))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Return name of a scheme -> its converted run, made once."""
+    cases: dict[str, Case] = {}
+
+    def get(name: str) -> Case:
+        if name not in cases:
+            run, out, said = runs(name), tmp_path_factory.mktemp("converted") / "out", []
+            cases[name] = Case(run, out, convert_run(run, out, say=said.append), said)
+        return cases[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def logits() -> Logits:
+    """Return the logits of a packed batch; one program a model."""
+
+    def run(served: Served) -> np.ndarray:
+        inputs = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 32)), jnp.int32)
+        segments = jnp.asarray([[1] * 12 + [2] * 20, [1] * 32, [1] * 30 + [0] * 2])
+        positions = jnp.asarray([[*range(12), *range(20)], [*range(32)], [*range(30), 0, 0]])
+        rngs = {"quant": jax.random.key(0)}
+        apply = jax.jit(lambda params, state: served.model.apply(params, state, inputs, segments, positions, rngs=rngs))
+        return np.asarray(apply(served.params, served.quant_state))
+
+    return run
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, QTensor)
+
+
+def at(tree: Any, path: str) -> Any:
+    for name in path.split("/"):
+        tree = tree[name]
+    return tree
+
+
+def require(backend: str) -> None:
+    if backend != "native":
+        pytest.importorskip(backend)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_served_from_disk_is_what_was_trained(name: str, converted: Any, logits: Logits):
+    backend, framework, _ = SCHEMES[name]
+    require(backend)
+    case = converted(name)
+    trained, served = open_served(case.run), open_served(case.out)
+    assert (served.config.framework, served.config.resolved_backend) == (framework, backend)
+    assert served.config == dataclasses.replace(trained.config, checkpoint_is_quantized=True)
+    assert served.step == trained.step == case.made.step
+    assert served.quant_state == {}
+    np.testing.assert_array_equal(logits(trained), logits(served))
+    off = contenders(case.run, [])[0].served
+    assert (logits(off) != logits(served)).any()  # so it is the quantized model that both are
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tree_is_that_of_jaxquant_convert(name: str, converted: Any):
+    backend, framework, dtype = SCHEMES[name]
+    require(backend)
+    case = converted(name)
+    trained = open_served(case.run)
+    tokens = jnp.zeros((1, 32), jnp.int32)
+    variables = quantization_state.merge(trained.params, trained.quant_state)
+    if framework == "nnx":  # NNX names the ops otherwise; the files are those of Linen
+        linen = dataclasses.replace(trained.config, framework="linen")
+        expected = jaxquant.convert(variables, linen, tokens, model=Decoder(trained.shape))["params"]
+    else:
+        expected = jaxquant.convert(variables, trained.config, tokens, model=Decoder(trained.shape))["params"]
+    found = serving.load(case.out)
+    assert_same(found.params, expected)
+    assert found.extra["step"] == trained.step
+    shapes = converted_shapes(trained.config, trained.shape, tokens)
+    assert jax.tree.structure(shapes) == jax.tree.structure(found.params)
+    for path in KERNELS:
+        layer = at(found.params, path)
+        assert layer["kernel"].qvalue.dtype == dtype
+        assert (INPUT_SCALE in layer) == (trained.quant_state != {})
+        assert INPUT_SCALE not in layer or (layer[INPUT_SCALE] > 0).all()
+    assert set(case.made.layers) == set(KERNELS)
+    assert set(case.made.layers.values()) == {trained.config.quantization}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_those_of_the_format(name: str, converted: Any):
+    """One byte an element of a kernel, its scales, and what stays float; on disk no more than the files' own."""
+    require(SCHEMES[name][0])
+    case = converted(name)
+    found = serving.load(case.out)
+    leaves = jax.tree_util.tree_leaves_with_path(found.params, is_leaf=is_tensor)
+    kernels = {path: leaf for path, leaf in leaves if is_tensor(leaf)}
+    for tensor in kernels.values():
+        scales = tensor.scale.nbytes
+        assert scales <= 4 * tensor.qvalue.size // 16  # 16: the shortest axis that is contracted
+        assert nbytes(tensor) == math.prod(tensor.shape) + scales
+    held = sum(nbytes(leaf) if is_tensor(leaf) else leaf.nbytes for _, leaf in leaves)
+    assert held == case.made.bytes_quantized
+    floats = sum(leaf.size for leaf in jax.tree.leaves(open_served(case.run).params))
+    assert (case.made.bytes_f32, case.made.bytes_bf16) == (4 * floats, 2 * floats)
+    on_disk = sum(path.stat().st_size for path in case.out.rglob("*") if path.is_file())
+    arrays = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(found.params)]
+    words = len(json.dumps([found.config, found.extra], indent=2))
+    assert held <= on_disk <= held + checkpoint_overhead(arrays) + words
+
+
+def test_bfloat16_embeddings_are_written_as_they_are_read(runs: Any, tmp_path: Path, logits: Logits):
+    configured(runs(""), tmp_path / "run", quantization="int8", dtype="bfloat16", quant_backend="native")
+    convert_run(tmp_path / "run", tmp_path / "out", say=lambda text: None)
+    served = open_served(tmp_path / "out")
+    assert served.params["token_embedder"]["embedding"].dtype == jnp.bfloat16
+    assert at(served.params, "layers/mlp/wi_0/kernel").qvalue.dtype == jnp.int8
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(served.params["decoder_norm"])} == {"float32"}
+    np.testing.assert_array_equal(logits(open_served(tmp_path / "run")), logits(served))
+
+
+# Post-training.
+
+
+@pytest.mark.parametrize(("string", "dtype"), [("int8w", "int8"), ("int4w", "int4"), ("fp8", "float8_e4m3fn")])
+def test_an_unquantized_run_is_converted_after_training(
+    string: str, dtype: str, runs: Any, tmp_path: Path, logits: Logits
+):
+    said: list[str] = []
+    made = convert_run(runs(""), tmp_path / "out", {"quantization": string}, calibration_batches=2, say=said.append)
+    served, float_ = open_served(tmp_path / "out"), open_served(runs(""))
+    assert made.config.quantization == string
+    assert any(text.startswith("calibrating fp8 on 2 batches of held-out text") for text in said) == (string == "fp8")
+    for path in KERNELS:
+        layer = at(served.params, path)
+        assert layer["kernel"].qvalue.dtype == dtype
+        assert (INPUT_SCALE in layer) == (string == "fp8")
+        assert string != "fp8" or (np.asarray(layer[INPUT_SCALE]) > 0).all()
+    # Served is the float model with quantized layers: nearer to it than 0 is, and not the same.
+    exact, found = logits(float_), logits(served)
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert 0 < error < 1
+
+
+def test_weight_only_is_the_float_model_of_the_rounded_kernels(runs: Any, tmp_path: Path):
+    convert_run(runs(""), tmp_path / "out", {"quantization": "int8w"}, say=lambda text: None)
+    served, float_ = open_served(tmp_path / "out"), open_served(runs(""))
+    for path in KERNELS:
+        tensor, kernel = at(served.params, path)["kernel"], at(float_.params, path)["kernel"]
+        off = np.abs(np.asarray(tensor.qvalue, np.float32) * tensor.scale - kernel)
+        assert (off <= np.asarray(tensor.scale) * 0.501).all()  # half a step, and a last bit of the product
+
+
+def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_path: Path, logits: Logits):
+    """Nothing is left of fp8, neither its scales nor options of it; the numbers are those of the unquantized run's."""
+    made = convert_run(runs("fp8"), tmp_path / "out", {"quantization": "int8w"}, say=lambda text: None)
+    assert (made.config.quantization, set(made.layers.values())) == ("int8w", {"int8w"})
+    served = open_served(tmp_path / "out")
+    assert INPUT_SCALE not in at(served.params, KERNELS[0])
+    assert at(served.params, KERNELS[0])["kernel"].qvalue.dtype == jnp.int8
+    tokens = jnp.zeros((1, 32), jnp.int32)
+    params = open_served(runs("fp8")).params
+    expected = jaxquant.convert({"params": params}, {"quantization": "int8w"}, tokens, model=Decoder(served.shape))
+    assert_same(served.params, expected["params"])
+
+
+def test_served_config_replaces_all_or_lays_over():
+    config = TrainConfig(quantization="fp8", amax_init="flax", rules=[{"path": ".*wo", "recipe": None}])
+    over = served_config(config, {"quant_backend": "native"})
+    assert (over.quantization, over.amax_init, over.rules) == ("fp8", "flax", config.rules)
+    anew = served_config(config, {"quantization": "int8w"})
+    assert (anew.quantization, anew.amax_init, anew.rules) == ("int8w", TrainConfig().amax_init, TrainConfig().rules)
+    assert served_config(config, {}) == config
+    with pytest.raises(
+        ValueError, match=r"^steps is no field of the quantization; a conversion changes quantization_l"
+    ):
+        served_config(config, {"steps": 3})
+
+
+def test_a_step_is_chosen(runs: Any, tmp_path: Path):
+    made = convert_run(runs("fp8"), tmp_path / "out", step=STEPS - 3, say=lambda text: None)
+    assert (made.step, open_served(tmp_path / "out").step) == (STEPS - 3, STEPS - 3)
+
+
+# Models on converted parameters.
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_make_model_runs_on_what_convert_gives(framework: str, converted: Any, logits: Logits):
+    """The files of one framework serve in the other, to the same bits."""
+    case = converted("fp8")
+    served = open_served(case.out)
+    config = dataclasses.replace(served.config, framework=framework)
+    model = make_model(config, served.shape, jnp.zeros((1, 32), jnp.int32))
+    np.testing.assert_array_equal(logits(dataclasses.replace(served, model=model)), logits(open_served(case.run)))
+
+
+# What is refused.
+
+
+def test_what_cannot_be_converted_is_named(runs: Any, tmp_path: Path):
+    def error(
+        kind: type[Exception], run: Path, changes: Any = None, out: Path = tmp_path / "out", **options: Any
+    ) -> str:
+        with pytest.raises(kind) as caught:
+            convert_run(run, out, changes, say=lambda text: None, **options)
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    fp8, plain = runs("fp8"), runs("")
+    assert error(FileExistsError, fp8, out=tmp_path) == f"{tmp_path} exists; choose another folder or remove it"
+    assert error(ValueError, plain) == f"run {plain} is not quantized; say how to serve it, as with quantization=int8"
+    assert error(ValueError, fp8, {"quantization": ""}).startswith(f"run {fp8} is not quantized; say how")
+    assert error(ValueError, fp8, {"steps": 3}).startswith("steps is no field of the quantization; a conversion chan")
+    assert "int7" in error(ValueError, fp8, {"quantization": "int7"})
+    assert "does not exist; give a folder that `python -m train` wrote" in error(FileNotFoundError, tmp_path / "absent")
+    assert f"has no checkpoint of step 5; it has {STEPS - 3}, {STEPS}" in error(ValueError, fp8, step=5)
+
+
+def test_command(runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--checkpoint", str(runs("fp8")), "--out", str(tmp_path / "out")]
+    assert script.main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [line for line in out.splitlines() if line.startswith("converted ")][-1].startswith("converted 11 of 11: ")
+    assert f"{tmp_path}/out: step {STEPS} of {runs('fp8')} in fp8 on native, 7 kernels converted." in out
+    assert open_served(tmp_path / "out").config.quantization == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "message"),
+    [
+        ("", [], "is not quantized; say how to serve it, as with quantization=int8"),
+        ("", ["--quantization", "int7"], "int7"),
+        ("", ["quantization=int8", "steps=3"], "steps is no field of the quantization"),
+        ("", ["banana"], "banana"),
+        ("", ["--quantization", "fp8", "--calibration-batches", "0"], "--calibration-batches 0 must be at least 1"),
+        ("fp8", ["--step", "5"], "has no checkpoint of step 5; it has"),
+        ("fp8", ["--out", "."], ". exists; choose another folder or remove it"),
+        ("fp8", ["--checkpoint", "absent"], "run folder absent does not exist"),
+    ],
+)
+def test_command_refuses(run: str, words: list[str], message: str, runs: Any, tmp_path: Path, capsys: Any):
+    assert script.main(["--checkpoint", str(runs(run)), "--out", str(tmp_path / "out"), *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)
+    assert not (tmp_path / "out").exists()
+
+
+def resaved(case: Case, folder: Path, change: Callable[[dict[str, Any]], Any], **train_fields: Any) -> Path:
+    """Write a converted checkpoint anew with another tree, or another configuration."""
+    found = serving.load(case.out)
+    tree = jax.tree.map(lambda leaf: leaf, found.params, is_leaf=is_tensor)
+    change(tree)
+    extra = dict(found.extra)
+    extra["train"] = extra["train"] | train_fields
+    serving.save(folder, tree, found.config, extra=extra)
+    return folder
+
+
+def _keep(tree: Any) -> None:
+    del tree
+
+
+def _drop_leaf(tree: Any) -> None:
+    del tree["layers"]["mlp"]["wo"]["kernel"]
+
+
+def _drop_scale(tree: Any) -> None:
+    del tree["layers"]["mlp"]["wo"][INPUT_SCALE]
+
+
+def _add_leaf(tree: Any) -> None:
+    tree["layers"]["mlp"]["wi_2"] = {"kernel": jnp.ones((2, 3))}
+
+
+def _in_float(tree: Any) -> None:
+    kernel = tree["layers"]["mlp"]["wo"]["kernel"]
+    tree["layers"]["mlp"]["wo"]["kernel"] = jnp.zeros(kernel.shape)
+
+
+def _in_int8(tree: Any) -> None:
+    layer = tree["layers"]["mlp"]["wo"]
+    layer["kernel"] = dataclasses.replace(layer["kernel"], qvalue=layer["kernel"].qvalue.astype(jnp.int8))
+
+
+MISFITS: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]] = {
+    "missing leaf": (_drop_leaf, {}, ("layers/mlp/wo/kernel",)),
+    "missing input scale": (_drop_scale, {}, ("layers/mlp/wo/input_scale",)),
+    "leaf too many": (_add_leaf, {}, ("layers/mlp/wi_2/kernel",)),
+    "kernel in float": (_in_float, {}, ("layers/mlp/wo/kernel", "float32", "float8_e4m3fn")),
+    "kernel of another dtype": (_in_int8, {}, ("layers/mlp/wo/kernel", "int8", "float8_e4m3fn")),
+    "wider decoder": (_keep, {"mlp_dim": 96}, ("layers/mlp/wi_0/kernel", "(2, 32, 64)", "(2, 32, 96)")),
+    "layers not scanned": (_keep, {"scan_layers": False}, ("layers/mlp/wi_0/kernel", "layers_0/mlp/wi_0/kernel")),
+    "another recipe": (_keep, {"quantization": "int8w"}, ("layers/mlp/wo/kernel", "float8_e4m3fn", "int8")),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_checkpoint_that_does_not_fit_its_decoder_names_both_sides(misfit: str, converted: Any, tmp_path: Path):
+    change, fields, named = MISFITS[misfit]
+    folder = resaved(converted("fp8"), tmp_path / "out", change, **fields)
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
+        open_served(folder)
+    for text in named:
+        assert text in str(caught.value), str(caught.value)
+
+
+def test_overrides_of_a_converted_checkpoint(converted: Any, tmp_path: Path):
+    out = converted("fp8").out
+    with pytest.raises(ValueError, match=rf"^quantization cannot be changed in the converted checkpoint {out}; c"):
+        open_served(out, {"quantization": "int8"})
+    served = open_served(out, {"quantize_kvcache": True, "kv_quant_dtype": "int8"})
+    assert served.engine(slots=1).empty().key.dtype == jnp.int8
+    assert open_served(out).engine(slots=1).empty().key.dtype == jnp.float32
+
+
+def test_a_folder_without_a_decoder_or_damaged_is_refused(converted: Any, tmp_path: Path):
+    out = converted("fp8").out
+    serving.save(tmp_path / "plain", serving.load(out).params, {"quantization": "fp8"})
+    with pytest.raises(ValueError, match=r"plain holds no decoder of a training run; load it with jaxquant\.s"):
+        open_served(tmp_path / "plain")
+    copy = Path(shutil.copytree(out, tmp_path / "copy"))
+    (copy / "jaxquant.json").unlink()
+    with pytest.raises(ValueError, match=r"jaxquant\.json"):
+        open_served(copy)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has neither config\.yml nor jaxquant\.json"):
+        open_served(tmp_path / "empty")

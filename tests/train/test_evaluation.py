@@ -1,0 +1,135 @@
+"""Evaluation: one table of the float model, the trained one and what serves, the last two the same to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scripts import evaluate as script
+from tests.numerics import EVALUATION_DIFFERENCE_RTOL, EVALUATION_LOSS_ATOL
+from train.conversion import convert_run
+from train.data import make_iterators
+from train.evaluation import Contender, contenders, evaluate
+from train.serving import open_served
+
+
+@pytest.fixture(scope="module")
+def run(finished: Any) -> Path:
+    return finished("fp8")
+
+
+@pytest.fixture(scope="module")
+def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of the run as it was trained, and in weight-only int4."""
+    folder = tmp_path_factory.mktemp("converted")
+    convert_run(run, folder / "fp8", say=lambda text: None)
+    convert_run(run, folder / "int4w", {"quantization": "int4w"}, say=lambda text: None)
+    return [folder / "fp8", folder / "int4w"]
+
+
+@pytest.fixture(scope="module")
+def rows(run: Path, served: list[Path]) -> dict[str, dict[str, Any]]:
+    return {row["model"].rpartition("/")[2]: row for row in evaluate(contenders(run, served))}
+
+
+def test_what_serves_is_what_was_trained(rows: Any):
+    assert list(rows) == ["float", "trained", "fp8", "int4w"]
+    assert [row["quantization"] for row in rows.values()] == ["none", "fp8", "fp8", "int4w"]
+    assert [row["backend"] for row in rows.values()] == ["–", "native", "native", "native"]
+    assert rows["fp8"]["to the one before"] == 0
+    same = ("held-out loss", "gap", "agreement", "max |Δ logit| to first")
+    assert [rows["trained"][name] for name in same] == [rows["fp8"][name] for name in same]
+
+
+def test_the_first_is_compared_with_itself_and_the_others_differ(rows: Any):
+    first = rows["float"]
+    assert (first["gap"], first["agreement"]) == ("+0.00%", "100.00%")
+    assert (first["max |Δ logit| to first"], first["to the one before"]) == (0, 0)
+    assert rows["trained"]["max |Δ logit| to first"] == rows["trained"]["to the one before"] > 0
+    assert rows["int4w"]["to the one before"] > 0
+    assert rows["int4w"]["max |Δ logit| to first"] > rows["trained"]["max |Δ logit| to first"]
+    assert rows["fp8"]["MB"] < rows["trained"]["MB"] == first["MB"]
+    assert rows["int4w"]["MB"] < rows["fp8"]["MB"]
+
+
+def test_numbers_are_those_of_a_plain_loop(run: Path, served: list[Path]):
+    """Loss, agreement and the largest difference from whole arrays of float64, padding left out."""
+    models = [Contender("float", contenders(run, [])[0].served), Contender("int4w", open_served(served[1]))]
+    config = dataclasses.replace(models[0].served.config, eval_batches=2)
+    losses, counts, agreed, largest = np.zeros(2), 0, 0, 0.0
+    for batch in make_iterators(config, config.batch_size).held_out():
+        inputs = [jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions")]
+        real, logits = batch["segment_ids"] > 0, []
+        for index, model in enumerate(models):
+            m = model.served
+            found = jax.jit(m.model.apply)(m.params, m.quant_state, *inputs, rngs={"quant": jax.random.key(0)})
+            found = np.asarray(found, np.float64)
+            logits.append(found)
+            right = np.take_along_axis(found, batch["targets"][..., None], -1)[..., 0]
+            losses[index] += (np.log(np.exp(found).sum(-1)) - right)[real].sum()
+        counts += real.sum()
+        agreed += (logits[0].argmax(-1) == logits[1].argmax(-1))[real].sum()
+        largest = max(largest, np.abs(logits[0] - logits[1])[real].max())
+    rows = evaluate(models, batches=2)
+    assert [row["held-out loss"] for row in rows] == pytest.approx(losses / counts, abs=EVALUATION_LOSS_ATOL)
+    assert rows[1]["agreement"] == f"{100 * agreed / counts:.2f}%"
+    assert rows[1]["max |Δ logit| to first"] == pytest.approx(largest, rel=EVALUATION_DIFFERENCE_RTOL)
+
+
+def test_the_trained_models_loss_is_what_its_run_wrote(run: Path, rows: Any):
+    wrote = json.loads((run / "summary.json").read_text())["held_out_loss"]
+    assert rows["trained"]["held-out loss"] == pytest.approx(wrote, abs=EVALUATION_LOSS_ATOL)
+
+
+def test_bytes_are_those_of_the_parameters(run: Path, served: list[Path], rows: Any):
+    float_ = open_served(run)
+    assert rows["float"]["MB"] == round(4 * sum(x.size for x in jax.tree.leaves(float_.params)) / 1e6, 3)
+    kernels = [x for x in jax.tree.leaves(open_served(served[1]).params) if x.dtype == jnp.int4]
+    others = [x for x in jax.tree.leaves(open_served(served[1]).params) if x.dtype != jnp.int4]
+    expected = sum(x.size for x in kernels) / 2 + sum(x.nbytes for x in others)
+    assert rows["int4w"]["MB"] == round(expected / 1e6, 3)
+
+
+def test_models_of_different_vocabularies_are_refused(run: Path):
+    one = open_served(run)
+    other = dataclasses.replace(one, shape=dataclasses.replace(one.shape, vocab_size=64))
+    with pytest.raises(ValueError, match=rf"different vocabularies: a {one.shape.vocab_size}, b 64$"):
+        evaluate([Contender("a", one), Contender("b", other)])
+
+
+def test_an_unquantized_run_has_no_row_of_a_trained_model(finished: Any):
+    found = contenders(finished(""), [])
+    assert [each.name for each in found] == ["float"]
+
+
+def test_command(run: Path, served: list[Path], rows: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "rows.json"
+    assert script.main([str(run), *map(str, served), "--out", str(out)]) == 0
+    names = ["float", "trained", *(f"served: {folder}" for folder in served)]
+    assert [row["model"] for row in json.loads(out.read_text())] == names
+    assert json.loads(out.read_text()) == list(rows.values())
+    text, err = capsys.readouterr()
+    assert err == ""
+    for row in rows.values():
+        (line,) = [line for line in text.splitlines() if f"│ {row['model']} " in line]
+        for value in row.values():
+            assert str(value) in line
+
+
+def test_command_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for words, message in (
+        ([str(run), "--batches", "0"], "--batches 0 must be at least 1"),
+        ([str(tmp_path / "absent")], "absent does not exist; give the folder of a run"),
+        ([str(tmp_path)], "has neither config.yml nor jaxquant.json"),
+        ([str(run), str(tmp_path / "absent")], "absent does not exist; give the folder of a run"),
+    ):
+        assert script.main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.startswith("error: "), message in err, err.count("\n")) == ("", True, True, 1)
