@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxquant.config.loader import parse_overrides
 from train.conversion import CALIBRATION_BATCHES, convert_run
-from train.memory import peak_resident_bytes
+from train.memory import peak_resident_bytes, return_large_blocks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     words = parser.parse_intermixed_args(arguments)
     began = time.perf_counter()
+    return_large_blocks()
     try:
         changes = parse_overrides(words.changes)
         if words.quantization is not None:

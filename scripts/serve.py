@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.generate import Completion, Sampling
+from train.memory import return_large_blocks
 from train.serving import Served, open_served
 from train.tokenizer import TextStream
 
@@ -19,7 +20,7 @@ KV_CACHES = ("none", "int8", "int4", "fp8")
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/serve.py", description=__doc__)
-    parser.add_argument("directory", metavar="DIR", help="folder of a run, such as runs/quickstart-int8-aqt")
+    parser.add_argument("directory", metavar="DIR", help="folder that scripts/convert.py wrote, or of a run")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", action="append", metavar="TEXT", help="text to go on from; may be given repeatedly")
     asked.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; - is standard input")
@@ -100,6 +101,7 @@ class _InOrder:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve; 0 when all prompts were answered, 1 when some were refused, 2 when nothing could start."""
     words = _parse(arguments)
+    return_large_blocks()
     try:
         if words.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens {words.max_new_tokens} must be at least 1")
