@@ -107,7 +107,8 @@ class FrozenEinsum(native.Einsum):
             raise NotImplementedError(f"einsum {equation!r} sums its kernel by itself, which a converted one cannot be")
         axes = tuple(plan.dimension_numbers[0][1])
         operands[self.weight] = _read(self, kernel, axes)
-        out = super().__call__(equation, *operands, precision, preferred_element_type)
+        lhs, rhs = operands
+        out = super().__call__(equation, lhs, rhs, precision, preferred_element_type)
         _write(self, kernel, axes)
         return out
 
