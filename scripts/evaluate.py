@@ -34,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     table = Table()
     for index, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if index > 2 else "left", no_wrap=True)
+        is_figure = index > 2
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold")
     for row in rows:
         table.add_row(*map(str, row.values()))
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 160)
+        console.width = 1000  # a table is as wide as its cells
     console.print(table)
     return 0
 

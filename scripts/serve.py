@@ -108,6 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sampling = Sampling(words.temperature, words.top_p, words.seed)
         texts, names = _texts(words)
         served = open_served(words.directory, _overrides(words))
+        if words.kv_axis and not served.config.quantize_kvcache:
+            raise ValueError(
+                f"--kv-axis {words.kv_axis} belongs to a quantized cache; add --kv-cache int8, int4 or fp8"
+            )
         engine = served.engine(
             sampling=sampling, max_length=words.max_length, slots=words.slots, prefill_chunk=words.prefill_chunk
         )

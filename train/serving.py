@@ -99,7 +99,6 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
     fields = load_yaml(folder / "config.yml") | {"remat_policy": "none"} | dict(overrides or {})
     config: TrainConfig = build(TrainConfig, fields)
-    _check_cache_fields(config, overrides or {})
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
     example = jnp.zeros((1, config.sequence_length), jnp.int32)
@@ -118,7 +117,6 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     if "train" not in manifest.extra:
         raise ValueError(f"{folder} holds no decoder of a training run; load it with jaxquant.serving.load")
     config: TrainConfig = build(TrainConfig, manifest.extra["train"] | dict(overrides))
-    _check_cache_fields(config, overrides)
     check_files(folder, manifest.extra)
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
@@ -127,14 +125,6 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     found = serving.load(folder, like=converted_shapes(plain, shape, example))
     model = make_model(plain, shape, example)
     return Served(model, found.params, {}, tokenizer, config, shape, int(manifest.extra["step"]))
-
-
-def _check_cache_fields(config: TrainConfig, overrides: Mapping[str, Any]) -> None:
-    if not config.quantize_kvcache and "kv_quant_axis" in overrides:
-        raise ValueError(
-            f"kv_quant_axis {config.kv_quant_axis!r} (--kv-axis) belongs to a quantized cache, and this one is not; "
-            "add --kv-cache int8, int4 or fp8, or leave it out"
-        )
 
 
 def _without_cache_fields(config: TrainConfig) -> TrainConfig:
