@@ -11,8 +11,8 @@ import jax
 from flax import nnx
 
 import jaxquant
+from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor
 from jaxquant.inject.layers import LayerReport
 from jaxquant.serving.kv_cache import KVCache
 from train import model as linen_model
@@ -99,27 +99,12 @@ def _make_nnx(
 
     def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, cache: KVCache | None = None) -> Any:
         model = nnx.merge(structure, blank, copy=True)
-        nnx.update(model, _kernels_as_in_nnx(params))
+        serving.update_nnx(model, params)
         nnx.update(model, _as_in_nnx(quant_state))
         with quantization_state.by_hand():  # the step differentiates both arguments and updates both
             return model(*inputs, **_given(cache))  # pyright: ignore[reportCallIssue]
 
     return Model(init, apply, linen, apply_linen, jaxquant.describe_layers(plain, config, tokens))
-
-
-def _kernels_as_in_nnx(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Give converted kernels the form that they have in an NNX model: parts by name, the input's scale with them."""
-    new: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, QTensor):
-            parts = {"qvalue": value.qvalue, "scale": value.scale, "zero_point": value.zero_point}
-            parts[INPUT_SCALE] = tree.get(INPUT_SCALE)
-            new[name] = {part: array for part, array in parts.items() if array is not None}
-        elif isinstance(value, Mapping):
-            new[name] = _kernels_as_in_nnx(value)
-        elif name != INPUT_SCALE:
-            new[name] = value
-    return new
 
 
 def _given(cache: KVCache | None) -> dict[str, KVCache]:

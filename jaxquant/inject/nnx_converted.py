@@ -153,6 +153,53 @@ def convert_nnx(
     return copy
 
 
+def nnx_params(model: nnx.Module) -> dict[str, Any]:
+    """Give a converted model's parameters as nested dicts of arrays and ``QTensor``, as a Linen model has them.
+
+    Args:
+      model: from ``jaxquant.convert``. Random states and quant state are no parameters.
+    """
+    found = nnx.state(model, nnx.Any(nnx.Param, Quantized))
+    return _as_in_linen(nnx.to_pure_dict(found))
+
+
+def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
+    """Put parameters into a converted model, in place; what ``nnx_params`` or ``jaxquant.serving.load`` gave.
+
+    Args:
+      model: converted, perhaps under ``nnx.eval_shape``, without any array.
+      params: nested dicts of arrays and ``QTensor``.
+    """
+    nnx.update(model, _as_in_nnx(params))
+
+
+def _as_in_linen(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    new: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and "qvalue" in value:
+            parts = dict(value)
+            scale = parts.pop(INPUT_SCALE, None)
+            new |= {str(name): QTensor(**parts)} | ({} if scale is None else {INPUT_SCALE: scale})
+        else:
+            new[str(name)] = _as_in_linen(value) if isinstance(value, Mapping) else value
+    return new
+
+
+def _as_in_nnx(tree: Mapping[str, Any]) -> dict[Any, Any]:
+    new: dict[Any, Any] = {}
+    for name, value in tree.items():
+        key = int(name) if name.isdigit() else name  # a place in an nnx.List
+        if isinstance(value, QTensor):
+            parts = {"qvalue": value.qvalue, "scale": value.scale, "zero_point": value.zero_point}
+            parts[INPUT_SCALE] = tree.get(INPUT_SCALE)
+            new[key] = {part: array for part, array in parts.items() if array is not None}
+        elif isinstance(value, Mapping):
+            new[key] = _as_in_nnx(value)
+        elif name != INPUT_SCALE:
+            new[key] = value
+    return new
+
+
 def _site(layer: Layer, module: Any, recipe: Recipe, backend: str) -> Site:
     path = layer.path
     stacked = inject_nnx.stacked_axes(path, module)

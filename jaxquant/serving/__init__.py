@@ -1,5 +1,6 @@
 """Serving: what a trained model needs to answer."""
 
+from jaxquant.inject.nnx_converted import nnx_params, update_nnx
 from jaxquant.serving.calibration import calibrate
 from jaxquant.serving.checkpoint import Checkpoint, load, read_manifest, save
 from jaxquant.serving.conversion import convert, convert_each, find_sites
@@ -13,6 +14,8 @@ __all__ = [
     "convert_each",
     "find_sites",
     "load",
+    "nnx_params",
     "read_manifest",
     "save",
+    "update_nnx",
 ]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxquant import calibrate, convert, maybe_quantize_model, state
+from jaxquant import calibrate, convert, maybe_quantize_model, serving, state
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.serving import convert_each, find_sites
@@ -89,6 +89,24 @@ def test_nnx_serves_what_it_trained(string, backend):
     assert (D, D) not in floats
     assert (3, D, D) not in floats
     assert jax.tree.leaves(nnx.state(quantized, state.QuantState)) or not RECIPES[string].recipe.is_stateful
+
+
+def test_an_nnx_model_through_the_disk(tmp_path):
+    config = {"quantization": "fp8"}
+    quantized = maybe_quantize_model(Nnx(), config, X)
+    nnx.update(quantized, filled(nnx.to_pure_dict(nnx.state(quantized, state.QuantState))))
+    served = convert(quantized, config, X)
+    params = serving.nnx_params(served)
+    assert is_tensor(params["layers"]["mix"]["kernel"])
+    assert params["layers"]["mix"]["input_scale"].shape == (3, 1, 1, 1)
+    serving.save(tmp_path / "served", params, config)
+
+    def skeleton():
+        return convert(maybe_quantize_model(Nnx(), config, X), config, X)
+
+    loaded = nnx.eval_shape(skeleton)
+    serving.update_nnx(loaded, serving.load(tmp_path / "served").params)
+    np.testing.assert_array_equal(served(X), loaded(X))
 
 
 MIXED = {
