@@ -85,11 +85,11 @@ def _of_layers(config: TrainConfig) -> TrainConfig:
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
     """Give the SHA-256 of each file that a configuration names and a served model reads."""
     names = ("quant_cfg_path", "tokenizer_path")
-    return {
-        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        for name in names
-        if (path := getattr(config, name)) and Path(path).is_file()
-    }
+    return {name: sum_ for name in names if (path := getattr(config, name)) and (sum_ := _sum_of(path)) is not None}
+
+
+def _sum_of(path: str) -> str | None:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if Path(path).is_file() else None
 
 
 def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
     """
     for name, sum_ in extra.get("files", {}).items():
         path = extra["train"][name]
-        now = hashlib.sha256(Path(path).read_bytes()).hexdigest() if Path(path).is_file() else None
+        now = _sum_of(path)
         if now != sum_:
             raise ValueError(
                 f"{folder} was converted with {name} {path}, which is {'gone' if now is None else 'another file now'}; "
@@ -157,8 +157,8 @@ def convert_run(
     if _needs_calibration(layers, _of_layers(trained), shape, tokens):
         say(f"calibrating {config.quantization} on {calibration_batches} batches of held-out text")
         found = _calibrate(stored, layers, shape, calibration_batches)
-        state = dict(_flat(found, ("_overwrite_with_gradient",)))
-        shapes["_overwrite_with_gradient"] = found
+        state = dict(_flat(found, (quantization_state.OVERWRITE_WITH_GRADIENT,)))
+        shapes[quantization_state.OVERWRITE_WITH_GRADIENT] = found
     sites = serving.find_sites(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:

@@ -172,6 +172,15 @@ def empty_cache(
     )
 
 
+def masks(
+    tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None, cache: KVCache | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Give the mask of a call, its positions and, with a cache, which tokens are written to it."""
+    if cache is None:
+        return *attention_mask(tokens, segment_ids, positions), None
+    return cached_mask(tokens, segment_ids, positions, cache)
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention; ``mask`` is [batch, 1, query, key], True where a query may look."""
 
@@ -242,11 +251,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
     ) -> Any:
         c = self.config
-        valid = None
-        if cache is None:
-            mask, positions = attention_mask(tokens, segment_ids, positions)
-        else:
-            mask, positions, valid = cached_mask(tokens, segment_ids, positions, cache)
+        mask, positions, valid = masks(tokens, segment_ids, positions, cache)
         embedder = nn.Embed(
             c.vocab_size,
             c.emb_dim,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxquant.serving.kv_cache import KVCache
-from train.model import REMAT_POLICIES, Cached, DecoderConfig, attention_mask, cached_mask, constrain, rotate
+from train.model import REMAT_POLICIES, Cached, DecoderConfig, constrain, masks, rotate
 
 
 def _dense(
@@ -114,11 +114,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
     ) -> Any:
         c = self.config
-        valid = None
-        if cache is None:
-            mask, positions = attention_mask(tokens, segment_ids, positions)
-        else:
-            mask, positions, valid = cached_mask(tokens, segment_ids, positions, cache)
+        mask, positions, valid = masks(tokens, segment_ids, positions, cache)
         x = constrain(self.token_embedder(tokens), c)
         if cache is not None:
             x, cache = self._cached_layers(x, mask, positions, cache, valid)

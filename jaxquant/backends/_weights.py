@@ -37,10 +37,14 @@ def einsum(
         swapped = is_swapped(lambda a, b: run(equation, a, b, jax.lax.dot_general), equation, lhs, standin)
 
         def with_weight(a: Array, b: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-            numbers: Any = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-            return dot(b if swapped else a, numbers, swapped)
+            return dot(b if swapped else a, hashable(dimension_numbers), swapped)
 
         return run(equation, lhs, standin, with_weight)
+
+
+def hashable(dimension_numbers: Any) -> Any:
+    """Give dimension numbers as nested tuples, for a static argument."""
+    return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
 
 
 def is_swapped(run: Callable[[Array, Array], Any], equation: str, lhs: Array, rhs: Array) -> bool:

@@ -97,8 +97,7 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
         **kwargs: Any,
     ) -> Array:
         training.refuse_options(lhs.dtype, precision, preferred_element_type)
-        numbers: Any = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-        return _dot(recipe, lhs, rhs, numbers, False)
+        return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
     return lambda: dot_general
 

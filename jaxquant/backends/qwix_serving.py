@@ -64,8 +64,7 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
         out_sharding: Any = None,
     ) -> Array:
         _refuse_options(precision, preferred_element_type, out_sharding)
-        numbers: Any = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-        return _dot(recipe, lhs, rhs, numbers, False)
+        return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
     return lambda: dot_general
 
