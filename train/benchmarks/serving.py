@@ -31,6 +31,18 @@ from train.step import build, model_config
 
 POST_TRAINING = ("int8", "int8w", "int4w", "fp8", "fp8_current")
 FRAMEWORKS = ("linen", "nnx")
+MEMORY_MODEL = {
+    "emb_dim": 1024,
+    "mlp_dim": 4096,
+    "num_layers": 12,
+    "num_query_heads": 16,
+    "num_kv_heads": 16,
+    "head_dim": 64,
+    "sequence_length": 128,
+    "batch_size": 1,
+    "dtype": "bfloat16",
+}
+"""A model of 201 million parameters."""
 
 
 def measure_roundtrip(
@@ -135,22 +147,11 @@ def measure_serving_memory(
     The peak is the process's largest resident set; "idle" is that of a process which has imported the same and done
     nothing. A layer is the largest kernel of one layer in float32. What tracing and compiling take is in the peaks.
     """
-    fields = {
-        "emb_dim": 1024,
-        "mlp_dim": 4096,
-        "num_layers": 12,
-        "num_query_heads": 16,
-        "num_kv_heads": 16,
-        "head_dim": 64,
-        "sequence_length": 128,
-        "batch_size": 1,
-        "dtype": "bfloat16",
-    }
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        config: TrainConfig = build_dataclass(TrainConfig, fields | (overrides or {}) | {"run_dir": str(run)})
-        _write_untrained(run, config)
+        config: TrainConfig = build_dataclass(TrainConfig, MEMORY_MODEL | (overrides or {}) | {"run_dir": str(run)})
+        write_untrained(run, config)
         layer = 4 * config.emb_dim * config.mlp_dim
         idle = _peak("import train.conversion, train.serving")
         for string in strings:
@@ -180,7 +181,7 @@ def _abstract(config: TrainConfig) -> Any:
     return build(config, 320).abstract_state
 
 
-def _write_untrained(run: Path, config: TrainConfig) -> None:
+def write_untrained(run: Path, config: TrainConfig) -> None:
     """Write a run's folder with a checkpoint of its first state, optimizer included."""
     program = build(config, 320)
     write_config(run, config)

@@ -1,0 +1,48 @@
+"""Conversion in less memory than the float parameters take."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxquant import serving
+from jaxquant.config.loader import build
+from tests.train.conftest import ROOT
+from train.benchmarks.serving import MEMORY_MODEL, write_untrained
+from train.config import TrainConfig
+from train.parameters import open_parameters
+
+LIMIT_KIB = 760_000
+READ_ALL = """
+import sys
+from train.parameters import open_parameters
+kept = {path: leaf.read() for path, leaf in open_parameters(sys.argv[1]).leaves.items()}
+print(sum(array.nbytes for array in kept.values()))
+"""
+
+
+def _limited(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with no more than LIMIT_KIB of data: heap, stacks and anonymous mappings, the interpreter's too."""
+    command = ["bash", "-c", f'ulimit -d {LIMIT_KIB}; exec "$0" "$@"', sys.executable, *words]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_above_the_limit_is_converted_under_it(tmp_path: Path):
+    """The limit is below the float parameters, which are a third of what the checkpoint holds."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    write_untrained(run, build(TrainConfig, MEMORY_MODEL | {"run_dir": str(run)}))
+    floats = sum(leaf.nbytes for leaf in open_parameters(run).leaves.values())
+    assert floats > 1024 * LIMIT_KIB
+    assert _limited("-c", READ_ALL, str(run)).returncode != 0, "the limit does not bite"
+
+    done = _limited("scripts/convert.py", "--checkpoint", str(run), "--out", str(out), "--quantization", "int8w")
+    assert done.returncode == 0, done.stderr[-2000:]
+    leaves = {leaf.path: leaf for leaf in serving.read_manifest(out).leaves}
+    assert {leaf.dtype for leaf in leaves.values() if leaf.role == "quantized"} == {"int8"}
+    assert sum(leaf.role == "quantized" for leaf in leaves.values()) == 7
