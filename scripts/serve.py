@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.generate import Completion, Sampling
+from train.generate import Completion, Prompt, Sampling
 from train.memory import return_large_blocks
 from train.serving import Served, open_served
 from train.tokenizer import TextStream
@@ -47,23 +47,32 @@ def _overrides(words: argparse.Namespace) -> dict[str, Any]:
 def _texts(words: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Give the prompts and what to call them."""
     if words.prompt is not None:
-        return words.prompt, [f"prompt {number}" for number in range(1, len(words.prompt) + 1)]
+        names = [f"prompt {number}" for number in range(1, len(words.prompt) + 1)]
+        return [_text(os.fsencode(text), name) for text, name in zip(words.prompt, names, strict=True)], names
     source, name = words.prompts_file, "standard input" if words.prompts_file == "-" else words.prompts_file
-    text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    lines = text.split("\n")  # and not at form feeds and the like, as splitlines does
-    if lines[-1] == "":
+    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    lines = data.split(b"\n")  # and not at form feeds and the like, as splitlines does
+    if lines[-1] == b"":
         lines.pop()
     if not lines:
         raise ValueError(f"{name} holds no prompt; write one a line")
-    lines = [line.removesuffix("\r") for line in lines]
-    return lines, [f"{name} line {number}" for number in range(1, len(lines) + 1)]
+    names = [f"{name} line {number}" for number in range(1, len(lines) + 1)]
+    return [_text(line.removesuffix(b"\r"), name) for line, name in zip(lines, names, strict=True)], names
+
+
+def _text(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); write it in UTF-8") from None
 
 
 class _Streaming:
     """Write one completion as it comes."""
 
-    def __init__(self, served: Served, texts: list[str]):
-        self._stream, self._prompt, self._begun = TextStream(served.tokenizer), texts[0], False
+    def __init__(self, served: Served, texts: list[str], prompts: list[Prompt]):
+        self._stream, self._prompt = TextStream(served.tokenizer, prompts[0].tokens), texts[0]  # pyright: ignore[reportArgumentType]
+        self._begun = False
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text if self._begun else self._prompt + text)
@@ -81,7 +90,7 @@ class _Streaming:
 class _InOrder:
     """Write whole completions, each under its prompt, once all before it are finished."""
 
-    def __init__(self, served: Served, texts: list[str]):
+    def __init__(self, served: Served, texts: list[str], prompts: list[Prompt]):
         self._tokenizer, self._texts = served.tokenizer, texts
         self._done: dict[int, Completion] = {}
         self._next = 0
@@ -93,7 +102,8 @@ class _InOrder:
         self._done[place] = completion
         while (completion := self._done.pop(self._next, None)) is not None:  # pyright: ignore[reportAssignmentType]
             if completion.stopped != "refused":
-                text = self._tokenizer.decode(completion.tokens)
+                stream = TextStream(self._tokenizer, completion.prompt.tokens)  # pyright: ignore[reportArgumentType]
+                text = stream.all(completion.tokens)
                 print(f"--- {completion.prompt.name}\n{self._texts[self._next]}{text}", flush=True)
             self._next += 1
 
@@ -112,17 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"--kv-axis {words.kv_axis} belongs to a quantized cache; add --kv-cache int8, int4 or fp8"
             )
+        prompts = served.prompts(texts, names)
         engine = served.engine(
             sampling=sampling, max_length=words.max_length, slots=words.slots, prefill_chunk=words.prefill_chunk
         )
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    printer = (_Streaming if len(texts) == 1 else _InOrder)(served, texts)
+    printer = (_Streaming if len(texts) == 1 else _InOrder)(served, texts, prompts)
     try:
-        completions = engine.generate(
-            served.prompts(texts, names), words.max_new_tokens, printer.on_token, printer.on_done
-        )
+        completions = engine.generate(prompts, words.max_new_tokens, printer.on_token, printer.on_done)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

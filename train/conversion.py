@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor, nbytes
 from jaxquant.inject.converted import Site
 from jaxquant.inject.model import choose_recipes
+from jaxquant.serving.manifest import sha256_of
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
@@ -77,19 +77,20 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     return build(TrainConfig, to_mapping(config) | before | dict(changes) | {"remat_policy": "none"})
 
 
-def _of_layers(config: TrainConfig) -> TrainConfig:
-    """Leave out what linear layers do not read."""
-    return dataclasses.replace(config, quantize_kvcache=False, checkpoint_is_quantized=False)
+def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """Leave out what linear layers do not read, and change other fields."""
+    return dataclasses.replace(config, quantize_kvcache=False, save_quantized_params_path="", **changes)
+
+
+def _as_trained(config: TrainConfig) -> TrainConfig:
+    return of_layers(config, checkpoint_is_quantized=False)
 
 
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
     """Give the SHA-256 of each file that a configuration names and a served model reads."""
     names = ("quant_cfg_path", "tokenizer_path")
-    return {name: sum_ for name in names if (path := getattr(config, name)) and (sum_ := _sum_of(path)) is not None}
-
-
-def _sum_of(path: str) -> str | None:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if Path(path).is_file() else None
+    paths = {name: Path(getattr(config, name)) for name in names if getattr(config, name)}
+    return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
 
 
 def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
@@ -99,12 +100,11 @@ def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
       ValueError: a file that its configuration names is gone or another.
     """
     for name, sum_ in extra.get("files", {}).items():
-        path = extra["train"][name]
-        now = _sum_of(path)
-        if now != sum_:
+        path = Path(extra["train"][name])
+        if not path.is_file() or sha256_of(path) != sum_:
+            change = "another file now" if path.is_file() else "gone"
             raise ValueError(
-                f"{folder} was converted with {name} {path}, which is {'gone' if now is None else 'another file now'}; "
-                "put it back, or convert the run anew"
+                f"{folder} was converted with {name} {path}, which is {change}; put it back, or convert the run anew"
             )
 
 
@@ -146,7 +146,7 @@ def convert_run(
     stored = open_parameters(run, step, say)
     trained: TrainConfig = build(TrainConfig, load_yaml(Path(run) / "config.yml"))
     config = served_config(trained, changes or {})
-    layers = _of_layers(config)
+    layers = _as_trained(config)
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
     tokenizer = open_tokenizer(config.tokenizer_path)
@@ -154,9 +154,8 @@ def convert_run(
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
     shapes = _shapes(stored)
     state: dict[tuple[str, ...], Any] = {}
-    if _needs_calibration(layers, _of_layers(trained), shape, tokens):
-        say(f"calibrating {config.quantization} on {calibration_batches} batches of held-out text")
-        found = _calibrate(stored, layers, shape, calibration_batches)
+    if _needs_calibration(layers, _as_trained(trained), shape, tokens):
+        found = _calibrate(stored, layers, shape, calibration_batches, say)
         state = dict(_flat(found, (quantization_state.OVERWRITE_WITH_GRADIENT,)))
         shapes[quantization_state.OVERWRITE_WITH_GRADIENT] = found
     sites = serving.find_sites(Decoder(shape), layers, shapes, tokens)
@@ -179,7 +178,7 @@ def convert_run(
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
     """Give the tree of parameters that a converted decoder has, as shapes."""
-    trained = _of_layers(config)
+    trained = _as_trained(config)
     linen = dataclasses.replace(trained, framework="linen")
     decoder = Decoder(shape)
 
@@ -246,13 +245,14 @@ def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: Decoder
     return any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items())
 
 
-def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int) -> Any:
+def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
     """Make quant state for a run's float parameters, all of which are in memory meanwhile."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf.read()), stored.params, is_leaf=lambda x: isinstance(x, Leaf))
-    data = make_iterators(config, config.batch_size)
+    data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
 
     def inputs() -> Iterator[tuple[Any, ...]]:
-        for batch in itertools.islice(data.held_out(), batches):
+        for number, batch in enumerate(data.held_out(), start=1):
+            say(f"calibrating {config.quantization}: batch {number} of held-out text, of at most {batches}")
             yield tuple(jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions"))
 
     variables = serving.calibrate({"params": params}, config, inputs(), model=Decoder(shape))

@@ -32,9 +32,11 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contend
     """Open a run's checkpoint in float and as it was trained, and checkpoints that were converted from runs.
 
     Raises:
-      FileNotFoundError, ValueError, TypeError: from ``open_served``.
+      FileNotFoundError, ValueError, TypeError: from ``open_served``; ``run`` is no run.
     """
     trained = open_served(run)
+    if trained.config.checkpoint_is_quantized:
+        raise ValueError(f"{run} is a converted checkpoint; give the run that it was made of first, and it after that")
     off = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.init}
     off["remat_policy"] = "none"
     found = [Contender("float", open_served(run, off))]

@@ -6,9 +6,10 @@ depends on the prompt, its number, the sampling, the seed and ``prefill_chunk``,
 * A prompt is prefilled alone, in chunks of one size. The last chunk is filled up with copies of its last token, which
   are not written to the cache and are nothing new to a scale of the whole tensor.
 * Decoding is one row, mapped over the slots: a dynamic scale per tensor is that of a row, of one token. In a prefill it
-  is that of a chunk. So under a recipe with such scales (``fp8_current``; delayed scaling before its first step) a
-  prompt's tokens share a scale with their chunk, another ``prefill_chunk`` may give another answer, and the cache does
-  not hold exactly what one pass over the whole text would compute. All other recipes scale by token, or statically.
+  is that of a chunk. So under a recipe with such scales (``fp8_current``, ``aqt_fp8_full`` without bounds; delayed
+  scaling before its first step) a prompt's tokens share a scale with their chunk, another ``prefill_chunk`` may give
+  another answer, and the cache does not hold exactly what one pass over the whole text would compute. All other
+  recipes scale by token, or statically.
 
 A key of the random stream belongs to a prompt's number and a position. Finished slots take the next prompt.
 """
@@ -97,7 +98,9 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / sampling.temperature
+    # From the largest down, and by a normal number: a tiny temperature is greedy, and nothing overflows.
+    logits = logits.astype(jnp.float32)
+    logits = (logits - logits.max()) / max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
     if sampling.top_p < 1:
         ordered = jnp.sort(logits, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered)) - jax.nn.softmax(ordered)

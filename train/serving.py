@@ -15,7 +15,7 @@ from jaxquant import serving
 from jaxquant.config.loader import build, load_yaml
 from jaxquant.serving.kv_cache import quantization_of
 from train.config import TrainConfig
-from train.conversion import check_files, converted_shapes
+from train.conversion import check_files, converted_shapes, of_layers
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
@@ -102,7 +102,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
     example = jnp.zeros((1, config.sequence_length), jnp.int32)
-    model = make_model(_without_cache_fields(config), shape, example)
+    model = make_model(of_layers(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
     step, found = _read_run(folder, {"params": params, "quant_state": quant_state})
     return Served(model, found["params"], found["quant_state"], tokenizer, config, shape, step)
@@ -120,16 +120,11 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     check_files(folder, manifest.extra)
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
-    plain = _without_cache_fields(config)
+    plain = of_layers(config)
     example = jnp.zeros((1, config.sequence_length), jnp.int32)
     found = serving.load(folder, like=converted_shapes(plain, shape, example))
     model = make_model(plain, shape, example)
     return Served(model, found.params, {}, tokenizer, config, shape, int(manifest.extra["step"]))
-
-
-def _without_cache_fields(config: TrainConfig) -> TrainConfig:
-    """Leave out what the layers do not read."""
-    return dataclasses.replace(config, quantize_kvcache=False, save_quantized_params_path="")
 
 
 def _read_run(folder: Path, abstract: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -127,12 +127,14 @@ class TextStream:
 
     Args:
       tokenizer: of the tokens.
+      before: tokens that are written already. What a token is written as may depend on them, as whether a word has a
+        space before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._given = 0
+        self._tokens = list(before)
+        self._given = len(tokenizer.decode(self._tokens))
 
     def add(self, token: int) -> str:
         """Give the text that is whole with this token and was not given before."""
@@ -142,6 +144,11 @@ class TextStream:
     def end(self) -> str:
         """Give what was held back."""
         return self._give(self._tokenizer.decode(self._tokens))
+
+    def all(self, tokens: Sequence[int]) -> str:
+        """Give the text of all tokens that are left."""
+        self._tokens += tokens
+        return self.end()
 
     def _give(self, text: str) -> str:
         new, self._given = text[self._given :], max(self._given, len(text))

@@ -307,12 +307,27 @@ class AqtDotGeneral(aqt_flax.AqtDotGeneral):
     def make_aqt_dg(self, *args: Any, **kwargs: Any) -> Callable[..., jax.Array]:
         """Build AQT's matmul for two shapes."""
         inner = super().make_aqt_dg(*args, **kwargs)
+        self._check_frozen()
 
         def matmul(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
             refuse_options(lhs.dtype, precision, preferred_element_type)
             return inner(jnp.asarray(lhs), jnp.asarray(rhs), dimension_numbers)
 
         return matmul
+
+    def _check_frozen(self) -> None:
+        """Refuse to serve a kernel that another recipe converted."""
+        for side in ("lhs", "rhs"):
+            stored = self.variables.get(self.quant_collection, {}).get(getattr(self, f"{side}_var_name"), {})
+            if getattr(self, f"{side}_quant_mode") != aqt_utils.QuantMode.SERVE or "frozen" not in stored:
+                continue
+            has = nn.meta.unbox(stored["frozen"]).qvalue.dtype
+            wanted = getattr(self.cfg.fwd.dg_quantizer, side).numerics.get_dtype()  # pyright: ignore[reportOptionalMemberAccess]
+            if has != wanted:
+                raise ValueError(
+                    f"layer {'/'.join(self.path[:-1])!r} has a kernel converted to {has.name} and its recipe takes "
+                    f"{jnp.dtype(wanted).name}; serve with the recipe that it was converted with"
+                )
 
 
 class AqtEinsum(nn.Module):

@@ -94,7 +94,6 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
         dimension_numbers: Any,
         precision: Any = None,
         preferred_element_type: Any = None,
-        **kwargs: Any,
     ) -> Array:
         training.refuse_options(lhs.dtype, precision, preferred_element_type)
         return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)

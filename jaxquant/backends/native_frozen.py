@@ -138,15 +138,30 @@ def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | Weight:
     if op.quant_mode != "serve" or op.recipe.fwd.rhs is None:
         return kernel
 
+    shapes = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes), kernel)
+
     def make() -> dict[str, Any]:
-        shapes = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes), kernel)
         tensor, scale = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         if op.mesh_axes:
             tensor = _named(tensor, op.mesh_axes, op.replicate_scale)
         return {"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
 
     stored = nn.meta.unbox(_Frozen(name="qrhs").read(make))
+    wanted = {"frozen": shapes[0]} | ({} if shapes[1] is None else {INPUT_SCALE: shapes[1]})
+    if (found := _describe(stored)) != (asked := _describe(wanted)):
+        raise ValueError(
+            f"layer {'/'.join(op.path[:-1])!r} has a converted kernel of {found}, and {op.recipe.name!r} takes "
+            f"{asked}; serve with the recipe that it was converted with"
+        )
     return Weight(stored["frozen"], kernel.dtype.name, stored.get(INPUT_SCALE))
+
+
+def _describe(values: dict[str, Any]) -> str:
+    tensor = values["frozen"]
+    zeros = "" if tensor.zero_point is None else " and zero points"
+    scale = ", with an input_scale" if INPUT_SCALE in values else ""
+    shape = tuple(tensor.scale.shape)
+    return f"{tensor.qvalue.dtype.name} {tuple(tensor.qvalue.shape)} with scales {shape}{zeros}{scale}"
 
 
 def _shapes(recipe: Recipe, kernel: Array, *, axes: tuple[int, ...]) -> tuple[QTensor, Array | None]:

@@ -49,7 +49,8 @@ class QuantConfig(options.Options):
       quant_cfg_path: file of ``intmp``.
       replicate_quant_scale: replicate the stored scales of a sharded kernel; training alone stores none.
       quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache of serving.
-      checkpoint_is_quantized, save_quantized_params_path: serving loads, or conversion writes, quantized parameters.
+      checkpoint_is_quantized: whether the parameters are what ``jaxquant.convert`` gave.
+      save_quantized_params_path: MaxText's; an error says to call ``jaxquant.serving.save``.
 
     Raises:
       ValueError: a value that is out of range, unknown, or that the recipe does not read.

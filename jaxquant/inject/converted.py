@@ -118,7 +118,8 @@ def linen_sites(
 
     Raises:
       ValueError: one layer reads its kernel in two ways, or in a dtype that its converted kernel does not tell.
-      NotImplementedError: a layer that does not use its op, or sums its kernel by itself.
+      NotImplementedError: a layer that does not use its op, sums its kernel by itself, or reads it through
+        ``nn.map_variables``.
     """
     sites: dict[str, Site] = {}
 
@@ -131,6 +132,11 @@ def linen_sites(
         if recipe is None or recipe.fwd.rhs is None:
             return next_fun(*args, **kwargs)
 
+        if "/map_variables(" in module.scope.path_text:
+            raise NotImplementedError(
+                f"layer {path!r} reads its kernel through nn.map_variables, as under nn.WeightNorm, and what that does "
+                f"to a float kernel it cannot do to a converted one; add the rule {{path: {path}, recipe: null}}"
+            )
         _check_stored_dtype(path, module)
 
         def note(kernel: Any, axes: tuple[int, ...]) -> None:

@@ -23,6 +23,7 @@ from jaxquant.inject.converted import Site
 from jaxquant.inject.layers import Layer, check_for_qwix
 from jaxquant.ops import dot_general, einsum
 from jaxquant.ops.einsum import plan_einsum
+from jaxquant.state.nnx import QuantState
 
 Array = jax.Array
 
@@ -117,12 +118,13 @@ def convert_nnx(
 
     Raises:
       ValueError: a recipe needs quant state and the layer has none, or it has not seen what a static scale must know.
-      NotImplementedError: an einsum that sums its kernel by itself.
+      NotImplementedError: an einsum that sums its kernel by itself, or a layer under ``nnx.WeightNorm``.
     """
     if backend == "qwix":
         check_for_qwix(layer for layer in layers if layer.path in recipes)
     copy = inject_nnx.copy_model(model)
     by_path = {layer.path: layer for layer in layers}
+    normalized = tuple("".join(f"{name}/" for name in path) for path in _weight_norms(copy))
     for path, module in list(inject_nnx.linear_modules(copy)):
         recipe = recipes.get(path)
         if recipe is None:
@@ -134,6 +136,11 @@ def convert_nnx(
             if not isinstance(op, native_nnx.QuantizedOp):
                 setattr(module, inject_nnx.op_name(module), nnx.data(inject_nnx.quantized_op(path, module, recipe)))
             continue
+        if path.startswith(normalized):
+            raise NotImplementedError(
+                f"layer {path!r} is under nnx.WeightNorm, which cannot scale a converted kernel; add the rule "
+                f"{{path: {path}, recipe: null}}"
+            )
         site = _site(by_path[path], module, recipe, backend or "native")
         state = op.state() if isinstance(op, native_nnx.QuantizedOp) else {}
         if recipe.is_stateful and not state:
@@ -153,14 +160,26 @@ def convert_nnx(
     return copy
 
 
+def _weight_norms(model: nnx.Module) -> list[tuple[Any, ...]]:
+    return [path for path, node in nnx.iter_graph(model) if isinstance(node, nnx.WeightNorm)]
+
+
 def nnx_params(model: nnx.Module) -> dict[str, Any]:
     """Give a converted model's parameters as nested dicts of arrays and ``QTensor``, as a Linen model has them.
 
+    Other variables that the model keeps, such as ``nnx.BatchStat``, are among them; random states, intermediates and
+    quant state are not.
+
     Args:
-      model: from ``jaxquant.convert``. Random states and quant state are no parameters.
+      model: from ``jaxquant.convert``.
     """
-    found = nnx.state(model, nnx.Any(nnx.Param, Quantized))
-    return _as_in_linen(nnx.to_pure_dict(found))
+    return _as_in_linen(_kept(model))
+
+
+def _kept(model: nnx.Module) -> dict[Any, Any]:
+    """Give what ``nnx_params`` and ``update_nnx`` handle."""
+    left_out = nnx.Any(nnx.RngState, nnx.Intermediate, QuantState)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Not(left_out)))
 
 
 def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
@@ -169,8 +188,23 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     Args:
       model: converted, perhaps under ``nnx.eval_shape``, without any array.
       params: nested dicts of arrays and ``QTensor``.
+
+    Raises:
+      ValueError: a path that only one of them has; nothing is put in.
     """
-    nnx.update(model, _as_in_nnx(params))
+    given = _as_in_nnx(params)
+    here, there = (set(_paths(tree)) for tree in (_kept(model), given))
+    if here != there:
+        raise ValueError(
+            f"the model has {', '.join(sorted(here - there)) or 'nothing'} that the parameters do not, and they have "
+            f"{', '.join(sorted(there - here)) or 'nothing'} that it does not; give what nnx_params gave for this model"
+        )
+    nnx.update(model, given)
+
+
+def _paths(tree: Mapping[Any, Any]) -> list[str]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 
 
 def _as_in_linen(tree: Mapping[Any, Any]) -> dict[str, Any]:
@@ -195,7 +229,7 @@ def _as_in_nnx(tree: Mapping[str, Any]) -> dict[Any, Any]:
             new[key] = {part: array for part, array in parts.items() if array is not None}
         elif isinstance(value, Mapping):
             new[key] = _as_in_nnx(value)
-        elif name != INPUT_SCALE:
+        elif name != INPUT_SCALE or not any(isinstance(other, QTensor) for other in tree.values()):
             new[key] = value
     return new
 

@@ -84,7 +84,7 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
         def nothing(quant_state: Any) -> jax.Array:
             whole = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
             out = model.apply(whole, *batch, rngs={"quant": key, "dropout": key}, mutable=others or False)
-            return sum(0 * jnp.sum(x) for x in jax.tree.leaves(out))  # pyright: ignore[reportReturnType]
+            return _zero(out)
 
         return update(quant_state, jax.grad(nothing)(quant_state))
 
@@ -99,11 +99,17 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     return plain | {OVERWRITE_WITH_GRADIENT: quant_state}
 
 
+def _zero(out: Any) -> jax.Array:
+    """Give a 0 that hangs on every float output; what is chosen of them, as tokens are, hangs on none."""
+    floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((0 * jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
+
+
 def _observe_nnx(model: nnx.Module, batches: Iterable[Any]) -> nnx.Module:
     @nnx.jit
     def see(model: nnx.Module, batch: Any) -> None:
         def nothing(model: Any) -> jax.Array:
-            return sum(0 * jnp.sum(x) for x in jax.tree.leaves(model(*batch)))  # pyright: ignore[reportReturnType]
+            return _zero(model(*batch))
 
         nnx_state.advance(model, nnx_state.grad(nothing)(model))
 

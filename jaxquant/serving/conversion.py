@@ -58,9 +58,9 @@ def convert(
     Raises:
       TypeError: variables without their model, or something that is neither.
       ValueError: a kernel that is missing, of another shape, or converted already; quant state that is missing, or has
-        not seen what a static scale must know.
+        not seen what a static scale must know; ``save_quantized_params_path``, which this does not write.
     """
-    config = QuantConfig.from_any(config)
+    config = _config(config)
     if isinstance(model_or_variables, nnx.Module):
         plain = plain_model(model_or_variables)
         backend, recipes, layers = choose_recipes(plain, config, *example_inputs, **example_kwargs)
@@ -83,6 +83,16 @@ def convert(
     return {"params": params, **others}
 
 
+def _config(given: Any) -> QuantConfig:
+    config = QuantConfig.from_any(given)
+    if config.save_quantized_params_path:
+        raise ValueError(
+            f"save_quantized_params_path {config.save_quantized_params_path!r} is not written by convert; leave it "
+            "empty and write what convert returns with jaxquant.serving.save"
+        )
+    return config
+
+
 def find_sites(
     model: nn.Module, config: Any, variables: Tree, *example_inputs: Any, **example_kwargs: Any
 ) -> dict[str, Site]:
@@ -96,7 +106,7 @@ def find_sites(
     """
     if "params" not in variables:
         raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
-    config = QuantConfig.from_any(config)
+    config = _config(config)
     resolver, backend = config.resolver(), config.resolved_backend
     if resolver is None or backend is None:
         return {}

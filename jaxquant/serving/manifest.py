@@ -79,7 +79,7 @@ def list_files(directory: Path, progress: Progress | None = None) -> dict[str, F
     total, done = sum(path.stat().st_size for path in paths.values()), 0
     files = {}
     for name, path in paths.items():
-        files[name] = File(path.stat().st_size, _sha256(path))
+        files[name] = File(path.stat().st_size, sha256_of(path))
         done += files[name].bytes
         if progress is not None:
             progress(done, total, "summing")
@@ -176,7 +176,7 @@ def check_files(directory: Path, manifest: Manifest, verify: bool, progress: Pro
         if size != file.bytes:
             raise ValueError(f"{paths[name]} has {size} bytes, {file.bytes} were written; {_REPLACE}")
     for name, file in manifest.files.items() if verify else ():
-        if _sha256(paths[name]) != file.sha256:
+        if sha256_of(paths[name]) != file.sha256:
             raise ValueError(f"{paths[name]} has changed since it was written, its SHA-256 is another; {_REPLACE}")
         done += file.bytes
         if progress is not None:
@@ -189,7 +189,8 @@ def _paths(directory: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Give the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import jax
+from flax.core import meta
 
 Path = tuple[Any, ...]
 _OP = re.compile(r"(Aqt)?(DotGeneral|Einsum|Fp8DirectDotGeneralOp|NANOOFp8DotGeneralOp|Fp8Einsum)_\d+$")
@@ -25,7 +26,7 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
 
     Args:
       aqt_params: the collection "aqt", of the AQT or the native backend.
-      params: the collection "params".
+      params: the collection "params"; boxes with names of axes count as what is in them.
 
     Returns:
       A tree like ``aqt_params`` with a key path into ``params`` (``jax.tree_util`` keys) in the place of each tensor,
@@ -35,7 +36,7 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
       ValueError: a tensor has no parameter, or two have one; lists both sides.
     """
     tensors, structure = jax.tree_util.tree_flatten_with_path(aqt_params, is_leaf=_is_tensor)
-    floats = jax.tree_util.tree_flatten_with_path(params)[0]
+    floats = [(path, meta.unbox(value)) for path, value in _leaves(params)]
     order = sorted(range(len(tensors)), key=lambda i: [_natural(key) for key in tensors[i][0]])
     found: dict[int, Path] = {}
     for i in order:
@@ -70,7 +71,17 @@ def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
     """
     matched = match_aqt_and_unquantized_param(aqt_vars, params)
     gone = set(jax.tree.leaves(matched, is_leaf=lambda x: isinstance(x, tuple)))
-    return jax.tree_util.tree_map_with_path(lambda path, value: {} if path in gone else value, params)
+    kept = [{} if path in gone else value for path, value in _leaves(params)]
+    return jax.tree_util.tree_unflatten(jax.tree.structure(params, is_leaf=_is_box), kept)
+
+
+def _leaves(params: Any) -> list[tuple[Path, Any]]:
+    return jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]
+
+
+def _is_box(node: Any) -> bool:
+    """Say whether it is an array with names of its axes."""
+    return isinstance(node, meta.AxisMetadata)
 
 
 def _is_tensor(node: Any) -> bool:

@@ -239,8 +239,24 @@ def test_what_convert_and_serve_lack_is_named():
         convert.apply(fresh, X, mutable=["aqt"])
     stored = jax.tree.map(lambda leaf: leaf, stored)  # the cached one stays whole
     del stored["aqt"]["block"]["out"]["Fp8DirectDotGeneralOp_0"]["qrhs"]["input_scale"]
-    with pytest.raises(ValueError, match="scales activations by a static scale and the converted kernel of shape"):
+    with pytest.raises(ValueError, match=r"kernel of float8_e4m3fn .*\), and 'fp8' takes .*, with an input_scale;"):
         serve.apply(variables | stored, X)
+
+
+@pytest.mark.parametrize(
+    ("backend", "converted", "served", "message"),
+    [
+        ("native", "int8", "int4", r"layer 'block/query' has a converted kernel of int8 .*, and 'int4' takes int4 "),
+        ("native", "fp8_e4m3", "fp8_current", r"with scales \(1, 4, 6\), and 'fp8_current' .* scales \(1, 1, 1\)"),
+        ("aqt", "int8", "aqt_fp8", "layer 'block/query' has a kernel converted to int8 and its recipe takes float8_e4"),
+    ],
+)
+def test_a_kernel_that_another_recipe_converted_is_refused(backend, converted, served, message):
+    config = {"quantization": converted, "quant_backend": backend}
+    stored = quantize(config, "convert").apply(PARAMS, X, mutable=["aqt"])[1]
+    serve = quantize(config | {"quantization": served}, "serve")
+    with pytest.raises(ValueError, match=message):
+        serve.apply(PARAMS | stored, X)
 
 
 def test_native_einsum_that_sums_its_kernel_is_refused():

@@ -60,7 +60,7 @@ def test_prompts_come_in_order_and_refused_ones_last(run, tmp_path, capsys):
 
 
 def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("item\nitem 7"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"item\nitem 7")))
     assert serve.main([str(run), "--prompts-file", "-", *WORDS]) == 0
     piped = capsys.readouterr().out
     assert serve.main([str(run), "--prompt", "item", "--prompt", "item 7", *WORDS]) == 0
@@ -83,6 +83,17 @@ def test_a_bad_option_is_an_error(run, words, message, capsys):
     assert serve.main([str(run), "--prompt", "item", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, message in err, err.count("\n")) == ("", True, 1)
+
+
+def test_a_prompt_that_is_not_utf_8_is_named(run, tmp_path, capsys):
+    (tmp_path / "prompts").write_bytes(b"item\ncaf\xe9\n")
+    for words, name in (
+        (["--prompts-file", str(tmp_path / "prompts")], f"{tmp_path}/prompts line 2"),
+        (["--prompt", os.fsdecode(b"caf\xe9")], "prompt 1"),
+    ):
+        assert serve.main([str(run), *words, *WORDS]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f"error: {name} is not UTF-8 (byte 3); write it in UTF-8\n")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,48 @@ def test_an_nnx_model_through_the_disk(tmp_path):
     np.testing.assert_array_equal(served(X), loaded(X))
 
 
+class Stateful(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.wi, self.norm = nnx.Linear(D, D, rngs=rngs), nnx.BatchNorm(D, use_running_average=True, rngs=rngs)
+        self.input_scale = nnx.Param(jnp.ones(D))
+
+    def __call__(self, x):
+        return self.norm(self.wi(x)) * self.input_scale
+
+
+def test_what_an_nnx_model_keeps_beside_its_kernels_comes_back_too():
+    config = {"quantization": "int8w"}
+    model = Stateful()
+    model.norm.mean[...], model.norm.var[...], model.input_scale[...] = jnp.full(D, 3), jnp.full(D, 9), jnp.full(D, 2)
+    served, fresh = convert(model, config, X), convert(Stateful(), config, X)
+    params = serving.nnx_params(served)
+    serving.update_nnx(fresh, params)
+    np.testing.assert_array_equal(served(X), fresh(X))
+    with pytest.raises(ValueError, match="the model has norm/var that the parameters do not, and they have norm/varia"):
+        serving.update_nnx(
+            fresh, params | {"norm": {"varia" if k == "var" else k: v for k, v in params["norm"].items()}}
+        )
+
+
+def test_kernels_that_are_not_read_as_they_are_stored_are_refused():
+    config = {"quantization": "int8w"}
+    mapped = nn.map_variables(nn.Dense, "params", lambda tree: jax.tree.map(lambda x: 2 * x, tree), init=True)
+    for model in (mapped(D, name="wi"), nn.WeightNorm(nn.Dense(D))):
+        variables = jax.jit(model.init)(RNGS, X)
+        with pytest.raises(NotImplementedError, match=r"reads its kernel through nn.map_variables.*recipe: null"):
+            convert(variables, config, X, model=model)
+    rngs = nnx.Rngs(0)
+    with pytest.raises(NotImplementedError, match=r"layer 'layer_instance' is under nnx.WeightNorm"):
+        convert(nnx.WeightNorm(nnx.Linear(D, D, rngs=rngs), rngs=rngs), config, X)
+
+
+def test_a_path_to_write_to_is_not_ignored():
+    config = {"quantization": "int8w", "save_quantized_params_path": "somewhere"}
+    with pytest.raises(ValueError, match="save_quantized_params_path 'somewhere' is not written by convert; leave it "):
+        convert(jax.jit(dense().init)(RNGS, X), config, X, model=dense())
+
+
 MIXED = {
     "__default__": {"w_bits": 8, "a_bits": 8},
     ".*query": {"w_bits": 4, "a_bits": 8, "tile_size": 4},

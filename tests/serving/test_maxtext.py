@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,6 +188,14 @@ def test_the_answer_has_the_form_of_the_collection():
     np.testing.assert_array_equal(kept["wi"]["bias"], params["wi"]["bias"])
     assert isinstance(params["wi"]["kernel"], jax.Array)
     assert is_tensor(collection["wi"]["DotGeneral_0"]["qrhs"]["frozen"])
+
+
+def test_parameters_in_boxes_with_names_of_axes():
+    boxed = nn.LogicallyPartitioned(jnp.ones((8, 6)), ("embed", "mlp"))
+    bias = nn.LogicallyPartitioned(jnp.ones(6), ("mlp",))
+    quantized = nested({"wi/AqtDotGeneral_0": frozen(tensor(8, 6))})
+    found = remove_quantized_params(nested({"wi/kernel": boxed, "wi/bias": bias}), quantized)
+    assert found == {"wi": {"kernel": {}, "bias": bias}}
 
 
 def test_nothing_quantized_removes_nothing():

@@ -169,6 +169,8 @@ def test_sampling_draws_from_the_nucleus_alone():
     squared = probabilities**2 / (probabilities**2).sum()
     np.testing.assert_allclose(drawn(temperature=0.5), squared, atol=0.056)
     np.testing.assert_array_equal(drawn(temperature=1.0, top_p=1e-9), [0, 1, 0, 0, 0])
+    for tiny in (1e-30, 1e-38, 1e-45):
+        np.testing.assert_array_equal(drawn(temperature=tiny), [0, 1, 0, 0, 0])
 
 
 @pytest.mark.parametrize(

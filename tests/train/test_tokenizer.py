@@ -51,3 +51,18 @@ def test_bytes_that_are_no_text_are_shown_at_the_end():
     stream = TextStream(ByteTokenizer())
     assert [stream.add(token) for token in (0x61, 0xC3)] == ["a", ""]
     assert stream.end() == "\ufffd"
+
+
+def test_a_completion_goes_on_from_its_prompt(tmp_path):
+    """Metaspace decoders, as Llama 2's, drop the space of a first word."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁hello": 0, "▁world": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
+    prompt = [int(token) for token in tokenizer.encode_prompt("hello")]
+    assert tokenizer.decode([1]) == "world"
+    assert TextStream(tokenizer, prompt).all([1]) == " world"
+    stream = TextStream(tokenizer, prompt)
+    assert stream.add(1) + stream.end() == " world"
