@@ -62,7 +62,7 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path
 
 
 def _line(cells: Any) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _show(rows: Sequence[Row]) -> None:

@@ -59,14 +59,15 @@ def tiny(corpus: Path) -> TrainConfig:
 
 @pytest.fixture(scope="session")
 def finished(tiny: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return quantization -> folder of a run that was not interrupted, made once."""
-    folders: dict[str, Path] = {}
+    """Return quantization -> folder of a run that was not interrupted, made once with the optimization of its user."""
+    folders: dict[tuple[str, bool], Path] = {}
 
     def get(quantization: str) -> Path:
-        if quantization not in folders:
-            folders[quantization] = tmp_path_factory.mktemp("finished") / "run"
-            train(quantized(tiny, quantization), folders[quantization])
-        return folders[quantization]
+        key = (quantization, jax.config.values["jax_disable_most_optimizations"])
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("finished") / "run"
+            train(quantized(tiny, quantization), folders[key])
+        return folders[key]
 
     return get
 

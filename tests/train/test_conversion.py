@@ -32,6 +32,7 @@ from train.frameworks import make_model
 from train.model import Decoder
 from train.serving import Served, open_served
 
+OPTIMIZED = True
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
 KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]
 SCHEMES = {

@@ -20,6 +20,7 @@ from train.frameworks import make_model
 from train.model import DecoderConfig
 from train.step import build
 
+OPTIMIZED = True
 SHAPE = DecoderConfig(64, 32, 64, 2, 4, 2, 16)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)
 SEGMENTS = jnp.asarray([[1] * 5 + [2] * 7] * 2)
