@@ -50,7 +50,10 @@ def _texts(words: argparse.Namespace) -> tuple[list[str], list[str]]:
         names = [f"prompt {number}" for number in range(1, len(words.prompt) + 1)]
         return [_text(os.fsencode(text), name) for text, name in zip(words.prompt, names, strict=True)], names
     source, name = words.prompts_file, "standard input" if words.prompts_file == "-" else words.prompts_file
-    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--prompts-file {source} cannot be read: {error.strerror}") from None
     lines = data.split(b"\n")  # and not at form feeds and the like, as splitlines does
     if lines[-1] == b"":
         lines.pop()

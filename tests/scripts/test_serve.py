@@ -85,8 +85,11 @@ def test_a_bad_option_is_an_error(run, words, message, capsys):
     assert (out, message in err, err.count("\n")) == ("", True, 1)
 
 
-def test_a_prompt_that_is_not_utf_8_is_named(run, tmp_path, capsys):
+def test_prompts_that_cannot_be_read_are_named(run, tmp_path, capsys):
     (tmp_path / "prompts").write_bytes(b"item\ncaf\xe9\n")
+    absent = tmp_path / "absent"
+    assert serve.main([str(run), "--prompts-file", str(absent), *WORDS]) == 2
+    assert capsys.readouterr().err == f"error: --prompts-file {absent} cannot be read: No such file or directory\n"
     for words, name in (
         (["--prompts-file", str(tmp_path / "prompts")], f"{tmp_path}/prompts line 2"),
         (["--prompt", os.fsdecode(b"caf\xe9")], "prompt 1"),
