@@ -132,6 +132,7 @@ def linen_sites(
         if recipe is None or recipe.fwd.rhs is None:
             return next_fun(*args, **kwargs)
 
+        assert module.scope is not None
         if "/map_variables(" in module.scope.path_text:
             raise NotImplementedError(
                 f"layer {path!r} reads its kernel through nn.map_variables, as under nn.WeightNorm, and what that does "
