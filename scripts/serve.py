@@ -73,9 +73,9 @@ def _text(data: bytes, name: str) -> str:
 class _Streaming:
     """Write one completion as it comes."""
 
-    def __init__(self, served: Served, texts: list[str], prompts: list[Prompt]):
-        self._stream, self._prompt = TextStream(served.tokenizer, prompts[0].tokens), texts[0]  # pyright: ignore[reportArgumentType]
-        self._begun = False
+    def __init__(self, served: Served, text: str, prompt: Prompt):
+        self._stream = TextStream(served.tokenizer, prompt.tokens)  # pyright: ignore[reportArgumentType]
+        self._prompt, self._begun = text, False
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text if self._begun else self._prompt + text)
@@ -93,7 +93,7 @@ class _Streaming:
 class _InOrder:
     """Write whole completions, each under its prompt, once all before it are finished."""
 
-    def __init__(self, served: Served, texts: list[str], prompts: list[Prompt]):
+    def __init__(self, served: Served, texts: list[str]):
         self._tokenizer, self._texts = served.tokenizer, texts
         self._done: dict[int, Completion] = {}
         self._next = 0
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    printer = (_Streaming if len(texts) == 1 else _InOrder)(served, texts, prompts)
+    printer = _Streaming(served, texts[0], prompts[0]) if len(texts) == 1 else _InOrder(served, texts)
     try:
         completions = engine.generate(prompts, words.max_new_tokens, printer.on_token, printer.on_done)
     except BrokenPipeError:  # whoever read the output has seen enough

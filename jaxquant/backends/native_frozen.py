@@ -138,16 +138,16 @@ def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | Weight:
     if op.quant_mode != "serve" or op.recipe.fwd.rhs is None:
         return kernel
 
-    shapes = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes), kernel)
+    tensor, scale = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes), kernel)
+    wanted = {"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
 
     def make() -> dict[str, Any]:
-        tensor, scale = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted)
         if op.mesh_axes:
-            tensor = _named(tensor, op.mesh_axes, op.replicate_scale)
-        return {"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
+            values["frozen"] = _named(values["frozen"], op.mesh_axes, op.replicate_scale)
+        return values
 
     stored = nn.meta.unbox(_Frozen(name="qrhs").read(make))
-    wanted = {"frozen": shapes[0]} | ({} if shapes[1] is None else {INPUT_SCALE: shapes[1]})
     if (found := _describe(stored)) != (asked := _describe(wanted)):
         raise ValueError(
             f"layer {'/'.join(op.path[:-1])!r} has a converted kernel of {found}, and {op.recipe.name!r} takes "

@@ -124,7 +124,8 @@ def convert_nnx(
         check_for_qwix(layer for layer in layers if layer.path in recipes)
     copy = inject_nnx.copy_model(model)
     by_path = {layer.path: layer for layer in layers}
-    normalized = tuple("".join(f"{name}/" for name in path) for path in _weight_norms(copy))
+    weight_norms = (path for path, node in nnx.iter_graph(copy) if isinstance(node, nnx.WeightNorm))
+    normalized = tuple("".join(f"{name}/" for name in path) for path in weight_norms)
     for path, module in list(inject_nnx.linear_modules(copy)):
         recipe = recipes.get(path)
         if recipe is None:
@@ -158,10 +159,6 @@ def convert_nnx(
         kind = "einsum" if name == "einsum_op" else "dot_general"
         setattr(module, name, _Op(recipe, backend or "native", path, kind))
     return copy
-
-
-def _weight_norms(model: nnx.Module) -> list[tuple[Any, ...]]:
-    return [path for path, node in nnx.iter_graph(model) if isinstance(node, nnx.WeightNorm)]
 
 
 def nnx_params(model: nnx.Module) -> dict[str, Any]:
