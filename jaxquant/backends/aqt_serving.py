@@ -1,6 +1,6 @@
 """AQT on converted kernels: AQT's own convert and serve modes, with a QTensor in place of the collection "aqt"."""
 
-# See aqt.py.
+# See aqt_config.py.
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from aqt.jax.v2 import aqt_tensor
 
 from jaxquant.backends import _weights
-from jaxquant.backends import aqt as training
+from jaxquant.backends._aqt import aqt_dot_general, aqt_tensor, config, tiled_dot_general
+from jaxquant.backends._aqt import utils as aqt_utils
+from jaxquant.backends.aqt import dot_general_cls as training_cls
+from jaxquant.backends.aqt import refuse_options
+from jaxquant.backends.aqt_config import STREAM, swap_sides, tiling_fn, to_aqt
 from jaxquant.core.qtensor import QTensor, Weight
 from jaxquant.core.recipe import Recipe
 
@@ -25,10 +28,10 @@ def convert_kernel(
     recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Any]
 ) -> tuple[QTensor, Array | None]:
     """Quantize a layer's kernel as AQT's convert mode does; see ``native.convert_kernel``."""
-    op = training.dot_general_cls(recipe, quant_mode="convert")()
+    op = training_cls(recipe, quant_mode="convert")()
     activation = jnp.zeros([kernel.shape[axis] for axis in axes], kernel.dtype)
     dims = ((tuple(range(len(axes))), tuple(axes)), ((), ()))
-    rngs = {training.STREAM: jax.random.key(0)} if recipe.is_stochastic else {}
+    rngs = {STREAM: jax.random.key(0)} if recipe.is_stochastic else {}
     _, written = op.apply({}, activation, kernel, dims, None, mutable=["aqt"], rngs=rngs)
     frozen = written["aqt"]["qrhs"]["frozen"]
     (scale,) = frozen.scale
@@ -59,17 +62,17 @@ def _frozen(weight: Weight, tiled_axes: Sequence[int]) -> aqt_tensor.QTensor:
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_swapped: bool) -> Array:
-    mode = training.aqt_utils.QuantMode
-    translated = training.to_aqt(recipe)
+    mode = aqt_utils.QuantMode
+    translated = to_aqt(recipe)
     modes = {"lhs_quant_mode": mode.TRAIN, "rhs_quant_mode": mode.SERVE}
     if is_swapped:
-        training.swap_sides(translated)
+        swap_sides(translated)
         modes = {"lhs_quant_mode": mode.SERVE, "rhs_quant_mode": mode.TRAIN}
     # The forward rounds to nearest; a key is what AQT asks of a config with a stochastic operand.
     key = jax.random.key(0) if recipe.is_stochastic else None
-    translated = training.config.set_context(translated, key, train_step=None, **modes)
+    translated = config.set_context(translated, key, train_step=None, **modes)
     translated.apply_custom_vjp_on_jax = False
-    make_tiles = training.tiling_fn(recipe)
+    make_tiles = tiling_fn(recipe)
     weight_axes = dimension_numbers[0][0 if is_swapped else 1]
     frozen = _frozen(weight, weight_axes if make_tiles is not None else ())
     standin = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
@@ -82,7 +85,7 @@ def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_
     if make_tiles is None:
         return dot(*sides, dimension_numbers)
     tiles = make_tiles(*sides, dimension_numbers)
-    return training.tiling.tiled_dot_general(tiles, *sides, dimension_numbers, dot_general=dot)
+    return tiled_dot_general.tiled_dot_general(tiles, *sides, dimension_numbers, dot_general=dot)
 
 
 def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
@@ -95,7 +98,7 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> Array:
-        training.refuse_options(lhs.dtype, precision, preferred_element_type)
+        refuse_options(lhs.dtype, precision, preferred_element_type)
         return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
     return lambda: dot_general
@@ -107,8 +110,8 @@ def einsum_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
     def einsum(
         equation: str, lhs: Array, rhs: Weight, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
-        training.refuse_options(lhs.dtype, precision, preferred_element_type)
-        run = lambda equation, a, b, dot: training.aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
+        refuse_options(lhs.dtype, precision, preferred_element_type)
+        run = lambda equation, a, b, dot: aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
         return _weights.einsum(
             run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
         )

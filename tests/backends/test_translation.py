@@ -21,6 +21,7 @@ from tests.lowering import dot_operand_types
 from tests.numerics import INTEGER_MATMUL_NULP, SMALL_SUM_ATOL, SMALL_SUM_RTOL
 
 aqt = pytest.importorskip("jaxquant.backends.aqt")
+aqt_config = pytest.importorskip("jaxquant.backends.aqt_config")
 qwix = pytest.importorskip("jaxquant.backends.qwix")
 
 LINEAR = ("mix/query", "mix/out", "mix/down")
@@ -495,7 +496,7 @@ REFUSED = [
     ("backend", "recipe", "match"), REFUSED, ids=[f"{b}-{m.split(' has')[0]}" for b, _, m in REFUSED]
 )
 def test_refusal_names_recipe_operand_and_way_out(backend, recipe, match):
-    translate = aqt.to_aqt if backend == "aqt" else qwix.to_qwix
+    translate = aqt_config.to_aqt if backend == "aqt" else qwix.to_qwix
     with pytest.raises(NotImplementedError, match=f"recipe 'mine' operand {match}.*; (use|give) "):
         translate(recipe)
 

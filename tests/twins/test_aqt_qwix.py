@@ -17,7 +17,7 @@ import pytest
 import qwix
 
 from jaxquant import QuantConfig, maybe_quantize_model
-from jaxquant.backends import aqt
+from jaxquant.backends.aqt_config import to_aqt
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from tests import numerics
@@ -30,7 +30,7 @@ W = jax.random.normal(jax.random.key(1), (48, 16)) * jnp.logspace(-2, 2, 16)
 def test_int8_has_aqts_qvalues_and_scales(side, x, axis):
     recipe = QuantConfig(quantization="int8").recipe()
     spec = getattr(recipe.fwd, side)
-    quantizer = getattr(aqt.to_aqt(recipe).fwd.dg_quantizer, side)
+    quantizer = getattr(to_aqt(recipe).fwd.dg_quantizer, side)
 
     @jax.jit
     def theirs(x):
