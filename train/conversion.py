@@ -77,6 +77,14 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     return build(TrainConfig, to_mapping(config) | before | dict(changes) | {"remat_policy": "none"})
 
 
+def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
+    """Name what a run's quantization sets beside its string and ``served_config`` takes from neither it nor changes."""
+    if "quantization" not in changes:
+        return []
+    fields = [field for field in dataclasses.fields(QuantConfig) if field.init and field.name != "quantization"]
+    return [f.name for f in fields if f.name not in changes and getattr(config, f.name) != f.default]
+
+
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
     """Leave out what linear layers do not read, and change other fields."""
     return dataclasses.replace(config, quantize_kvcache=False, save_quantized_params_path="", **changes)
@@ -149,6 +157,11 @@ def convert_run(
     layers = _as_trained(config)
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
+    if names := left_out(trained, changes or {}):
+        say(
+            f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too; "
+            "to keep a field, give it as key=value"
+        )
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)

@@ -26,7 +26,7 @@ from tests.numerics import checkpoint_overhead
 from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS
 from train.config import TrainConfig
-from train.conversion import Conversion, convert_run, converted_shapes, served_config
+from train.conversion import Conversion, convert_run, converted_shapes, left_out, served_config
 from train.evaluation import contenders
 from train.frameworks import make_model
 from train.model import Decoder
@@ -237,7 +237,10 @@ def test_weight_only_is_the_float_model_of_the_rounded_kernels(runs: Any, tmp_pa
 
 def test_another_quantization_replaces_the_runs(converted: Any, runs: Any, tmp_path: Path, logits: Logits):
     """Nothing is left of fp8, neither its scales nor options of it; the numbers are those of the unquantized run's."""
-    made = convert_run(runs("fp8"), tmp_path / "out", {"quantization": "int8w"}, say=lambda text: None)
+    said: list[str] = []
+    run = configured(runs("fp8"), tmp_path / "run", rules=[{"path": ".*/mlp/wo", "recipe": None}])
+    made = convert_run(run, tmp_path / "out", {"quantization": "int8w"}, say=said.append)
+    assert said[0].startswith("quantization 'int8w' replaces all of the run's, its rules too; to keep a field,")
     assert (made.config.quantization, set(made.layers.values())) == ("int8w", {"int8w"})
     served = open_served(tmp_path / "out")
     assert INPUT_SCALE not in at(served.params, KERNELS[0])
@@ -255,6 +258,9 @@ def test_served_config_replaces_all_or_lays_over():
     anew = served_config(config, {"quantization": "int8w"})
     assert (anew.quantization, anew.amax_init, anew.rules) == ("int8w", TrainConfig().amax_init, TrainConfig().rules)
     assert served_config(config, {}) == config
+    assert left_out(config, {"quantization": "int8w"}) == ["amax_init", "rules"]
+    assert left_out(config, {"quantization": "int8w", "rules": []}) == ["amax_init"]
+    assert left_out(config, {"quant_backend": "native"}) == []
     with pytest.raises(
         ValueError, match=r"^steps is no field of the quantization; a conversion changes quantization_l"
     ):
