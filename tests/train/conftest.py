@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ STEPS = 24
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile each program once for all tests and their subprocesses: compiling is most of their time."""
+    """Compile each program once for all tests, workers and subprocesses: compiling is most of their time."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
+        "jax_compilation_cache_dir": str(folder / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.2,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
