@@ -65,7 +65,7 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     Raises:
       ValueError, TypeError: a field that is none of ``QuantConfig``, or values that do not fit.
     """
-    fields = {field.name: to_mapping(field.default) for field in dataclasses.fields(QuantConfig) if field.init}
+    fields = quantization_of(QuantConfig())
     unknown = sorted(set(changes) - set(fields))
     if unknown:
         raise ValueError(f"{unknown[0]} is no field of the quantization; a conversion changes {', '.join(fields)}")
@@ -81,8 +81,8 @@ def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
     """Name what a run's quantization sets beside its string and ``served_config`` takes from neither it nor changes."""
     if "quantization" not in changes:
         return []
-    fields = [field for field in dataclasses.fields(QuantConfig) if field.init and field.name != "quantization"]
-    return [f.name for f in fields if f.name not in changes and getattr(config, f.name) != f.default]
+    defaults = quantization_of(QuantConfig())
+    return [name for name, value in quantization_of(config).items() if name not in changes and value != defaults[name]]
 
 
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:

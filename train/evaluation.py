@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxquant.config.quant_config import QuantConfig
 from train.config import TrainConfig
+from train.conversion import quantization_of
 from train.data import make_iterators
 from train.serving import Served, open_served
 from train.step import token_losses
@@ -37,9 +38,7 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contend
     trained = open_served(run)
     if trained.config.checkpoint_is_quantized:
         raise ValueError(f"{run} is a converted checkpoint; give the run that it was made of first, and it after that")
-    off = {field.name: field.default for field in dataclasses.fields(QuantConfig) if field.init}
-    off["remat_policy"] = "none"
-    found = [Contender("float", open_served(run, off))]
+    found = [Contender("float", open_served(run, quantization_of(QuantConfig()) | {"remat_policy": "none"}))]
     if trained.config.strings:
         found.append(Contender("trained", trained))
     return found + [Contender(f"served: {folder}", open_served(folder)) for folder in converted]
