@@ -129,18 +129,14 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
       scale: of x's rank.
       block: shape of a block; None where the shapes tell.
     """
-    counts: dict[int, int] = {}
-    for axis, (size, n) in enumerate(zip(x.shape, scale.shape, strict=True)):
-        if n in (1, size):
-            continue
-        if block is not None and n * block[axis] != size:
-            scale = spread(scale, axis, size, block[axis])
-        else:
-            counts[axis] = n
+    counts = {axis: n for axis, (size, n) in enumerate(zip(x.shape, scale.shape, strict=True)) if n not in (1, size)}
     if not counts:
         return operation(x, scale)
+    steps = {axis: -(-x.shape[axis] // n) if block is None else block[axis] for axis, n in counts.items()}
+    padded = pad_blocks(x, steps)
     expanded: list[int] = []
     for axis, n in enumerate(scale.shape):
         expanded += [n, 1] if axis in counts else [n]
-    split = split_axes(x, counts)
-    return merge_axes(operation(split, broadcastable(scale.reshape(expanded), split)), x)
+    split = split_axes(padded, counts)
+    result = merge_axes(operation(split, broadcastable(scale.reshape(expanded), split)), padded)
+    return result if padded is x else jax.lax.slice(result, (0,) * x.ndim, x.shape)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -256,11 +256,11 @@ def _backward(static: _Static, residuals, grad: Array):
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
     dims, order = static.dims.for_dlhs()
     place = static.lhs_place.sharding_before(order)
-    dlhs = _gradient(static, recipe.dlhs, recipe.dlhs.lhs, recipe.fwd.rhs, grad, q_grad, rhs, dims, place, keys[0])
+    dlhs = _gradient(static, "dlhs", grad, q_grad, rhs, dims, place, keys[0])
     dlhs = _finish(dlhs, order, lhs_mask, static.lhs_dtype, static.lhs_place)
     dims, order = static.dims.for_drhs()
     place = static.rhs_place.sharding_before(order)
-    drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, place, keys[1])
+    drhs = _gradient(static, "drhs", grad, q_grad, lhs, dims, place, keys[1])
     drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype, static.rhs_place)
     observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {}
@@ -345,9 +345,7 @@ def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: 
 
 def _gradient(
     static: _Static,
-    matmul: MatmulSpec,
-    grad_spec: Operand,
-    forward_spec: Operand,
+    name: Literal["dlhs", "drhs"],
     grad: Array,
     q_grad: QTensor | None,
     residual: QTensor | Array,
@@ -356,10 +354,13 @@ def _gradient(
     key: Array | None,
 ) -> Array:
     """Contract the output gradient with what was kept of an operand; ``place`` is the sharding of the result."""
-    out_dtype = grad.dtype.name
+    recipe, out_dtype = static.recipe, grad.dtype.name
+    matmul: MatmulSpec = getattr(recipe, name)
+    grad_spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
     left: QTensor | Array = grad
     if isinstance(grad_spec, TensorSpec):
-        if isinstance(residual, QTensor):
+        if isinstance(residual, QTensor) and kept == FORWARD:
+            forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             left, residual = align(grad, residual, dims, forward_spec, is_delayed=grad_spec.scaling == "delayed")
         if grad_spec.scaling == "delayed":
             assert q_grad is not None
@@ -369,7 +370,7 @@ def _gradient(
                 left,
                 grad_spec,
                 dims.lhs_contract,
-                recipe=static.recipe,
+                recipe=recipe,
                 batch=dims.lhs_batch,
                 key=key,
                 shards=matmul.shards,
@@ -386,7 +387,7 @@ def _gradient(
         accumulator=matmul.accumulator,
         precision=static.precision,
         default_precision=jax.lax.Precision.HIGHEST,
-        scale_dtype=scale_dtype(static.recipe, out_dtype),
+        scale_dtype=scale_dtype(recipe, out_dtype),
         out_sharding=place,
         implementation=static.implementation,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,6 +125,16 @@ def test_wide_dtypes_and_strict_promotion():
             x, w = jnp.asarray(np.ones((4, 32))), jnp.asarray(np.ones((32, 16)))
             shapes = jax.eval_shape(lambda a, b, r=recipe: gradients(r, a, b, jnp.float64(1.0)), x, w)
         assert [part.dtype.name for part in shapes] == ["float64"] * 3
+
+
+@pytest.mark.parametrize(("name", "casts"), [("fp8_full", 4), ("fp8_block", 5), ("mxfp8", 6), ("aqt_fp8_full", 6)])
+def test_no_operand_is_quantized_again(name, casts):
+    """Each of the operands that a recipe names is cast once, from the float tensor."""
+    jaxpr = jax.make_jaxpr(lambda x, w, g: gradients(DISTINCT[name], x, w, g))(
+        normal((300, 160)), normal((160, 200)), jnp.float32(1.0)
+    )
+    found = re.findall(r"convert_element_type\[new_dtype=float8_e[45]m[23]", str(jaxpr))
+    assert len(found) == casts
 
 
 def test_the_choice_of_an_implementation_can_be_asked_and_refused():
