@@ -133,7 +133,7 @@ def test_no_operand_is_quantized_again(name, casts):
     jaxpr = jax.make_jaxpr(lambda x, w, g: gradients(DISTINCT[name], x, w, g))(
         normal((300, 160)), normal((160, 200)), jnp.float32(1.0)
     )
-    found = re.findall(r"convert_element_type\[new_dtype=float8_e[45]m[23]", str(jaxpr))
+    found = re.findall(r":f8_e[45]m[23]\w*\[\d[\d,]*\] = convert_element_type", str(jaxpr))  # a padding's 0 is a scalar
     assert len(found) == casts
 
 
