@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, is_even, scale_shape
 from jaxquant.core.scales import decode_scale
@@ -39,10 +40,10 @@ class QTensor:
         stacked, it is of the last axes.
     """
 
-    qvalue: jax.Array
-    scale: jax.Array
-    zero_point: jax.Array | None = None
-    outer_scale: jax.Array | None = None
+    qvalue: Shaped[Array, "*shape"]
+    scale: Float[Array, "*counts"]
+    zero_point: Shaped[Array, "*counts"] | None = None
+    outer_scale: Float[Array, "*ones"] | None = None
     block: Shape | None = None
 
     @property
@@ -74,17 +75,17 @@ class QTensor:
             return (1,) * (self.ndim - len(self.block)) + self.block
         return tuple(max(1, size // n) for size, n in zip(self.shape, self.scale.shape, strict=True))
 
-    def full_scale(self) -> jax.Array:
+    def full_scale(self) -> Float[Array, "*counts"]:
         """Return the scales in float32, the outer one multiplied in."""
         scale = decode_scale(self.scale)
         return scale if self.outer_scale is None else scale * self.outer_scale
 
 
 def make_qtensor(
-    qvalue: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None = None,
-    outer_scale: jax.Array | None = None,
+    qvalue: Shaped[Array, "*shape"],
+    scale: Float[Array, "*counts"],
+    zero_point: Shaped[Array, "*counts"] | None = None,
+    outer_scale: Float[Array, "*ones"] | None = None,
     block: Shape | None = None,
 ) -> QTensor:
     """Make a ``QTensor`` by hand, with its invariants checked.
@@ -159,7 +160,7 @@ class Weight:
 
     tensor: QTensor
     dtype: str
-    input_scale: jax.Array | None = None
+    input_scale: Float[Array, 1] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,7 +171,7 @@ class Weight:
         return self.tensor.ndim
 
 
-def dequantize(tensor: QTensor, dtype: str = "float32") -> jax.Array:
+def dequantize(tensor: QTensor, dtype: str = "float32") -> Float[Array, "*shape"]:
     """Return ``(qvalue − zero_point) · scale``, computed in float32 and rounded once to ``dtype``."""
     values, block = tensor.qvalue.astype(jnp.float32), tensor.blocks
     if tensor.zero_point is not None:

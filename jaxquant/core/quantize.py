@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
@@ -31,12 +32,12 @@ def absolute(x: jax.Array) -> jax.Array:
 class Scales(NamedTuple):
     """What a statistic gives: scales in their dtype, a zero point or None, an outer scale or None."""
 
-    scale: jax.Array
-    zero_point: jax.Array | None = None
-    outer_scale: jax.Array | None = None
+    scale: Float[Array, "*counts"]
+    zero_point: Shaped[Array, "*counts"] | None = None
+    outer_scale: Float[Array, "*ones"] | None = None
 
 
-def compute_scale(x: jax.Array, spec: TensorSpec, block: Shape, floor: float = SMALLEST_SCALE) -> Scales:
+def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, floor: float = SMALLEST_SCALE) -> Scales:
     """Compute the scales, and the zero points of an asymmetric range, from this tensor's statistic.
 
     ``scale = statistic · factor / bound`` in float32, 1 where it falls below ``floor``, then rounded as the spec says.
@@ -106,14 +107,14 @@ def _fill(shape: Shape, block: Shape) -> jax.Array | float:
 
 
 def quantize_with_scale(
-    x: jax.Array,
+    x: Float[Array, "*shape"],
     spec: TensorSpec,
-    scale: jax.Array,
-    zero_point: jax.Array | None = None,
-    key: jax.Array | None = None,
+    scale: Float[Array, "*counts"],
+    zero_point: Shaped[Array, "*counts"] | None = None,
+    key: Key[Array, ""] | None = None,
     compute_dtype: str = "float32",
     *,
-    outer_scale: jax.Array | None = None,
+    outer_scale: Float[Array, "*ones"] | None = None,
     block: Shape | None = None,
 ) -> QTensor:
     """Quantize with a given scale: ``qvalue = cast(x / scale + zero_point)``, saturating.
@@ -157,11 +158,11 @@ def quantize_with_scale(
 
 
 def quantize(
-    x: jax.Array,
+    x: Float[Array, "*shape"],
     spec: TensorSpec,
     axes: Sequence[int],
     *,
-    key: jax.Array | None = None,
+    key: Key[Array, ""] | None = None,
     shards: int = 1,
     batch: Sequence[int] = (),
     floor: float = SMALLEST_SCALE,
@@ -187,12 +188,18 @@ def quantize(
     )
 
 
-def fake_quantize(x: jax.Array, spec: TensorSpec, axes: Sequence[int], *, key: jax.Array | None = None) -> jax.Array:
-    """Quantize and dequantize, returning x's dtype."""
+def fake_quantize(
+    x: Float[Array, "*shape"], spec: TensorSpec, axes: Sequence[int], *, key: Key[Array, ""] | None = None
+) -> Float[Array, "*shape"]:
+    """Quantize and dequantize, returning x's dtype.
+
+    Args:
+      x, spec, axes, key: as in ``quantize``.
+    """
     return dequantize(quantize(x, spec, axes, key=key), x.dtype.name)
 
 
-def outside_range(x: jax.Array, spec: TensorSpec, tensor: QTensor) -> jax.Array:
+def outside_range(x: Float[Array, "*shape"], spec: TensorSpec, tensor: QTensor) -> Bool[Array, "*shape"]:
     """Mark elements that a clipping calibration cut off; they get no gradient.
 
     Args:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
+from jaxtyping import Float, Key
 
 from jaxquant.core import delayed
 from jaxquant.core.qtensor import QTensor, Weight, dequantize
@@ -67,18 +68,18 @@ class _Static:
 
 
 def dot_general(
-    lhs: Array,
-    rhs: Array | Weight,
+    lhs: Float[Array, "*lhs"],
+    rhs: Float[Array, "*rhs"] | Weight,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Array | None = None,
+    key: Key[Array, ""] | None = None,
     out_sharding: Sharding = None,
     implementation: str | None = None,
-) -> Array:
+) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
     Takes the arguments of ``jax.lax.dot_general``; lhs is the activation, rhs the weight. The operands are quantized

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Key
 
 from jaxquant.core.qtensor import Weight
 from jaxquant.core.recipe import Recipe
@@ -90,19 +91,19 @@ def _expand(labels: str, ndim: int, equation: str) -> list[str]:
 
 def einsum(
     equation: str,
-    lhs: Array | Weight,
-    rhs: Array | Weight,
+    lhs: Float[Array, "*lhs"] | Weight,
+    rhs: Float[Array, "*rhs"] | Weight,
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Array | None = None,
+    key: Key[Array, ""] | None = None,
     precision: Any = None,
     preferred_element_type: Any = None,
     weight: int = 1,
     out_sharding: Sharding = None,
     transform: Callable[[Array, tuple[int, ...]], Array] | None = None,
     implementation: str | None = None,
-) -> Array:
+) -> Float[Array, "*out"]:
     """Contract an activation with a weight by an einsum equation, in the low precision of a recipe.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Key
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
@@ -36,8 +37,8 @@ class Observation(NamedTuple):
       amax: largest magnitude of the operand, a scalar.
     """
 
-    scale: Array
-    amax: Array
+    scale: Float[Array, 1]
+    amax: Float[Array, ""]
 
 
 def scale_dtype(recipe: Recipe, dtype: str) -> str:
@@ -51,15 +52,15 @@ def scale_dtype(recipe: Recipe, dtype: str) -> str:
 
 
 def quantize_operand(
-    x: Array,
+    x: Float[Array, "*shape"],
     spec: TensorSpec,
     axes: Sequence[int],
     *,
     recipe: Recipe,
     batch: Sequence[int] = (),
     state: delayed.TensorState | None = None,
-    static_scale: Array | None = None,
-    key: Array | None = None,
+    static_scale: Float[Array, 1] | None = None,
+    key: Key[Array, ""] | None = None,
     shards: int = 1,
     floor: float = SMALLEST_SCALE,
     implementation: str | None = None,
