@@ -89,21 +89,24 @@ def with_bins(quant_state: Tree, like: Tree | None = None) -> dict[Any, Any]:
     Args:
       quant_state: arrays or their shapes.
       like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do.
+
+    Raises:
+      ValueError: ``like`` lacks a module or variable of the state.
     """
-    new: dict[Any, Any] = {}
-    for name, value in quant_state.items():
-        if isinstance(value, Mapping):
-            new[name] = with_bins(value, None if like is None else like[name])
-            continue
-        new[name] = value
-        if not _ends_with(name, _HISTORY_SUFFIX):
-            continue
-        tensor = name.removesuffix(_HISTORY_SUFFIX)
-        bins = tensor + _BINS_SUFFIX
-        if bins in quant_state or (like is not None and bins not in like):
-            continue
-        new |= {field: _in_float32(quant_state[field]) for field in (name, f"{tensor}_scale") if field in quant_state}
-        new[bins] = _bins_beside(value, None if like is None else like[bins])
+    if like is not None and (unknown := [name for name in quant_state if name not in like]):
+        raise ValueError(
+            f"quant state has {unknown[0]!r} and the model's has {', '.join(map(str, like)) or 'nothing'}; restore it "
+            "into the model that it was stored of"
+        )
+    new: dict[Any, Any] = {
+        name: with_bins(value, None if like is None else like[name]) if isinstance(value, Mapping) else value
+        for name, value in quant_state.items()
+    }
+    for tensor in _tensors(quant_state):
+        history, bins = f"{tensor}{_HISTORY_SUFFIX}", f"{tensor}{_BINS_SUFFIX}"
+        if bins not in quant_state and (like is None or bins in like):
+            new |= {name: _in_float32(new[name]) for name in (history, f"{tensor}_scale") if name in new}
+            new[bins] = _bins_beside(new[history], None if like is None else like[bins])
     return new
 
 
