@@ -31,5 +31,5 @@ def stored_shapes(folder: Path, abstract_state: TrainState) -> dict[str, Any]:
 
 def from_stored(stored: dict[str, Any], abstract_state: TrainState) -> TrainState:
     """Return the training state of what was read; its bins lie where those of ``abstract_state`` do."""
-    quant_state = quantization_state.with_bins(stored["quant_state"], abstract_state.quant_state)
-    return TrainState(**stored | {"quant_state": quant_state})
+    state = TrainState(**stored)
+    return state._replace(quant_state=quantization_state.with_bins(state.quant_state, abstract_state.quant_state))

@@ -106,19 +106,24 @@ def current_scale(
 
     Raises:
       TypeError: a history that is not float32, outside flax mode: it would round an amax down.
+      ValueError: a history of another length than the specification's.
     """
     history, old = state["amax_history"], state["scale"]
+    if history.shape[-1] != spec.amax_history_length:
+        raise ValueError(
+            f"quant state amax_history has {history.shape[-1]} entries and amax_history_length is "
+            f"{spec.amax_history_length}; set it to {history.shape[-1]}, or begin with the state of a new model.init"
+        )
     if spec.amax_init == "flax":
         # flax keeps the reciprocal and inverts it twice; the last bit depends on it.
         past = jnp.max(history, axis=0)
         inverse = jnp.where(past > 0, (jnp.float32(element.max) / past) / (2.0**spec.margin), 1.0 / old)
         return 1.0 / jnp.where(jnp.isfinite(past), inverse, 1.0 / old)
-    for name, value in state.items():
-        if value.dtype != jnp.float32:
-            raise TypeError(
-                f"quant state {name} is {value.dtype.name}, which rounds amaxes, and must be float32; cast the "
-                "parameters alone, and restore quant state with jaxquant.state.with_bins"
-            )
+    if history.dtype != jnp.float32:
+        raise TypeError(
+            f"quant state amax_history is {history.dtype.name} and must be float32, or amaxes would be rounded; cast "
+            "parameters alone, and restore quant state with jaxquant.state.with_bins"
+        )
     # A history loaded from a flax checkpoint may hold a non-finite amax.
     past = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
     past = jnp.where(past > 0, past, amax.astype(jnp.float32))

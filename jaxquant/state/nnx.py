@@ -154,10 +154,15 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
       options: keyword arguments of ``optimizer.update``.
 
     Raises:
-      ValueError: the gradients lack the model's quant state.
+      ValueError: the gradients lack quant state of the model, or the optimizer was made to update it too.
       NotImplementedError: ``MultiSteps`` with weight sparsity or flax's amax protocol.
     """
     old, observation = _quant_states(model, grads)
+    if both := nnx.to_pure_dict(nnx.state(model, nnx.All(optimizer.wrt, QuantState))):
+        raise ValueError(
+            f"the optimizer updates quant state, as at {_first_path(both)!r}, which is no parameter; make it with "
+            "wrt=nnx.Param"
+        )
     before = [count[...] for count in multi_steps(optimizer.opt_state)]
     waiting = hold_observation(old, observation) if before else old
     optimizer.update(model, _parts(grads).params, **options)

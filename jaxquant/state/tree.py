@@ -83,8 +83,8 @@ def strip_bins(quant_state: Tree) -> dict[Any, Any]:
 def with_bins(quant_state: Tree, like: Tree | None = None) -> dict[Any, Any]:
     """Return quant state that was stored without ``amax_bins``, or by flax's fp8 ops, with empty ones.
 
-    Bins that are there are kept. Scales and histories come back in float32. ``amax_init: flax`` needs no bins: it takes
-    flax's state as it is. Leading axes, as of layers under ``nn.scan``, are kept.
+    Bins that are there are kept. All comes back in float32. ``amax_init: flax`` needs no bins: it takes flax's state as
+    it is. Leading axes, as of layers under ``nn.scan``, are kept.
 
     Args:
       quant_state: arrays or their shapes.
@@ -103,10 +103,12 @@ def with_bins(quant_state: Tree, like: Tree | None = None) -> dict[Any, Any]:
         for name, value in quant_state.items()
     }
     for tensor in _tensors(quant_state):
-        history, bins = f"{tensor}{_HISTORY_SUFFIX}", f"{tensor}{_BINS_SUFFIX}"
-        if bins not in quant_state and (like is None or bins in like):
-            new |= {name: _in_float32(new[name]) for name in (history, f"{tensor}_scale") if name in new}
-            new[bins] = _bins_beside(new[history], None if like is None else like[bins])
+        bins = f"{tensor}{_BINS_SUFFIX}"
+        if like is not None and bins not in like:
+            continue
+        new |= {f"{tensor}_{field}": _in_float32(value) for field, value in _fields(new, tensor).items()}
+        if bins not in new:
+            new[bins] = _bins_beside(new[f"{tensor}{_HISTORY_SUFFIX}"], None if like is None else like[bins])
     return new
 
 
@@ -124,12 +126,10 @@ def _as_dicts(tree: Any) -> Any:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Check whether an array that can be read here is not all zeros."""
-    if isinstance(value, Tracer | jax.ShapeDtypeStruct):
-        return False
-    if isinstance(value, jax.Array):
+    """Check whether an array that can be read here is not all zeros; shapes and tracers cannot."""
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         return any(np.any(np.asarray(shard.data)) for shard in value.addressable_shards)
-    return bool(np.any(np.asarray(value)))
+    return isinstance(value, np.ndarray) and bool(value.any())
 
 
 def _in_float32(value: Any) -> Any:

@@ -261,8 +261,15 @@ def test_flax_mode_has_no_floor():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_state_that_would_round_amaxes_is_refused(dtype):
     state = jax.tree.map(lambda leaf: leaf.astype(dtype), delayed.initial_state(DelayedSpec(LENGTH)))
-    with pytest.raises(TypeError, match=rf"is {dtype.dtype.name}, .* must be float32; .*with_bins"):
+    with pytest.raises(TypeError, match=rf"is {dtype.dtype.name} and must be float32, .*with_bins"):
         delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(LENGTH))
+
+
+@pytest.mark.parametrize("mode", ["warmup", "flax"])
+def test_a_history_of_another_length_is_refused(mode):
+    state = delayed.initial_state(DelayedSpec(LENGTH, amax_init=mode))
+    with pytest.raises(ValueError, match=r"has 4 entries and amax_history_length is 16; set it to 4, or "):
+        delayed.current_scale(state, jnp.float32(1), E4M3, DelayedSpec(16, amax_init=mode))
 
 
 def test_a_history_of_one_entry_is_the_last_amax():

@@ -70,9 +70,11 @@ def test_state_of_another_model_is_refused():
         state.with_bins(state.strip_bins(TRAINED), {"layers": TRAINED["layers"]})
 
 
-def test_state_that_was_kept_in_another_dtype_comes_back_in_float32():
-    stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.strip_bins(TRAINED))
+@pytest.mark.parametrize("whole", [False, True])
+def test_state_that_was_kept_in_another_dtype_comes_back_in_float32(whole):
+    stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TRAINED if whole else state.strip_bins(TRAINED))
     found = state.with_bins(stored)
+    assert names(found) == names(TRAINED)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"float32"}
     history = found["dense"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
     np.testing.assert_array_equal(history, stored["dense"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"])
