@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxquant.core.dtypes import Element
 from jaxquant.core.quantize import SMALLEST_SCALE
@@ -82,7 +82,12 @@ def bin_of(amax: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
 def bin_value(
     index: Int[Array, "*shape"], low: Int[Array, "*shape"] | int = (1 << _LOW_BITS) - 1
 ) -> Float[Array, "*shape"]:
-    """Return the amax with these low bits in a bin; all ones is the end of the bin, below 1.125 times its beginning."""
+    """Return an amax of a bin.
+
+    Args:
+      index: of the bin, from ``bin_of``.
+      low: the amax's 20 lowest bits; all ones is the end of the bin, below 1.125 times its beginning.
+    """
     return _float((index << _LOW_BITS) | low)
 
 
@@ -132,7 +137,12 @@ def current_scale(
 
 
 def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leading"]) -> Float[Array, "*leading length"]:
-    """Roll a history by −1 along its last axis and put an amax in slot 0; leading axes are carried along."""
+    """Return the history after a step, rolled by −1 along its last axis, with the step's amax in slot 0.
+
+    Args:
+      history: amaxes of past steps. Leading axes are carried along.
+      amax: this step's.
+    """
     return jnp.roll(history, -1, axis=-1).at[..., 0].set(amax.astype(history.dtype))
 
 
@@ -191,7 +201,7 @@ def largest(observation: TensorState) -> Float[Array, "*leading"]:
     return jnp.where(highest >= 0, bin_value(index, _put_together(low)), -1.0)
 
 
-def _is_used(observation: TensorState) -> Array:
+def _is_used(observation: TensorState) -> Bool[Array, "*leading"]:
     """Return whether there was any use, those with an amax that is not finite included."""
     return jnp.any(observation["amax_bins"][..., 0, : NON_FINITE_BIN + 1] > 0, axis=-1)
 
@@ -220,9 +230,11 @@ def larger(first: TensorState, second: TensorState) -> TensorState:
     """Return, of what two passes observed, the one with the larger amax; the choice loses no bit, as a sum might.
 
     A pass that used the tensor goes before one that did not, whatever it observed: it holds the scale that was used.
+    In flax mode, whose "gradients" are new states, every entry takes the larger one: both rolled the same history, and
+    differ in slot 0.
 
-    Leading axes are carried along. In flax mode, whose "gradients" are new states, every entry takes the larger one:
-    both rolled the same history, and differ in slot 0.
+    Args:
+      first, second: observations of one state. Leading axes are carried along.
     """
     if "amax_bins" not in first:
         return jax.tree.map(jnp.maximum, first, second)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
+from jaxtyping import Array, Bool, Int
 
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, Tree, accumulate, merge, no_observation, split, update
 
@@ -18,16 +19,17 @@ class OptimizerState(NamedTuple):
 
     Attributes:
       inner: that of the wrapped optimizer, over the parameters.
-      observation: under ``optax.MultiSteps``, what was observed of the quant state since its last update; else None.
+      seen: under ``optax.MultiSteps``, what was observed of the quant state since its last update; else None.
+        Checkpoints have it by this name; here it is ``observation``.
     """
 
     inner: Any
-    observation: Any
+    seen: Any
 
     @property
-    def seen(self) -> Any:
-        """Alias of ``observation``."""
-        return self.observation
+    def observation(self) -> Any:
+        """What was observed since the last update."""
+        return self.seen
 
 
 class Optimizer:
@@ -90,7 +92,7 @@ def _choose(condition: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]
     return lambda chosen, other: jnp.where(condition, chosen, other)
 
 
-def multi_steps(state: Any) -> list[jax.Array]:
+def multi_steps(state: Any) -> list[Int[Array, ""]]:
     """List the counts of optimizer steps that each ``optax.MultiSteps`` within an optimizer's state keeps."""
 
     def is_multi(node: Any) -> bool:
@@ -99,8 +101,12 @@ def multi_steps(state: Any) -> list[jax.Array]:
     return [node.gradient_step for node in jax.tree.leaves(state, is_leaf=is_multi) if is_multi(node)]
 
 
-def have_stepped(before: list[jax.Array], after: list[jax.Array]) -> jax.Array:
-    """Return whether the parameters were updated between two lists of ``multi_steps``."""
+def have_stepped(before: list[Int[Array, ""]], after: list[Int[Array, ""]]) -> Bool[Array, ""]:
+    """Return whether the optimizer updated the parameters.
+
+    Args:
+      before, after: from ``multi_steps``, of the optimizer's state before a call of its update and after it.
+    """
     return jnp.all(jnp.stack([new != old for old, new in zip(before, after, strict=True)]))
 
 

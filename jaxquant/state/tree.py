@@ -52,7 +52,12 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
 
 
 def merge(params: Any, quant_state: Tree) -> dict[str, Any]:
-    """Merge parameters and quant state into a model's variables, for ``model.apply``."""
+    """Merge parameters and quant state into a model's variables, for ``model.apply``.
+
+    Args:
+      params: the collection "params".
+      quant_state: {} where a recipe has none.
+    """
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if quant_state else {})
 
 
@@ -197,8 +202,13 @@ nothing_seen = no_observation
 def hold_observation(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
     """Return quant state whose bins are those of an observation, so that it keeps this until it advances.
 
+    Args:
+      quant_state: the state that the step used.
+      observation: its "gradient".
+
     Raises:
       NotImplementedError: state without bins, of flax mode or sparsity.
+      ValueError: the two trees differ, in names or shapes.
     """
     return _pairwise(quant_state, observation, _take_bins, "quant state", "its gradient")
 
@@ -207,6 +217,13 @@ def with_waiting(observation: Tree, quant_state: Tree) -> dict[Any, Any]:
     """Add to an observation what waits in the bins of a state (``hold_observation``); where none does, no bit changes.
 
     State without bins, of flax mode or sparsity, has nothing that waits.
+
+    Args:
+      observation: the "gradient" of the state.
+      quant_state: the state.
+
+    Raises:
+      ValueError: the two trees differ, in names or shapes.
     """
     return _pairwise(observation, quant_state, _add_waiting, "the gradient", "quant state")
 

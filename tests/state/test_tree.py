@@ -112,7 +112,8 @@ def test_trees_that_differ_are_refused_where_they_do():
 def test_names_that_changed_keep_an_alias():
     assert state.nothing_seen is state.no_observation
     assert state.from_flax is state.with_bins
-    assert state.Gradients(1, 2).seen == state.OptimizerState(1, 2).seen == 2
+    assert state.Gradients(1, 2).seen == state.Gradients(1, 2).observation == 2
+    assert state.OptimizerState(1, 2).seen == state.OptimizerState(1, 2).observation == 2
 
 
 def test_frozen_dicts_come_out_as_dicts():
