@@ -29,16 +29,15 @@ from flax.core import meta
 from jaxquant.audit.statistics import WIDTH, read, record
 from jaxquant.backends._linen import layers_apart
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core import delayed
-from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import TENSORS, align
 from jaxquant.ops.einsum import plan_einsum
+from jaxquant.ops.operand import quantize_operand
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
@@ -190,8 +189,8 @@ def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: dict[str, A
     specs = _specs(static.recipe)
     if (mask := state.get("sparsity_mask")) is not None:
         rhs = jnp.where(mask > 0, rhs, 0)
-    q_lhs = _quantize(static, "input", lhs, static.dims.lhs_contract, state)
-    q_rhs = _quantize(static, "kernel", rhs, static.dims.rhs_contract, state)
+    q_lhs = _quantize(static, "input", lhs, (static.dims.lhs_contract, static.dims.lhs_batch), state)
+    q_rhs = _quantize(static, "kernel", rhs, (static.dims.rhs_contract, static.dims.rhs_batch), state)
     records = jnp.concatenate([record(lhs, specs["input"], q_lhs), record(rhs, specs["kernel"], q_rhs)])
     reuses = static.recipe is not None and static.recipe.dlhs.rhs == FORWARD
     # The qvalues are kept for their scale; what is not read of them, XLA drops.
@@ -207,22 +206,40 @@ def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, stat
     aligned = grad
     if kernel is not None:
         aligned, _ = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
-    tensor = _quantize(static, "output_grad", aligned, dims.lhs_contract, state)
+    tensor = _quantize(static, "output_grad", aligned, (dims.lhs_contract, dims.lhs_batch), state)
     return record(aligned, spec, tensor, original=grad)
 
 
-def _quantize(static: _Static, name: str, x: Array, axes: tuple[int, ...], state: dict[str, Array]) -> QTensor | None:
-    """Quantize as the recipe says, with the delayed scale of this step where there is one."""
+def _quantize(
+    static: _Static, name: str, x: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], state: dict[str, Array]
+) -> QTensor | None:
+    """Quantize as the recipe says, with the delayed scale of this step where there is one.
+
+    Args:
+      static: of the layer's call.
+      name: of the tensor.
+      x: the tensor.
+      dims: its contraction and batch axes.
+      state: quant state of the layer.
+    """
     recipe, spec = static.recipe, _specs(static.recipe)[name]
     if recipe is None or spec is None:
         return None
+    own = None
     if spec.scaling == "delayed":
-        assert recipe.delayed is not None
-        tensor_state = {field: state[f"{name}_{field}"] for field in ("scale", "amax_history")}
-        scale = delayed.current_scale(tensor_state, jnp.max(absolute(x)), element(spec.dtype), recipe.delayed)
-        dtype = x.dtype.name if recipe.is_flax else "float32"
-        return quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=dtype)
-    return quantize(x, spec, axes, key=content_key(x) if spec.rounding == "stochastic" else None)
+        own = {field: state[f"{name}_{field}"] for field in ("scale", "amax_history")}
+    is_gradient = name == "output_grad"
+    tensor, _ = quantize_operand(
+        x,
+        spec,
+        dims[0],
+        recipe=recipe,
+        batch=dims[1],
+        state=own,
+        key=content_key(x) if spec.rounding == "stochastic" else None,
+        floor=SMALLEST_GRADIENT_SCALE if is_gradient else SMALLEST_SCALE,
+    )
+    return tensor
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

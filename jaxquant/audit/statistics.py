@@ -11,9 +11,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxquant.core.blocks import apply_blocks
 from jaxquant.core.delayed import BINS, bin_of, bin_value
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import absolute
 from jaxquant.core.recipe import TensorSpec
 
@@ -50,7 +51,7 @@ def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: 
         assert tensor is not None
         back, nonzero = dequantize(tensor), values != 0
         # A channel of zeros has scale 1, which says nothing of the others.
-        filled = jnp.max(apply_scaled(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.scale))
+        filled = jnp.max(apply_blocks(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.full_scale(), tensor.blocks))
         scale = jnp.where(filled > 0, filled, 1.0)
         sums |= {
             "quantized": 1,
@@ -99,11 +100,11 @@ def read(records: Array) -> dict[str, Array]:
 
 def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     bound = element(spec.dtype).bound * _ROUNDING
-    scaled = apply_scaled(jnp.divide, values, tensor.scale)
+    scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
     if tensor.zero_point is None:
         return jnp.abs(scaled) > bound
     # Every code of the integer is used, -qmax - 1 included, and the zero point is rounded by up to half a code.
-    shifted = apply_scaled(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
+    shifted = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
     return (shifted > bound) | (shifted < -bound - 1)
 
 

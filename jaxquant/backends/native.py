@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from jaxquant.core.qtensor import QTensor, Weight
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.ops import served, sparsity
+from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
 from jaxquant.ops.einsum import einsum
+from jaxquant.ops.operand import input_scale, quantize_kernel
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
@@ -83,8 +84,7 @@ def convert_kernel(
     """
     if recipe.sparsity is not None:
         kernel = jnp.where(state["sparsity"]["mask"] > 0, kernel, 0)
-    tensor = served.quantize_weight(kernel, axes, recipe=recipe, state=state)  # pyright: ignore[reportArgumentType]
-    return tensor, served.input_scale(recipe, state)  # pyright: ignore[reportArgumentType]
+    return quantize_kernel(kernel, axes, recipe=recipe, state=state), input_scale(recipe, state)
 
 
 class DotGeneral(_Quantized):

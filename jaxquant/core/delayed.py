@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxquant.core.dtypes import Element
-from jaxquant.core.quantize import SMALLEST_SCALE
 from jaxquant.core.recipe import DelayedSpec
+from jaxquant.core.scales import SMALLEST_SCALE
 
 BINS = 2048
 NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN

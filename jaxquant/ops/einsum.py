@@ -101,6 +101,7 @@ def einsum(
     weight: int = 1,
     out_sharding: Sharding = None,
     transform: Callable[[Array, tuple[int, ...]], Array] | None = None,
+    implementation: str | None = None,
 ) -> Array:
     """Contract an activation with a weight by an einsum equation, in the low precision of a recipe.
 
@@ -111,6 +112,7 @@ def einsum(
       weight: which operand is the weight, 0 or 1. The other is the activation, whatever order the equation has.
       out_sharding: of the result, as in ``dot_general``.
       transform: applied to the weight with its contraction axes before quantization (sparsity).
+      implementation: as in ``dot_general``.
 
     Raises:
       ValueError, NotImplementedError: as ``plan_einsum``; weight is neither 0 nor 1.
@@ -141,5 +143,6 @@ def einsum(
         state=state,
         key=key,
         out_sharding=transposed(named(out_sharding, lhs), plan.permutation),
+        implementation=implementation,
     )
     return jnp.transpose(out, plan.permutation)
