@@ -122,6 +122,23 @@ def test_frozen_dicts_come_out_as_dicts():
     assert jax.tree.structure(quant) == jax.tree.structure(state.update(quant, state.no_observation(quant)))
 
 
+def test_output_gradients_of_1e20th_are_not_flushed_with_a_history_or_without():
+    """Activations of 0.01 and 1e-20 are the amaxes of their tensors: their products are exact but for a rounding."""
+    x, w = jnp.full((4, 8), 0.01), jnp.full((8, 8), 0.5)
+
+    @jax.jit
+    def step(quant):
+        run = lambda x, w, quant: 1e-20 * dot_general(x, w, NUMBERS, recipe=RECIPE, state=nested(quant)).sum()  # noqa: E731
+        dx, dw, seen = jax.grad(run, argnums=(0, 1, 2))(x, w, quant)
+        return dx, dw, state.update(quant, seen)
+
+    quant = START
+    for _ in range(2):
+        dx, dw, quant = step(quant)
+        np.testing.assert_allclose(dx, 8 * 0.5 * 1e-20, rtol=1e-6)
+        np.testing.assert_allclose(dw, 4 * 0.01 * 1e-20, rtol=1e-6)
+
+
 def test_split_and_merge():
     params, quant = state.split({"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"op": 2}})
     assert state.merge(params, quant) == {"params": {"w": 1}, "_overwrite_with_gradient": {"op": 2}}
