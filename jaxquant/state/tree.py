@@ -101,7 +101,7 @@ def with_bins(quant_state: Tree, like: Tree | None = None) -> dict[Any, Any]:
     if like is not None and (unknown := [name for name in quant_state if name not in like]):
         raise ValueError(
             f"quant state has {unknown[0]!r} and the model's has {', '.join(map(str, like)) or 'nothing'}; restore it "
-            "into the model that it was stored of"
+            "into the model that it belongs to"
         )
     new: dict[Any, Any] = {
         name: with_bins(value, None if like is None else like[name]) if isinstance(value, Mapping) else value
@@ -158,10 +158,11 @@ def _bins_beside(history: Any, like: Any) -> Any:
 def update(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
     """Return the quant state after a step.
 
-    A tensor's history takes the largest amax of all uses, exactly, unless different amaxes lie within an eighth of the
-    largest one in the same sum; then it is rounded up, by at most 12.5 % (``core.delayed``). It is never rounded down,
-    whatever the weights of the sum. One that was not used, or whose amax was not finite, keeps its state. State in flax
-    mode is overwritten as flax does it, except that of a tensor that was not used.
+    A tensor's history takes the largest amax of all uses, exactly, unless different amaxes of the same sum lie within
+    an eighth of the largest one, or more than 2^25 below it; then it may be rounded up, by at most 12.5 %
+    (``core.delayed``). It is never rounded down, whatever the weights of the sum. One that was not used, or whose amax
+    was not finite, keeps its state. State in flax mode is overwritten as flax does it, except that of a tensor that was
+    not used.
 
     Args:
       quant_state: the state that the step used.
