@@ -40,8 +40,8 @@ class _Quantized(nn.Module):
                 f"recipe {self.recipe.name!r} at {'/'.join(self.path[:-1])!r} keeps state in the collection "
                 f"'{OVERWRITE_WITH_GRADIENT}', and this call has no {missing[0]!r} there: pass the collection to apply "
                 f"beside 'params', and where the layer is under nn.scan, give it "
-                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}; state of flax's own ops goes through "
-                "jaxquant.state.from_flax"
+                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}; state that was stored, or of flax's "
+                "own ops, goes through jaxquant.state.with_bins"
             )
         return {
             name: self.variable(OVERWRITE_WITH_GRADIENT, full, lambda value=value: value).value

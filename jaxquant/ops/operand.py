@@ -101,7 +101,7 @@ def quantize_operand(
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
     amax = _amax(x, recipe)
     amax = over_devices(jax.lax.pmax, amax, x, but=varying_axes(state["scale"]))
-    scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed)
+    scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
     return quantize_operand(x, spec, axes, recipe=recipe, static_scale=scale, key=key, implementation=implementation)[
         0
     ], Observation(scale, amax)
