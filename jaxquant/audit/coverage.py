@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxquant.audit.dataflow import Value, ancestors, contractions
-from jaxquant.audit.places import Placed, place, weight_side
+from jaxquant.audit.labels import Placed, place, weight_side
 from jaxquant.audit.rows import MATMULS, Coverage, Row
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver

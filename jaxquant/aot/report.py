@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxquant.audit.chips import Chip, chip
-from jaxquant.audit.fate import Fate, layer
-from jaxquant.audit.program import Matmul, Program
+from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.outcome import Fate, layer
+from jaxquant.aot.program import Matmul, Program
 
 Row = dict[str, Any]
 

@@ -22,9 +22,9 @@ from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quant_state
-from jaxquant.audit.chips import chip
-from jaxquant.audit.program import Program, read_program
-from jaxquant.audit.topology import devices
+from jaxquant.aot.chips import chip
+from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.topology import devices
 from jaxquant.inject.model import maybe_quantize_model
 
 

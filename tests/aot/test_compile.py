@@ -14,9 +14,9 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
-from jaxquant.audit import __main__ as command
-from jaxquant.audit import topology, worker
-from jaxquant.audit.chips import chip
+from jaxquant.aot import __main__ as command
+from jaxquant.aot import topology, worker
+from jaxquant.aot.chips import chip
 
 ROOT = Path(__file__).parents[2]
 STRINGS = ("fp8", "fp8_current", "fp8_full", "int8")

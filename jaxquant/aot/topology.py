@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from jaxquant.audit.chips import CHIPS, Chip, gpu_target
+from jaxquant.aot.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
 """Platform -> the extra that installs its compiler, and the module that shows that it is there."""

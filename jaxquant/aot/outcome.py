@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from jaxquant.audit.program import Matmul, Program
+from jaxquant.aot.program import Matmul, Program
 
 _NOISE = re.compile(
     r"^(jit\(\w+\)|call_exported|closed_call|checkpoint|rematted_computation|remat|while|body|cond|dot_general|transpose"

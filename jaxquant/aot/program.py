@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jaxquant.audit.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
+from jaxquant.aot.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
 
 BIG = 1e6
 """A fusion or copy that moves more bytes than this is a big one."""

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxquant.audit import hlo, report, worker
-from jaxquant.audit.chips import CHIPS, chip, gpu_target
-from jaxquant.audit.fate import Fate, fate, layer
-from jaxquant.audit.program import Collective, Program, read_program
+from jaxquant.aot import hlo, report, worker
+from jaxquant.aot.chips import CHIPS, chip, gpu_target
+from jaxquant.aot.outcome import Fate, fate, layer
+from jaxquant.aot.program import Collective, Program, read_program
 
 GPU = """HloModule jit_step, is_scheduled=true
 

@@ -1,6 +1,6 @@
 """worker: compile one step for an absent chip and read the result, in a process of its own (``topology.environment``).
 
-``python -m jaxquant.audit.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an
+``python -m jaxquant.aot.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an
 exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds the step (``program``, ``config``,
 ``overrides``).
 """
@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxquant.audit import report
-from jaxquant.audit.chips import Chip, chip
-from jaxquant.audit.fate import fate
-from jaxquant.audit.program import Program, read_program
-from jaxquant.audit.topology import devices
+from jaxquant.aot import report
+from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.outcome import fate
+from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.topology import devices
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxquant.audit.chips import chip
-from jaxquant.audit.report import Audit, from_json
-from jaxquant.audit.topology import environment, require_compiler
+from jaxquant.aot.chips import chip
+from jaxquant.aot.report import Audit, from_json
+from jaxquant.aot.topology import environment, require_compiler
 
 _ERRORS = {error.__name__: error for error in (ValueError, TypeError, NotImplementedError, OSError)}
 
@@ -89,7 +89,7 @@ def _ask(request: dict[str, Any], folder: str) -> Audit:
     """Run a worker process and read its answer."""
     asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
     asked.write_text(json.dumps(request))
-    command = [sys.executable, "-m", "jaxquant.audit.worker", str(asked), str(answered)]
+    command = [sys.executable, "-m", "jaxquant.aot.worker", str(asked), str(answered)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode or not answered.is_file():
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
