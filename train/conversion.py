@@ -18,7 +18,8 @@ from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.qtensor import QTensor, nbytes
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.inject.converted import Site
 from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.manifest import sha256_of
@@ -169,8 +170,9 @@ def convert_run(
     state: dict[tuple[str, ...], Any] = {}
     if _needs_calibration(layers, _as_trained(trained), shape, tokens):
         found = _calibrate(stored, layers, shape, calibration_batches, say)
-        state = dict(_flat(found, (quantization_state.OVERWRITE_WITH_GRADIENT,)))
-        shapes[quantization_state.OVERWRITE_WITH_GRADIENT] = found
+        collection = quantization_state.OVERWRITE_WITH_GRADIENT
+        state = {(collection, *path.split("/")): leaf for path, leaf in leaves_by_path(found).items()}
+        shapes[collection] = found
     sites = serving.find_sites(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
@@ -184,9 +186,8 @@ def convert_run(
     extra = {"train": to_mapping(served), "step": stored.step, "files": sums_of_files(served)}
     serving.save(out, tree, quantization_of(served), extra=extra)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
-    quantized = sum(_nbytes(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_tensor))
     recipes = {path: site.recipe.name for path, site in sites.items()}
-    return Conversion(served, stored.step, 4 * floats, 2 * floats, quantized, recipes)
+    return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
@@ -219,10 +220,10 @@ def _converted(sites: Mapping[str, Site], read: Any, shapes: Any, shape: Decoder
 
 
 def _as_read(params: Any, shape: DecoderConfig) -> Any:
-    def read(path: Any, leaf: Any) -> Any:
-        return leaf if _is_tensor(leaf) else _as_read_leaf(tuple(key.key for key in path), leaf, shape)
+    def read(path: str, leaf: Any) -> Any:
+        return leaf if _is_tensor(leaf) else _as_read_leaf(tuple(path.split("/")), leaf, shape)
 
-    return jax.tree_util.tree_map_with_path(read, params, is_leaf=_is_tensor)
+    return map_by_path(read, params, is_leaf=_is_tensor)
 
 
 def _as_read_leaf(path: tuple[str, ...], leaf: Any, shape: DecoderConfig) -> Any:
@@ -234,10 +235,6 @@ def _as_read_leaf(path: tuple[str, ...], leaf: Any, shape: DecoderConfig) -> Any
 
 def _is_tensor(node: Any) -> bool:
     return isinstance(node, QTensor)
-
-
-def _nbytes(leaf: Any) -> int:
-    return nbytes(leaf) if _is_tensor(leaf) else leaf.nbytes
 
 
 def _shapes(stored: Parameters) -> dict[str, Any]:
@@ -270,11 +267,3 @@ def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, ba
 
     variables = serving.calibrate({"params": params}, config, inputs(), model=Decoder(shape))
     return quantization_state.split(variables)[1]
-
-
-def _flat(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, (*path, name))
-        else:
-            yield (*path, name), value

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from jaxquant.aot import report
-from jaxquant.aot.compile import audit_program
 from jaxquant.aot.chips import CHIPS, chip
+from jaxquant.aot.compile import audit_program
 from jaxquant.aot.topology import environment, require_compiler
 
 PROGRAM = "train.audit:program"
