@@ -56,7 +56,7 @@ class Conversion:
 
 
 def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Give the configuration that a run is to be served with.
+    """Return the configuration that a run is to be served with.
 
     Args:
       config: of the run.
@@ -79,7 +79,12 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
 
 
 def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
-    """Name what a run's quantization sets beside its string and ``served_config`` takes from neither it nor changes."""
+    """List the fields of a run's quantization, its string aside, that ``served_config`` drops for another string.
+
+    Args:
+      config: of the run.
+      changes: as ``served_config`` takes them.
+    """
     if "quantization" not in changes:
         return []
     defaults = quantization_of(QuantConfig())
@@ -96,14 +101,18 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
-    """Give the SHA-256 of each file that a configuration names and a served model reads."""
+    """Return the SHA-256 of each file that a configuration names and a served model reads."""
     names = ("quant_cfg_path", "tokenizer_path")
     paths = {name: Path(getattr(config, name)) for name in names if getattr(config, name)}
     return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
 
 
 def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
-    """Refuse a converted checkpoint whose recipes or tokenizer have changed since.
+    """Check that the recipes and the tokenizer of a converted checkpoint have not changed since.
+
+    Args:
+      folder: of the checkpoint.
+      extra: what ``convert_run`` wrote beside the parameters.
 
     Raises:
       ValueError: a file that its configuration names is gone or another.
@@ -118,7 +127,7 @@ def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
-    """Give the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
+    """Return the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
     every = to_mapping(config)
     return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
 
@@ -191,7 +200,13 @@ def convert_run(
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
-    """Give the tree of parameters that a converted decoder has, as shapes."""
+    """Return the tree of parameters that a converted decoder has, as shapes.
+
+    Args:
+      config: of the run.
+      shape: of the decoder.
+      tokens: an example input.
+    """
     trained = _as_trained(config)
     linen = dataclasses.replace(trained, framework="linen")
     decoder = Decoder(shape)
@@ -238,7 +253,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _shapes(stored: Parameters) -> dict[str, Any]:
-    """Give a run's variables as shapes."""
+    """Return a run's variables as shapes."""
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
@@ -256,7 +271,7 @@ def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: Decoder
 
 
 def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
-    """Make quant state for a run's float parameters, all of which are in memory meanwhile."""
+    """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf.read()), stored.params, is_leaf=lambda x: isinstance(x, Leaf))
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
 

@@ -26,7 +26,7 @@ STACK = "layers"
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
-    """Say where the first non-finite number of a step appears.
+    """Find where the first non-finite number of a step appears.
 
     The forward pass is run again on the batch with every module's output kept, and the outputs are read in the order
     in which the modules finish. If all are finite, the gradients are read in the order of the backward pass.

@@ -82,7 +82,7 @@ def audits(words: argparse.Namespace) -> Iterator[report.Audit]:
     plain, is_asked = None, False
     for string, overrides in steps or [("".join(given[-1:]), words.overrides)]:
         found = compiled(overrides, f"{stem} {string}".strip())
-        if found.fate.asked and not is_asked:
+        if found.outcome.asked and not is_asked:
             is_asked = True
             try:
                 plain = compiled([*words.overrides, *UNQUANTIZED], f"{stem} unquantized")
@@ -90,14 +90,14 @@ def audits(words: argparse.Namespace) -> Iterator[report.Audit]:
                 print(f"no unquantized step to compare with: {error}", file=sys.stderr)
             else:
                 yield plain
-        found.unquantized = plain if found.fate.asked else None
+        found.unquantized = plain if found.outcome.asked else None
         yield found
 
 
 def _tell(found: report.Audit, words: argparse.Namespace) -> int:
     stem = f"audit-{found.name.replace(' ', '-')}-{words.target}{f'-{words.topology}' if words.topology else ''}"
     _finish(found.to_markdown(), found.to_json(), words.out, stem)
-    return 0 if found.fits and not found.fate.fell_back else 1
+    return 0 if found.fits and not found.outcome.fell_back else 1
 
 
 def _finish(text: str, data: str, folder: str, stem: str) -> int:

@@ -1,4 +1,4 @@
-"""topology: devices of a chip that is not here, from the chip's own compiler.
+"""Devices of a chip that is not here, from the chip's own compiler.
 
 Only for a process of its own, which ``environment`` made: with a plug-in installed, JAX looks for its devices.
 """
@@ -24,7 +24,7 @@ DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 
 
 def environment() -> dict[str, str]:
-    """Make the environment of a process that compiles for absent chips.
+    """Return the environment of a process that compiles for absent chips.
 
     Triton matmuls are left out: choosing among them is timed on a device.
     """
@@ -74,7 +74,7 @@ def _name(chip: Chip) -> str:
 
 
 def devices(chip: Chip, topology: str = "") -> list[Any]:
-    """Give the devices of a slice of absent chips.
+    """Return the devices of a slice of absent chips.
 
     Args:
       chip: which.

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxquant.aot import report
 from jaxquant.aot.chips import Chip, chip
-from jaxquant.aot.outcome import fate
+from jaxquant.aot.outcome import compare
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
 
@@ -53,7 +53,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list[Any]]:
-    """Bring an exported function to the absent devices. Its inputs are one flat tuple."""
+    """Prepare an exported function for the absent devices. Its inputs are one flat tuple."""
     exported = jax.export.deserialize(bytearray(Path(request["exported"]).read_bytes()))
     count = exported.nr_devices
     if count > len(given):
@@ -101,7 +101,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         memory=memory,
         matmuls=report.matmul_rows(made),
         counts=None if program is None else program.count(),
-        fate=fate(asked, asked, 1) if program is None else fate(asked, program, count),
+        outcome=compare(asked, asked, 1) if program is None else compare(asked, program, count),
         moved=None if program is None else program.moved,
         big_moves=None if program is None else program.big_moves,
         moves=None if program is None else sum(move.times for move in program.moves),
@@ -115,7 +115,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
 
 
 def _unreadable(target: str) -> str:
-    """Say why jaxlib cannot read a program that libtpu made: the two are of different ages."""
+    """Explain why jaxlib cannot read a program that libtpu made: the two are of different ages."""
     jax_version, libtpu = (importlib.metadata.version(name) for name in ("jax", "libtpu"))
     wanted = next((each.split(";")[0] for each in importlib.metadata.requires("jax") or () if "libtpu" in each), "")
     return (

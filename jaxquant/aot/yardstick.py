@@ -95,7 +95,12 @@ on h200, where a bfloat16 activation of the hidden layer is 67 MB):
 
 
 def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
-    """Give the measured function of an entry and the shapes of its arguments."""
+    """Return the measured function of an entry and the shapes of its arguments.
+
+    Args:
+      entry: whose layers.
+      tokens, width, hidden: rows of x, features of x and y, features between the layers.
+    """
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
@@ -150,7 +155,7 @@ def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
 
 
 def row(name: str, program: Program) -> dict[str, Any]:
-    """Say of a program what the table shows."""
+    """Summarize a program as a row of the table."""
     matmuls = ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     return {

@@ -180,7 +180,7 @@ class _Static:
 
 
 def _specs(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
-    """Give the spec of each tensor, None for a float one."""
+    """Return the spec of each tensor, None for a float one."""
     specs = {name: recipe.specs[operand] if recipe else None for name, operand in TENSORS.items()}
     return {name: spec if isinstance(spec, TensorSpec) else None for name, spec in specs.items()}
 
@@ -246,7 +246,7 @@ _tap.defvjp(_tap_fwd, _tap_bwd)
 def _contraction(
     module: nn.Module, lhs: Array, rhs: Array, args: Any, kwargs: Any
 ) -> tuple[Array, Array, Dimensions, tuple[int, ...]]:
-    """Bring a linear layer into ``lax.dot_general``'s form: operands, dimensions, transposition of the output."""
+    """Convert a linear layer to ``lax.dot_general``'s form: operands, dimensions, transposition of the output."""
     numbers: DotDimensionNumbers
     if isinstance(module, nn.Einsum):
         plan = plan_einsum(einsum_equation(module, args, kwargs), lhs.ndim, rhs.ndim)
@@ -272,7 +272,7 @@ def _as_tuple(axes: Any) -> tuple[int, ...]:
 
 
 def _find_state(variables: Mapping[str, Any]) -> dict[str, Array]:
-    """Give the quant state of the one op below a layer, by flax's names."""
+    """Return the quant state of the one op below a layer, by flax's names."""
     found: dict[str, Array] = {}
     for name, value in variables.items():
         found |= _find_state(value) if isinstance(value, Mapping) else {name: value}
@@ -303,7 +303,7 @@ def _with_probes(params: Mapping[str, Any], probes: Mapping[str, Array]) -> dict
 
 
 def _stack_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the stacked axes of a probe; where they lie is the model's choice."""
+    """Return the stacked axes of a probe; where they lie is the model's choice."""
     rest = list(shape)
     rest.remove(len(TENSORS) * WIDTH)
     return tuple(rest)
