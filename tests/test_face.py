@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,9 +55,7 @@ def test_another_name_is_an_error():
         from jaxquant import quantise  # noqa: F401 # pyright: ignore
 
 
-@pytest.mark.parametrize(
-    "first", ["jaxquant", "jaxquant.audit", "jaxquant.audit.health", "jaxquant.aot.compile", "jaxquant.audit.coverage"]
-)
+@pytest.mark.parametrize("first", ["jaxquant.audit.health", "jaxquant.aot.compile"])
 def test_audit_is_a_package_and_a_function_whichever_module_comes_first(first):
     code = f"import {first}, jaxquant; print(callable(jaxquant.audit), jaxquant.audit.coverage.coverage.__name__)"
     assert run(code).split() == ["True", "coverage"]
@@ -72,6 +73,45 @@ def test_the_command_keeps_its_name():
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     assert "usage: python -m jaxquant.audit" in done.stdout
+
+
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+EXTRAS = {"aqt": "jaxquant/backends/_aqt.py", "qwix": "jaxquant/backends/qwix.py"}
+
+
+def imported_packages() -> dict[str, set[str]]:
+    """Return the packages of others that jaxquant imports, with the files that do."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "jaxquant").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"jaxquant"}:
+                found.setdefault(top, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def test_what_is_imported_is_a_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=\[]", each)[0] for each in project["dependencies"]}
+    found = imported_packages()
+    assert {name: found.pop(name) for name in EXTRAS} == {name: {path} for name, path in EXTRAS.items()}
+    assert {DISTRIBUTIONS.get(name, name) for name in found} == declared
+
+
+def test_a_base_install_trains_and_prints_the_table_of_coverage():
+    extras = ("aqt", "qwix", "grain", "tensorboardX", "tokenizers", "plotly", "pyarrow", "flatbuffers", "libtpu")
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({extras})  # their import is an error
+import jax, jax.numpy as jnp, jaxquant
+from flax import linen as nn
+x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+model = jaxquant.maybe_quantize_model(nn.Dense(2), {{"quantization": "fp8"}}, x)
+variables = jax.eval_shape(model.init, jax.random.key(0), x)
+print(jaxquant.coverage(model.apply, variables, x).text())
+"""
+    assert "e4m3 × e4m3" in run(code)
 
 
 def test_it_tells_type_checkers_that_it_has_types():

@@ -44,48 +44,61 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--strings", nargs="+", default=[], metavar="S", help="config strings to lay over the file")
     parser.add_argument("--yardstick", action="store_true", help="an MLP step of jaxquant and its peers")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="with --yardstick: entries named so")
-    words = parser.parse_intermixed_args(arguments)
-    if bool(words.config) == words.yardstick:
+    options = parser.parse_intermixed_args(arguments)
+    if bool(options.config) == options.yardstick:
         parser.error("give a CONFIG.yml or --yardstick, one of them")
-    return words
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit; 0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 when it could not be audited."""
-    words = _parse(arguments)
+    """Run the command.
+
+    Args:
+      arguments: the command line; None is that of the process.
+
+    Returns:
+      0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 where it could not be audited.
+    """
+    options = _parse(arguments)
     try:
-        if words.yardstick:
-            require_compiler(chip(words.target))
-            command = [sys.executable, "-m", "jaxquant.aot.yardstick", words.target, *words.only]
+        if options.yardstick:
+            require_compiler(chip(options.target))
+            command = [sys.executable, "-m", "jaxquant.aot.yardstick", options.target, *options.only]
             done = subprocess.run(command, env=environment(), capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"the yardstick failed:\n{done.stderr[-4000:]}")
             rows, notes = json.loads(done.stdout)
-            text = "\n".join([f"# One MLP step on {words.target}", "", *report.table(rows), notes])
-            return _finish(text, json.dumps(rows, indent=1) + "\n", words.out, f"audit-yardstick-{words.target}")
-        return max(_tell(found, words) for found in audits(words))  # every one is told
+            text = "\n".join([f"# One MLP step on {options.target}", "", *report.table(rows), notes])
+            return _print_and_write(
+                text, json.dumps(rows, indent=1) + "\n", options.out, f"audit-yardstick-{options.target}"
+            )
+        return max(_print_audit(found, options) for found in audits(options))  # every one is printed
     except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def audits(words: argparse.Namespace) -> Iterator[report.Audit]:
-    """Audit the steps of a command line, quantized ones beside the unquantized one, which is compiled once."""
+def audits(options: argparse.Namespace) -> Iterator[report.Audit]:
+    """Audit the steps of a command line, quantized ones beside the unquantized one, which is compiled once.
+
+    Args:
+      options: the parsed command line.
+    """
 
     def compiled(overrides: Sequence[str], name: str) -> report.Audit:
-        where = {"target": words.target, "topology": words.topology}
-        return audit_program(words.program, words.config, overrides, name=name, **where)
+        where = {"target": options.target, "topology": options.topology}
+        return audit_program(options.program, options.config, overrides, name=name, **where)
 
-    stem = Path(words.config).stem
-    given = [word.partition("=")[2] for word in words.overrides if word.startswith("quantization=")]
-    steps = [(each, [*words.overrides, f"quantization={each}"]) for each in words.strings]
+    stem = Path(options.config).stem
+    given = [word.partition("=")[2] for word in options.overrides if word.startswith("quantization=")]
+    steps = [(each, [*options.overrides, f"quantization={each}"]) for each in options.strings]
     plain, is_asked = None, False
-    for string, overrides in steps or [("".join(given[-1:]), words.overrides)]:
+    for string, overrides in steps or [("".join(given[-1:]), options.overrides)]:
         found = compiled(overrides, f"{stem} {string}".strip())
         if found.outcome.asked and not is_asked:
             is_asked = True
             try:
-                plain = compiled([*words.overrides, *UNQUANTIZED], f"{stem} unquantized")
+                plain = compiled([*options.overrides, *UNQUANTIZED], f"{stem} unquantized")
             except (ValueError, TypeError, NotImplementedError) as error:
                 print(f"no unquantized step to compare with: {error}", file=sys.stderr)
             else:
@@ -94,13 +107,13 @@ def audits(words: argparse.Namespace) -> Iterator[report.Audit]:
         yield found
 
 
-def _tell(found: report.Audit, words: argparse.Namespace) -> int:
-    stem = f"audit-{found.name.replace(' ', '-')}-{words.target}{f'-{words.topology}' if words.topology else ''}"
-    _finish(found.to_markdown(), found.to_json(), words.out, stem)
+def _print_audit(found: report.Audit, options: argparse.Namespace) -> int:
+    stem = f"audit-{found.name.replace(' ', '-')}-{options.target}{f'-{options.topology}' if options.topology else ''}"
+    _print_and_write(found.to_markdown(), found.to_json(), options.out, stem)
     return 0 if found.fits and not found.outcome.fell_back else 1
 
 
-def _finish(text: str, data: str, folder: str, stem: str) -> int:
+def _print_and_write(text: str, data: str, folder: str, stem: str) -> int:
     Console(width=None if sys.stdout.isatty() else 160).print(Markdown(text))
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
