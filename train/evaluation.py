@@ -33,6 +33,10 @@ class Contender:
 def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contender]:
     """Open a run's checkpoint in float and as it was trained, and checkpoints that were converted from runs.
 
+    Args:
+      run: folder of the run.
+      converted: folders of the checkpoints.
+
     Raises:
       FileNotFoundError, ValueError, TypeError: from ``open_served``; ``run`` is no run.
     """

@@ -143,7 +143,12 @@ class HealthLog:
         self._told: set[tuple[int, str]] = set()
 
     def write(self, step: int, values: dict[str, jax.Array]) -> None:
-        """Write a pass, which waits for it."""
+        """Write a pass, which waits for it.
+
+        Args:
+          step: that it was made at.
+          values: what ``Health.measure`` returned.
+        """
         table = {name: np.asarray(value) for name, value in values.items()}
         if self._is_writer:
             with self._path.open("a") as file:
@@ -162,6 +167,11 @@ def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str
 
     A number that there is none of (the scale of a float tensor) is null, and so is an infinite one, which JSON does not
     have: the SQNR of a tensor that quantization leaves as it is, the amax of one whose ``nonfinite`` is above 0.
+
+    Args:
+      step: that the pass was made at.
+      health: the pass.
+      table: statistic -> [rows, 3].
     """
 
     def column(statistic: str, place: int) -> list[float | None]:
@@ -187,6 +197,10 @@ def worst(table: dict[str, np.ndarray]) -> dict[str, float]:
 
 def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list[tuple[tuple[int, str], str]]:
     """List the tensors that are not finite, saturate or fall under the SQNR of their format; worst first.
+
+    Args:
+      rows: the layers.
+      table: statistic -> [rows, 3].
 
     Returns:
       ((row, tensor), text) each.

@@ -95,6 +95,10 @@ class Parameters:
     def read(self, path: str, *index: int | slice) -> np.ndarray:
         """Read one leaf, or the part of it that an index of its leading axes names.
 
+        Args:
+          path: of the leaf, "params/…" or "quant_state/…".
+          index: as ``Leaf.read`` takes it.
+
         Raises:
           KeyError: no such leaf.
           IndexError, ValueError: see ``Leaf.read``.

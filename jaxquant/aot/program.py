@@ -132,6 +132,13 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
     the loop's counter is compared with; once where there is neither, as ``while_loop`` has); every branch of a
     conditional counts once. A fusion around a matmul or a collective is that, and no move. A fusion that keeps only a
     slice of the all-reduce that it holds, as TPU compilers write it, is a reduce-scatter.
+
+    Args:
+      text: HLO.
+      is_optimized: whether it is what a compiler emitted, not what was given to it.
+
+    Raises:
+      ValueError: text without an entry, or a matmul that does not say what it contracts.
     """
     module = parse(text)
     program = Program()

@@ -42,6 +42,10 @@ def environment() -> dict[str, str]:
 def require_compiler(chip: Chip, *more: str) -> None:
     """Check that a chip's compiler is installed and fits jaxlib, and further modules of its extra.
 
+    Args:
+      chip: whose compiler.
+      more: names of further modules.
+
     Raises:
       ModuleNotFoundError: one is not installed.
       RuntimeError: the compiler is of another version than jaxlib.

@@ -29,7 +29,12 @@ PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
 
 def main(request_path: str, answer_path: str) -> int:
-    """Answer a request; an error that the user can act on is part of the answer."""
+    """Answer a request; an error that the user can act on is part of the answer.
+
+    Args:
+      request_path: JSON file to read.
+      answer_path: JSON file to write.
+    """
     request = json.loads(Path(request_path).read_text())
     try:
         answer: dict[str, Any] = {"audit": _answer(request)}
@@ -73,7 +78,19 @@ def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list
 
 
 def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict[str, Any]) -> report.Audit:
-    """Compile a jitted step and read what came out."""
+    """Compile a jitted step and read what came out.
+
+    Args:
+      step: jitted function.
+      shapes: of its arguments, on devices of the target.
+      target: the chip.
+      count: number of devices.
+      request: its ``name``, ``target`` and ``topology`` go into the report.
+
+    Raises:
+      NotImplementedError: the installed libtpu compiles programs that this jax cannot read.
+      jax.errors.JaxRuntimeError: the compiler failed, other than for want of memory.
+    """
     began = time.perf_counter()
     lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)

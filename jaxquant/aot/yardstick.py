@@ -119,7 +119,12 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
 
 def measure(entry: Entry, target: str) -> tuple[Program, str]:
-    """Compile an entry for a chip that is not here. Returns what the compiler made of it, and its text."""
+    """Compile an entry for a chip that is not here, and return what the compiler made of it, and its text.
+
+    Args:
+      entry: what to compile.
+      target: chip, one of ``CHIPS``.
+    """
     mesh = Mesh(devices(chip(target))[:1], ("x",))
     where = NamedSharding(mesh, PartitionSpec())
     function, shapes = step(entry)
@@ -131,6 +136,10 @@ def measure(entry: Entry, target: str) -> tuple[Program, str]:
 
 def rows(target: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Measure the entries whose name holds one of ``names`` (all of them by default), as rows of a table.
+
+    Args:
+      target: chip, one of ``CHIPS``.
+      names: parts of entries' names.
 
     Raises:
       ValueError: no entry is named so.
@@ -150,7 +159,7 @@ def rows(target: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    """Compare a row with its peer's, if that was measured."""
+    """Return the difference of a row from its peer's, "" where that was not measured."""
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 

@@ -164,7 +164,7 @@ def _split(text: str) -> list[str]:
 
 
 def contains(whole: Sequence[str], part: Sequence[str]) -> bool:
-    """Whether a path has another one in it, without gaps."""
+    """Return whether the names of ``part`` stand one behind the other somewhere in ``whole``."""
     return any(tuple(whole[i : i + len(part)]) == tuple(part) for i in range(len(whole) - len(part) + 1))
 
 

@@ -63,9 +63,12 @@ class MatmulDtypes:
 
     @classmethod
     def of_specs(cls, lhs: str | None, rhs: str | None) -> MatmulDtypes:
-        """Describe a matmul of operands that are quantized to these dtypes, None for one that is not.
+        """Describe a matmul by what its operands are quantized to.
 
         With one float operand it is a float matmul, on the other's dequantized values.
+
+        Args:
+          lhs, rhs: low-precision dtype of each operand, None for one that is not quantized.
         """
         if lhs is not None and rhs is not None:
             return cls(OperandDtype(lhs), OperandDtype(rhs))

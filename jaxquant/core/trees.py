@@ -44,7 +44,11 @@ def map_by_path(function: Callable[[str, Any], Any], tree: Any, is_leaf: IsLeaf 
 
 
 def subtree(tree: Mapping[str, Any], path: str) -> Any:
-    """Return the node of nested mappings at a path; "" is the tree itself.
+    """Return the node of nested mappings at a path.
+
+    Args:
+      tree: nested mappings.
+      path: keys joined by "/"; "" is the tree itself.
 
     Raises:
       KeyError: there is no such node.
