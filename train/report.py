@@ -220,7 +220,7 @@ def _layer_row(path: str, layers: Sequence[dict[str, Any] | None]) -> str:
 def _layer_cell(layer: Mapping[str, Any], matmul: str) -> str:
     if "dtypes" not in layer:  # a run of an older version, which stored text alone
         return _dtype_cell(layer[matmul], (), matmul)
-    dtypes = MatmulDtypes.from_json(layer["dtypes"][matmul])
+    dtypes = MatmulDtypes.from_json(layer["dtypes"].get(matmul))
     return _dtype_cell(str(dtypes), [dtypes], matmul)
 
 

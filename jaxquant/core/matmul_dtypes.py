@@ -75,6 +75,20 @@ class MatmulDtypes:
         return cls(OperandDtype(rounded_to=lhs), OperandDtype(rounded_to=rhs))
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MatmulDtypes:
-        """Read what ``dataclasses.asdict`` made of one."""
-        return cls(OperandDtype(**data["lhs"]), OperandDtype(**data["rhs"]))
+    def from_json(cls, data: Any) -> MatmulDtypes:
+        """Read what ``dataclasses.asdict`` made of one.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        given = data if isinstance(data, Mapping) else {}
+        sides = [given.get(side) for side in ("lhs", "rhs")]
+        if not all(map(_is_operand, sides)):
+            raise ValueError(f"{data!r} does not give the dtypes of a matmul; write the file anew")
+        return cls(*(OperandDtype(**given[side]) for side in ("lhs", "rhs")))
+
+
+def _is_operand(data: Any) -> bool:
+    if not isinstance(data, Mapping) or data.keys() != {"dtype", "rounded_to"}:
+        return False
+    return isinstance(data["dtype"], str) and isinstance(data["rounded_to"], str | None)

@@ -28,3 +28,11 @@ def test_text_and_kind_come_from_the_data_and_a_file_keeps_it(dtypes, text, kind
 def test_an_operand_says_what_its_values_were_rounded_to():
     assert str(OperandDtype("float32", "int8")) == "float32 (int8 dequantized)"
     assert not OperandDtype("float32", "int8").is_low
+
+
+@pytest.mark.parametrize(
+    "data", ["int8 × int8", None, {}, {"lhs": {"dtype": "int8"}}, {"lhs": {"dtype": 8, "rounded_to": None}, "rhs": {}}]
+)
+def test_what_is_no_matmul_is_refused(data):
+    with pytest.raises(ValueError, match="does not give the dtypes of a matmul; write the file anew"):
+        MatmulDtypes.from_json(data)
