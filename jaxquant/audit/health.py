@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
+from jaxtyping import Float
 
 from jaxquant.audit.statistics import WIDTH, read, record
 from jaxquant.backends._linen import layers_apart
@@ -33,6 +34,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
+from jaxquant.core.trees import subtree
 from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import TENSORS, align
@@ -54,7 +56,7 @@ class HealthRow:
 
     Attributes:
       path: "/"-joined module path.
-      index: place along the stacked axes, () where there are none.
+      index: position along the stacked axes, () where there are none.
       dtypes: element type by tensor (``input``, ``kernel``, ``output_grad``), None for one that stays float.
     """
 
@@ -111,14 +113,21 @@ class HealthMonitor:
         self._shapes: dict[str, tuple[int, ...]] = {path: _probe_of(params, path).shape for path in self._recipes}
         self._order, self.rows = self._make_rows()
 
-    def __call__(self, params: Mapping[str, Any], *args: Any) -> dict[str, Array]:
+    def __call__(self, params: Mapping[str, Any], *args: Any) -> dict[str, Float[Array, "rows 3"]]:
+        """Return the statistics of every layer's tensors.
+
+        Args:
+          params: of the model, without quant state.
+          args: further arguments of the loss.
+        """
+
         def tapped(probes: dict[str, Array]) -> Array:
             with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept):
                 return self._loss(_with_probes(params, probes), *args)
 
         probes = {path: jnp.zeros(shape, jnp.float32) for path, shape in self._shapes.items()}
-        seen = jax.grad(tapped)(probes)
-        stacked = [_records_last(seen[path]).reshape(-1, len(TENSORS), WIDTH) for path in self._recipes]
+        cotangents = jax.grad(tapped)(probes)
+        stacked = [_records_last(cotangents[path]).reshape(-1, len(TENSORS), WIDTH) for path in self._recipes]
         return read(jnp.concatenate(stacked)[self._order])
 
     @property
@@ -127,17 +136,17 @@ class HealthMonitor:
         return math.lcm(*(recipe.drhs.shards for recipe in self._recipes.values() if recipe))
 
     def _make_rows(self) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-        """Order the rows layer by layer where layers are stacked; also give each row's place in stacked order."""
+        """Order the rows layer by layer where layers are stacked; also return each row's index in stacked order."""
         found = []
         block = -1
-        before = None
-        for place, (path, recipe) in enumerate(self._recipes.items()):
+        previous = None
+        for position, (path, recipe) in enumerate(self._recipes.items()):
             stack = _stack_of(self._shapes[path])
-            here = (path.split("/")[0], stack) if stack else None
-            block += here is None or here != before
-            before = here
+            current = (path.split("/")[0], stack) if stack else None
+            block += current is None or current != previous
+            previous = current
             dtypes = {name: spec and spec.dtype for name, spec in _specs(recipe).items()}
-            found += [(block, index, place, HealthRow(path, index, dtypes)) for index in np.ndindex(stack)]
+            found += [(block, index, position, HealthRow(path, index, dtypes)) for index in np.ndindex(stack)]
         order = sorted(range(len(found)), key=lambda i: found[i][:3])
         return np.array(order), tuple(found[i][3] for i in order)
 
@@ -179,13 +188,13 @@ class _Static:
 
 
 def _specs(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
-    """Give the spec of each tensor, None for a float one."""
+    """Return the spec of each tensor, None for a float one."""
     specs = {name: recipe.specs[operand] if recipe else None for name, operand in TENSORS.items()}
     return {name: spec if isinstance(spec, TensorSpec) else None for name, spec in specs.items()}
 
 
 def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: dict[str, Array]):
-    """Record input and kernel; also give what the output gradient's quantization reads."""
+    """Record input and kernel; also return what the output gradient's quantization reads."""
     specs = _specs(static.recipe)
     if (mask := state.get("sparsity_mask")) is not None:
         rhs = jnp.where(mask > 0, rhs, 0)
@@ -263,7 +272,7 @@ _tap.defvjp(_tap_fwd, _tap_bwd)
 def _contraction(
     module: nn.Module, lhs: Array, rhs: Array, args: Any, kwargs: Any
 ) -> tuple[Array, Array, Dimensions, tuple[int, ...]]:
-    """Bring a linear layer into ``lax.dot_general``'s form: operands, dimensions, transposition of the output."""
+    """Convert a linear layer to ``lax.dot_general``'s form: operands, dimensions, transposition of the output."""
     numbers: DotDimensionNumbers
     if isinstance(module, nn.Einsum):
         plan = plan_einsum(einsum_equation(module, args, kwargs), lhs.ndim, rhs.ndim)
@@ -289,21 +298,15 @@ def _as_tuple(axes: Any) -> tuple[int, ...]:
 
 
 def _find_state(variables: Mapping[str, Any]) -> dict[str, Array]:
-    """Give the quant state of the one op below a layer, by flax's names."""
+    """Return the quant state of the one op below a layer, by flax's names."""
     found: dict[str, Array] = {}
     for name, value in variables.items():
         found |= _find_state(value) if isinstance(value, Mapping) else {name: value}
     return found
 
 
-def _parts(path: str) -> list[str]:
-    return path.split("/") if path else []  # the model may be a linear layer itself
-
-
 def _probe_of(params: Mapping[str, Any], path: str) -> Any:
-    for part in (*_parts(path), PROBE):
-        params = params[part]
-    return params
+    return subtree(params, path)[PROBE]
 
 
 def _with_probes(params: Mapping[str, Any], probes: Mapping[str, Array]) -> dict[str, Any]:
@@ -312,15 +315,12 @@ def _with_probes(params: Mapping[str, Any], probes: Mapping[str, Array]) -> dict
         name: _with_probes(value, {}) if isinstance(value, Mapping) else value for name, value in params.items()
     }
     for path, probe in probes.items():
-        layer = new
-        for part in _parts(path):
-            layer = layer[part]
-        layer[PROBE] = probe
+        subtree(new, path)[PROBE] = probe
     return new
 
 
 def _stack_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the stacked axes of a probe; where they lie is the model's choice."""
+    """Return the stacked axes of a probe; where they lie is the model's choice."""
     rest = list(shape)
     rest.remove(len(TENSORS) * WIDTH)
     return tuple(rest)

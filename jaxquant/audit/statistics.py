@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from jaxquant.core.blocks import apply_blocks
 from jaxquant.core.delayed import BINS, bin_of, bin_value
@@ -20,7 +21,7 @@ from jaxquant.core.recipe import TensorSpec
 
 Array = jax.Array
 STATISTICS = ("amax", "scale", "saturated", "flushed", "sqnr", "nonfinite")
-"""What ``read`` gives of a tensor, in order."""
+"""What ``read`` returns of a tensor, in order."""
 
 _SUMS = ("uses", "quantized", "elements", "nonzero", "saturated", "flushed", "nonfinite", "signal", "noise")
 _PEAK = 1 + BINS
@@ -31,7 +32,12 @@ WIDTH = 2 * _PEAK + len(_SUMS)
 _ROUNDING = 1 + 2.0**-22
 
 
-def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: Array | None = None) -> Array:
+def record(
+    x: Float[Array, "*shape"],
+    spec: TensorSpec | None,
+    tensor: QTensor | None,
+    original: Float[Array, "*shape"] | None = None,
+) -> Float[Array, " WIDTH"]:
     """Count what became of a tensor's elements.
 
     Args:
@@ -41,7 +47,7 @@ def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: 
       original: the tensor whose amax is meant, where that is not ``x``.
 
     Returns:
-      A float32 vector of ``WIDTH`` numbers, for ``read``.
+      A float32 vector, for ``read``.
     """
     amax = jnp.max(absolute(x if original is None else original)).astype(jnp.float32)
     values = x.astype(jnp.float32)
@@ -65,7 +71,7 @@ def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: 
     return jnp.concatenate([_peak(amax), _peak(scale), counts])
 
 
-def read(records: Array) -> dict[str, Array]:
+def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"]]:
     """Turn records, or sums of them, into the statistics of their tensors.
 
     With x the elements, x̂ what their quantized values stand for, and several uses counted together:
@@ -81,7 +87,7 @@ def read(records: Array) -> dict[str, Array]:
     All but amax and nonfinite are NaN for a float tensor, and all six for one that no backward pass reached.
 
     Args:
-      records: float32 [..., WIDTH].
+      records: float32, of ``record``.
     """
     amax, scale = records[..., :_PEAK], records[..., _PEAK : 2 * _PEAK]
     sums = dict(zip(_SUMS, jnp.moveaxis(records[..., 2 * _PEAK :], -1, 0), strict=True))
