@@ -1,36 +1,72 @@
-"""Skips what this environment cannot run, with the reason."""
+"""How the tests compile, what is compiled once for all of them, and what this environment cannot run."""
 
+from __future__ import annotations
+
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+ROOT = Path(__file__).parent
 COMPILERS = ("jax_cuda12_plugin", "libtpu", "flatbuffers")
+LITTLE = ("train", "backends", "inject", "audit", "scripts", "trace")
+"""Folders whose programs are compiled with little optimization, where a module does not say ``OPTIMIZED = True``."""
+
+# Tracing makes millions of objects and few cycles; at Python's thresholds a tenth of the time goes to looking for them.
+gc.set_threshold(200_000, 20, 100)
 
 
-def reason_against_aot():
-    if os.environ.get("JAXQUANT_SKIP_AOT"):
-        return "compiles for an absent chip; scripts/test.sh --all runs it"
-    missing = [name for name in COMPILERS if importlib.util.find_spec(name) is None]
-    return f"{', '.join(missing)} not installed; pip install '.[audit-gpu,audit-tpu]'" if missing else ""
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each program once for all tests, workers and subprocesses of a session: compiling is most of their time."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    options = {
+        "jax_compilation_cache_dir": str(folder / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.02,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in options}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def optimization(request):
-    """Compile the programs of ``tests/train`` with little optimization, as compiling is most of their time.
+def optimization(request: pytest.FixtureRequest) -> None:
+    """Compile with little optimization where the bits of optimized programs are not what a module is about.
 
     Programs and subprocesses alike. A module whose tests are about the bits of optimized programs says
-    ``OPTIMIZED = True``, and all other tests compile as users do.
+    ``OPTIMIZED = True``, and all tests outside of ``LITTLE`` compile as users do.
     """
-    is_little = "/tests/train/" in str(request.path) and not getattr(request.module, "OPTIMIZED", False)
+    folder = request.path.relative_to(ROOT).parts[0]
+    is_little = folder in LITTLE and not getattr(request.module, "OPTIMIZED", False)
     if jax.config.values["jax_disable_most_optimizations"] != is_little:
         jax.config.update("jax_disable_most_optimizations", is_little)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_little))
         jax.clear_caches()
 
 
-def pytest_collection_modifyitems(items):
+def reason_against_aot() -> str:
+    if os.environ.get("JAXQUANT_SKIP_AOT"):
+        return "compiles for an absent chip; scripts/test.sh --all runs it"
+    missing = [name for name in COMPILERS if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed; pip install '.[audit-gpu,audit-tpu]'" if missing else ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = reason_against_aot()
     for item in items:
         if reason and item.get_closest_marker("aot"):
