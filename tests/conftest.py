@@ -14,8 +14,40 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 ROOT = Path(__file__).parent
 COMPILERS = ("jax_cuda12_plugin", "libtpu", "flatbuffers")
-LITTLE = ("train", "backends", "inject", "audit", "scripts", "trace")
+LITTLE = ("train", "backends", "inject", "scripts", "serving")
 """Folders whose programs are compiled with little optimization, where a module does not say ``OPTIMIZED = True``."""
+
+UNCACHED = ("audit", "aot")
+"""Folders whose programs are compiled anew: they are for chips that are not here, and are read, not run."""
+LONGEST = (
+    "audit/test_absent.py",
+    "train/test_mesh.py",
+    "train/test_processes.py",
+    "train/test_conversion.py",
+    "inject/test_linen.py",
+    "serving/test_convert.py",
+    "train/test_frameworks.py",
+    "train/test_run.py",
+    "train/test_generate.py",
+    "must_hold/test_state.py",
+    "train/test_health.py",
+    "backends/test_handle.py",
+    "backends/test_translation.py",
+    "audit/test_coverage.py",
+    "audit/test_coverage_of_gradients.py",
+    "audit/test_health.py",
+    "train/test_pairs.py",
+    "train/test_step.py",
+    "inject/test_nnx.py",
+    "twins/test_aqt_qwix.py",
+    "backends/test_bands.py",
+    "serving/test_convert_optimized.py",
+    "train/test_conversion_memory.py",
+    "train/test_evaluation.py",
+    "train/test_parameters.py",
+    "scripts/test_readme.py",
+)
+"""Files that take long, longest first: workers take whole files, in this order, so that they end together."""
 
 # Tracing makes millions of objects and few cycles; at Python's thresholds a tenth of the time goes to looking for them.
 gc.set_threshold(200_000, 20, 100)
@@ -23,7 +55,7 @@ gc.set_threshold(200_000, 20, 100)
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile each program once for all tests, workers and subprocesses of a session: compiling is most of their time."""
+    """Compile each program once for all tests, workers and subprocesses of a session: most of their time is that."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -45,18 +77,29 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(scope="module", autouse=True)
-def optimization(request: pytest.FixtureRequest) -> None:
+def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> None:
     """Compile with little optimization where the bits of optimized programs are not what a module is about.
 
     Programs and subprocesses alike. A module whose tests are about the bits of optimized programs says
     ``OPTIMIZED = True``, and all tests outside of ``LITTLE`` compile as users do.
     """
     folder = request.path.relative_to(ROOT).parts[0]
-    is_little = folder in LITTLE and not getattr(request.module, "OPTIMIZED", False)
-    if jax.config.values["jax_disable_most_optimizations"] != is_little:
+    is_cached = folder not in UNCACHED
+    if jax.config.values["jax_enable_compilation_cache"] != is_cached:
+        jax.config.update("jax_enable_compilation_cache", is_cached)
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(is_cached))
+        reset_cache()  # it remembers whether it is on
+    optimize_little(folder in LITTLE and not getattr(request.module, "OPTIMIZED", False))
+
+
+def optimize_little(is_little: bool) -> bool:
+    """Choose how programs are compiled from here on, and return what was chosen before."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    if before != is_little:
         jax.config.update("jax_disable_most_optimizations", is_little)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_little))
         jax.clear_caches()
+    return before
 
 
 def reason_against_aot() -> str:
@@ -68,6 +111,8 @@ def reason_against_aot() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = reason_against_aot()
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(ROOT).as_posix(), len(order)))
     for item in items:
         if reason and item.get_closest_marker("aot"):
             item.add_marker(pytest.mark.skip(reason=reason))

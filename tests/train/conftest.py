@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from jaxquant.config.loader import build, load_yaml
+from tests.conftest import optimize_little
 from train.config import TrainConfig
 from train.loop import prepare
 
@@ -63,15 +63,21 @@ def tiny(corpus: Path) -> TrainConfig:
 
 @pytest.fixture(scope="session")
 def finished(tiny: TrainConfig, shared: Path) -> Any:
-    """Return quantization -> folder of a run that was not interrupted, made once with the optimization of its user.
+    """Return quantization -> folder of a run that was not interrupted, made once, with little optimization.
 
     Nobody writes to it: who wants to, copies it.
     """
 
+    def make(quantization: str, folder: Path) -> None:
+        before = optimize_little(True)
+        try:
+            train(quantized(tiny, quantization), folder / "run")
+        finally:
+            optimize_little(before)
+
     def get(quantization: str) -> Path:
-        how = "little" if jax.config.values["jax_disable_most_optimizations"] else "optimized"
-        folder = shared / f"finished-{quantization or 'float'}-{how}"
-        return made_once(folder, lambda new: train(quantized(tiny, quantization), new / "run")) / "run"
+        folder = shared / f"finished-{quantization or 'float'}"
+        return made_once(folder, lambda new: make(quantization, new)) / "run"
 
     return get
 
