@@ -14,9 +14,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 ROOT = Path(__file__).parent
 COMPILERS = ("jax_cuda12_plugin", "libtpu", "flatbuffers")
-LITTLE = ("train", "backends", "inject", "scripts", "serving")
-"""Folders whose programs are compiled with little optimization, where a module does not say ``OPTIMIZED = True``."""
-
 UNCACHED = ("audit", "aot")
 """Folders whose programs are compiled anew: they are for chips that are not here, and are read, not run."""
 LONGEST = (
@@ -80,8 +77,8 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> None:
     """Compile with little optimization where the bits of optimized programs are not what a module is about.
 
-    Programs and subprocesses alike. A module whose tests are about the bits of optimized programs says
-    ``OPTIMIZED = True``, and all tests outside of ``LITTLE`` compile as users do.
+    Programs and subprocesses alike. That is so in ``tests/train`` and where a module says ``OPTIMIZED = False``; what
+    says ``OPTIMIZED = True`` and all other tests compile as users do.
     """
     folder = request.path.relative_to(ROOT).parts[0]
     is_cached = folder not in UNCACHED
@@ -89,7 +86,7 @@ def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> Non
         jax.config.update("jax_enable_compilation_cache", is_cached)
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(is_cached))
         reset_cache()  # it remembers whether it is on
-    optimize_little(folder in LITTLE and not getattr(request.module, "OPTIMIZED", False))
+    optimize_little(not getattr(request.module, "OPTIMIZED", folder != "train"))
 
 
 def optimize_little(is_little: bool) -> bool:

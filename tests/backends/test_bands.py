@@ -12,6 +12,7 @@ from tests.numerics import BAND_RTOL
 pytest.importorskip("aqt")
 pytest.importorskip("qwix")
 
+OPTIMIZED = False
 RANGE = {f"{tensor}_quantization_calibration_method": "fixed,-224,224" for tensor in ("weight", "act")}
 BANDS = [
     # string (of each row one), options, logits, gradients; int8 was measured on AQT and on Qwix

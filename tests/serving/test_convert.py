@@ -18,6 +18,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.serving import convert_each, find_sites
 from tests.serving.models import D, Linen, Nnx, filled, schemes
 
+OPTIMIZED = False  # as users compile: test_convert_optimized.py
 SERVES = {"checkpoint_is_quantized": True}
 X = jax.random.normal(jax.random.key(0), (2, 5, D))
 RNGS = {"params": jax.random.key(1), "quant": jax.random.key(2)}

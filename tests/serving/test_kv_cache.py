@@ -12,7 +12,6 @@ from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import SPECS, append, empty, nbytes, read
 from tests.numerics import KV_CACHE_ERROR, KV_CACHE_RATIO
 
-OPTIMIZED = True
 B, S, H, D = 2, 12, 3, 8
 FORMATS = [("", "dkv"), *((dtype, axis) for dtype in SPECS for axis in ("dkv", "heads_and_dkv"))]
 QUANTIZED = FORMATS[1:]
