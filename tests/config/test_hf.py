@@ -430,6 +430,7 @@ ERRORS = {
         ),
         "quant_algo MIXED_PRECISION has no one QuantConfig",
     ),
+    "too many layers": (lambda: parse(CT_DYNAMIC, layers=2**70), "num_hidden_layers must be a whole number from 1 to"),
     "no layers": (
         lambda: parse_quant_config({"quantization_config": CT_DYNAMIC}, tensors(), FP8),
         "num_hidden_layers must be specified",

@@ -24,6 +24,7 @@ from jaxquant.config.hf.spec import (
 from jaxquant.config.hf.tensors import TensorInfo, dtype_name, read_tensors
 
 SIDECAR = "hf_quant_config.json"
+MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
 _MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
@@ -144,7 +145,7 @@ def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInf
 def _layers(config: Mapping[str, Any]) -> int:
     for section in (Section(config, ""), Section(config, "").section("text_config")):
         if section.has("num_hidden_layers"):
-            return section.integer("num_hidden_layers")
+            return section.integer("num_hidden_layers", most=MAX_LAYERS)
     raise ValueError("num_hidden_layers must be specified")
 
 

@@ -33,11 +33,11 @@ class Section:
             raise TypeError(f"{self.where(key)} must be a string, got {_shown(value)}")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number above 0."""
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """Return a whole number above 0 and at most ``most``."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"{self.where(key)} must be a whole number above 0, got {_shown(value)}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise ValueError(f"{self.where(key)} must be a whole number from 1 to {most}, got {_shown(value)}")
         return value
 
     def number(self, key: str) -> float | None:
@@ -106,4 +106,4 @@ def _whole(word: object) -> int | None:
     """Return a number above 0, written as one or in decimal digits; None for anything else."""
     if isinstance(word, str) and word.isascii() and word.isdigit() and len(word) < 10:
         word = int(word)
-    return word if isinstance(word, int) and not isinstance(word, bool) and word > 0 else None
+    return word if isinstance(word, int) and not isinstance(word, bool) and 0 < word < 2**31 else None
