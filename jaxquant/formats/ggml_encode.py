@@ -46,8 +46,11 @@ def _normalized(x: Float[Array, "... n"]) -> tuple[Float[Array, "... n"], Float[
 
 
 def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
-    """Return the element of largest magnitude with its sign; the first of several."""
-    return jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)[..., 0]
+    """Return the element of largest magnitude with its sign; the first of several, by reductions alone."""
+    magnitude, place = jnp.abs(x), jnp.arange(x.shape[-1], dtype=jnp.int32)
+    is_largest = magnitude == jnp.max(magnitude, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(is_largest, place, x.shape[-1]), axis=-1, keepdims=True)
+    return jnp.sum(jnp.where(place == first, x, 0), axis=-1)
 
 
 def encode_f16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
@@ -196,8 +199,8 @@ def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     finite = jnp.all(jnp.isfinite(x), axis=-1)
     x = blocks_of(jnp.where(finite[..., None], x, 0), 16)
     normalized, unit = _normalized(x)
-    scales = _fit_symmetric(normalized) * unit
-    scales = jnp.where(jnp.max(jnp.abs(x), axis=-1) < _Q6_EPSILON, 0, scales)
+    is_zero = jnp.max(jnp.abs(x), axis=-1) < _Q6_EPSILON
+    scales = jnp.where(is_zero, 0, _fit_symmetric(normalized) * unit)
     largest = _signed_amax(scales)
     used = jnp.abs(largest) >= _Q6_EPSILON
     inverse = jnp.where(used, _divide(-128, largest), 0)
@@ -206,8 +209,8 @@ def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     sub_step = step.astype(jnp.float32)[..., None] * scale_codes.astype(jnp.float32)
     codes = jnp.round(_divide(x, sub_step[..., None]))
     codes = jnp.clip(jnp.where(finite[..., None, None], codes, 0), -32, 31).astype(jnp.int32) + 32
-    # ggml leaves all bytes of an unused block 0.
-    codes = jnp.where(used[..., None, None], codes, 0).astype(jnp.uint8)
+    # As in ggml, which leaves the codes of sub-blocks of zeros at 0, and all bytes of a block that has no others.
+    codes = jnp.where(used[..., None, None] & ~is_zero[..., None], codes, 0).astype(jnp.uint8)
     groups = codes.reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
     low = joined(groups[..., 0:2, :] & 0xF | groups[..., 2:4, :] << 4)
     high = groups >> 4
