@@ -131,7 +131,7 @@ def _fit_affine(
 
 def _six_bits(values: Float[Array, "... 8"]) -> tuple[Float[Array, ...], Int[Array, "... 8"]]:
     """Return the largest value and each as a share of it in 63rds."""
-    largest = jnp.max(values, axis=-1)
+    largest = jnp.abs(jnp.maximum(jnp.max(values, axis=-1), 0))  # never a negative zero
     codes = jnp.round(_divide(63, largest)[..., None] * values)
     return largest, jnp.clip(codes, 0, 63).astype(jnp.int32)
 

@@ -260,3 +260,12 @@ def test_block_parameters_are_ggmls():
 def test_what_does_not_fit_is_refused(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
+def test_a_block_of_zeros_is_zero_bytes_as_ggml_writes_it(name):
+    x = jnp.concatenate([jnp.zeros((1, 256)), jnp.full((1, 256), 3.0)])
+    zeros, constant = np.asarray(codec(name).encode(x)["blocks"])
+    assert not zeros.any()
+    if name != "q6_k":
+        assert constant[:4].tolist() == [constant[0], constant[1], 0, 0]  # a minimum of +0, never of -0
