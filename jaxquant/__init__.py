@@ -11,6 +11,7 @@ from jaxquant.inject.model import describe_layers, linear_layers, maybe_quantize
 from jaxquant.ops.dot_general import RESIDUAL_NAME as _RESIDUAL_NAME
 from jaxquant.serving import calibrate, convert
 from jaxquant.serving.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
+from jaxquant.trace import quantize
 
 save_quantized = _jax.checkpoint_policies.save_only_these_names(_RESIDUAL_NAME)
 """Remat policy that keeps what quantized layers save for backward (one byte an element) and recomputes the rest."""
@@ -31,6 +32,7 @@ __all__ = [
     "match_aqt_and_unquantized_param",
     "maybe_quantize_model",
     "ops",
+    "quantize",
     "remove_quantized_params",
     "save_quantized",
     "serving",

@@ -1,0 +1,134 @@
+"""native: the quantized op of one contraction of a traced function, and its state."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxquant.core.recipe import Recipe
+from jaxquant.core.sharding import transposed
+from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
+from jaxquant.trace.plan import Contraction
+
+Array = jax.Array
+
+
+def make_state(site: Contraction) -> dict[str, Array]:
+    """Make the state of a contraction, {} for a recipe without, under flax's names.
+
+    It has a leading axis for each scan over the weight, and then the weight's batch axes.
+    """
+    assert site.recipe is not None
+    return {
+        f"{tensor}_{field}": jnp.broadcast_to(value, (*_leading_axes(site), *value.shape))
+        for tensor, fields in initial_state(site.recipe).items()
+        for field, value in fields.items()
+    }
+
+
+def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the state of a contraction by name."""
+    assert site.recipe is not None
+    return {
+        f"{tensor}_{field}": (*_leading_axes(site), *shape)
+        for tensor, fields in _shapes(site.recipe).items()
+        for field, shape in fields.items()
+    }
+
+
+def _leading_axes(site: Contraction) -> tuple[int, ...]:
+    return (*(length for _, length in site.stack), *site.batch)
+
+
+@functools.lru_cache
+def _shapes(recipe: Recipe) -> dict[str, dict[str, tuple[int, ...]]]:
+    return jax.tree.map(lambda value: value.shape, jax.eval_shape(lambda: initial_state(recipe)))
+
+
+def _nested(recipe: Recipe, state: Mapping[str, Array]) -> QuantState:
+    return {
+        tensor: {field: state[f"{tensor}_{field}"] for field in fields} for tensor, fields in _shapes(recipe).items()
+    }
+
+
+def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[str, Array], key: Array | None) -> Array:
+    """Compute a ``dot_general`` equation in the low precision of its recipe.
+
+    Each element of the weight's batch axes is quantized by itself, as under ``jax.vmap``.
+
+    Args:
+      site: the contraction, with its recipe.
+      eqn: its equation.
+      operands: in the equation's order.
+      state: of this contraction, without axes of scans.
+      key: for stochastic rounding, or None.
+    """
+    recipe = site.recipe
+    assert recipe is not None
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    activation, weight = operands
+    contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+    if site.side == 0:
+        activation, weight, contracted, batch = weight, activation, contracted[::-1], batch[::-1]
+    if recipe.is_flax:  # flax's ops compute in the kernel's dtype
+        activation = activation.astype(weight.dtype)
+    # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
+    groups, free = len(batch[0]), [x.ndim - len(batch[0]) - len(contracted[0]) for x in (activation, weight)]
+    order = tuple(range(groups + sum(free)))
+    if site.side == 0:
+        order = (*order[:groups], *order[groups + free[0] :], *order[groups : groups + free[0]])
+    place = transposed(eqn.params.get("out_sharding"), order)
+    op = functools.partial(
+        _dot,
+        contracted=tuple(
+            tuple(axis - sum(other < axis for other in batch[side]) for axis in contracted[side]) for side in (0, 1)
+        ),
+        precision=eqn.params["precision"],
+        dtype=eqn.outvars[0].aval.dtype,
+        recipe=recipe,
+        place=place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:])),
+    )
+    for _ in range(groups):
+        op = jax.vmap(op)
+    sizes = tuple(weight.shape[axis] for axis in batch[1])
+    if key is not None and groups:
+        key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
+    out = op(_batch_first(activation, batch[0]), _batch_first(weight, batch[1]), _nested(recipe, state), key)
+    return out if site.side == 1 else jnp.transpose(out, order)
+
+
+def _dot(
+    activation: Array,
+    weight: Array,
+    state: QuantState,
+    key: Array | None,
+    *,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    precision: Any,
+    dtype: Any,
+    recipe: Recipe,
+    place: NamedSharding | None,
+) -> Array:
+    return dot_general(
+        activation,
+        weight,
+        (contracted, ((), ())),
+        precision,
+        dtype,
+        recipe=recipe,
+        state=state,
+        key=key,
+        out_sharding=place,
+    )
+
+
+def _batch_first(x: Array, batch: tuple[int, ...]) -> Array:
+    if tuple(batch) == tuple(range(len(batch))):
+        return x
+    return jnp.transpose(x, (*batch, *(axis for axis in range(x.ndim) if axis not in batch)))
