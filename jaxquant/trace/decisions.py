@@ -94,12 +94,13 @@ def decide(analysis: Analysis, resolver: Resolver) -> Decisions:
 
     Raises:
       ValueError: a rule that matches no layer.
-      NotImplementedError: a recipe with sparsity.
+      NotImplementedError: a recipe with sparsity, or a rule for what is out of reach.
     """
     groups: dict[tuple[str, ...], list[Contraction]] = {}
     for site in _layers(analysis.plan):
         groups.setdefault(site.names, []).append(site)
-    resolver.check_used([sites[0].path for sites in groups.values()])
+    lost = [site for site in analysis.plan.contractions() if site.is_out_of_reach]
+    resolver.check_used([sites[0].path for sites in groups.values()] + [site.path for site in lost])
     layers = {names: _decide_one(analysis, sites, resolver) for names, sites in groups.items()}
     for names, decision in layers.items():
         if decision.recipe is not None and decision.recipe.sparsity is not None:
@@ -107,10 +108,22 @@ def decide(analysis: Analysis, resolver: Resolver) -> Decisions:
                 f"weight_sparsity at {groups[names][0].path!r} is not implemented in jaxquant.quantize; "
                 "use jaxquant.maybe_quantize_model"
             )
+    _check_rules_reach(lost, {decision.rule for decision in layers.values()}, resolver)
     bound = Decisions(layers, {})
     bound.apply(analysis.plan)
     stateful = [site for site in analysis.plan.chosen if native.state_fields(site)]
     return Decisions(layers, _state_paths(stateful))
+
+
+def _check_rules_reach(lost: Sequence[Contraction], deciding: set[str | None], resolver: Resolver) -> None:
+    """Refuse a rule that quantizes nothing but what stays in float anyway."""
+    for site in lost:
+        decision = resolver(site.path, site.out_features)
+        if decision.rule is not None and decision.rule not in deciding and decision.recipe is not None:
+            raise NotImplementedError(
+                f"rule {decision.rule!r} asks for {decision.recipe.name!r} at {site.path!r}, which stays in float: "
+                f"{site.reason}"
+            )
 
 
 def _decide_one(analysis: Analysis, sites: Sequence[Contraction], resolver: Resolver) -> Decision:
