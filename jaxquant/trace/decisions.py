@@ -80,7 +80,9 @@ class Decisions:
 def _layout(key: Key) -> str:
     _, stack, batch = key
     parts = [
-        f"{what} {'x'.join(map(str, sizes))}" for what, sizes in (("scans of", stack), ("batches of", batch)) if sizes
+        f"{what} {'x'.join(map(str, sizes))}"
+        for what, sizes in (("in scans of", stack), ("in batches of", batch))
+        if sizes
     ]
     return " and ".join(parts) or "as a whole"
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
@@ -193,5 +194,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 def _evaluate_one(eqn: Any, ins: list[Any]) -> Sequence[Any]:
     """Evaluate an equation as it is."""
     given = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, Literal)}
-    jaxpr = Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects, debug_info=None)  # pyright: ignore[reportArgumentType]
-    return jax.core.eval_jaxpr(jaxpr, [], *given.values())
+    names = tuple("" for _ in given), tuple("" for _ in eqn.outvars)
+    info = DebugInfo("jaxquant.quantize", str(eqn.primitive), *names)
+    jaxpr = Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects, info)
+    return eval_jaxpr(jaxpr, [], *given.values())

@@ -225,10 +225,9 @@ def test_what_is_out_of_reach_has_its_reason(what, reason):
     with pytest.raises(NotImplementedError, match=r"strict true, and .* stay in float \(l: .*" + reason[:20]):
         jaxquant.quantize(fn, CURRENT | {"strict": True}).init(p, X)
     left_out = CURRENT | {"strict": True, "rules": [{"path": "l", "recipe": None}]}
-    jaxquant.quantize(fn, left_out).report(p, X)
-    with pytest.raises(
-        NotImplementedError, match=r"rule 'l' asks for 'fp8' at 'l', which stays in float: " + reason[:7]
-    ):
+    jaxquant.quantize(fn, left_out).init(p, X)
+    refused = "rule 'l' asks for 'fp8' at 'l', which stays in float: .*" + reason[:7]
+    with pytest.raises(NotImplementedError, match=refused):
         jaxquant.quantize(fn, CURRENT | {"rules": [{"path": "l", "recipe": "fp8"}]}).report(p, X)
 
 
