@@ -39,6 +39,7 @@ class _Place:
       context: index of the equation at each level of nesting, which tells occurrences apart.
       scopes: name scopes.
       is_differentiated: whether it is part of a derivative that the function takes itself.
+      is_sharded: whether a shard_map is around.
       closed: why nothing in it can be replaced, or "".
     """
 
@@ -46,6 +47,7 @@ class _Place:
     context: tuple[int, ...] = ()
     scopes: tuple[str, ...] = ()
     is_differentiated: bool = False
+    is_sharded: bool = False
     closed: str = ""
 
     def at(self, index: int, eqn: Any) -> _Place:
@@ -167,7 +169,7 @@ class Analysis:
 
     def _shards(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
         parts = [flows.enter_shards(each, spec) for each, spec in zip(ins, eqn.params["in_specs"], strict=True)]
-        body, outs = self._run(eqn.params["jaxpr"], parts, place)
+        body, outs = self._run(eqn.params["jaxpr"], parts, dataclasses.replace(place, is_sharded=True))
         return [body], [flows.leave_shards(each, ins) for each in outs]
 
     def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: _Place) -> None:
@@ -291,9 +293,11 @@ class Analysis:
             return place.closed
         if place.is_differentiated:
             return "part of a derivative that the function takes itself; quantize what is differentiated instead"
-        if site.operation != "dot_general":
-            return f"{site.operation} has no quantized op yet"
-        if not eqn.params["dimension_numbers"][0][0]:
+        if site.operation == "conv_general_dilated":
+            return "conv_general_dilated has no quantized op yet"
+        if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn, place)):
+            return why
+        if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
             return "contracts no axis"
         if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
             return "its operands are not float"
@@ -305,6 +309,18 @@ class Analysis:
         if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
             return f"asks for the algorithm {precision}"
         return ""
+
+
+def _unusual_ragged(site: Contraction, eqn: Any, place: _Place) -> str:
+    """Explain why a ragged matmul is not the one of ``jax.lax.ragged_dot``; "" where it is."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    plain = (tuple(map(tuple, contracted)), tuple(map(tuple, batch))) == (((1,), (1,)), ((), ()))
+    if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(groups) != (0,) or site.side != 1:
+        return "a ragged matmul of other dimensions than those of jax.lax.ragged_dot"
+    if eqn.params["group_offset"] is not None:
+        return "a ragged matmul with a group_offset"
+    return "a ragged matmul inside a shard_map" if place.is_sharded else ""
 
 
 def _closure(aval: Any) -> Flow:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.sharding import transposed
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
+from jaxquant.ops.ragged import ragged_dot
 from jaxquant.trace.plan import Contraction
 
 Array = jax.Array
@@ -58,7 +59,7 @@ def _nested(recipe: Recipe, state: Mapping[str, Array]) -> QuantState:
 
 
 def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[str, Array], key: Array | None) -> Array:
-    """Compute a ``dot_general`` equation in the low precision of its recipe.
+    """Compute a ``dot_general`` or ``ragged_dot_general`` equation in the low precision of its recipe.
 
     Each element of the weight's batch axes is quantized by itself, as under ``jax.vmap``.
 
@@ -71,6 +72,11 @@ def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[st
     """
     recipe = site.recipe
     assert recipe is not None
+    if site.operation == "ragged_dot_general":
+        lhs, rhs, sizes = operands
+        lhs = lhs.astype(rhs.dtype) if recipe.is_flax else lhs
+        out_dtype, given = eqn.outvars[0].aval.dtype, _nested(recipe, state)
+        return ragged_dot(lhs, rhs, sizes, eqn.params["precision"], out_dtype, recipe=recipe, state=given, key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     activation, weight = operands
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
@@ -86,9 +92,7 @@ def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[st
     place = transposed(eqn.params.get("out_sharding"), order)
     op = functools.partial(
         _dot,
-        contracted=tuple(
-            tuple(axis - sum(other < axis for other in batch[side]) for axis in contracted[side]) for side in (0, 1)
-        ),
+        contracted=(_without_batch(contracted[0], batch[0]), _without_batch(contracted[1], batch[1])),
         precision=eqn.params["precision"],
         dtype=eqn.outvars[0].aval.dtype,
         recipe=recipe,
@@ -101,6 +105,11 @@ def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[st
         key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
     out = op(_batch_first(activation, batch[0]), _batch_first(weight, batch[1]), _nested(recipe, state), key)
     return out if site.side == 1 else jnp.transpose(out, order)
+
+
+def _without_batch(axes: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Renumber axes of an operand whose batch axes were mapped over."""
+    return tuple(axis - sum(other < axis for other in batch) for axis in axes)
 
 
 def _dot(

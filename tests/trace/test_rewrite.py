@@ -241,3 +241,30 @@ def test_a_key_reaches_stochastic_rounding_alone():
     assert "random_fold_in" in folds[0]
     assert "random_split" in folds[0]
     assert "random_fold_in" not in folds[1]
+
+
+def test_ragged_dots_are_layers_with_state_for_each_group():
+    def fn(p, x, sizes):
+        hidden = jax.nn.relu(jax.lax.ragged_dot(x, p["moe"]["wi"], sizes))
+        return jax.lax.ragged_dot(hidden, p["moe"]["wo"], sizes, preferred_element_type=jnp.float32)
+
+    p = {"moe": {"wi": shape(3, 8, 5), "wo": shape(3, 5, 8)}}
+    sizes = shape(3, dtype="int32")
+    q = jaxquant.quantize(fn, FP8)
+    assert [(row.path, row.batch, row.recipe) for row in q.report(p, X, sizes)] == [
+        ("moe/wi", (3,), "fp8"),
+        ("moe/wo", (3,), "fp8"),
+    ]
+    state = jax.eval_shape(q.init, p, X, sizes)
+    assert state["moe"]["wi"]["input_amax_history"].shape == (3, 1024)
+    jaxpr = jax.make_jaxpr(q)(p, state, X, sizes)
+    dots = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "ragged_dot_general"]
+    assert [[str(atom.aval.dtype) for atom in eqn.invars[:2]] for eqn in dots] == [["float8_e4m3fn"] * 2] * 2
+
+
+def test_unusual_ragged_dots_are_named():
+    from_numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    sizes = jnp.array([2, 4])
+    fn = lambda p, x: jax.lax.ragged_dot_general(x, p["w"], sizes, from_numbers).sum(0) @ p["v"]  # noqa: E731
+    (row,) = jaxquant.quantize(fn, CURRENT).report({"w": shape(6, 4), "v": shape(4, 4)}, X).out_of_reach
+    assert "other dimensions than those of jax.lax.ragged_dot" in row.reason
