@@ -293,8 +293,8 @@ class Analysis:
             return place.closed
         if place.is_differentiated:
             return "part of a derivative that the function takes itself; quantize what is differentiated instead"
-        if site.operation == "conv_general_dilated":
-            return "conv_general_dilated has no quantized op yet"
+        if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn, place)):
+            return why
         if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn, place)):
             return why
         if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
@@ -321,6 +321,14 @@ def _unusual_ragged(site: Contraction, eqn: Any, place: _Place) -> str:
     if eqn.params["group_offset"] is not None:
         return "a ragged matmul with a group_offset"
     return "a ragged matmul inside a shard_map" if place.is_sharded else ""
+
+
+def _unusual_convolution(site: Contraction, eqn: Any, place: _Place) -> str:
+    if site.side != 1:
+        return "a convolution whose first operand is the parameter"
+    if eqn.params["batch_group_count"] != 1:
+        return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
+    return "a convolution inside a shard_map" if place.is_sharded else ""
 
 
 def _closure(aval: Any) -> Flow:

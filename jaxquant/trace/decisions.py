@@ -19,10 +19,12 @@ class Decisions:
     Attributes:
       layers: decision by the paths of the leaves of a weight.
       states: path of the state by what it belongs to, for recipes that keep state.
+      unsupported: the layers that stay float because their operation does not run their recipe.
     """
 
     layers: Mapping[tuple[str, ...], Decision]
     states: Mapping[Key, str]
+    unsupported: frozenset[tuple[str, ...]] = frozenset()
 
     def apply(self, plan: Plan) -> None:
         """Set the recipe and the reason of every layer.
@@ -39,6 +41,7 @@ class Decisions:
                     "else, or quantize the function of these parameters anew"
                 )
             site.recipe, site.reason = decision.recipe, decision.reason
+            site.is_out_of_reach = site.names in self.unsupported
 
     def read_states(self, plan: Plan, quant_state: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
         """Find the state of every chosen contraction in a tree of quant state.
@@ -96,7 +99,7 @@ def decide(analysis: Analysis, resolver: Resolver) -> Decisions:
 
     Raises:
       ValueError: a rule that matches no layer.
-      NotImplementedError: a recipe with sparsity, or a rule for what is out of reach.
+      NotImplementedError: a recipe with sparsity, or a rule for what is out of reach or does not run its recipe.
     """
     groups: dict[tuple[str, ...], list[Contraction]] = {}
     for site in _layers(analysis.plan):
@@ -104,17 +107,30 @@ def decide(analysis: Analysis, resolver: Resolver) -> Decisions:
     lost = [site for site in analysis.plan.contractions() if site.is_out_of_reach]
     resolver.check_used([sites[0].path for sites in groups.values()] + [site.path for site in lost])
     layers = {names: _decide_one(analysis, sites, resolver) for names, sites in groups.items()}
+    unsupported = set()
     for names, decision in layers.items():
-        if decision.recipe is not None and decision.recipe.sparsity is not None:
+        path = groups[names][0].path
+        if decision.recipe is None:
+            continue
+        if decision.recipe.sparsity is not None:
             raise NotImplementedError(
-                f"weight_sparsity at {groups[names][0].path!r} is not implemented in jaxquant.quantize; "
+                f"weight_sparsity at {path!r} is not implemented in jaxquant.quantize; "
                 "use jaxquant.maybe_quantize_model"
             )
+        reasons = {site.operation: native.unsupported(site.operation, decision.recipe) for site in groups[names]}
+        for operation, why in reasons.items():
+            if not why:
+                continue
+            text = f"recipe {decision.recipe.name!r} has {why}, which {operation} does not run"
+            if decision.rule is not None:
+                raise NotImplementedError(f"rule {decision.rule!r} at {path!r}: {text}")
+            layers[names] = Decision(None, text)
+            unsupported.add(names)
     _check_rules_reach(lost, {decision.rule for decision in layers.values()}, resolver)
-    bound = Decisions(layers, {})
+    bound = Decisions(layers, {}, frozenset(unsupported))
     bound.apply(analysis.plan)
     stateful = [site for site in analysis.plan.chosen if native.state_fields(site)]
-    return Decisions(layers, _state_paths(stateful))
+    return Decisions(layers, _state_paths(stateful), frozenset(unsupported))
 
 
 def _check_rules_reach(lost: Sequence[Contraction], deciding: set[str | None], resolver: Resolver) -> None:

@@ -13,11 +13,29 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.sharding import transposed
+from jaxquant.ops import conv, ragged
+from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
 from jaxquant.ops.ragged import ragged_dot
 from jaxquant.trace.plan import Contraction
 
 Array = jax.Array
+_CONVOLUTION = (
+    "window_strides",
+    "padding",
+    "lhs_dilation",
+    "rhs_dilation",
+    "dimension_numbers",
+    "feature_group_count",
+    "precision",
+)
+_UNSUPPORTED = {"ragged_dot_general": ragged.unsupported, "conv_general_dilated": conv.unsupported}
+
+
+def unsupported(operation: str, recipe: Recipe) -> str:
+    """Explain why an operation does not run a recipe, "" where it does."""
+    explain = _UNSUPPORTED.get(operation)
+    return explain(recipe) if explain is not None else ""
 
 
 def make_state(site: Contraction) -> dict[str, Array]:
@@ -59,7 +77,7 @@ def _nested(recipe: Recipe, state: Mapping[str, Array]) -> QuantState:
 
 
 def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[str, Array], key: Array | None) -> Array:
-    """Compute a ``dot_general`` or ``ragged_dot_general`` equation in the low precision of its recipe.
+    """Compute an equation of one of ``CONTRACTIONS`` in the low precision of its recipe.
 
     Each element of the weight's batch axes is quantized by itself, as under ``jax.vmap``.
 
@@ -77,6 +95,12 @@ def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[st
         lhs = lhs.astype(rhs.dtype) if recipe.is_flax else lhs
         out_dtype, given = eqn.outvars[0].aval.dtype, _nested(recipe, state)
         return ragged_dot(lhs, rhs, sizes, eqn.params["precision"], out_dtype, recipe=recipe, state=given, key=key)
+    if site.operation == "conv_general_dilated":
+        lhs, rhs = operands
+        options = {name: eqn.params[name] for name in _CONVOLUTION}
+        lhs = lhs.astype(rhs.dtype) if recipe.is_flax else lhs
+        options["preferred_element_type"] = eqn.outvars[0].aval.dtype
+        return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=_nested(recipe, state), key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     activation, weight = operands
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)

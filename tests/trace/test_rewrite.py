@@ -268,3 +268,33 @@ def test_unusual_ragged_dots_are_named():
     fn = lambda p, x: jax.lax.ragged_dot_general(x, p["w"], sizes, from_numbers).sum(0) @ p["v"]  # noqa: E731
     (row,) = jaxquant.quantize(fn, CURRENT).report({"w": shape(6, 4), "v": shape(4, 4)}, X).out_of_reach
     assert "other dimensions than those of jax.lax.ragged_dot" in row.reason
+
+
+def test_convolutions_are_layers():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(4, (3, 3), strides=2, name="stem")(x))
+            return nn.Conv(4, (3,), feature_group_count=4, name="depthwise")(x.reshape(2, -1, 4))
+
+    model, x = Network(), shape(2, 6, 6, 3)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    fn = lambda p, x: model.apply({"params": p}, x)  # noqa: E731
+    q = jaxquant.quantize(fn, FP8)
+    assert [(row.path, row.recipe) for row in q.report(params, x)] == [("stem", "fp8"), ("depthwise", "fp8")]
+    jaxpr = jax.make_jaxpr(q)(params, jax.eval_shape(q.init, params, x), x)
+    convs = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "conv_general_dilated"]
+    assert [[str(atom.aval.dtype) for atom in eqn.invars] for eqn in convs] == [["float8_e4m3fn"] * 2] * 2
+
+
+def test_an_operation_that_does_not_run_a_recipe_says_so():
+    config = {"quantization": "int8", "quant_backend": "native", "quantization_local_shard_count": 2}
+    fn = lambda p, x: jax.lax.conv(x[None, None], p["c"], (1, 1), "SAME")[0, 0] @ p["d"]  # noqa: E731
+    p = {"c": shape(1, 1, 3, 3), "d": shape(8, 8)}
+    rows = jaxquant.quantize(fn, config).report(p, X)
+    assert [(row.path, row.recipe, row.is_out_of_reach) for row in rows] == [("c", None, True), ("d", "int8", False)]
+    assert "quantization_local_shard_count above 1, which conv_general_dilated does not run" in rows.rows[0].reason
+    with pytest.raises(NotImplementedError, match="strict true"):
+        jaxquant.quantize(fn, config | {"strict": True}).init(p, X)
+    with pytest.raises(NotImplementedError, match="rule 'c' at 'c': recipe 'int8' has"):
+        jaxquant.quantize(fn, config | {"rules": [{"path": "c", "recipe": "int8"}]}).init(p, X)
