@@ -161,8 +161,8 @@ def reading_bytes(part: int, chunk: int) -> int:
 EVALUATION_LOSS_ATOL = 6.5e-5
 EVALUATION_DIFFERENCE_RTOL = 0.0051
 
-# A matmul of groups of rows against one matmul a group, share of the largest result. The same quantized operands; sums
-# of at most 12 float32 products in another order walk by sqrt(12) · 2^-24 and the product with two scales rounds three
-# times more: 4 · eps. Integers are exact and only the scales round. A bfloat16 accumulator rounds each side once, by half
-# of its eps.
+# Groups of rows, or a convolution without overlap, against one matmul each, share of the largest result. The quantized
+# operands are the same; sums of at most 24 float32 products in another order walk by sqrt(24) · 2^-24, and the product
+# with two scales rounds three times more: 4 · eps. Integers are exact and only the scales round. A bfloat16 accumulator
+# rounds each side once, by half of its eps.
 GROUPED_ATOL = {"float32": 4 * FLOAT32_EPS, "int32": 4 * FLOAT32_EPS, "bfloat16": BFLOAT16_EPS}

@@ -21,23 +21,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.lax import ConvDimensionNumbers
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.quantize import absolute, outside_range, quantize, quantize_with_scale
+from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import RESIDUAL_NAME, QuantState, initial_state
+from jaxquant.ops.dot_general import QuantState, initial_state
 from jaxquant.ops.groups import operand_key
+from jaxquant.ops.pieces import clip_mask, compute_dtype, eight_bits, masked, named, scaled
 
 Array = jax.Array
-_EIGHT_BITS = {"int4": "int8", "float4_e2m1fn": "float8_e4m3fn"}
-"""Types that hold every value of a narrower one: XLA has no convolution of 4-bit operands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,22 +206,26 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
     right, rhs_seen = _quantize_forward(static, rhs, recipe.fwd.rhs, static.feature, state.get("kernel"), key)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         dtype = accumulator_dtype(recipe.fwd.accumulator, static.out_dtype)
-        out = static.convolve(*_same_type(left.qvalue, right.qvalue), dtype, jax.lax.Precision.DEFAULT)
-        out = _scaled(
-            static,
+        first, second = _same_type(left.qvalue, right.qvalue)
+        out = static.convolve(first, second, dtype, jax.lax.Precision.DEFAULT)
+        out = scaled(
+            static.recipe,
+            static.out_dtype,
             out,
             static.example_scale(left.scale, numbers.out_spec[0]),
             static.feature_scale(right.scale, numbers.out_spec[1]),
         )
     else:
         common = jnp.promote_types(lhs.dtype, rhs.dtype)
-        floats = [dequantize(x, common.name) if isinstance(x, QTensor) else x.astype(common) for x in (left, right)]
-        out = static.convolve(*floats, accumulator_dtype(None, static.out_dtype))
+        left_float, right_float = (
+            dequantize(x, common.name) if isinstance(x, QTensor) else x.astype(common) for x in (left, right)
+        )
+        out = static.convolve(left_float, right_float, accumulator_dtype(None, static.out_dtype))
     kept = (
         _kept(left, lhs, recipe.drhs.lhs, key),
         _kept(right, rhs, recipe.dlhs.rhs, key),
-        _clipped(lhs, left, recipe.fwd.lhs),
-        _clipped(rhs, right, recipe.fwd.rhs),
+        clip_mask(lhs, recipe.fwd.lhs, left.scale if isinstance(left, QTensor) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
     )
     without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     return out.astype(static.out_dtype), (kept, without_bins, lhs_seen, rhs_seen, key)
@@ -263,8 +265,9 @@ def _backward(static: _Static, residuals, grad: Array):
             scale = jnp.ones((1,) * scale.ndim, jnp.float32)
         tensor = shared or quantize(left, spec, _others(grad.ndim, kept_axis), key=key)
         dtype = accumulator_dtype(accumulator, static.out_dtype)
-        out = _transposed(static, *_same_type(tensor.qvalue, other.qvalue), of_lhs, dtype, highest)
-        return _scaled(static, out, _along(tensor.scale, kept_axis, result_axis), scale)
+        first, second = _same_type(tensor.qvalue, other.qvalue)
+        out = _transposed(static, first, second, of_lhs, dtype, highest)
+        return scaled(static.recipe, static.out_dtype, out, _along(tensor.scale, kept_axis, result_axis), scale)
 
     examples, features = numbers.out_spec[:2]
     dlhs = gradient(
@@ -291,8 +294,9 @@ def _backward(static: _Static, residuals, grad: Array):
     observed = {}
     for name, old in state.items():
         assert recipe.delayed is not None
-        observed[name] = delayed.observe(old, *seen[name], recipe.delayed)
-    dlhs, drhs = _masked(dlhs, lhs_mask, static.lhs.dtype), _masked(drhs, rhs_mask, static.rhs.dtype)
+        scale, amax = seen[name]
+        observed[name] = delayed.observe(old, scale, amax, recipe.delayed)
+    dlhs, drhs = masked(dlhs, lhs_mask, static.lhs.dtype), masked(drhs, rhs_mask, static.rhs.dtype)
     return dlhs, drhs, observed, None
 
 
@@ -311,12 +315,12 @@ def _transposed(static: _Static, grad: Array, other: Array, of_lhs: bool, dtype:
         return jax.linear_transpose(forward, like(static.lhs if of_lhs else static.rhs))(grad)[0]
 
     jaxpr = jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr
-    known = dict(zip(jaxpr.invars, (grad, other), strict=True))
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, (grad, other), strict=True))
     for eqn in jaxpr.eqns:
         ins = [known[atom] for atom in eqn.invars]
         if eqn.primitive.name == "conv_general_dilated":
             asked = precision if static.precision is None else static.precision
-            options = dict(eqn.params) | {"preferred_element_type": dtype, "precision": asked}
+            options: dict[str, Any] = dict(eqn.params) | {"preferred_element_type": dtype, "precision": asked}
             options.pop("out_sharding", None)
             known[eqn.outvars[0]] = jax.lax.conv_general_dilated(*ins, **options)
         else:
@@ -340,24 +344,17 @@ def _along(scale: Array, axis: int, target: int) -> Array:
 
 def _same_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
     """Bring qvalues into one type of at least eight bits that holds both."""
-    lhs, rhs = (x.astype(_EIGHT_BITS.get(x.dtype.name, x.dtype)) for x in (lhs, rhs))
+    lhs, rhs = eight_bits(lhs), eight_bits(rhs)
     if lhs.dtype == rhs.dtype:
         return lhs, rhs
     return lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
-
-
-def _scaled(static: _Static, out: Array, left: Array, right: Array) -> Array:
-    dtype = static.out_dtype if static.recipe.is_flax else "float32"
-    if not static.recipe.is_flax or out.dtype == jnp.int32:
-        out = out.astype(jnp.float32)
-    return out * left.astype(dtype) * right.astype(dtype)
 
 
 def _quantize_delayed(static: _Static, x: Array, spec: TensorSpec, state: delayed.TensorState):
     assert static.recipe.delayed is not None
     amax = jnp.max(jnp.abs(x) if static.recipe.is_flax else absolute(x))
     scale = delayed.current_scale(state, amax, element(spec.dtype), static.recipe.delayed)
-    compute = x.dtype.name if static.recipe.is_flax else "float32"
+    compute = compute_dtype(static.recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=compute), (scale, amax)
 
 
@@ -378,21 +375,4 @@ def _kept(forward: QTensor | Array, x: Array, operand: Operand, key: Array | Non
         return x
     if isinstance(operand, TensorSpec):  # per tensor: no axis keeps a scale of its own
         forward = quantize(x, operand, tuple(range(x.ndim)), key=operand_key(x, operand, key))
-    if not isinstance(forward, QTensor):
-        return forward
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), forward)
-
-
-def _clipped(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | None:
-    """Pack which elements a clipping calibration cut off."""
-    if not (isinstance(operand, TensorSpec) and operand.calibration.clips and isinstance(tensor, QTensor)):
-        return None
-    outside = outside_range(x, operand, tensor.scale, tensor.zero_point)
-    return checkpoint_name(jnp.packbits(outside, axis=-1), RESIDUAL_NAME)
-
-
-def _masked(gradient: Array, mask: Array | None, dtype: Any) -> Array:
-    if mask is not None:
-        outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1]).astype(bool)
-        gradient = jnp.where(outside, 0, gradient)
-    return gradient.astype(dtype)
+    return named(forward) if isinstance(forward, QTensor) else forward

@@ -18,26 +18,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.lax import RaggedDotDimensionNumbers
 from jaxtyping import Array, Float, Int
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.quantize import absolute, outside_range, quantize_with_scale
+from jaxquant.core.quantize import absolute, quantize_with_scale
 from jaxquant.core.recipe import DelayedSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import RESIDUAL_NAME, TENSORS, QuantState
+from jaxquant.ops.dot_general import TENSORS, QuantState
 from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, operand_key, quantize_rows, quantize_weights
+from jaxquant.ops.pieces import clip_mask, compute_dtype, eight_bits, masked, named, scaled
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _DLHS = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _DRHS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-_EIGHT_BITS = {"int4": "int8", "float4_e2m1fn": "float8_e4m3fn"}
-"""Types that hold every value of a narrower one: XLA has no ragged matmul of 4-bit operands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +45,6 @@ class _Static:
     rhs_dtype: str
     out_dtype: str
     precision: Any
-
-    def compute_dtype(self, x: Array) -> str:
-        return x.dtype.name if self.recipe.is_flax else "float32"
 
 
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
@@ -158,7 +153,7 @@ def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: Quant
     right, rhs_seen = _forward_weights(static, rhs, state, key)
     if isinstance(left, Rows) and isinstance(right, QTensor):
         out = _multiply(left.qvalue, right.qvalue, sizes, _FORWARD, static, recipe.fwd.accumulator, "DEFAULT")
-        out = _scaled(static, out, left.spread(ids), of_rows(right.scale[:, 0], ids))
+        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(right.scale[:, 0], ids))
     else:
         left = left.dequantize(ids, static.rhs_dtype) if isinstance(left, Rows) else left
         right = dequantize(right, static.lhs_dtype) if isinstance(right, QTensor) else right
@@ -167,8 +162,8 @@ def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: Quant
     kept = (
         _kept_rows(left, lhs, recipe.drhs.lhs, ids, sizes, key),
         _kept_weights(right, rhs, recipe.dlhs.rhs, key),
-        _clipped(lhs, recipe.fwd.lhs, left.spread(ids) if isinstance(left, Rows) else None),
-        _clipped(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
+        clip_mask(lhs, recipe.fwd.lhs, left.spread(ids) if isinstance(left, Rows) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
     )
     without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     return out, (kept, sizes, without_bins, lhs_seen, rhs_seen, key)
@@ -191,7 +186,7 @@ def _backward(static: _Static, residuals, grad: Array):
     seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {name: observe(old, *seen[name]) for name, old in state.items()}
     observed = {name: _only_used(new, sizes) for name, new in observed.items()}
-    dlhs, drhs = _masked(dlhs, lhs_mask, static.lhs_dtype), _masked(drhs, rhs_mask, static.rhs_dtype)
+    dlhs, drhs = masked(dlhs, lhs_mask, static.lhs_dtype), masked(drhs, rhs_mask, static.rhs_dtype)
     return dlhs, drhs, None, observed, None
 
 
@@ -214,7 +209,7 @@ def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Ar
             scale = jnp.ones((sizes.size, 1), jnp.float32)
         left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key)
         out = _multiply(left.qvalue, rhs.qvalue, sizes, _DLHS, static, matmul.accumulator, "HIGHEST")
-        out = _scaled(static, out, left.spread(ids), of_rows(scale, ids))
+        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(scale, ids))
     return jnp.where((ids < sizes.size)[:, None], out, 0)
 
 
@@ -233,7 +228,7 @@ def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Ar
         grad, scale = grad.astype(jnp.float32) * lhs.scale, jnp.ones((sizes.size, 1), jnp.float32)
     right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key)
     out = _multiply(lhs.qvalue, right.qvalue, sizes, _DRHS, static, matmul.accumulator, "HIGHEST")
-    return _scaled(static, out, scale[:, :, None], right.scale[:, None, :])
+    return scaled(static.recipe, static.out_dtype, out, scale[:, :, None], right.scale[:, None, :])
 
 
 # -- operands ----------------------------------------------------------------------------------------------------------
@@ -243,7 +238,7 @@ def _delayed_rows(static: _Static, x: Array, spec: TensorSpec, ids: Array, state
     """Quantize rows with the scale of their group's history. Returns them and (scale, amax) of each group."""
     amax = group_amax(x, ids, state["scale"].shape[0]).max(axis=1)
     scale = _current_scale(static, state, amax, spec)
-    rows = quantize_with_scale(x, spec, of_rows(scale, ids), compute_dtype=static.compute_dtype(x))
+    rows = quantize_with_scale(x, spec, of_rows(scale, ids), compute_dtype=compute_dtype(static.recipe, x.dtype.name))
     return Rows(rows.qvalue, scale, True), (scale, amax)
 
 
@@ -270,7 +265,7 @@ def _forward_weights(static: _Static, x: Array, state: QuantState, key: Array | 
         return quantize_weights(x, spec, 0, key), None
     amax = jnp.max(absolute(x), axis=(1, 2))
     scale = _current_scale(static, state["kernel"], amax, spec)
-    compute = static.compute_dtype(x)
+    compute = compute_dtype(static.recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), (scale, amax)
 
 
@@ -290,24 +285,7 @@ def _kept_weights(right, rhs: Array, operand: Operand, key: Array | None):
 
 
 def _named(kept: Any) -> Any:
-    """Name what is kept in one byte an element, for remat policies."""
-    if not isinstance(kept, (Rows, QTensor)):
-        return kept
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
-
-
-def _clipped(x: Array, operand: Operand, scale: Array | None) -> Array | None:
-    """Pack which elements a clipping calibration cut off."""
-    if scale is None or not (isinstance(operand, TensorSpec) and operand.calibration.clips):
-        return None
-    return checkpoint_name(jnp.packbits(outside_range(x, operand, scale, None), axis=-1), RESIDUAL_NAME)
-
-
-def _masked(gradient: Array, mask: Array | None, dtype: str) -> Array:
-    if mask is not None:
-        outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1]).astype(bool)
-        gradient = jnp.where(outside, 0, gradient)
-    return gradient.astype(dtype)
+    return named(kept) if isinstance(kept, (Rows, QTensor)) else kept
 
 
 def _only_used(observed: delayed.TensorState, sizes: Array) -> delayed.TensorState:
@@ -321,7 +299,7 @@ def _only_used(observed: delayed.TensorState, sizes: Array) -> delayed.TensorSta
 def _multiply(
     lhs: Array, rhs: Array, sizes: Array, numbers: Any, static: _Static, accumulator: str | None, precision: str | None
 ) -> Array:
-    lhs, rhs = (x.astype(_EIGHT_BITS.get(x.dtype.name, x.dtype)) for x in (lhs, rhs))
+    lhs, rhs = eight_bits(lhs), eight_bits(rhs)
     if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
         lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
     default = None if precision is None else jax.lax.Precision[precision]
@@ -333,10 +311,3 @@ def _multiply(
         precision=default if static.precision is None else static.precision,
         preferred_element_type=accumulator_dtype(accumulator, static.out_dtype),
     )
-
-
-def _scaled(static: _Static, out: Array, left: Array, right: Array) -> Array:
-    dtype = static.out_dtype if static.recipe.is_flax else "float32"
-    if not static.recipe.is_flax or out.dtype == jnp.int32:
-        out = out.astype(jnp.float32)
-    return out * left.astype(dtype) * right.astype(dtype)

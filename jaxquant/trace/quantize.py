@@ -32,7 +32,8 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
         params, quant_state = optimizer_step(params, grads), jaxquant.state.update(quant_state, seen)
 
     Weights that a scan slices have state for each of its steps, a weight that is the same in every step has one state,
-    and each element of a weight's batch axes (experts) has scales and state of its own. Decisions are made once, on
+    and each element of a weight's batch axes (experts) has scales and state of its own. (``vmap`` over weights of which
+    all take one activation leaves no batch axis: that is one wide matmul, with one scale.) Decisions are made once, on
     the first trace (that of ``init``, or of the first call), and hold for the parameters whatever is called later.
 
     Left in float by default, below rules: tables of embeddings that are also looked up; the last layer where its result

@@ -224,7 +224,16 @@ def test_a_derivative_taken_around_is_no_derivative_inside():
     assert float8_dots(jax.grad(jax.checkpoint(jax.jit(loss))), PARAMS, X) >= 3
 
 
-def test_x64_and_bfloat16_keep_their_results_dtype():
+def test_vectors_and_results_dtype():
+    for fn, x in (
+        (lambda p, x: x @ p["w"], shape(8)),
+        (lambda p, x: x @ p["w"][0], X),
+        (lambda p, x: p["w"] @ x, shape(8)),
+    ):
+        params = {"w": SQUARE}
+        q = jaxquant.quantize(fn, FP8)
+        expected = jax.eval_shape(fn, params, x)
+        assert jax.eval_shape(q, params, jax.eval_shape(q.init, params, x), x) == expected
     for dtype in ("bfloat16", "float16"):
         p = {"w": shape(8, 8, dtype=dtype)}
         out = jax.eval_shape(jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT), p, {}, shape(6, 8, dtype=dtype))
