@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     from jaxquant.serving.calibration import calibrate
     from jaxquant.serving.conversion import convert
     from jaxquant.serving.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
+    from jaxquant.trace.quantize import quantize
 
 _DEFINED_IN = {
     "RECIPES": "jaxquant.config.recipes",
@@ -38,6 +39,7 @@ _DEFINED_IN = {
     "linear_layers": "jaxquant.inject.model",
     "match_aqt_and_unquantized_param": "jaxquant.serving.maxtext",
     "maybe_quantize_model": "jaxquant.inject.model",
+    "quantize": "jaxquant.trace.quantize",
     "remove_quantized_params": "jaxquant.serving.maxtext",
     "save_quantized": "jaxquant.ops.remat",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "match_aqt_and_unquantized_param",
     "maybe_quantize_model",
     "ops",
+    "quantize",
     "remove_quantized_params",
     "save_quantized",
     "serving",

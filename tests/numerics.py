@@ -178,3 +178,9 @@ CODEC_RMSE = {
     "nvfp4": {"normal": 0.0950},
 }
 CODEC_RMSE_RTOL = 0.008
+
+# Groups of rows, or a convolution without overlap, against one matmul each, share of the largest result. The quantized
+# operands are the same; sums of at most 24 float32 products in another order walk by sqrt(24) · 2^-24, and the product
+# with two scales rounds three times more: 4 · eps. Integers are exact and only the scales round. A bfloat16 accumulator
+# rounds each side once, by half of its eps.
+GROUPED_ATOL = {"float32": 4 * FLOAT32_EPS, "int32": 4 * FLOAT32_EPS, "bfloat16": BFLOAT16_EPS}

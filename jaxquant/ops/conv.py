@@ -1,0 +1,381 @@
+"""conv_general_dilated: a convolution in low precision, forward and backward.
+
+A convolution contracts all axes of the activation but the batch, and all axes of the kernel but the output features, so
+that a scale per channel is one an example, and one an output feature. Padding adds zeros, which every symmetric
+quantization keeps.
+
+    lhs ── quantize, per tensor or example ───────┐
+    rhs ── quantize, per tensor or output feature ┴─ lax.conv_general_dilated ── scales ──► y
+    grad ── fold the residual's per-channel scale in ── quantize ── jax's own transposed convolutions ──► dlhs, drhs
+
+``lax.conv_general_dilated`` takes two operands of one type. Where those of a gradient differ (float8_e5m2 by
+float8_e4m3fn) both are multiplied as bfloat16, which holds every value of either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import ConvDimensionNumbers
+
+from jaxquant.core import delayed
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import Operand, Recipe, TensorSpec
+from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
+from jaxquant.core.sharding import explicit_sharding, varying_axes
+from jaxquant.ops.contract import accumulator_dtype
+from jaxquant.ops.dot_general import QuantState, initial_state
+from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What of a call is fixed while tracing."""
+
+    recipe: Recipe
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    numbers: ConvDimensionNumbers
+    groups: int
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+    out_dtype: str
+    precision: Any
+
+    def convolve(self, lhs: Array, rhs: Array, dtype: str | None = None, precision: Any = None) -> Array:
+        return jax.lax.conv_general_dilated(
+            lhs,
+            rhs,
+            self.strides,
+            self.padding,
+            self.lhs_dilation,
+            self.rhs_dilation,
+            self.numbers,
+            self.groups,
+            precision=precision if self.precision is None else self.precision,
+            preferred_element_type=dtype,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Axis of the examples in lhs."""
+        return self.numbers.lhs_spec[0]
+
+    @property
+    def feature(self) -> int:
+        """Axis of the output features in rhs."""
+        return self.numbers.rhs_spec[0]
+
+    def example_scale(self, scale: Array, axis: int) -> Array:
+        """Lay a scale of each example out along an axis of another array of the same rank."""
+        return _along(scale, self.batch, axis)
+
+    def feature_scale(self, scale: Array, axis: int) -> Array:
+        return _along(scale, self.feature, axis)
+
+
+def conv_general_dilated(
+    lhs: Array,
+    rhs: Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe,
+    state: QuantState | None = None,
+    key: Array | None = None,
+) -> Array:
+    """Convolve an activation with a kernel in the low precision of a recipe, forward and backward.
+
+    Takes the arguments of ``jax.lax.conv_general_dilated``. Gradients pass straight through rounding; values cut off by
+    a clipping calibration get none.
+
+    Args:
+      lhs: activation, any float dtype.
+      rhs: kernel, any float dtype.
+      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, precision: as there.
+      batch_group_count: 1.
+      preferred_element_type: dtype of the result, None for the promoted dtype of the operands.
+      recipe: all numbers.
+      state: for a recipe with delayed scaling, the amax state from ``ops.initial_state``.
+      key: random key for stochastic rounding; None derives one from the output gradient's bits.
+
+    Raises:
+      ValueError: missing state.
+      TypeError: operands that are not float.
+      NotImplementedError: tiles, asymmetric ranges, shards or sparsity in the recipe, a batch_group_count, or a mesh in
+        the operands' types.
+    """
+    _check(lhs, rhs, recipe, batch_group_count)
+    wanted, given = list(initial_state(recipe)), list(state or {})
+    if sorted(given) != sorted(wanted):
+        raise ValueError(
+            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; "
+            "make it with initial_state(recipe)"
+        )
+    numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    ones = (1,) * (lhs.ndim - 2)
+    dilation = tuple(rhs_dilation or ones)
+    if isinstance(padding, str):
+        windows = [(rhs.shape[axis] - 1) * d + 1 for axis, d in zip(numbers.rhs_spec[2:], dilation, strict=True)]
+        spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
+        padding = jax.lax.padtype_to_pads(spatial, windows, window_strides, padding)
+    if isinstance(precision, (tuple, list)):
+        precision = tuple(map(jax.lax.Precision, precision))
+    static = _Static(
+        recipe,
+        tuple(window_strides),
+        tuple((int(low), int(high)) for low, high in padding),
+        tuple(lhs_dilation or ones),
+        dilation,
+        numbers,
+        feature_group_count,
+        jax.ShapeDtypeStruct(lhs.shape, lhs.dtype),
+        jax.ShapeDtypeStruct(rhs.shape, rhs.dtype),
+        jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name,
+        precision,
+    )
+    return _conv(static, lhs, rhs, state or {}, key)
+
+
+def unsupported(recipe: Recipe) -> str:
+    """Explain why a recipe's numbers make no sense for a convolution, "" where they do."""
+    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
+    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
+        return "tiles"
+    if any(not spec.calibration.is_symmetric for spec in specs):
+        return "an asymmetric range"
+    if any((spec.scale_rounding, spec.amax_bound) != ("exact", None) or spec.scaling == "static" for spec in specs):
+        return "rounded, bounded or static scales"
+    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
+        return "quantization_local_shard_count above 1"
+    if recipe.sparsity is not None:
+        return "weight sparsity"
+    own = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
+    if any(spec.granularity != "per_tensor" and spec.calibration.method != "fixed" for spec in own):
+        return "operands that are quantized per channel again for the backward pass"
+    forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
+    is_delayed = isinstance(recipe.dlhs.lhs, TensorSpec) and recipe.dlhs.lhs.scaling == "delayed"
+    if is_delayed and any(spec.granularity != "per_tensor" for spec in forward):
+        return "a delayed gradient beside operands that are not per tensor"
+    return ""
+
+
+def _check(lhs: Array, rhs: Array, recipe: Recipe, batch_group_count: int) -> None:
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise TypeError(
+                f"conv_general_dilated {name} has dtype {operand.dtype.name}; quantization takes float operands"
+            )
+        if varying_axes(operand) or explicit_sharding(operand) is not None:
+            raise NotImplementedError(
+                f"conv_general_dilated {name} is split over devices in its type (shard_map, or an explicit mesh); "
+                "quantized convolutions of such operands are not implemented"
+            )
+    if batch_group_count != 1:
+        raise NotImplementedError(f"conv_general_dilated batch_group_count {batch_group_count} is not quantized; use 1")
+    if why := unsupported(recipe):
+        raise NotImplementedError(f"recipe {recipe.name!r} has {why}, which conv_general_dilated does not run")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _conv(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None) -> Array:
+    return _forward(static, lhs, rhs, state, key)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None):
+    recipe, numbers = static.recipe, static.numbers
+    left, lhs_seen = _quantize_forward(static, lhs, recipe.fwd.lhs, static.batch, state.get("input"), key)
+    right, rhs_seen = _quantize_forward(static, rhs, recipe.fwd.rhs, static.feature, state.get("kernel"), key)
+    if isinstance(left, QTensor) and isinstance(right, QTensor):
+        dtype = accumulator_dtype(recipe.fwd.accumulator, static.out_dtype)
+        first, second = _same_type(left.qvalue, right.qvalue)
+        out = static.convolve(first, second, dtype, jax.lax.Precision.DEFAULT)
+        out = scaled(
+            static.recipe,
+            static.out_dtype,
+            out,
+            static.example_scale(left.scale, numbers.out_spec[0]),
+            static.feature_scale(right.scale, numbers.out_spec[1]),
+        )
+    else:
+        common = jnp.promote_types(lhs.dtype, rhs.dtype)
+        left_float, right_float = (
+            dequantize(x, common.name) if isinstance(x, QTensor) else x.astype(common) for x in (left, right)
+        )
+        out = static.convolve(left_float, right_float, accumulator_dtype(None, static.out_dtype))
+    kept = (
+        _kept(left, lhs, recipe.drhs.lhs, key),
+        _kept(right, rhs, recipe.dlhs.rhs, key),
+        clip_mask(lhs, recipe.fwd.lhs, left.scale if isinstance(left, QTensor) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
+    )
+    without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
+    return out.astype(static.out_dtype), (kept, without_bins, lhs_seen, rhs_seen, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static: _Static, residuals, grad: Array):
+    (lhs, rhs, lhs_mask, rhs_mask), state, lhs_seen, rhs_seen, key = residuals
+    recipe, numbers = static.recipe, static.numbers
+    if key is None and recipe.is_stochastic:
+        key = content_key(grad)
+    keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
+    shared, grad_seen = None, None
+    if "output_grad" in state:
+        assert isinstance(recipe.dlhs.lhs, TensorSpec)
+        shared, grad_seen = quantize_operand(
+            grad,
+            recipe.dlhs.lhs,
+            tuple(range(grad.ndim)),
+            recipe=recipe,
+            state=state["output_grad"],
+            floor=SMALLEST_GRADIENT_SCALE,
+        )
+
+    def gradient(
+        spec: Operand, accumulator, other, axes: tuple[int, int], kept_axis: int, result_axis: int, of_lhs, key
+    ):
+        """Convolve the gradient with what was kept of an operand.
+
+        ``axes``: that of the kept operand along which its scale may vary, and its place in the gradient; ``kept_axis``:
+        that of the gradient along which its own scale may vary, and its place in the result.
+        """
+        highest = jax.lax.Precision.HIGHEST
+        if not isinstance(spec, TensorSpec) or not isinstance(other, QTensor):
+            left = grad
+            if isinstance(spec, TensorSpec):
+                own = shared or quantize(
+                    grad, spec, _others(grad.ndim, kept_axis), key=key, floor=SMALLEST_GRADIENT_SCALE
+                )
+                left = dequantize(own, grad.dtype.name)
+            other = dequantize(other, grad.dtype.name) if isinstance(other, QTensor) else other.astype(grad.dtype)
+            return _transposed(static, left, other, of_lhs, accumulator_dtype(None, static.out_dtype), highest)
+        left, scale = grad, other.scale
+        if scale.size > 1:  # forward per channel: multiplied into the gradient
+            unit = power_of_two_below(jnp.max(scale))  # as in dot_general.align
+            left = grad.astype(jnp.float32) * _along(scale / unit, *axes)
+            scale = unit.reshape((1,) * scale.ndim)
+        tensor = shared or quantize(left, spec, _others(grad.ndim, kept_axis), key=key, floor=SMALLEST_GRADIENT_SCALE)
+        dtype = accumulator_dtype(accumulator, static.out_dtype)
+        first, second = _same_type(tensor.qvalue, other.qvalue)
+        out = _transposed(static, first, second, of_lhs, dtype, highest)
+        return scaled(static.recipe, static.out_dtype, out, _along(tensor.scale, kept_axis, result_axis), scale)
+
+    examples, features = numbers.out_spec[:2]
+    dlhs = gradient(
+        recipe.dlhs.lhs,
+        recipe.dlhs.accumulator,
+        rhs,
+        (static.feature, features),
+        examples,
+        static.batch,
+        True,
+        keys[0],
+    )
+    drhs = gradient(
+        recipe.drhs.rhs,
+        recipe.drhs.accumulator,
+        lhs,
+        (static.batch, examples),
+        features,
+        static.feature,
+        False,
+        keys[1],
+    )
+    seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
+    observed = {}
+    for name, old in state.items():
+        assert recipe.delayed is not None
+        scale, amax = seen[name]
+        observed[name] = delayed.observe(old, scale, amax, recipe.delayed)
+    dlhs, drhs = masked(dlhs, lhs_mask, static.lhs.dtype), masked(drhs, rhs_mask, static.rhs.dtype)
+    return dlhs, drhs, observed, None
+
+
+_conv.defvjp(_forward, _backward)
+
+
+def _transposed(static: _Static, grad: Array, other: Array, of_lhs: bool, dtype: str, precision: Any) -> Array:
+    """Run the program of jax's transposition of the convolution, on operands of any dtype.
+
+    It is traced in float32 and consists of the convolution and of reversals and reshapes beside it.
+    """
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)  # noqa: E731
+
+    def transpose(grad: Array, other: Array) -> Array:
+        forward = (lambda x: static.convolve(x, other)) if of_lhs else (lambda x: static.convolve(other, x))
+        return jax.linear_transpose(forward, like(static.lhs if of_lhs else static.rhs))(grad)[0]
+
+    jaxpr = jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, (grad, other), strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [known[atom] for atom in eqn.invars]
+        if eqn.primitive.name == "conv_general_dilated":
+            asked = precision if static.precision is None else static.precision
+            options: dict[str, Any] = dict(eqn.params) | {"preferred_element_type": dtype, "precision": asked}
+            options.pop("out_sharding", None)
+            known[eqn.outvars[0]] = jax.lax.conv_general_dilated(*ins, **options)
+        else:
+            known[eqn.outvars[0]] = eqn.primitive.bind(*ins, **eqn.params)
+    return known[jaxpr.outvars[0]]
+
+
+# -- operands ----------------------------------------------------------------------------------------------------------
+
+
+def _others(ndim: int, axis: int) -> tuple[int, ...]:
+    return tuple(each for each in range(ndim) if each != axis)
+
+
+def _along(scale: Array, axis: int, target: int) -> Array:
+    """Lay a scale that varies along one axis at most out along another axis."""
+    shape = [1] * scale.ndim
+    shape[target] = scale.shape[axis]
+    return scale.reshape(shape)
+
+
+def _same_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
+    """Bring qvalues into one type of at least eight bits that holds both."""
+    lhs, rhs = eight_bits(lhs), eight_bits(rhs)
+    if lhs.dtype == rhs.dtype:
+        return lhs, rhs
+    return lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+
+
+def _quantize_forward(
+    static: _Static, x: Array, spec: Operand, kept: int, state: delayed.TensorState | None, key: Array | None
+) -> tuple[QTensor | Array, Observation | None]:
+    if not isinstance(spec, TensorSpec):
+        return x, None
+    return quantize_operand(
+        x, spec, _others(x.ndim, kept), recipe=static.recipe, state=state, key=forward_key(x, spec, key)
+    )
+
+
+def _kept(forward: QTensor | Array, x: Array, operand: Operand, key: Array | None) -> QTensor | Array:
+    """Choose what backward keeps of a forward operand, as in ``ops.dot_general``."""
+    if operand is None:
+        return x
+    if isinstance(operand, TensorSpec):  # per tensor: no axis keeps a scale of its own
+        forward = quantize(x, operand, tuple(range(x.ndim)), key=forward_key(x, operand, key))
+    return named(forward) if isinstance(forward, QTensor) else forward

@@ -1,0 +1,54 @@
+"""Pieces of a quantized matmul that ``ragged`` and ``conv`` share: types, scales, and what is kept for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.quantize import outside_range
+from jaxquant.core.recipe import Operand, Recipe, TensorSpec
+from jaxquant.ops.operand import scale_dtype
+from jaxquant.ops.remat import RESIDUAL_NAME
+
+Array = jax.Array
+_EIGHT_BITS = {"int4": "int8", "float4_e2m1fn": "float8_e4m3fn"}
+
+
+def eight_bits(qvalue: Array) -> Array:
+    """Bring 4-bit qvalues into a type of eight that holds each of them; others stay.
+
+    XLA has no ragged matmul and no convolution of 4-bit operands.
+    """
+    return qvalue.astype(_EIGHT_BITS.get(qvalue.dtype.name, qvalue.dtype))
+
+
+def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
+    """Multiply a result by the scales of both operands, laid out as it is."""
+    dtype = scale_dtype(recipe, out_dtype)
+    if dtype == "float32" or out.dtype == jnp.int32:
+        out = out.astype(jnp.float32)
+    return out * left.astype(dtype) * right.astype(dtype)
+
+
+def named(kept: Any) -> Any:
+    """Name what is kept in one byte an element, for remat policies."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
+
+
+def clip_mask(x: Array, operand: Operand, scale: Array | None) -> Array | None:
+    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis."""
+    if scale is None or not (isinstance(operand, TensorSpec) and operand.clips):
+        return None
+    return named(jnp.packbits(outside_range(x, operand, QTensor(x, scale)), axis=-1))
+
+
+def masked(gradient: Array, mask: Array | None, dtype: Any) -> Array:
+    """Give no gradient to what was cut off, and the operand's dtype to the rest."""
+    if mask is not None:
+        outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1]).astype(bool)
+        gradient = jnp.where(outside, 0, gradient)
+    return gradient.astype(dtype)

@@ -1,0 +1,330 @@
+"""ragged_dot: a matmul of groups of rows, each with a weight of its own, in low precision forward and backward.
+
+Group g of the rows is what ``ops.dot_general`` computes of these rows and ``rhs[g]``: its scales (per tensor: one for
+each group), its quant state and its gradients are its own. Rows behind the last group give zeros and are not seen.
+
+Shapes: M rows, K contracting, N columns, G groups.
+
+    lhs [M, K] ── quantize, by row or by group ──┐
+    rhs [G, K, N] ── quantize, by group ─────────┴─ lax.ragged_dot_general ── scales ──► y [M, N]
+    grad [M, N] ── by row, for dlhs; by group (and column), for drhs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import RaggedDotDimensionNumbers
+from jaxtyping import Array, Float, Int
+
+from jaxquant.core import delayed
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.quantize import absolute, quantize_with_scale
+from jaxquant.core.recipe import DelayedSpec, Operand, Recipe, TensorSpec
+from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
+from jaxquant.core.sharding import explicit_sharding, varying_axes
+from jaxquant.ops.contract import accumulator_dtype
+from jaxquant.ops.dot_general import TENSORS, QuantState
+from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, quantize_rows, quantize_weights
+from jaxquant.ops.operand import forward_key, scale_dtype
+from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
+
+_FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+_DLHS = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+_DRHS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    recipe: Recipe
+    lhs_dtype: str
+    rhs_dtype: str
+    out_dtype: str
+    precision: Any
+
+
+def initial_state(recipe: Recipe, groups: int) -> QuantState:
+    """Make the quant state of a ragged matmul: that of ``ops.dot_general`` with a leading axis of groups."""
+    state = {name: delayed.initial_state(recipe.delayed or DelayedSpec()) for name in _tensors_with_state(recipe)}
+    return jax.tree.map(lambda value: jnp.broadcast_to(value, (groups, *value.shape)), state)
+
+
+def _tensors_with_state(recipe: Recipe) -> list[str]:
+    specs = {name: recipe.specs[operand] for name, operand in TENSORS.items()}
+    return [name for name, spec in specs.items() if isinstance(spec, TensorSpec) and spec.scaling == "delayed"]
+
+
+def ragged_dot(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "G K N"],
+    group_sizes: Int[Array, " G"],
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe,
+    state: QuantState | None = None,
+    key: Array | None = None,
+) -> Float[Array, "M N"]:
+    """Contract groups of rows with a weight each, in the low precision of a recipe, forward and backward.
+
+    ``y[m] = lhs[m] · rhs[g]`` for the rows m of group g, and 0 for rows behind the last group.
+
+    Args:
+      lhs: activations, the rows of each group beside each other.
+      rhs: weights.
+      group_sizes: rows of each group, in order; they may be 0, and their sum at most M.
+      precision, preferred_element_type: as in ``ops.dot_general``.
+      recipe: all numbers.
+      state: for a recipe with delayed scaling, from ``initial_state``.
+      key: random key for stochastic rounding; None derives one from the output gradient's bits.
+
+    Raises:
+      ValueError: missing state, or shapes that do not fit.
+      TypeError: operands that are not float.
+      NotImplementedError: tiles, asymmetric ranges, shards or sparsity in the recipe; a mesh in the operands' types.
+    """
+    _check(lhs, rhs, group_sizes, recipe)
+    wanted, given = _tensors_with_state(recipe), list(state or {})
+    if sorted(given) != sorted(wanted):
+        raise ValueError(
+            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; "
+            "make it with ops.ragged.initial_state(recipe, groups)"
+        )
+    if isinstance(precision, (tuple, list)):
+        precision = tuple(map(jax.lax.Precision, precision))
+    out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name
+    static = _Static(recipe, lhs.dtype.name, rhs.dtype.name, out, precision)
+    return _ragged(static, lhs, rhs, group_sizes, state or {}, key)
+
+
+def unsupported(recipe: Recipe) -> str:
+    """Explain why a recipe's numbers make no sense for groups of rows, "" where they do."""
+    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
+    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
+        return "tiles along rows of unknown groups"
+    if any(not spec.calibration.is_symmetric for spec in specs):
+        return "an asymmetric range"
+    if any((spec.scale_rounding, spec.amax_bound) != ("exact", None) or spec.scaling == "static" for spec in specs):
+        return "rounded, bounded or static scales"
+    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
+        return "quantization_local_shard_count above 1"
+    if recipe.sparsity is not None:
+        return "weight sparsity"
+    grad = recipe.dlhs.lhs
+    forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
+    if (
+        isinstance(grad, TensorSpec)
+        and grad.scaling == "delayed"
+        and {s.granularity for s in forward} != {"per_tensor"}
+    ):
+        return "a delayed gradient beside operands that are not per tensor"
+    return ""
+
+
+def _check(lhs: Array, rhs: Array, group_sizes: Array, recipe: Recipe) -> None:
+    if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
+        raise ValueError(
+            f"ragged_dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
+            f"{group_sizes.shape}"
+        )
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise TypeError(f"ragged_dot {name} has dtype {operand.dtype.name}; quantization takes float operands")
+        if varying_axes(operand) or explicit_sharding(operand) is not None:
+            raise NotImplementedError(
+                f"ragged_dot {name} is split over devices in its type (shard_map, or an explicit mesh); scales of "
+                "groups that lie on several devices are not implemented"
+            )
+    if why := unsupported(recipe):
+        raise NotImplementedError(f"recipe {recipe.name!r} has {why}, which ragged_dot does not run")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantState, key: Array | None) -> Array:
+    return _forward(static, lhs, rhs, sizes, state, key)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantState, key: Array | None):
+    recipe, ids = static.recipe, group_of_rows(sizes, lhs.shape[0])
+    left, lhs_seen = _forward_rows(static, lhs, ids, sizes, state, key)
+    right, rhs_seen = _forward_weights(static, rhs, state, key)
+    if isinstance(left, Rows) and isinstance(right, QTensor):
+        out = _multiply(left.qvalue, right.qvalue, sizes, _FORWARD, static, recipe.fwd.accumulator, "DEFAULT")
+        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(right.scale[:, 0], ids))
+    else:
+        left = left.dequantize(ids, static.rhs_dtype) if isinstance(left, Rows) else left
+        right = dequantize(right, static.lhs_dtype) if isinstance(right, QTensor) else right
+        out = _multiply(left, right, sizes, _FORWARD, static, None, None)
+    out = jnp.where((ids < sizes.size)[:, None], out, 0).astype(static.out_dtype)
+    kept = (
+        _kept_rows(left, lhs, recipe.drhs.lhs, ids, sizes, key),
+        _kept_weights(right, rhs, recipe.dlhs.rhs, key),
+        clip_mask(lhs, recipe.fwd.lhs, left.spread(ids) if isinstance(left, Rows) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
+    )
+    without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
+    return out, (kept, sizes, without_bins, lhs_seen, rhs_seen, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static: _Static, residuals, grad: Array):
+    (lhs, rhs, lhs_mask, rhs_mask), sizes, state, lhs_seen, rhs_seen, key = residuals
+    recipe, ids = static.recipe, group_of_rows(sizes, grad.shape[0])
+    if key is None and recipe.is_stochastic:
+        key = content_key(grad)
+    keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
+    shared, grad_seen = None, None
+    if "output_grad" in state:
+        assert isinstance(recipe.dlhs.lhs, TensorSpec)
+        shared, grad_seen = _delayed_rows(
+            static, grad, recipe.dlhs.lhs, ids, state["output_grad"], SMALLEST_GRADIENT_SCALE
+        )
+    dlhs = _dlhs(static, grad, shared, rhs, ids, sizes, keys[0])
+    drhs = _drhs(static, grad, shared, lhs, ids, sizes, keys[1])
+    observe = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))  # pyright: ignore[reportArgumentType]
+    seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
+    observed = {name: observe(old, *seen[name]) for name, old in state.items()}
+    observed = {name: _only_used(new, sizes) for name, new in observed.items()}
+    dlhs, drhs = masked(dlhs, lhs_mask, static.lhs_dtype), masked(drhs, rhs_mask, static.rhs_dtype)
+    return dlhs, drhs, None, observed, None
+
+
+_ragged.defvjp(lambda static, *args: _forward(static, *args), _backward)
+
+
+def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Array, key: Array | None) -> Array:
+    """Compute ``grad · rhs``, contracting N."""
+    matmul = static.recipe.dlhs
+    if not isinstance(matmul.lhs, TensorSpec):
+        rhs = dequantize(rhs, grad.dtype.name) if isinstance(rhs, QTensor) else rhs
+        out = _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST")
+    elif not isinstance(rhs, QTensor):
+        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
+        out = _multiply(left.dequantize(ids, rhs.dtype.name), rhs, sizes, _DLHS, static, None, "HIGHEST")
+    else:
+        scale = rhs.scale[:, :, 0]  # [G, 1] or, of an own quantization along N, [G, K]
+        if rhs.scale.shape[2] > 1:  # forward per channel: multiplied into the gradient
+            unit = power_of_two_below(jnp.max(rhs.scale))  # as in dot_general.align
+            grad = grad.astype(jnp.float32) * of_rows(rhs.scale[:, 0] / unit, ids)
+            scale = jnp.broadcast_to(unit, (sizes.size, 1))
+        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
+        out = _multiply(left.qvalue, rhs.qvalue, sizes, _DLHS, static, matmul.accumulator, "HIGHEST")
+        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(scale, ids))
+    return jnp.where((ids < sizes.size)[:, None], out, 0)
+
+
+def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Array, key: Array | None) -> Array:
+    """Compute ``lhs · grad`` of each group, contracting its rows."""
+    matmul = static.recipe.drhs
+    if not isinstance(matmul.rhs, TensorSpec):
+        lhs = lhs.dequantize(ids, grad.dtype.name) if isinstance(lhs, Rows) else lhs
+        return _multiply(lhs, grad, sizes, _DRHS, static, None, "HIGHEST")
+    if not isinstance(lhs, Rows):
+        right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
+        return _multiply(lhs, right.dequantize(ids, lhs.dtype.name), sizes, _DRHS, static, None, "HIGHEST")
+    if lhs.by_group:
+        scale = lhs.scale
+    else:  # forward by row: multiplied into the gradient
+        unit = power_of_two_below(jnp.max(lhs.scale))
+        grad, scale = grad.astype(jnp.float32) * (lhs.scale / unit), jnp.broadcast_to(unit, (sizes.size, 1))
+    right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
+    out = _multiply(lhs.qvalue, right.qvalue, sizes, _DRHS, static, matmul.accumulator, "HIGHEST")
+    return scaled(static.recipe, static.out_dtype, out, scale[:, :, None], right.scale[:, None, :])
+
+
+# -- operands ----------------------------------------------------------------------------------------------------------
+
+
+def _delayed_rows(
+    static: _Static,
+    x: Array,
+    spec: TensorSpec,
+    ids: Array,
+    state: delayed.TensorState,
+    floor: float = SMALLEST_SCALE,
+):
+    """Quantize rows with the scale of their group's history. Returns them and (scale, amax) of each group."""
+    amax = group_amax(x, ids, state["scale"].shape[0]).max(axis=1)
+    scale = _current_scale(static, state, amax, spec, floor)
+    rows = quantize_with_scale(x, spec, of_rows(scale, ids), compute_dtype=scale_dtype(static.recipe, x.dtype.name))
+    return Rows(rows.qvalue, scale, True), (scale, amax)
+
+
+def _current_scale(
+    static: _Static, state: delayed.TensorState, amax: Array, spec: TensorSpec, floor: float = SMALLEST_SCALE
+) -> Array:
+    assert static.recipe.delayed is not None
+    one = functools.partial(delayed.current_scale, element=element(spec.dtype), spec=static.recipe.delayed, floor=floor)
+    return jax.vmap(one)(state, amax)
+
+
+def _forward_rows(static: _Static, x: Array, ids: Array, sizes: Array, state: QuantState, key: Array | None):
+    spec = static.recipe.fwd.lhs
+    if not isinstance(spec, TensorSpec):
+        return x, None
+    if spec.scaling == "delayed":
+        return _delayed_rows(static, x, spec, ids, state["input"])
+    return quantize_rows(x, spec, ids, sizes, False, forward_key(x, spec, key)), None
+
+
+def _forward_weights(static: _Static, x: Array, state: QuantState, key: Array | None):
+    spec = static.recipe.fwd.rhs
+    if not isinstance(spec, TensorSpec):
+        return x, None
+    if spec.scaling != "delayed":
+        return quantize_weights(x, spec, 0, key), None
+    amax = jnp.max(absolute(x), axis=(1, 2))
+    scale = _current_scale(static, state["kernel"], amax, spec)
+    compute = scale_dtype(static.recipe, x.dtype.name)
+    return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), (scale, amax)
+
+
+def _kept_rows(left, lhs: Array, operand: Operand, ids: Array, sizes: Array, key: Array | None):
+    """Choose what backward keeps of the activation, as in ``ops.dot_general``."""
+    if operand is None:
+        return lhs
+    if isinstance(operand, TensorSpec):
+        left = quantize_rows(lhs, operand, ids, sizes, True, forward_key(lhs, operand, key))
+    return _named(left)
+
+
+def _kept_weights(right, rhs: Array, operand: Operand, key: Array | None):
+    if operand is None:
+        return rhs
+    return _named(quantize_weights(rhs, operand, 1, key) if isinstance(operand, TensorSpec) else right)
+
+
+def _named(kept: Any) -> Any:
+    return named(kept) if isinstance(kept, (Rows, QTensor)) else kept
+
+
+def _only_used(observed: delayed.TensorState, sizes: Array) -> delayed.TensorState:
+    """Leave out what a group without rows "saw": zeros, which ``jaxquant.state.update`` reads as not used."""
+    return jax.tree.map(lambda x: jnp.where((sizes > 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0), observed)
+
+
+# -- matmuls -----------------------------------------------------------------------------------------------------------
+
+
+def _multiply(
+    lhs: Array, rhs: Array, sizes: Array, numbers: Any, static: _Static, accumulator: str | None, precision: str | None
+) -> Array:
+    lhs, rhs = eight_bits(lhs), eight_bits(rhs)
+    if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
+        lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
+    default = None if precision is None else jax.lax.Precision[precision]
+    return jax.lax.ragged_dot_general(
+        lhs,
+        rhs,
+        sizes,
+        numbers,
+        precision=default if static.precision is None else static.precision,
+        preferred_element_type=accumulator_dtype(accumulator, static.out_dtype),
+    )

@@ -1,0 +1,367 @@
+"""Analysis: one reading of a jaxpr that says, for each contraction, which parameters one of its operands is made of.
+
+Values are followed through jit, remat, scan, while, cond, shard_map and the primal functions of custom derivatives. A
+loop's body is read until what is known of its carry no longer changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxquant.trace import flow as flows
+from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
+from jaxquant.trace.paths import Name, layer_names, layer_path
+from jaxquant.trace.plan import CONTRACTIONS, Contraction, Plan
+
+JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+REMATS = frozenset({"checkpoint", "remat", "remat2"})
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
+_PICKING = frozenset({"gather", "dynamic_slice"})
+_MIXING = frozenset({"mul", "div", "select_n"})
+"""Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
+_DIFFERENTIATED = frozenset({"jvp", "transpose"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a jaxpr occurs.
+
+    Attributes:
+      level: number of scans around.
+      context: index of the equation at each level of nesting, which tells occurrences apart.
+      scopes: name scopes.
+      is_differentiated: whether it is part of a derivative that the function takes itself.
+      is_sharded: whether a shard_map is around.
+      closed: why nothing in it can be replaced, or "".
+    """
+
+    level: int = 0
+    context: tuple[int, ...] = ()
+    scopes: tuple[str, ...] = ()
+    is_differentiated: bool = False
+    is_sharded: bool = False
+    closed: str = ""
+
+    def at(self, index: int, eqn: Any) -> _Place:
+        stack = eqn.source_info.name_stack
+        own, transforms = str(stack), {each.name for each in stack.stack if type(each).__name__ == "Transform"}
+        return dataclasses.replace(
+            self,
+            context=(*self.context, index),
+            scopes=(*self.scopes, own) if own else self.scopes,
+            is_differentiated=self.is_differentiated or not transforms.isdisjoint(_DIFFERENTIATED),
+        )
+
+    def branch(self, number: int) -> _Place:
+        return dataclasses.replace(self, context=(*self.context, number))
+
+
+class Analysis:
+    """Read a closed jaxpr whose first inputs are the leaves of the parameters, and whose others are data.
+
+    Args:
+      closed: the jaxpr.
+      names: path of every leaf.
+      shapes: shape of every leaf.
+
+    Attributes:
+      plan: what was found.
+      looked_up: indices of leaves from which data picks rows: tables of embeddings.
+    """
+
+    def __init__(self, closed: Any, names: Sequence[Name], shapes: Sequence[tuple[int, ...]]) -> None:
+        self._names, self._layers, self._shapes = names, layer_names(names), shapes
+        self._found: dict[tuple[int, ...], Contraction] = {}
+        self.looked_up: set[int] = set()
+        jaxpr = closed.jaxpr
+        known = [Flow(frozenset({Leaf(index)})) for index in range(len(names))]
+        known += [DATA] * (len(jaxpr.invars) - len(names))
+        self.plan, _ = self._run(jaxpr, known, _Place(), [_closure(var.aval) for var in jaxpr.constvars])
+
+    def path(self, leaves: Sequence[int]) -> str:
+        """Return the layer's path of a weight made of these leaves."""
+        return layer_path(self._layers[leaf] for leaf in leaves)
+
+    def _run(
+        self, jaxpr: Any, given: Sequence[Flow], place: _Place, consts: Sequence[Flow] = ()
+    ) -> tuple[Plan, list[Flow]]:
+        jaxpr = open_jaxpr(jaxpr)
+        plan, known = Plan(jaxpr, place.level), {}
+        known.update(zip(jaxpr.constvars, consts or [CONSTANT] * len(jaxpr.constvars), strict=True))
+        known.update(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> Flow:
+            return CONSTANT if isinstance(atom, Literal) else known[atom]
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            outs = self._equation(plan, index, eqn, [read(atom) for atom in eqn.invars], place.at(index, eqn))
+            known.update(zip(eqn.outvars, outs, strict=True))
+        return plan, [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: _Place) -> list[Flow]:
+        name = eqn.primitive.name
+        if name in CONTRACTIONS:
+            site = self._found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
+            plan.sites[index] = site
+            return [self._contraction(site, eqn, ins, place)]
+        if name in CUSTOM:
+            why = f"inside {name}, whose derivative is the function's own"
+            inner = eqn.params["fun_jaxpr" if name == "custom_vjp_call_jaxpr" else "call_jaxpr"]
+            body, outs = self._run(inner, ins, dataclasses.replace(place, closed=place.closed or why))
+            plan.inner[index] = [body]
+            return outs
+        if name in JITS or name in REMATS:
+            body, outs = self._run(called(eqn), ins, place)
+            plan.inner[index] = [body]
+            return outs
+        special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shards}.get(name)
+        if special is not None:
+            plan.inner[index], outs = special(eqn, ins, place)
+            return outs
+        self._note_closed(plan, index, eqn, ins, place)
+        out = self._plain(eqn, ins)
+        # What a mutable reference holds is written later, by anybody: data.
+        return [dataclasses.replace(out, leaves=None) if hasattr(v.aval, "inner_aval") else out for v in eqn.outvars]
+
+    # -- programs in programs ----------------------------------------------------------------------------------------
+
+    def _scan(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+        consts, carries = scan_counts(eqn.params)
+        level = place.level + 1
+        within = dataclasses.replace(place, level=level)
+        slices = [flows.enter_scan(each, level, eqn.params["length"]) for each in ins[consts + carries :]]
+        body, outs = self._loop(eqn.params["jaxpr"], ins[:consts], ins[consts : consts + carries], slices, within)
+        return [body], [flows.leave_scan(each, level) for each in outs]
+
+    def _while(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        body, outs = self._loop(
+            eqn.params["body_jaxpr"], ins[first : first + second], ins[first + second :], [], place.branch(1)
+        )
+        test, _ = self._run(eqn.params["cond_jaxpr"], [*ins[:first], *outs], place.branch(0))
+        return [test, body], outs
+
+    def _loop(
+        self, jaxpr: Any, consts: list[Flow], carry: list[Flow], slices: list[Flow], place: _Place
+    ) -> tuple[Plan, list[Flow]]:
+        """Read a loop's body until what is known of its carry stays. Returns the carry and what it stacks."""
+        while True:
+            body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
+            new = [flows.join(pair) for pair in zip(carry, outs, strict=False)]
+            if new == carry:
+                return body, [*carry, *outs[len(carry) :]]
+            carry = new
+
+    def _cond(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+        runs = [self._run(branch, ins[1:], place.branch(n)) for n, branch in enumerate(eqn.params["branches"])]
+        outs = [flows.join(each) for each in zip(*(outs for _, outs in runs), strict=True)]
+        if ins[0].is_data:
+            outs = [self._met_data(each, [each]) for each in outs]
+        return [plan for plan, _ in runs], outs
+
+    def _shards(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+        parts = [flows.enter_shards(each, spec) for each, spec in zip(ins, eqn.params["in_specs"], strict=True)]
+        body, outs = self._run(eqn.params["jaxpr"], parts, dataclasses.replace(place, is_sharded=True))
+        return [body], [flows.leave_shards(each, ins) for each in outs]
+
+    def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: _Place) -> None:
+        """Note a program that cannot be opened, where a parameter goes into it and may be multiplied there."""
+        weights = [each for each in ins if each.is_weight]
+        name = eqn.primitive.name
+        is_callback = "callback" in name and name != "debug_callback"
+        if not weights or not (is_callback or any(map(_multiplies, programs(eqn.params)))):
+            return
+        site = self._found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
+        self._name(site, flows.join(weights).leaves or frozenset())
+        site.is_out_of_reach = True
+        site.reason = f"handed to {name}, which computes outside of jax" if is_callback else f"inside {name}"
+        plan.sites[index] = site
+
+    # -- equations ---------------------------------------------------------------------------------------------------
+
+    def _plain(self, eqn: Any, ins: list[Flow]) -> Flow:
+        name, out = eqn.primitive.name, flows.join(ins)
+        if name in _RANKING:
+            for site in out.marked("result"):
+                site.is_ranked = True
+        elif name == "exp":
+            return flows.with_marks(out, "exp", out.marked("result"))
+        elif name in ("reduce_sum", "psum"):
+            return flows.with_marks(out, "sum", out.marked("exp"))
+        elif name == "log":
+            for site in out.marked("sum"):
+                site.is_normalized = True
+        elif name == "div":
+            for site in ins[0].marked("exp") & ins[1].marked("sum"):
+                site.is_normalized = True
+        if out.is_data and name in _MIXING:
+            return self._met_data(out, ins)
+        if out.is_data and name in _PICKING and ins[0].leaves:
+            rank = sum(size > 1 for size in eqn.params["slice_sizes"])
+            if rank <= 1:
+                self.looked_up |= {leaf.index for leaf in ins[0].leaves}
+            return dataclasses.replace(out, picked=out.picked | {(leaf.index, rank) for leaf in ins[0].leaves})
+        return out
+
+    def _met_data(self, out: Flow, ins: Sequence[Flow]) -> Flow:
+        """Describe a value in which data was mixed into parameters, or chose between them."""
+        met = {(leaf.index, self._rank(leaf)) for each in ins for leaf in each.leaves or ()}
+        return dataclasses.replace(out, leaves=None, picked=out.picked | met)
+
+    def _rank(self, leaf: Leaf) -> int:
+        return sum(size > 1 for size in self._shapes[leaf.index][len(leaf.stack) :])
+
+    def _name(self, site: Contraction, leaves: frozenset[Leaf], size: int = -1) -> None:
+        """Set the leaves of a weight and the path of its layer: that of the one leaf of its size, or of them all."""
+        site.leaves = leaves
+        indices = sorted({leaf.index for leaf in leaves})
+        site.names = tuple("/".join(self._names[index]) for index in indices)
+        site.stack = tuple(sorted({each for leaf in leaves for each in leaf.stack}))
+        whole = size * math.prod(length for _, length in site.stack)
+        fits = [index for index in indices if math.prod(self._shapes[index]) == whole]
+        site.path = self.path(fits if len(fits) == 1 else indices)
+
+    def _contraction(self, site: Contraction, eqn: Any, ins: list[Flow], place: _Place) -> Flow:
+        operands, out = ins[:2], flows.join(ins)
+        site.shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
+        site.side, site.is_out_of_reach, site.reason = None, False, ""
+        result = Flow(out.leaves, out.is_closure, out.after)
+        if not any(each.is_weight for each in operands):
+            self._explain_no_weight(site, operands)
+            return result
+        if all(each.is_weight for each in operands):
+            self._name(site, out.leaves or frozenset())
+            site.reason = "both operands are made of parameters alone"
+            # No weight any more: learned queries times keys are attention scores, kernel + a · b is the kernel's layer.
+            return dataclasses.replace(result, leaves=frozenset())
+        side = 0 if operands[0].is_weight else 1
+        weight, other = operands[side], operands[1 - side]
+        assert weight.leaves is not None
+        self._name(site, weight.leaves, math.prod(site.shapes[side]))
+        if not other.is_data:
+            site.reason = "its other operand is constant"
+            if other.is_closure:
+                site.is_out_of_reach = True
+                site.reason = "its other operand is an array that the function closes over; make that an argument"
+            return result
+        site.side = side
+        self._describe_weight(site, eqn, side)
+        site.reason = self._out_of_reach(site, eqn, place)
+        site.is_out_of_reach = bool(site.reason)
+        for before in other.after:
+            before.is_followed = True
+        return Flow(None, out.is_closure, frozenset({site}), frozenset({("result", site)}))
+
+    def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow]) -> None:
+        met = [index for each in operands for index, rank in each.picked if rank > 1]
+        if met:
+            site.names = tuple(sorted({"/".join(self._names[index]) for index in met}))
+            site.path = self.path(sorted(set(met)))
+            site.is_out_of_reach = True
+            site.reason = "its parameter was mixed with data, or picked by it, before the contraction"
+        else:
+            site.path = site.scope
+            site.reason = "no operand is made of parameters alone"
+
+    def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
+        """Set the batch axes and the number of outputs."""
+        shape = site.shapes[side]
+        if site.operation == "conv_general_dilated":
+            site.batch = ()
+            site.out_features = shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            return
+        if site.operation == "dot_general":
+            groups, numbers = (), eqn.params["dimension_numbers"]
+        else:
+            ragged = eqn.params["ragged_dot_dimension_numbers"]
+            groups, numbers = tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
+        contract, batch = (axes[side] for axes in numbers)
+        site.batch = tuple(shape[axis] for axis in (*groups, *batch))
+        site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
+
+    def _out_of_reach(self, site: Contraction, eqn: Any, place: _Place) -> str:
+        """Explain why a parameter contraction cannot be replaced; "" where it can."""
+        if place.closed:
+            return place.closed
+        if place.is_differentiated:
+            return "part of a derivative that the function takes itself; quantize what is differentiated instead"
+        if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn, place)):
+            return why
+        if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn, place)):
+            return why
+        if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+            return "contracts no axis"
+        if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
+            return "its operands are not float"
+        if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
+            return "its stack of layers is split over devices by a shard_map"
+        if site.batch and any(leaf.split for leaf in site.leaves):
+            return "its weight has batch axes and is split over devices by a shard_map"
+        precision = eqn.params["precision"]
+        if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+            return f"asks for the algorithm {precision}"
+        return ""
+
+
+def _unusual_ragged(site: Contraction, eqn: Any, place: _Place) -> str:
+    """Explain why a ragged matmul is not the one of ``jax.lax.ragged_dot``; "" where it is."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    plain = (tuple(map(tuple, contracted)), tuple(map(tuple, batch))) == (((1,), (1,)), ((), ()))
+    if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(groups) != (0,) or site.side != 1:
+        return "a ragged matmul of other dimensions than those of jax.lax.ragged_dot"
+    if eqn.params["group_offset"] is not None:
+        return "a ragged matmul with a group_offset"
+    return "a ragged matmul inside a shard_map" if place.is_sharded else ""
+
+
+def _unusual_convolution(site: Contraction, eqn: Any, place: _Place) -> str:
+    if site.side != 1:
+        return "a convolution whose first operand is the parameter"
+    if eqn.params["batch_group_count"] != 1:
+        return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
+    return "a convolution inside a shard_map" if place.is_sharded else ""
+
+
+def _closure(aval: Any) -> Flow:
+    """Describe an array that the function closes over; integers and scalars are constants like others."""
+    is_array = math.prod(getattr(aval, "shape", ())) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
+    return Flow(is_closure=True) if is_array else CONSTANT
+
+
+def _multiplies(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name in CONTRACTIONS or any(map(_multiplies, programs(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Return the open jaxpr of one that may be closed."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def called(eqn: Any) -> Any:
+    """Return the program of a jit or a remat."""
+    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Count the constants and the carried values among the operands of a scan."""
+    if "ft_in" in params:  # jax 0.12
+        consts, carries, _ = (len(list(part)) for part in params["ft_in"].unpack())
+        return consts, carries
+    return params["num_consts"], params["num_carry"]
+
+
+def programs(params: dict[str, Any]) -> Iterator[Any]:
+    """Return the open jaxprs among a primitive's parameters."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(open_jaxpr(item), "eqns"):
+                yield open_jaxpr(item)

@@ -1,0 +1,120 @@
+"""Flow: what is known of a value of a traced function, and how values join."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+Stack = tuple[tuple[int, int], ...]
+"""The scans that a value is sliced by, outermost first: (nesting level, length) of each."""
+Mark = Literal["result", "exp", "sum"]
+"""How a value depends on a contraction: elementwise on its result, on exponentials of it, on a sum of these."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the parameters on its way into a contraction.
+
+    Attributes:
+      index: which leaf.
+      stack: scans that slice it.
+      split: its axes that a shard_map around splits over devices.
+    """
+
+    index: int
+    stack: Stack = ()
+    split: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flow:
+    """What is known of a value.
+
+    Attributes:
+      leaves: leaves of the parameters that it is made of, if of these (and constants) alone; None where data is in it.
+      is_closure: whether an array that the function closes over is in it.
+      after: parameter contractions that it comes from with no other of these between.
+      marks: of the contractions that it comes from with no contraction of any kind between, how it depends on them.
+      picked: leaves that data was mixed into, or picked from, with the number of their axes that are left.
+    """
+
+    leaves: frozenset[Leaf] | None = frozenset()
+    is_closure: bool = False
+    after: frozenset[Any] = frozenset()
+    marks: frozenset[tuple[Mark, Any]] = frozenset()
+    picked: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is made of parameters alone, of at least one of them."""
+        return bool(self.leaves)
+
+    @property
+    def is_data(self) -> bool:
+        return self.leaves is None
+
+    def marked(self, mark: Mark) -> frozenset[Any]:
+        """Return the contractions on which it depends so."""
+        return frozenset(contraction for kind, contraction in self.marks if kind == mark)
+
+
+CONSTANT = Flow()
+DATA = Flow(leaves=None)
+
+
+def join(flows: Iterable[Flow]) -> Flow:
+    """Describe a value that is computed from others; data in one of them is data in it."""
+    flows = list(flows)
+    leaves: frozenset[Leaf] | None = frozenset()
+    for flow in flows:
+        leaves = None if leaves is None or flow.leaves is None else leaves | flow.leaves
+    empty: frozenset[Any] = frozenset()
+    return Flow(
+        leaves,
+        any(flow.is_closure for flow in flows),
+        empty.union(*(flow.after for flow in flows)),
+        empty.union(*(flow.marks for flow in flows)),
+        empty.union(*(flow.picked for flow in flows)),
+    )
+
+
+def with_marks(flow: Flow, mark: Mark, contractions: Iterable[Any]) -> Flow:
+    """Add marks of one kind to a flow."""
+    return dataclasses.replace(flow, marks=flow.marks | {(mark, each) for each in contractions})
+
+
+def change_leaves(flow: Flow, change: Any) -> Flow:
+    """Apply a function to each leaf of a flow that is made of parameters."""
+    if not flow.leaves:
+        return flow
+    return dataclasses.replace(flow, leaves=frozenset(change(leaf) for leaf in flow.leaves))
+
+
+def enter_scan(flow: Flow, level: int, length: int) -> Flow:
+    """Describe one step's slice of what a scan goes over."""
+
+    def enter(leaf: Leaf) -> Leaf:
+        split = tuple(axis - 1 for axis in leaf.split)  # −1: the scanned axis itself is split
+        return dataclasses.replace(leaf, stack=(*leaf.stack, (level, length)), split=split)
+
+    return change_leaves(flow, enter)
+
+
+def leave_scan(flow: Flow, level: int) -> Flow:
+    """Describe what a scan at a nesting level made, as seen from outside."""
+    return change_leaves(
+        flow, lambda leaf: dataclasses.replace(leaf, stack=tuple(each for each in leaf.stack if each[0] < level))
+    )
+
+
+def enter_shards(flow: Flow, spec: Any) -> Flow:
+    """Describe one device's part of an operand of a shard_map."""
+    axes = tuple(axis for axis, names in enumerate(spec) if names not in (None, ()))
+    return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=tuple(sorted({*leaf.split, *axes}))))
+
+
+def leave_shards(flow: Flow, outside: Iterable[Flow]) -> Flow:
+    """Describe what a shard_map made, as seen from outside: split as its operands were there."""
+    before = {leaf.index: leaf.split for each in outside for leaf in each.leaves or ()}
+    return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=before.get(leaf.index, ())))

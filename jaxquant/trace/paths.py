@@ -1,0 +1,85 @@
+"""Paths: what the leaves of a parameter tree, the layers made of them and the state of those are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+Name = tuple[str, ...]
+
+GENERIC = frozenset({"kernel", "weight", "weights", "w", "W", "embedding", "table"})
+"""Last names of a leaf that say nothing beside the module's."""
+_GENERIC_IF_ALONE = frozenset({"value", "scale"})
+"""Names that are generic where no other leaf stands beside them; in ``{"query", "key", "value"}`` one is a layer."""
+_BOXES = frozenset({"value", "raw_value"})
+"""Attributes under which a variable (NNX, a boxed Linen parameter) holds its array."""
+
+
+def leaf_names(tree: Any) -> list[Name]:
+    """Return the path of every leaf, in the order of ``jax.tree.leaves``, without the boxes that hold arrays."""
+    return [_leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _leaf_name(path: Sequence[Any]) -> Name:
+    keys = list(path)
+    while len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in _BOXES:
+        keys.pop()
+    return tuple(_key_text(key) for key in keys)
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def layer_names(names: Sequence[Name]) -> list[Name]:
+    """Return the layer of each leaf: its path, without a last name that is generic.
+
+    Three experts ``wi_0``, ``wi_1`` and ``wo`` of one module stay three layers.
+    """
+    beside: dict[Name, int] = {}
+    for name in names:
+        beside[name[:-1]] = beside.get(name[:-1], 0) + 1
+    return [_layer(name, alone=beside[name[:-1]] == 1) for name in names]
+
+
+def _layer(name: Name, alone: bool) -> Name:
+    if len(name) > 1 and (name[-1] in GENERIC or (alone and name[-1] in _GENERIC_IF_ALONE)):
+        return name[:-1]
+    return name
+
+
+def layer_path(layers: Iterable[Name]) -> str:
+    """Join the layers of the leaves of one weight to one path: what they have in common, or all of them."""
+    distinct = sorted(set(layers))
+    if not distinct:
+        return ""
+    if len(distinct) == 1:
+        return "/".join(distinct[0])
+    common: list[str] = []
+    for parts in zip(*distinct, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return "/".join(common) or "+".join("/".join(name) for name in distinct)
+
+
+def put(tree: dict[str, Any], path: str, value: Mapping[str, Any]) -> None:
+    """Add the variables of a layer to a tree of quant state, nested by the parts of its path."""
+    for part in path.split("/"):
+        tree = tree.setdefault(part, {})
+    tree.update(value)
+
+
+def get(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Find the variables of a layer in a tree of quant state; {} where it has none."""
+    for part in path.split("/"):
+        found = tree.get(part, {})
+        if not isinstance(found, Mapping):
+            return {}
+        tree = found
+    return tree

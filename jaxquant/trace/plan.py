@@ -1,0 +1,110 @@
+"""Plan: what analysis found in each occurrence of a jaxpr, for the report and for the rewriting of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from jaxquant.core.recipe import Recipe
+from jaxquant.trace.flow import Leaf, Stack
+
+CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+Key = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+"""What state belongs to: paths of the leaves, lengths of the scans, sizes of the weight's batch axes."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Contraction:
+    """One contraction of the function: an equation, in one place that runs it.
+
+    Attributes:
+      operation: primitive, one of ``CONTRACTIONS``, or that of a program which is not opened.
+      scope: name scopes around it.
+      shapes: of both operands.
+      side: which operand is the weight, None where none is.
+      leaves: what the weight is made of.
+      stack: the scans that slice it.
+      batch: sizes of its batch axes.
+      out_features: number of outputs.
+      path: of the layer.
+      names: paths of the leaves.
+      reason: why it is in float, or which rule or default decided.
+      is_out_of_reach: whether it has a parameter and stays float whatever rules say.
+      is_followed: whether another parameter contraction follows it.
+      is_normalized: whether its result goes into a softmax or a log-sum-exp.
+      is_ranked: whether its result is ranked by top_k, argmax or sort.
+      recipe: what it is quantized with, None for float.
+    """
+
+    operation: str
+    scope: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    side: int | None = None
+    leaves: frozenset[Leaf] = frozenset()
+    stack: Stack = ()
+    batch: tuple[int, ...] = ()
+    out_features: int = 0
+    path: str = ""
+    names: tuple[str, ...] = ()
+    reason: str = ""
+    is_out_of_reach: bool = False
+    is_followed: bool = False
+    is_normalized: bool = False
+    is_ranked: bool = False
+    recipe: Recipe | None = None
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether rules decide over it."""
+        return self.side is not None and not self.is_out_of_reach
+
+    @property
+    def key(self) -> Key:
+        return self.names, tuple(length for _, length in self.stack), self.batch
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """One occurrence of a jaxpr.
+
+    Attributes:
+      jaxpr: open.
+      sites: contractions by the index of their equation.
+      inner: occurrences of the jaxprs of an equation, by its index.
+      level: number of scans around.
+    """
+
+    jaxpr: Any
+    level: int
+    sites: dict[int, Contraction] = dataclasses.field(default_factory=dict)
+    inner: dict[int, list[Plan]] = dataclasses.field(default_factory=dict)
+
+    def contractions(self) -> Iterator[Contraction]:
+        """Return all contractions in the order of the program."""
+        for index in sorted({*self.sites, *self.inner}):
+            if index in self.sites:
+                yield self.sites[index]
+            for plan in self.inner.get(index, ()):
+                yield from plan.contractions()
+
+    @functools.cached_property
+    def chosen(self) -> list[Contraction]:
+        """The contractions to quantize; decisions must be made before this is read."""
+        return [each for each in self.contractions() if each.recipe is not None]
+
+    @functools.cached_property
+    def stacks(self) -> dict[Key, Stack]:
+        """The scans of every state that it needs, in the order of the program."""
+        return {each.key: each.stack for each in self.chosen}
+
+    @functools.cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """A value equal for two occurrences of one jaxpr that become one program, given states in order."""
+        order = {key: position for position, key in enumerate(self.stacks)}
+        return tuple(
+            None if each.recipe is None else (each.recipe, each.side, order[each.key], each.stack, each.batch)
+            for each in self.contractions()
+        )

@@ -1,0 +1,200 @@
+"""Rewrite: evaluate a jaxpr with its chosen contractions replaced by quantized ops.
+
+An equation that is not replaced goes through ``jax.core.eval_jaxpr`` as a jaxpr of its own, so that no primitive's way
+to be bound is known here. One that holds a chosen contraction is built again: jit (shardings kept; donation, layouts
+and compiler options of inner jits are dropped), remat with its policy, scan, while, cond and shard_map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend import source_info_util
+from jax.extend.core import DebugInfo, Jaxpr, Literal
+from jax.sharding import PartitionSpec, Sharding
+
+from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
+from jaxquant.trace.plan import Contraction, Key, Plan
+
+Array = jax.Array
+States = Mapping[Key, Mapping[str, Array]]
+Contract = Callable[[Contraction, Any, list[Any], Mapping[str, Array], Array | None], Array]
+
+
+class Rewriter:
+    """Evaluate plans.
+
+    Args:
+      contract: computes the equation of a chosen contraction.
+    """
+
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
+        self._jits: dict[Any, Any] = {}
+
+    def evaluate(
+        self, plan: Plan, consts: Sequence[Any], args: Sequence[Any], states: States, key: Array | None
+    ) -> list[Any]:
+        """Evaluate a jaxpr.
+
+        Args:
+          plan: of the jaxpr.
+          consts, args: its constants and inputs.
+          states: quant state of every chosen contraction in it, by key.
+          key: random key, each contraction gets its own of it, or None.
+        """
+        jaxpr = plan.jaxpr
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+        last_reader = {atom: index for index, eqn in enumerate(jaxpr.eqns) for atom in _variables(eqn.invars)}
+        kept = set(_variables(jaxpr.outvars))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            ins = [read(atom) for atom in eqn.invars]
+            site, inner = plan.sites.get(index), plan.inner.get(index, [])
+            if (site is not None and site.recipe is not None) or any(each.chosen for each in inner):
+                own = None if key is None else jax.random.fold_in(key, index)
+                outs = self._replace(eqn, site, inner, ins, states, own)
+            else:
+                outs = _evaluate_one(eqn, ins)
+            known.update(zip(eqn.outvars, outs, strict=True))
+            for atom in _variables(eqn.invars):
+                if last_reader[atom] == index and atom not in kept:
+                    known.pop(atom, None)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _replace(
+        self, eqn: Any, site: Contraction | None, inner: list[Plan], ins: list[Any], states: States, key: Array | None
+    ) -> Sequence[Any]:
+        """Compute an equation anew, under its name scopes and the context in which it was traced."""
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+            if site is not None:
+                return [self._contract(site, eqn, ins, states[site.key], key)]
+            name = eqn.primitive.name
+            if name in JITS:
+                return self._jit(eqn, inner[0], ins, states, key)
+            if name in REMATS:
+                return self._remat(eqn, inner[0], ins, states, key)
+            build = {
+                "scan": self._scan,
+                "while": self._while,
+                "cond": self._cond,
+                "shard_map": self._shard_map,
+            }[name]
+            return build(eqn, inner, ins, states, key)
+
+    def _jit(self, eqn: Any, plan: Plan, ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+        """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""
+        inner, params = called(eqn), eqn.params
+        cached = (id(inner), plan.signature, key is None)
+        if cached not in self._jits:
+            keys = list(plan.stacks)
+
+            def call(args: list[Any], given: list[Any], key: Array | None) -> list[Any]:
+                return self.evaluate(plan, _consts(inner), args, dict(zip(keys, given, strict=True)), key)
+
+            call.__name__ = call.__qualname__ = params.get("name", eqn.primitive.name)
+            options: dict[str, Any] = {"inline": params.get("inline", False)}
+            placed = [
+                [each if isinstance(each, Sharding) else None for each in params.get(f"{side}_shardings", ())]
+                for side in ("in", "out")
+            ]
+            if any(placed[0]) or any(placed[1]):
+                options |= {"in_shardings": (placed[0], None, None), "out_shardings": placed[1]}
+            self._jits[cached] = jax.jit(call, **options), inner  # the jaxpr is held, so that its id stays its own
+        return self._jits[cached][0](ins, [states[each] for each in plan.stacks], key)
+
+    def _remat(self, eqn: Any, plan: Plan, ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+        inner = called(eqn)
+
+        def call(args: list[Any], states: dict[Key, Any], key: Array | None) -> list[Any]:
+            return self.evaluate(plan, _consts(inner), args, states, key)
+
+        remat = jax.checkpoint(call, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+        return remat(ins, _of(states, [plan]), key)
+
+    def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+        """Build a scan that goes over the state of weights that it goes over; other state is the same in every step."""
+        (plan,), params = plans, eqn.params
+        consts, carries = scan_counts(params)
+        given, carry, slices = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
+        over = [each for each, stack in plan.stacks.items() if any(level == plan.level for level, _ in stack)]
+        fixed = {each: states[each] for each in plan.stacks if each not in over}
+        keys = None if key is None else jax.random.split(key, params["length"])
+
+        def body(carry: list[Any], step: Any) -> tuple[list[Any], list[Any]]:
+            slices, sliced, key = step
+            mine = fixed | dict(zip(over, sliced, strict=True))
+            outs = self.evaluate(plan, _consts(params["jaxpr"]), [*given, *carry, *slices], mine, key)
+            return outs[:carries], outs[carries:]
+
+        steps = (slices, [states[each] for each in over], keys)
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(body, carry, steps, **options)
+        return [*carry, *stacked]
+
+    def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+        params, (test, body) = eqn.params, plans
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+
+        def go_on(carry: list[Any]) -> Any:
+            return self.evaluate(test, _consts(params["cond_jaxpr"]), [*ins[:first], *carry], states, key)[0]
+
+        def step(carry: list[Any]) -> list[Any]:
+            given = ins[first : first + second]
+            return self.evaluate(body, _consts(params["body_jaxpr"]), [*given, *carry], states, key)
+
+        return jax.lax.while_loop(go_on, step, ins[first + second :])
+
+    def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+        def branch(plan: Plan, inner: Any) -> Callable[..., list[Any]]:
+            return lambda args, states, key: self.evaluate(plan, _consts(inner), args, states, key)
+
+        branches = [branch(plan, inner) for plan, inner in zip(plans, eqn.params["branches"], strict=True)]
+        return jax.lax.switch(ins[0], branches, ins[1:], _of(states, plans), key)
+
+    def _shard_map(
+        self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None
+    ) -> Sequence[Any]:
+        (plan,), params = plans, eqn.params
+        given = _of(states, plans)
+
+        def call(args: list[Any], states: dict[Key, Any], key: Array | None) -> list[Any]:
+            return self.evaluate(plan, _consts(params["jaxpr"]), args, states, key)
+
+        return jax.shard_map(
+            call,
+            mesh=params["mesh"],
+            in_specs=(list(params["in_specs"]), jax.tree.map(lambda _: PartitionSpec(), given), PartitionSpec()),
+            out_specs=list(params["out_specs"]),
+            check_vma=params["check_vma"],
+            axis_names=set(params["newly_manual_axes"]),
+        )(ins, given, key)
+
+
+def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:
+    return {each: states[each] for plan in plans for each in plan.stacks}
+
+
+def _consts(jaxpr: Any) -> Sequence[Any]:
+    return getattr(jaxpr, "consts", ())
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def _evaluate_one(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    """Evaluate an equation as it is."""
+    given = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, Literal)}
+    names = tuple("" for _ in given), tuple("" for _ in eqn.outvars)
+    info = DebugInfo("jaxquant.quantize", str(eqn.primitive), *names)
+    jaxpr = Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects, info)
+    return eval_jaxpr(jaxpr, [], *given.values())

@@ -1,0 +1,143 @@
+"""``ops.conv_general_dilated``: what ``ops.dot_general`` computes where both can, and the reference's numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant import ops
+from jaxquant.ops import conv
+from tests import numerics
+from tests.ops.recipes import RECIPES
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+NAMES = ["int8", "fp8", "fp8 as flax", "fp8_full", "aqt_fp8", "aqt_fp8_full", "int8w", "fp8_full clipping", "fp4"]
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_window_of_the_whole_image_is_a_dot_general(name):
+    """Without overlap a convolution is one matmul, of (example) and (output feature): the same scales and sums."""
+    recipe = RECIPES[name]
+    lhs, rhs, grad = normal(0, 5, 2, 3, 4), normal(1, 2, 3, 4, 6), normal(2, 5, 6)
+    state = ops.initial_state(recipe)
+
+    @jax.jit
+    def both(lhs, rhs, grad):
+        def convolve(x, w, s):
+            return ops.conv_general_dilated(
+                x, w, (1, 1), "VALID", dimension_numbers=NHWC, recipe=recipe, state=s
+            ).reshape(5, 6)
+
+        def multiply(x, w, s):
+            return ops.dot_general(x, w, (((1, 2, 3), (0, 1, 2)), ((), ())), recipe=recipe, state=s)
+
+        results = []
+        for fn in (convolve, multiply):
+            y, pull = jax.vjp(fn, lhs, rhs, state)
+            results.append((y, *pull(grad)))
+        return results
+
+    found, expected = both(lhs, rhs, grad)
+    bound = numerics.GROUPED_ATOL[recipe.fwd.accumulator or "float32"]
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.max(np.abs(other)))
+    for one, other in zip(*map(jax.tree.leaves, (found[3], expected[3])), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+CASES = {
+    "strides": ((2, 6, 7, 4), (3, 2, 4, 6), {"window_strides": (2, 1), "padding": "SAME"}),
+    "rhs_dilation": (
+        (2, 6, 7, 4),
+        (3, 2, 4, 6),
+        {"window_strides": (1, 1), "padding": ((2, 0), (1, 1)), "rhs_dilation": (2, 1)},
+    ),
+    "lhs_dilation": (
+        (2, 6, 7, 4),
+        (3, 2, 4, 6),
+        {"window_strides": (1, 2), "padding": ((0, 1), (0, 0)), "lhs_dilation": (2, 2)},
+    ),
+    "groups": ((2, 6, 7, 4), (3, 2, 2, 6), {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 2}),
+    "depthwise": ((2, 6, 7, 4), (3, 2, 1, 4), {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 4}),
+    "negative padding": ((2, 6, 7, 4), (3, 2, 4, 6), {"window_strides": (2, 2), "padding": ((0, -1), (0, 0))}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_representable_integers_are_exact(case):
+    """Small integers under a scale of 1: the quantized convolution and its gradients are the float ones to the bit."""
+    lhs_shape, rhs_shape, options = CASES[case]
+    recipe = RECIPES["fp8 as flax"]  # scale 1 at the first step
+    integers = lambda seed, shape: jnp.round(3 * jax.random.uniform(jax.random.key(seed), shape))  # noqa: E731
+    lhs, rhs = integers(0, lhs_shape), integers(1, rhs_shape)
+    state = ops.initial_state(recipe)
+
+    @jax.jit
+    def both(lhs, rhs):
+        def quantized(x, w):
+            return ops.conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=recipe, state=state, **options)
+
+        def plain(x, w):
+            return jax.lax.conv_general_dilated(x, w, dimension_numbers=NHWC, **options)
+
+        results = []
+        for fn in (quantized, plain):
+            y, pull = jax.vjp(fn, lhs, rhs)
+            results.append((y, *pull(integers(2, y.shape))))
+        return results
+
+    for one, other in zip(*both(lhs, rhs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "low"), [("int8 stochastic", "int8"), ("fp8_e4m3", "float8"), ("fp4", "float8")])
+def test_forward_and_both_gradients_convolve_in_low_precision(name, low):
+    recipe = RECIPES[name]
+    state = ops.initial_state(recipe)
+
+    def loss(x, w):
+        return jnp.sum(ops.conv_general_dilated(x, w, (1, 1), "SAME", recipe=recipe, state=state))
+
+    def types(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "conv_general_dilated":
+                yield [str(atom.aval.dtype) for atom in eqn.invars]
+            for value in eqn.params.values():
+                if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                    yield from types(getattr(value, "jaxpr", value))
+
+    operands = jax.ShapeDtypeStruct((2, 4, 6, 6), "bfloat16"), jax.ShapeDtypeStruct((6, 4, 3, 3), "bfloat16")
+    jaxpr, shapes = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)), return_shape=True)(*operands)
+    found = list(types(jaxpr.jaxpr))
+    assert len(found) == 3
+    assert all(dtype.startswith(low) for pair in found for dtype in pair)
+    assert [x.dtype for x in shapes] == [jnp.bfloat16] * 2
+
+
+def test_gradients_of_two_float8_types_are_multiplied_in_bfloat16():
+    state = ops.initial_state(RECIPES["fp8"])
+    x, w = jax.ShapeDtypeStruct((2, 4, 6, 6), "float32"), jax.ShapeDtypeStruct((6, 4, 3, 3), "float32")
+    conv_of = lambda x, w: ops.conv_general_dilated(x, w, (1, 1), "SAME", recipe=RECIPES["fp8"], state=state)  # noqa: E731
+    text = str(jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(conv_of(x, w)), argnums=(0, 1)))(x, w))
+    assert "f8_e5m2[2,6,6,6]" in text
+    assert "bf16[2,6,6,6]" in text
+
+
+def test_what_does_not_run_is_refused():
+    lhs, rhs = jnp.ones((2, 4, 6, 6)), jnp.ones((6, 4, 3, 3))
+    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric"), ("int8 shards", "shard_count")):
+        assert why in conv.unsupported(RECIPES[name])
+        with pytest.raises(NotImplementedError, match=r"recipe 'int8' has .*which conv_general_dilated does not run"):
+            ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", recipe=RECIPES[name])
+    with pytest.raises(NotImplementedError, match="batch_group_count 2 is not quantized"):
+        ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", batch_group_count=2, recipe=RECIPES["int8"])
+    with pytest.raises(ValueError, match=r"takes state of .*got none"):
+        ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", recipe=RECIPES["fp8"])
+    with pytest.raises(TypeError, match="rhs has dtype int32"):
+        ops.conv_general_dilated(lhs, rhs.astype(int), (1, 1), "SAME", recipe=RECIPES["int8"])

@@ -1,0 +1,125 @@
+"""``ops.ragged_dot``: each group is what ``ops.dot_general`` computes of its rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant import ops, state
+from jaxquant.ops import ragged
+from tests import numerics
+from tests.ops.recipes import RECIPES
+
+SIZES = (5, 0, 4)
+ROWS, K, N = 12, 8, 6
+"""Three rows behind the last group, and a group without rows."""
+NAMES = ["int8", "fp8", "fp8 as flax", "fp8_full", "aqt_fp8", "aqt_fp8_full", "int8w", "fp8_full clipping", "fp4"]
+"""Recipes of every kind: per tensor, per channel, delayed, clipping, float backward, 4 bits, weights alone."""
+
+
+def operands(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((ROWS, K), (len(SIZES), K, N), (ROWS, N))
+    lhs, rhs, grad = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    by_group = jnp.array([1.0, 1.0, 5.0])
+    return lhs.at[5:].multiply(3), rhs * by_group[:, None, None], grad
+
+
+def by_hand(recipe, lhs, rhs, grad, quant_state):
+    """Result, gradients and what was seen, group by group."""
+    y, dlhs, drhs = jnp.zeros((ROWS, N)), jnp.zeros((ROWS, K)), jnp.zeros(rhs.shape)
+    seen, start = jax.tree.map(jnp.zeros_like, quant_state), 0
+    for group, size in enumerate(SIZES):
+        rows = slice(start, start + size)
+        start += size
+        if not size:
+            continue
+        own = jax.tree.map(lambda x, group=group: x[group], quant_state)
+        fn = lambda x, w, s: ops.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, state=s)  # noqa: E731
+        result, pull = jax.vjp(fn, lhs[rows], rhs[group], own)
+        by_lhs, by_rhs, by_state = pull(grad[rows])
+        y, dlhs, drhs = y.at[rows].set(result), dlhs.at[rows].set(by_lhs), drhs.at[group].set(by_rhs)
+        seen = jax.tree.map(lambda all_, one, group=group: all_.at[group].set(one), seen, by_state)
+    return y, dlhs, drhs, seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_group_is_a_dot_general(name):
+    recipe = RECIPES[name]
+    quant_state, sizes = ragged.initial_state(recipe, len(SIZES)), jnp.array(SIZES)
+
+    @jax.jit
+    def both(lhs, rhs, grad):
+        fn = lambda x, w, s: ops.ragged_dot(x, w, sizes, recipe=recipe, state=s)  # noqa: E731
+        y, pull = jax.vjp(fn, lhs, rhs, quant_state)
+        return (y, *pull(grad)), by_hand(recipe, lhs, rhs, grad, quant_state)
+
+    found, expected = both(*operands())
+    bound = numerics.GROUPED_ATOL[recipe.fwd.accumulator or "float32"]
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.max(np.abs(other)))
+    for one, other in zip(*map(jax.tree.leaves, (found[3], expected[3])), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.all(np.asarray(found[0])[sum(SIZES) :] == 0)
+    assert np.all(np.asarray(found[1])[sum(SIZES) :] == 0)
+    assert np.all(np.asarray(found[2])[1] == 0)
+
+
+def test_rows_behind_the_last_group_are_not_seen():
+    """Nor do infinities there reach a result, a gradient or the state."""
+    recipe, sizes = RECIPES["fp8"], jnp.array(SIZES)
+    quant_state = ragged.initial_state(recipe, len(SIZES))
+    lhs, rhs, grad = operands()
+
+    @jax.jit
+    def run(lhs, grad):
+        fn = lambda x, w, s: ops.ragged_dot(x, w, sizes, recipe=recipe, state=s)  # noqa: E731
+        y, pull = jax.vjp(fn, lhs, rhs, quant_state)
+        return y, *pull(grad)
+
+    tail = sum(SIZES)
+    expected = run(lhs, grad)
+    found = run(lhs.at[tail:].set(jnp.inf), grad.at[tail:].set(jnp.nan))
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    names = {f"{tensor}_{field}": x for tensor, fields in quant_state.items() for field, x in fields.items()}
+    seen = {f"{tensor}_{field}": x for tensor, fields in found[3].items() for field, x in fields.items()}
+    new = state.update(names, seen)
+    amax = [jnp.max(jnp.abs(lhs[:5])), 0, jnp.max(jnp.abs(lhs[5:tail]))]
+    np.testing.assert_array_equal(new["input_amax_history"][:, 0], jnp.array(amax))
+    np.testing.assert_array_equal(new["kernel_amax_history"][1], 0)  # no rows: not used
+
+
+@pytest.mark.parametrize(("name", "low"), [("int8 stochastic", "int8"), ("fp8", "float8"), ("int4", "int8")])
+def test_forward_and_both_gradients_multiply_in_low_precision(name, low):
+    recipe = RECIPES[name]
+    quant_state = ragged.initial_state(recipe, len(SIZES))
+    loss = lambda x, w: jnp.sum(ops.ragged_dot(x, w, jnp.array(SIZES), recipe=recipe, state=quant_state))  # noqa: E731
+
+    def types(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "ragged_dot_general":
+                yield [str(atom.aval.dtype) for atom in eqn.invars[:2]]
+            for value in eqn.params.values():
+                if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                    yield from types(getattr(value, "jaxpr", value))
+
+    found = list(types(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*operands()[:2]).jaxpr))
+    assert len(found) == 3
+    assert all(dtype.startswith(low) for pair in found for dtype in pair)
+
+
+def test_what_does_not_run_is_refused():
+    lhs, rhs, _ = operands()
+    sizes = jnp.array(SIZES)
+    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric"), ("int8 shards", "shard_count")):
+        with pytest.raises(NotImplementedError, match=f"recipe 'int8' has .*{why}.*which ragged_dot does not run"):
+            ops.ragged_dot(lhs, rhs, sizes, recipe=RECIPES[name])
+    with pytest.raises(ValueError, match=r"takes state of \['input', 'kernel', 'output_grad'\], got none"):
+        ops.ragged_dot(lhs, rhs, sizes, recipe=RECIPES["fp8"])
+    with pytest.raises(ValueError, match=r"got \(12, 8\), \(2, 8, 6\) and \(3,\)"):
+        ops.ragged_dot(lhs, rhs[:2], sizes, recipe=RECIPES["int8"])
+    with pytest.raises(TypeError, match="lhs has dtype int32"):
+        ops.ragged_dot(lhs.astype(int), rhs, sizes, recipe=RECIPES["int8"])

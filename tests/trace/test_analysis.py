@@ -1,0 +1,327 @@
+"""Which contractions are layers, and why the others are not; nothing is computed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from tests.trace.functions import CURRENT, FP8, layers, shape
+
+X = shape(6, 8)
+SQUARE = shape(8, 8)
+QUANTIZED = "fp8_current"
+
+
+def test_every_contraction_is_listed_with_shapes():
+    def attend(p, x):
+        query, key = x @ p["q"]["kernel"], x @ p["k"]["kernel"]
+        return jax.nn.softmax(query @ key.T) @ x @ p["o"]["kernel"]
+
+    p = {name: {"kernel": SQUARE} for name in "qko"}
+    report = jaxquant.quantize(attend, CURRENT).report(p, X)
+    assert [(row.path, row.lhs, row.rhs, row.recipe) for row in report] == [
+        ("q", (6, 8), (8, 8), QUANTIZED),
+        ("k", (6, 8), (8, 8), QUANTIZED),
+        ("", (6, 8), (8, 6), None),
+        ("", (6, 6), (6, 8), None),
+        ("o", (6, 8), (8, 8), QUANTIZED),
+    ]
+    assert [row.reason for row in report][2:4] == ["no operand is made of parameters alone"] * 2
+    assert str(report).endswith("3 of 5 contractions are quantized")
+    assert "q     dot_general  6x8  8x8  fp8_current  quantization 'fp8_current'\n" in str(report)
+
+
+def test_structural_steps_between_leaf_and_matmul():
+    def fn(p, x):
+        weight = p["w"].astype("bfloat16").T.reshape(8, 2, 4)
+        return jax.lax.dot_general(weight.reshape(2, 4, 8), x.astype("bfloat16"), (((2,), (1,)), ((), ())))
+
+    report = jaxquant.quantize(lambda p, x: fn(p["m"], x), CURRENT).report({"m": {"w": SQUARE}}, X)
+    assert [(row.path, row.weight, row.recipe) for row in report] == [("m", "lhs", QUANTIZED)]
+
+
+@pytest.mark.parametrize("merged", ["kernel + a @ b", "scaled", "normed", "bias", "stopped"])
+def test_weights_made_of_several_parameters_stay_their_layer(merged):
+    def fn(p, x):
+        p = p["l"]
+        weight = {
+            "kernel + a @ b": lambda: p["kernel"] + p["a"] @ p["b"],
+            "scaled": lambda: p["kernel"] * p["g"],
+            "normed": lambda: p["kernel"] / jnp.linalg.norm(p["kernel"], axis=0) * p["g"],
+            "bias": lambda: p["kernel"],
+            "stopped": lambda: jax.lax.stop_gradient(p["kernel"]),
+        }[merged]()
+        return x @ weight + p["g"]
+
+    p = {"l": {"kernel": SQUARE, "a": shape(8, 2), "b": shape(2, 8), "g": shape(8)}}
+    assert layers(fn, p, X) == {"l": QUANTIZED}
+
+
+def test_a_product_of_two_parameters_is_no_weight():
+    def learned_queries(p, x):
+        return jax.nn.softmax((p["queries"] @ p["wq"]) @ (x @ p["wk"]).T) @ x
+
+    report = jaxquant.quantize(learned_queries, CURRENT).report({"queries": shape(2, 8), "wq": SQUARE, "wk": SQUARE}, X)
+    assert [row.recipe for row in report] == [None, QUANTIZED, None, None]
+    assert report.rows[0].reason == "both operands are made of parameters alone"
+
+
+def test_a_batch_axis_of_a_weight_has_a_scale_for_each_element():
+    def experts(p, x):
+        return jax.vmap(lambda q, x: jax.nn.relu(x @ q["wi"]) @ q["wo"])(p["experts"], x)
+
+    p = {"experts": {"wi": shape(4, 8, 3), "wo": shape(4, 3, 8)}}
+    q = jaxquant.quantize(experts, FP8)
+    state = jax.eval_shape(q.init, p, shape(4, 6, 8))
+    assert state["experts"]["wi"]["kernel_scale"].shape == (4, 1)
+    assert state["experts"]["wo"]["kernel_amax_history"].shape == (4, 1024)
+    assert [row.batch for row in q.report(p, shape(4, 6, 8))] == [(4,), (4,)]
+
+
+def test_state_is_stacked_over_the_scans_that_slice_the_weight():
+    def fn(p, x):  # a is sliced twice, b by the outer loop, c by none
+        def outer(h, slices):
+            def inner(h, a):
+                return jnp.tanh(h @ a + h @ slices["b"]) + h @ p["c"]["kernel"], None
+
+            return jax.lax.scan(inner, h, slices["a"], reverse=True)[0], None
+
+        return jax.lax.scan(outer, x, {"a": p["a"]["kernel"], "b": p["b"]["kernel"]})[0]
+
+    p = {"a": {"kernel": shape(2, 3, 8, 8)}, "b": {"kernel": shape(2, 8, 8)}, "c": {"kernel": SQUARE}}
+    state = jax.eval_shape(jaxquant.quantize(fn, FP8).init, p, X)
+    assert {name: value["input_scale"].shape for name, value in state.items()} == {
+        "a": (2, 3, 1),
+        "b": (2, 1),
+        "c": (1,),
+    }
+
+
+def test_a_weight_in_the_carry_is_one_weight_until_data_changes_it():
+    def constant(p, x):
+        return jax.lax.scan(lambda c, _: ((jnp.tanh(c[0] @ c[1]), c[1]), None), (x, p["w"]), None, length=3)[0][0]
+
+    def fast(p, x):
+        def body(c, _):
+            y = c[0] @ c[1]
+            return (jnp.tanh(y), c[1] + c[0].T @ y), None
+
+        return jax.lax.scan(body, (x, p["w"]), None, length=3)[0][0] @ p["out"]["kernel"]
+
+    p = {"w": SQUARE, "out": {"kernel": SQUARE}}
+    assert layers(constant, p, X) == {"w": QUANTIZED}
+    assert layers(fast, p, X) == {"out": QUANTIZED}
+
+
+def test_stacked_weights_indexed_by_a_counter_share_one_state():
+    def fn(p, x):
+        def body(c, i):
+            return jnp.tanh(c @ jax.lax.dynamic_index_in_dim(p["layers"]["kernel"], i, keepdims=False)), None
+
+        return jax.lax.scan(body, x, jnp.arange(4))[0]
+
+    state = jax.eval_shape(jaxquant.quantize(fn, FP8).init, {"layers": {"kernel": shape(4, 8, 8)}}, X)
+    assert state["layers"]["kernel_scale"].shape == (1,)
+
+
+def test_a_path_is_not_an_identity():
+    """Two fused weights under one module, as in flax's OptimizedLSTMCell."""
+
+    def cell(p, x, h):
+        fuse = lambda names: jnp.concatenate([p["cell"][name]["kernel"] for name in names], axis=-1)  # noqa: E731
+        return x @ fuse(("ii", "if")) + h @ fuse(("hi", "hf"))
+
+    p = {"cell": {name: {"kernel": SQUARE} for name in ("ii", "if", "hi", "hf")}}
+    assert layers(cell, p, X, X) == {"cell": QUANTIZED}
+    state = jax.eval_shape(jaxquant.quantize(cell, FP8).init, p, X, X)
+    assert set(state["cell"]) == {"if_kernel+ii_kernel", "hf_kernel+hi_kernel"}
+
+
+def test_one_parameter_in_two_layouts_has_two_states():
+    def both(p, x):
+        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["a"]["kernel"])[0]
+        return x @ p["a"]["kernel"][0]
+
+    state = jax.eval_shape(jaxquant.quantize(both, FP8).init, {"a": {"kernel": shape(3, 8, 8)}}, X)
+    assert {name: value["input_scale"].shape for name, value in state["a"].items()} == {"3": (3, 1), "whole": (1,)}
+
+
+def test_a_mutable_reference_holds_data():
+    def fn(p, x):
+        cell = jax.new_ref(jnp.zeros((6, 8)))
+        cell[...] = x @ p["a"]["kernel"]
+        return cell[...] @ p["b"]["kernel"]
+
+    assert layers(fn, {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}, X) == {"a": QUANTIZED, "b": QUANTIZED}
+
+
+def test_one_hot_tables_and_vectors_are_layers_until_a_rule_says_otherwise():
+    def fn(p, x, tokens):
+        return jax.nn.one_hot(tokens, 8) @ p["emb"]["embedding"] + (x @ p["a"])[:, None]
+
+    p = {"emb": {"embedding": SQUARE}, "a": shape(8)}
+    tokens = shape(6, dtype="int32")
+    assert layers(fn, p, X, tokens) == {"emb": QUANTIZED, "a": QUANTIZED}
+    rules = CURRENT | {"rules": [{"path": "emb", "recipe": None}]}
+    assert layers(fn, p, X, tokens, config=rules)["emb"] == "left in float by rules[0].path 'emb'"
+
+
+MASK = np.ones((6, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("custom_vjp", "inside custom_vjp_call"),
+        ("custom_jvp", "inside custom_jvp_call"),
+        ("callback", "handed to pure_callback"),
+        ("gathered", "mixed with data, or picked by it"),
+        ("noisy", "mixed with data, or picked by it"),
+        ("chosen", "mixed with data, or picked by it"),
+        ("gradient", "derivative that the function takes itself"),
+        ("forward derivative", "derivative that the function takes itself"),
+        ("jitted gradient", "derivative that the function takes itself"),
+        ("solve", "inside custom_linear_solve"),
+        ("closure", "closes over"),
+        ("integers", "not float"),
+        ("outer product", "contracts no axis"),
+        ("convolution", "first operand is the parameter"),
+    ],
+)
+def test_what_is_out_of_reach_has_its_reason(what, reason):
+    times = lambda x, w: x @ w  # noqa: E731
+    vjp, jvp = jax.custom_vjp(times), jax.custom_jvp(times)
+    vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+    jvp.defjvp(lambda a, t: (a[0] @ a[1], t[0] @ a[1] + a[0] @ t[1]))
+    sample = lambda shape: jax.random.uniform(jax.random.key(0), shape)  # noqa: E731
+    loss = lambda w: lambda x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
+    computations = {
+        "custom_vjp": lambda w, x: vjp(x, w),
+        "custom_jvp": lambda w, x: jvp(x, w),
+        "callback": lambda w, x: jax.pure_callback(lambda w, x: x @ w, shape(6, 8), w, x),
+        "gathered": lambda w, x: jnp.einsum("td,tdf->tf", x, jnp.stack([w, w])[(x[:, 0] > 0).astype(int)]),
+        "noisy": lambda w, x: x @ (w * (x[0] > sample((8, 8)))),
+        "chosen": lambda w, x: x @ jax.lax.cond(x[0, 0] > 0, lambda: w, lambda: w.T),
+        "gradient": lambda w, x: jax.grad(loss(w))(x),
+        "forward derivative": lambda w, x: jax.jvp(loss(w), (x,), (x,))[1] + x,
+        "jitted gradient": lambda w, x: jax.jit(jax.grad(jax.jit(loss(w))))(x),
+        "solve": lambda w, x: jax.lax.custom_linear_solve(lambda v: v @ w, x, lambda _, b: b, lambda _, b: b),
+        "closure": lambda w, x: x + MASK @ w,
+        "integers": lambda w, x: x.astype("int32") @ w.astype("int32") + x,
+        "outer product": lambda w, x: jnp.einsum("i,jk->ijk", x[:, 0], w)[:, 0],
+        "convolution": lambda w, x: jax.lax.conv(w[None, None, :6], x[None, None], (1, 1), "SAME")[0, 0],
+    }
+
+    def fn(p, x):
+        return computations[what](p["l"]["kernel"], x) @ p["m"]["kernel"]
+
+    p = {"l": {"kernel": SQUARE}, "m": {"kernel": SQUARE}}
+    found = layers(fn, p, X)
+    assert found["m"] == QUANTIZED
+    assert reason in found["l"]
+    with pytest.raises(NotImplementedError, match=r"strict true, and .* stay in float \(l: .*" + reason[:20]):
+        jaxquant.quantize(fn, CURRENT | {"strict": True}).init(p, X)
+    left_out = CURRENT | {"strict": True, "rules": [{"path": "l", "recipe": None}]}
+    jaxquant.quantize(fn, left_out).init(p, X)
+    refused = "rule 'l' asks for 'fp8' at 'l', which stays in float: .*" + reason[:7]
+    with pytest.raises(NotImplementedError, match=refused):
+        jaxquant.quantize(fn, CURRENT | {"rules": [{"path": "l", "recipe": "fp8"}]}).report(p, X)
+
+
+def test_scales_and_biases_give_no_reasons():
+    def fn(p, x):
+        x = (x + p["bias"]) * p["scale"] + p["positions"]
+        return (x @ x.T) @ (x @ p["l"]["kernel"])
+
+    p = {"bias": shape(8), "scale": shape(8), "positions": X, "l": {"kernel": SQUARE}}
+    assert layers(fn, p, X) == {"l": QUANTIZED}
+
+
+HEAD, ROUTER = "output head", "router"
+
+
+def _two_layers(p, x):
+    return jax.nn.relu(x @ p["a"]["kernel"]) @ p["b"]["kernel"]
+
+
+def _elu_sum(p, x):
+    y = _two_layers(p, x)
+    return jnp.sum(jax.nn.elu(y)) + jnp.sum(jnp.exp(y)) + jnp.sum(jax.nn.softplus(y))
+
+
+def _top_k_router(p, x):
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["a"]["kernel"]), 2)
+    return weights[:, :1] * jnp.take_along_axis(x, chosen, 1)[:, :1] * x @ p["b"]["kernel"]
+
+
+def _cross_entropy(p, x):
+    logits = _two_layers(p, x)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[:, 0])
+
+
+def _attention_pooling(p, x):
+    return jax.nn.softmax(x @ p["a"]["kernel"]) * x @ p["b"]["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "a", "b"),
+    [
+        (_two_layers, QUANTIZED, QUANTIZED),  # a headless encoder
+        (lambda p, x: jnp.mean((_two_layers(p, x) - x) ** 2), QUANTIZED, QUANTIZED),
+        (_elu_sum, QUANTIZED, QUANTIZED),
+        (lambda p, x: jax.nn.softmax(_two_layers(p, x)), QUANTIZED, HEAD),
+        (lambda p, x: jax.nn.log_softmax(_two_layers(p, x))[:, 0], QUANTIZED, HEAD),
+        (_cross_entropy, QUANTIZED, HEAD),
+        (lambda p, x: jnp.argmax(_two_layers(p, x), -1), QUANTIZED, HEAD),
+        (_top_k_router, ROUTER, QUANTIZED),
+        (_attention_pooling, QUANTIZED, QUANTIZED),
+    ],
+)
+def test_heads_and_routers_by_structure(fn, a, b):
+    found = layers(fn, {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}, X)
+    assert found["a"].startswith(a)
+    assert found["b"].startswith(b)
+
+
+def test_heads_and_routers_in_a_loop():
+    def fn(p, x):
+        def body(h, w):
+            chosen, _ = jax.lax.top_k(h @ w["choice"], 2)
+            return h + jnp.tanh(h @ w["up"]) * chosen[:, :1], None
+
+        return jax.nn.log_softmax(jax.lax.scan(body, x, p["layers"])[0] @ p["out"])
+
+    p = {"layers": {"choice": shape(3, 8, 4), "up": shape(3, 8, 8)}, "out": shape(8, 5)}
+    found = layers(fn, p, X)
+    assert found["layers/up"] == QUANTIZED
+    assert found["layers/choice"].startswith(ROUTER)
+    assert found["out"].startswith(HEAD)
+
+
+def test_a_rule_comes_before_structure():
+    rules = CURRENT | {"rules": [{"path": "b", "recipe": "fp8"}]}
+    p = {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}
+    found = layers(lambda p, x: jax.nn.softmax(_two_layers(p, x)), p, X, config=rules)
+    assert found == {"a": QUANTIZED, "b": "fp8"}
+
+
+def test_a_tied_embedding_stays_float_and_experts_picked_by_constants_do_not():
+    def tied(p, tokens):
+        x = p["emb"]["embedding"][tokens]
+        return x @ p["d"]["kernel"] @ p["emb"]["embedding"].T
+
+    p = {"emb": {"embedding": shape(16, 8)}, "d": {"kernel": SQUARE}}
+    found = layers(jax.jit(tied), p, shape(5, dtype="int32"))
+    assert found["d"] == QUANTIZED
+    assert found["emb"].startswith("tied embedding")
+    permuted = lambda p, x: x @ p["d"]["kernel"][np.array([1, 0, 2, 3, 4, 5, 6, 7])]  # noqa: E731
+    assert layers(permuted, {"d": {"kernel": SQUARE}}, X) == {"d": QUANTIZED}
+
+
+def test_names_still_exclude():
+    found = layers(lambda p, x: x @ p["a"]["kernel"] @ p["lm_head"]["kernel"], {
+        "a": {"kernel": SQUARE}, "lm_head": {"kernel": SQUARE}}, X)  # fmt: skip
+    assert found == {"a": QUANTIZED, "lm_head": "output head ('lm_head'), left in float by default"}

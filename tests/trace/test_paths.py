@@ -1,0 +1,65 @@
+"""Names of leaves, layers and states."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from flax import nnx
+
+from jaxquant.trace import paths
+
+
+class Pair(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    w: Any
+
+
+def test_leaves_of_every_container():
+    tree = {"a": [Pair(1, 2), Linear(3)], "mlp/~/linear_0": {"w": 4}, "blocks": ({"kernel": 5},)}
+    names = ["/".join(name) for name in paths.leaf_names(tree)]
+    assert names == ["a/0/weight", "a/0/bias", "a/1/w", "blocks/0/kernel", "mlp/~/linear_0/w"]
+
+
+def test_boxes_of_nnx_are_no_names():
+    _, params = nnx.split(nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)))
+    assert paths.leaf_names(params) == [("kernel",)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "layers"),
+    [
+        ({"dense": {"kernel": 0, "bias": 0}}, ["dense/bias", "dense"]),
+        ({"moe": {"wi_0": 0, "wi_1": 0, "wo": 0}}, ["moe/wi_0", "moe/wi_1", "moe/wo"]),
+        ({"embed": {"embedding": 0}}, ["embed"]),
+        ({"kernel": 0}, ["kernel"]),
+        ({"attention": {"query": 0, "key": 0, "value": 0}}, ["attention/key", "attention/query", "attention/value"]),
+        ({"dense": {"value": 0}}, ["dense"]),
+    ],
+)
+def test_generic_names_are_left_out(tree, layers):
+    assert ["/".join(name) for name in paths.layer_names(paths.leaf_names(tree))] == layers
+
+
+def test_the_path_of_several_leaves_is_what_they_share():
+    assert paths.layer_path([("a", "q"), ("a", "k")]) == "a"
+    assert paths.layer_path([("a", "q"), ("b", "q")]) == "a/q+b/q"
+    assert paths.layer_path([("a", "q"), ("a", "q")]) == "a/q"
+
+
+def test_state_nests_by_path():
+    tree = {}
+    paths.put(tree, "a/b", {"x": 1})
+    paths.put(tree, "a", {"y": 2})
+    assert tree == {"a": {"b": {"x": 1}, "y": 2}}
+    assert paths.get(tree, "a/b") == {"x": 1}
+    assert paths.get(tree, "a/y") == {}
+    assert paths.get(tree, "c") == {}

@@ -1,0 +1,240 @@
+"""The public function: state, caching, bound decisions, trees of every kind, and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant.core.qtensor import QTensor
+from tests.trace.functions import CURRENT, FP8, float8_dots, normal, shape
+
+SQUARE = shape(8, 8)
+X = shape(6, 8)
+
+
+def encode(p, x):
+    return jax.nn.relu(x @ p["enc"]["kernel"])
+
+
+def decode(p, x):
+    return jax.nn.log_softmax(encode(p, x) @ p["dec"]["kernel"])
+
+
+PARAMS = {"enc": {"kernel": SQUARE}, "dec": {"kernel": SQUARE}}
+
+
+def counted(fn):
+    """A function and how often it was traced."""
+    calls = []
+
+    def wrapped(*args):
+        calls.append(1)
+        return fn(*args)
+
+    return wrapped, calls
+
+
+def test_a_second_call_does_not_retrace():
+    fn, calls = counted(lambda p, x, n: n * (x @ p["w"]))
+    q = jaxquant.quantize(fn, CURRENT)
+    p, x = {"w": normal(0, 8, 8)}, normal(1, 6, 8)
+    first = q(p, {}, x, 2.0)
+    assert len(calls) == 1
+    np.testing.assert_array_equal(q(p, {}, x, 4.0), 2 * first)
+    assert len(calls) == 1
+    loss = lambda p: jnp.sum(q(p, {}, x, 2.0))  # noqa: E731
+    jax.eval_shape(jax.grad(loss), p)
+    jax.eval_shape(jax.grad(loss), p)
+    assert len(calls) == 1
+    q(p, {}, x[:3], 2.0)
+    assert len(calls) == 2
+
+
+def test_init_takes_shapes_and_computes_nothing():
+    q = jaxquant.quantize(decode, FP8 | {"rules": [{"path": "dec", "recipe": "fp8"}]})
+    state = q.init(PARAMS, X)
+    assert set(state) == {"enc", "dec"}
+    assert set(state["enc"]) == {
+        f"{tensor}_{field}"
+        for tensor in ("input", "kernel", "output_grad")
+        for field in ("scale", "amax_history", "amax_bins")
+    }
+    assert jaxquant.quantize(decode, CURRENT).init(PARAMS, X) == {}
+
+
+def test_init_under_bound_axis_names():
+    fn = lambda p, x: jax.lax.pmean(x @ p["w"], "batch")  # noqa: E731
+    q = jaxquant.quantize(fn, FP8)
+    state = jax.eval_shape(jax.vmap(q.init, in_axes=(None, 0), out_axes=None, axis_name="batch"), {"w": SQUARE}, X)
+    assert state["w"]["input_scale"].shape == (1,)
+    with pytest.raises(NameError, match="batch"):
+        q.init({"w": SQUARE}, X)
+
+
+def test_decisions_are_those_of_the_whole_model():
+    """Alone, a layer that goes into a softmax is a head; in the model another follows."""
+    whole = jaxquant.quantize(decode, FP8)
+    state = jax.eval_shape(whole.init, PARAMS, X)
+    assert set(state) == {"enc"}
+    part = lambda p, x: jax.nn.softmax(x @ p["enc"]["kernel"])  # noqa: E731
+    assert jaxquant.quantize(part, FP8).report(PARAMS, X).quantized == []
+    shared = jaxquant.quantize(part, FP8, like=whole)
+    assert [row.recipe for row in shared.report(PARAMS, X)] == ["fp8"]
+    assert float8_dots(shared, PARAMS, state, X) == 1
+    # The state of the whole model goes into the part.
+    assert jax.tree.structure(jax.eval_shape(shared.init, PARAMS, X)) == jax.tree.structure(state)
+
+
+def test_stale_decisions_are_an_error():
+    q = jaxquant.quantize(encode, CURRENT)
+    q.init({"enc": {"kernel": SQUARE}}, X)
+    other = jaxquant.quantize(decode, CURRENT, like=q)
+    with pytest.raises(ValueError, match=r"layer 'dec' \(made of dec/kernel\) was not in the trace on which"):
+        other.init(PARAMS, X)
+    with pytest.raises(ValueError, match="has no decisions yet; call its init first"):
+        jaxquant.quantize(decode, CURRENT, like=jaxquant.quantize(encode, CURRENT)).init(PARAMS, X)
+
+
+def test_the_first_call_decides_without_init():
+    q = jaxquant.quantize(lambda p, x, deep: decode(p, x) if deep else encode(p, x), CURRENT)
+    jax.eval_shape(lambda p, x: q(p, {}, x, False), PARAMS, X)
+    with pytest.raises(ValueError, match="call init with arguments that run the whole model"):
+        jax.eval_shape(lambda p, x: q(p, {}, x, True), PARAMS, X)
+
+
+def test_state_that_is_missing_or_of_another_layout():
+    def stacked(p, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"]["kernel"])[0]
+
+    def one(p, x):
+        return x @ p["w"]["kernel"][0]
+
+    p = {"w": {"kernel": shape(3, 8, 8)}}
+    q = jaxquant.quantize(stacked, FP8)
+    state = jax.eval_shape(q.init, p, X)
+    with pytest.raises(ValueError, match=r"recipe 'fp8' at 'w' keeps state, and quant_state has no 'input_amax_bins'"):
+        jax.eval_shape(q, p, {}, X)
+    with pytest.raises(ValueError, match=r"'w' has 'input_scale' of shape \(4, 1\), and this call needs \(3, 1\)"):
+        jax.eval_shape(q, p, {"w": state["w"] | {"input_scale": shape(4, 1)}}, X)
+    with pytest.raises(ValueError, match="'w' is used here as a whole, and its quant state was made for in scans of 3"):
+        jax.eval_shape(jaxquant.quantize(one, FP8, like=q), p, state, X)
+
+
+class Pair(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    kernel: Any
+    activation: Any
+
+
+def test_trees_of_every_kind_and_leaves_that_are_no_arrays():
+    """Modules whose leaves include functions and switches, as Equinox has them."""
+    params = {
+        "layers": [Pair(SQUARE, shape(8)), Linear(SQUARE, jnp.tanh)],
+        "head": (SQUARE, None),
+        "name": "net",
+        "scale": 2.0,
+    }
+
+    def fn(params, x, train, extra):
+        first, second = params["layers"]
+        x = second.activation((x @ first.weight + first.bias) @ second.kernel) * params["scale"]
+        assert params["name"] == "net"
+        return {"out": x @ params["head"][0] if train else x, "extra": extra["n"] + 1, "none": None}
+
+    q = jaxquant.quantize(fn, FP8)
+    given = (X, True, {"n": shape()})
+    report = jaxquant.quantize(fn, CURRENT).report(params, *given)
+    assert [row.path for row in report.quantized] == ["layers/0", "layers/1", "head/0"]
+    arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape) if hasattr(leaf, "shape") else leaf, (params, given))
+    params, given = arrays
+    state = q.init(params, *given)
+    out = jax.eval_shape(lambda x: q(params, state, x, *given[1:]), given[0])
+    assert (out["out"].shape, out["extra"].shape, out["none"]) == ((6, 8), (), None)
+    assert q(params, state, given[0], False, {"n": 1})["extra"] == 2
+
+
+def test_a_leaf_that_cannot_be_static():
+    class Odd:
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    with pytest.raises(TypeError, match=r"argument .* is no array and cannot be hashed, got Odd"):
+        jaxquant.quantize(encode, CURRENT)({"enc": {"kernel": jnp.ones((8, 8))}}, {}, Odd())
+
+
+def test_without_quantization_the_function_itself_runs():
+    q = jaxquant.quantize(encode, {"quantization": ""})
+    assert q.init(PARAMS, X) == {}
+    assert str(jax.make_jaxpr(lambda p, x: q(p, {}, x))(PARAMS, X)).count("float8") == 0
+    assert [row.recipe for row in q.report(PARAMS, X)] == [None]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"quantization": "int8", "quant_backend": "aqt"}, NotImplementedError, "quant_backend 'aqt' does not run in"),
+        ({"quantization": "int8", "use_qwix_quantization": True}, NotImplementedError, "use_qwix_quantization true"),
+        (CURRENT | {"quantize_kvcache": True}, NotImplementedError, "quantize_kvcache True"),
+        (CURRENT | {"save_quantized_params_path": "x"}, NotImplementedError, "save_quantized_params_path 'x'"),
+        (CURRENT | {"checkpoint_is_quantized": True}, NotImplementedError, "checkpoint_is_quantized True"),
+        (CURRENT | {"rules": [{"path": "mlp", "recipe": "fp8"}]}, ValueError, "'mlp' matches no layer"),
+        (
+            {"quantization": "fp8_full", "quant_backend": "native", "weight_sparsity_n": 2, "weight_sparsity_m": 4},
+            NotImplementedError,
+            "weight_sparsity at 'enc'",
+        ),
+    ],
+)
+def test_what_does_not_run_is_refused(config, error, text):
+    with pytest.raises(error, match=text):
+        jaxquant.quantize(encode, config).init(PARAMS, X)
+
+
+def test_auto_is_native():
+    q = jaxquant.quantize(encode, {"quantization": "int8"})
+    assert "i8[6,8]" in str(jax.make_jaxpr(lambda p, x: q(p, {}, x))(PARAMS, X))
+
+
+def test_a_function_without_layers_is_refused_with_its_reasons():
+    with pytest.raises(ValueError, match=r"'fp8' would quantize no matmul of this function .*derivative"):
+        jaxquant.quantize(lambda p, x: jax.grad(lambda x: jnp.sum(encode(p, x)))(x), FP8).init(PARAMS, X)
+
+
+def test_converted_kernels_are_refused():
+    kernel = QTensor(jnp.ones((8, 8), jnp.int8), jnp.ones((1, 8)))
+    with pytest.raises(NotImplementedError, match="converted kernels"):
+        jaxquant.quantize(encode, CURRENT)({"enc": {"kernel": kernel}}, {}, jnp.ones((6, 8)))
+
+
+def test_a_derivative_taken_around_is_no_derivative_inside():
+    """The scopes of jvp and transpose around a quantized function do not reach its own trace."""
+    q = jaxquant.quantize(decode, CURRENT)
+    loss = lambda p, x: jnp.sum(q(p, {}, x))  # noqa: E731
+    assert float8_dots(jax.grad(jax.checkpoint(jax.jit(loss))), PARAMS, X) >= 3
+
+
+def test_vectors_and_results_dtype():
+    for fn, x in (
+        (lambda p, x: x @ p["w"], shape(8)),
+        (lambda p, x: x @ p["w"][0], X),
+        (lambda p, x: p["w"] @ x, shape(8)),
+    ):
+        params = {"w": SQUARE}
+        q = jaxquant.quantize(fn, FP8)
+        expected = jax.eval_shape(fn, params, x)
+        assert jax.eval_shape(q, params, jax.eval_shape(q.init, params, x), x) == expected
+    for dtype in ("bfloat16", "float16"):
+        p = {"w": shape(8, 8, dtype=dtype)}
+        out = jax.eval_shape(jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT), p, {}, shape(6, 8, dtype=dtype))
+        assert out.dtype == dtype

@@ -1,0 +1,300 @@
+"""The rewritten program: what each construct becomes, seen in its trace, and numbers where only they show it."""
+
+from __future__ import annotations
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxquant
+from jaxquant import ops
+from jaxquant.config.recipes import lookup
+from tests.trace.functions import CURRENT, FP8, float8_dots, normal, primitives, shape
+
+X = shape(6, 8)
+STACK = {"w": {"kernel": shape(3, 8, 8)}, "v": {"kernel": shape(8, 8)}}
+
+
+def trace(fn, params, *args, config=CURRENT):
+    """The jaxpr of a quantized function and how many float8 matmuls it has, forward, from shapes."""
+    q = jaxquant.quantize(fn, config)
+    state = jax.eval_shape(q.init, params, *args)
+    jaxpr = jax.make_jaxpr(q)(params, state, *args)
+    return jaxpr, float8_dots(q, params, state, *args)
+
+
+def gradients(fn, params, *args, config=FP8):
+    """How many float8 matmuls the gradients with respect to parameters and state have."""
+    q = jaxquant.quantize(fn, config)
+    state = jax.eval_shape(q.init, params, *args)
+    loss = lambda p, s: jnp.sum(q(p, s, *args_of(args)))  # noqa: E731
+    args_of = lambda args: [jnp.zeros(x.shape, x.dtype) for x in args]  # noqa: E731
+    return float8_dots(jax.grad(loss, argnums=(0, 1)), params, state)
+
+
+def scanned(p, x):
+    body = lambda h, w: (jnp.tanh(h @ w) @ p["v"]["kernel"], h[0])  # noqa: E731
+    return jax.lax.scan(body, x, p["w"]["kernel"], reverse=True, unroll=3)
+
+
+def test_scan_stays_one_scan():
+    jaxpr, dots = trace(scanned, STACK, X, config=FP8)
+    assert dots == 2
+    (scan,) = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "scan"]
+    assert (scan.params["length"], scan.params["reverse"], scan.params["unroll"]) == (3, True, 3)
+    assert [(x.shape, x.dtype) for x in jaxpr.out_avals] == [((6, 8), np.float32), ((3, 8), np.float32)]
+    assert gradients(lambda p, x: scanned(p, x)[0], STACK, X) == 6
+
+
+def inner_equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                    yield from inner_equations(getattr(item, "jaxpr", item))
+
+
+def test_remat_keeps_its_policy():
+    policy = jax.checkpoint_policies.save_only_these_names("here")
+
+    def fn(p, x):
+        return jax.checkpoint(lambda x: jnp.tanh(x @ p["v"]["kernel"]), policy=policy, prevent_cse=False)(x)
+
+    jaxpr, dots = trace(fn, STACK, X)
+    assert dots == 1
+    (remat,) = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name in ("checkpoint", "remat2")]
+    assert remat.params["policy"] is policy
+    assert remat.params["prevent_cse"] is False
+
+
+def test_cond_while_and_fori():
+    def fn(p, x):
+        kernel = p["v"]["kernel"]
+        x = jax.lax.cond(x[0, 0] > 0, lambda x: x @ kernel, lambda x: 2 * (x @ p["w"]["kernel"][0]), x)
+        x = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ kernel)), (0, x))[1]
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ kernel), x)
+
+    jaxpr, dots = trace(fn, STACK, X, config=FP8)
+    assert dots == 4
+    assert {"cond", "while", "scan"} <= set(primitives(jaxpr.jaxpr))
+
+
+def test_a_branch_that_is_not_taken_keeps_its_state():
+    def fn(p, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ p["a"]["kernel"], lambda: x @ p["b"]["kernel"])
+
+    p = {"a": {"kernel": normal(0, 8, 8)}, "b": {"kernel": normal(1, 8, 8)}}
+    x = jnp.abs(normal(2, 6, 8))
+    q = jaxquant.quantize(fn, FP8)
+    state = q.init(p, x)
+    seen = jax.jit(jax.grad(lambda s: jnp.sum(q(p, s, x))))(state)
+    new = jaxquant.state.update(state, seen)
+    assert new["a"]["input_amax_history"][0] == jnp.max(x)
+    assert all(np.array_equal(new["b"][name], state["b"][name]) for name in state["b"])
+
+
+def test_equal_calls_of_a_jit_are_traced_once():
+    @jax.jit
+    def block(p, x):
+        return jnp.tanh(x @ p["kernel"])
+
+    def four(p, x):
+        for layer in range(4):
+            x = block(p[f"l{layer}"], x)
+        return x
+
+    p = {f"l{layer}": {"kernel": shape(8, 8)} for layer in range(4)}
+    rules = CURRENT | {"rules": [{"path": "l2", "recipe": "int8"}]}
+    for config, count in ((CURRENT, 1), (rules, 2)):
+        text = jax.jit(jaxquant.quantize(four, config)).lower(p, {}, X).as_text()
+        assert len(re.findall(r"func.func private @block", text)) == count
+
+
+def test_a_jitted_function_shared_with_a_float_caller_stays_apart():
+    inner = jax.jit(lambda x, w: x @ w)
+    q = jaxquant.quantize(lambda p, x: inner(x, p["w"]), CURRENT)
+    p = {"w": shape(8, 8)}
+    before = jax.make_jaxpr(inner)(X, p["w"])
+    assert float8_dots(q, p, {}, X) == 1
+    assert str(jax.make_jaxpr(inner)(X, p["w"])) == str(before)
+
+
+def test_shardings_of_an_inner_jit_are_kept():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    place = jax.NamedSharding(mesh, P("d"))
+    fn = lambda p, x: jax.jit(lambda x: x @ p["w"], in_shardings=place, out_shardings=place)(x)  # noqa: E731
+    jaxpr, dots = trace(fn, {"w": shape(8, 8)}, X)
+    assert dots == 1
+    jits = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.params.get("out_shardings") == (place,)]
+    assert [eqn.params["in_shardings"].count(place) for eqn in jits] == [1]
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_shard_map(is_inside):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    layer = lambda w, x: jax.lax.psum(x @ w, "d")  # noqa: E731
+    params, x = {"w": {"kernel": normal(0, 8, 8)}}, normal(1, 6, 8)
+    if is_inside:
+        specs = {"in_specs": (P("d"), P(None, "d")), "out_specs": P()}
+        q = jaxquant.quantize(lambda p, x: jax.shard_map(layer, mesh=mesh, **specs)(p["w"]["kernel"], x), FP8)
+        state, called = q.init(params, x), q
+    else:
+        q = jaxquant.quantize(lambda p, x: layer(p["w"]["kernel"], x), FP8)
+        specs = {"in_specs": (P("d"), P(None, "d")), "out_specs": P()}
+        state = jax.shard_map(q.init, mesh=mesh, **specs)(params, x)
+        called = jax.shard_map(q, mesh=mesh, in_specs=(P("d"), P(), P(None, "d")), out_specs=P())
+    plain = jaxquant.quantize(lambda p, x: x @ p["w"]["kernel"], FP8)
+    steps = [
+        jax.jit(jax.value_and_grad(lambda p, s, fn=fn: jnp.sum(fn(p, s, x) ** 2), argnums=(0, 1)))(params, state)
+        for fn in (plain, called)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, steps), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_weights_that_a_shard_map_splits_along_experts_or_layers_are_named():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    sharded = lambda fn: jax.shard_map(fn, mesh=mesh, in_specs=(P("d"), P()), out_specs=P(None), check_vma=False)  # noqa: E731
+    experts = lambda p, x: sharded(lambda w, x: jnp.einsum("edf,ed->ef", w, x))(p["w"], x) @ p["v"]  # noqa: E731
+    layers = lambda p, x: sharded(lambda w, x: jax.lax.scan(lambda h, w: (h @ w, None), x, w)[0])(p["w"], x) @ p["v"]  # noqa: E731
+    p = {"w": shape(6, 8, 8), "v": shape(8, 8)}
+    for fn, reason in ((experts, "has batch axes and is split"), (layers, "stack of layers is split")):
+        (row,) = jaxquant.quantize(fn, CURRENT).report(p, X).out_of_reach
+        assert row.path == "w"
+        assert reason in row.reason
+
+
+def test_weight_first_and_batch_axes_anywhere_are_what_the_op_computes():
+    """Against ``ops.dot_general`` called by hand on each expert."""
+    recipe = lookup("fp8_current").recipe
+    w, x = normal(0, 8, 3, 5), normal(1, 6, 3, 8)
+
+    def fn(p, x):  # weight first, batch axis in the middle of both
+        return jax.lax.dot_general(p["w"], x, (((0,), (2,)), ((1,), (1,))))
+
+    found = jaxquant.quantize(fn, CURRENT)({"w": w}, {}, x)
+    for expert in range(3):
+        numbers = (((1,), (0,)), ((), ()))
+        expected = ops.dot_general(x[:, expert], w[:, expert], numbers, recipe=recipe).T
+        np.testing.assert_array_equal(found[expert], expected)
+
+
+def test_experts_record_their_own_amax():
+    p = {"experts": normal(0, 3, 8, 5) * jnp.array([1.0, 2.0, 5.0])[:, None, None]}
+    x = normal(1, 3, 6, 8)
+    q = jaxquant.quantize(lambda p, x: jax.vmap(jnp.matmul)(x, p["experts"]), FP8)
+    state = q.init(p, x)
+    new = jaxquant.state.update(state, jax.jit(jax.grad(lambda s: jnp.sum(q(p, s, x) ** 2)))(state))
+    np.testing.assert_array_equal(new["experts"]["kernel_amax_history"][:, 0], jnp.max(jnp.abs(p["experts"]), (1, 2)))
+    np.testing.assert_array_equal(new["experts"]["input_amax_history"][:, 0], jnp.max(jnp.abs(x), (1, 2)))
+
+
+def test_one_weight_in_a_loop_records_the_largest_amax():
+    def rnn(p, xs):
+        return jax.lax.scan(lambda h, x: ((y := jnp.tanh((x + h) @ p["cell"]["kernel"])), y), jnp.zeros(8), xs)[1]
+
+    p, xs = {"cell": {"kernel": normal(0, 8, 8)}}, normal(1, 5, 8)
+    q = jaxquant.quantize(rnn, FP8)
+    state = q.init(p, xs)
+    new = jaxquant.state.update(state, jax.jit(jax.grad(lambda s: jnp.sum(q(p, s, xs) ** 2)))(state))
+    outputs = q(p, state, xs)
+    inputs = xs + jnp.concatenate([jnp.zeros((1, 8)), outputs[:-1]])
+    # Quantized outputs of step t are the inputs of step t + 1; the largest of five amaxes, rounded up to a bin.
+    amax, largest = new["cell"]["input_amax_history"][0], jnp.max(jnp.abs(inputs))
+    assert new["cell"]["input_scale"].shape == (1,)
+    assert largest <= amax <= largest * 1.125
+
+
+def test_others_layers_are_reached_without_edits():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.RNN(nn.LSTMCell(8), name="rnn")(x)
+            x = nn.MultiHeadDotProductAttention(2, name="attention")(x)
+            return nn.WeightNorm(nn.Dense(4, name="dense"))(x)
+
+    model, x = Network(), shape(3, 5, 6)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    fn = lambda p, x: model.apply({"params": p}, x)  # noqa: E731
+    rows = jaxquant.quantize(fn, CURRENT).report(variables["params"], x).quantized
+    cell = {f"LSTMCell_0/{name}" for name in ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho")}
+    attention = {f"attention/{name}" for name in ("query", "key", "value", "out")}
+    assert {row.path for row in rows} == cell | attention | {"dense"}
+
+
+def test_a_key_reaches_stochastic_rounding_alone():
+    fn = lambda p, x: jax.lax.scan(lambda h, w: (h @ w, None), x, p["w"]["kernel"])[0] @ p["v"]["kernel"]  # noqa: E731
+    stochastic = jaxquant.quantize(fn, {"quantization": "int8", "quant_backend": "native"})
+    nearest = jaxquant.quantize(fn, CURRENT)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    folds = [
+        primitives(jax.make_jaxpr(lambda p, x, key, q=q: q(p, {}, x, key=key))(STACK, X, key).jaxpr)
+        for q in (stochastic, nearest)
+    ]
+    assert "random_fold_in" in folds[0]
+    assert "random_split" in folds[0]
+    assert "random_fold_in" not in folds[1]
+
+
+def test_ragged_dots_are_layers_with_state_for_each_group():
+    def fn(p, x, sizes):
+        hidden = jax.nn.relu(jax.lax.ragged_dot(x, p["moe"]["wi"], sizes))
+        return jax.lax.ragged_dot(hidden, p["moe"]["wo"], sizes, preferred_element_type=jnp.float32)
+
+    p = {"moe": {"wi": shape(3, 8, 5), "wo": shape(3, 5, 8)}}
+    sizes = shape(3, dtype="int32")
+    q = jaxquant.quantize(fn, FP8)
+    assert [(row.path, row.batch, row.recipe) for row in q.report(p, X, sizes)] == [
+        ("moe/wi", (3,), "fp8"),
+        ("moe/wo", (3,), "fp8"),
+    ]
+    state = jax.eval_shape(q.init, p, X, sizes)
+    assert state["moe"]["wi"]["input_amax_history"].shape == (3, 1024)
+    jaxpr = jax.make_jaxpr(q)(p, state, X, sizes)
+    dots = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "ragged_dot_general"]
+    assert [[str(atom.aval.dtype) for atom in eqn.invars[:2]] for eqn in dots] == [["float8_e4m3fn"] * 2] * 2
+
+
+def test_unusual_ragged_dots_are_named():
+    from_numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    sizes = jnp.array([2, 4])
+    fn = lambda p, x: jax.lax.ragged_dot_general(x, p["w"], sizes, from_numbers).sum(0) @ p["v"]  # noqa: E731
+    (row,) = jaxquant.quantize(fn, CURRENT).report({"w": shape(6, 4), "v": shape(4, 4)}, X).out_of_reach
+    assert "other dimensions than those of jax.lax.ragged_dot" in row.reason
+
+
+def test_convolutions_are_layers():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(4, (3, 3), strides=2, name="stem")(x))
+            return nn.Conv(4, (3,), feature_group_count=4, name="depthwise")(x.reshape(2, -1, 4))
+
+    model, x = Network(), shape(2, 6, 6, 3)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    fn = lambda p, x: model.apply({"params": p}, x)  # noqa: E731
+    q = jaxquant.quantize(fn, FP8)
+    assert [(row.path, row.recipe) for row in q.report(params, x)] == [("stem", "fp8"), ("depthwise", "fp8")]
+    jaxpr = jax.make_jaxpr(q)(params, jax.eval_shape(q.init, params, x), x)
+    convs = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "conv_general_dilated"]
+    assert [[str(atom.aval.dtype) for atom in eqn.invars] for eqn in convs] == [["float8_e4m3fn"] * 2] * 2
+
+
+def test_an_operation_that_does_not_run_a_recipe_says_so():
+    config = {"quantization": "int8", "quant_backend": "native", "quantization_local_shard_count": 2}
+    fn = lambda p, x: jax.lax.conv(x[None, None], p["c"], (1, 1), "SAME")[0, 0] @ p["d"]  # noqa: E731
+    p = {"c": shape(1, 1, 3, 3), "d": shape(8, 8)}
+    rows = jaxquant.quantize(fn, config).report(p, X)
+    assert [(row.path, row.recipe, row.is_out_of_reach) for row in rows] == [("c", None, True), ("d", "int8", False)]
+    assert "quantization_local_shard_count above 1, which conv_general_dilated does not run" in rows.rows[0].reason
+    with pytest.raises(NotImplementedError, match="strict true"):
+        jaxquant.quantize(fn, config | {"strict": True}).init(p, X)
+    with pytest.raises(NotImplementedError, match="rule 'c' at 'c': recipe 'int8' has"):
+        jaxquant.quantize(fn, config | {"rules": [{"path": "c", "recipe": "int8"}]}).init(p, X)
