@@ -111,7 +111,7 @@ def test_15_a_remat_policy_keeps_just_that():
     assert kept["float8_e4m3fn"] == 2 * (ROWS + WIDTH) * WIDTH
 
 
-def _keep_the_float(x, forward, operand, axes, key):
+def _keep_the_float(static, x, *others):
     return x
 
 

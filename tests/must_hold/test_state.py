@@ -373,8 +373,8 @@ def _record_non_finite(old, scale, amax, spec, observe=delayed.observe):
     return observe(old, scale, jnp.where(jnp.isfinite(amax), amax, 3e38), spec)
 
 
-def _no_warm_up(old, amax, element, spec, current_scale=delayed.current_scale):
-    return current_scale(old, jnp.zeros_like(amax), element, spec)
+def _no_warm_up(old, amax, element, spec, current_scale=delayed.current_scale, **options):
+    return current_scale(old, jnp.zeros_like(amax), element, spec, **options)
 
 
 def _record_twice(history, amax, record=delayed.record):
