@@ -185,7 +185,7 @@ def test_aqt_tile_that_does_not_divide():
 
 @pytest.mark.parametrize(
     ("index", "changed"),
-    enumerate([{"y", "dx"}, {"y", "dw"}, {"dx"}, {"dx"}, {"dw"}, {"dw"}]),
+    list(enumerate([{"y", "dx"}, {"y", "dw"}, {"dx"}, {"dx"}, {"dw"}, {"dw"}])),
 )
 def test_each_constant_bound_reaches_its_operand(index, changed):
     """A small bound clips that operand; a forward one also stops the gradient of what it clips."""
