@@ -18,7 +18,7 @@ import yaml
 from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.serving.arrays import save_args_of
 from train import processes, sums
-from train.config import RUN_CONTROL, TrainConfig
+from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
 
@@ -40,24 +40,35 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     os.replace(partial, run_dir / "config.yml")
 
 
-def check_config(run_dir: Path, config: TrainConfig) -> None:
+def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Refuse to go on with a run under another configuration.
 
+    Returns:
+      Of each field of ``ADJUSTABLE`` that differs, its value in the run and the one asked.
+
     Raises:
-      ValueError: listing every field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``.
+      ValueError: listing every other field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``, or
+        saying that this file is damaged.
     """
     path = run_dir / "config.yml"
     if not path.exists():
-        return
-    there, here = to_mapping(build(TrainConfig, load_yaml(path))), to_mapping(config)
+        return {}
+    try:
+        there = to_mapping(build(TrainConfig, load_yaml(path)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the configuration of a run ({error}); put the run's own back, or choose another run_dir"
+        ) from None
+    here = to_mapping(config)
     different = [name for name in here if name not in RUN_CONTROL and here[name] != there.get(name)]
     if there["quantization_local_shard_count"] == -1:  # a run that reads it has it resolved, see with_global_shards
         different = [name for name in different if name != "quantization_local_shard_count"]
-    if different:
-        lines = "".join(f"\n  {name}: {there.get(name)!r} in the run, {here[name]!r} asked" for name in different)
+    if refused := [name for name in different if name not in ADJUSTABLE]:
+        lines = "".join(f"\n  {name}: {there.get(name)!r} in the run, {here[name]!r} asked" for name in refused)
         raise ValueError(
             f"the configuration does not match the run in {run_dir}; choose another run_dir or undo:{lines}"
         )
+    return {name: (there[name], here[name]) for name in different}
 
 
 class SaveFailed(OSError):
@@ -237,7 +248,7 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SaveFailed(_reason(error)) from error
+        raise SaveFailed(reason_of(error)) from error
     except ValueError as error:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
@@ -245,7 +256,8 @@ def _failures() -> Iterator[None]:
         raise SaveFailed(os.strerror(int(code[1]))) from error
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """Return what the file system refused, with the file where it is named."""
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

@@ -27,10 +27,14 @@ RUN_CONTROL = frozenset(
 """Fields that may differ when a run is resumed.
 
 They say how long the run lasts, what it checks and writes down and on how many devices it goes. Everything else decides
-the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it.
+the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it, or is
+one of ``ADJUSTABLE``.
 (``steps`` also places the end of the cosine: a run resumed with more steps goes on from the checkpoint along the longer
 schedule.)
 """
+
+ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_threshold"})
+"""Fields that may differ, too, so that a run that stopped need not start over; each change is in metrics.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
