@@ -205,8 +205,6 @@ class Checkpoints:
             damage = str(error)
         if not processes.all_agree(damage is None):  # loading is done together, or not at all
             return None, damage
-        if not has_sums:
-            say(f"checkpoint {step} has no sums, it is of before there were any: damage to it would not show")
         unclipped = _is_unclipped(folder)
         if unclipped:
             abstract = abstract._replace(opt_state=abstract.opt_state[1])
@@ -222,6 +220,8 @@ class Checkpoints:
             if not _is_unreadable(error):
                 raise
             return None, _first_line(error)
+        if not has_sums:
+            say(f"checkpoint {step} has no sums, it is of before there were any: damage to it would not show")
         if unclipped:
             state = state._replace(opt_state=(optax.EmptyState(), state.opt_state))
         return (state, data_state), None
