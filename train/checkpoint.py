@@ -17,7 +17,7 @@ import yaml
 
 from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.serving.arrays import save_args_of
-from train import processes, sums
+from train import processes, quiet, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
@@ -84,6 +84,7 @@ class Checkpoints:
         if processes.is_main() and self._folder.exists() and not self._folder.is_dir():
             say(f"{self._folder} is no folder, moved to {self._move_away(self._folder)}")
         processes.wait_for_all("checkpoints a folder")
+        self._quiet = contextlib.ExitStack()
         self._saving: int | None = None  # begun, and not known to be whole
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -97,6 +98,7 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
+        self._quiet.enter_context(quiet.failed_saves())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
@@ -106,7 +108,8 @@ class Checkpoints:
             if kind is None:  # else what ended the run is the news
                 raise
         finally:
-            self._manager.close()
+            with self._quiet:
+                self._manager.close()
 
     def save(self, step: int, state: TrainState, data_state: Any) -> None:
         """Save in the background, unless this step is saved already.

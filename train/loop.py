@@ -123,6 +123,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         state = restored[0] if restored else processes.in_order(program.init())
         if restored:
             say(f"resumed {run_dir} at step {int(state.step)}")
+        elif (found := check(state)) is not None:
+            raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
         if processes.is_main():
             note_changes(run_dir, int(state.step), changes, say)
             write_config(run_dir, config)

@@ -40,9 +40,9 @@ def _row(path: str, layers: Sequence[dict[str, str] | None], dtype_cell: Callabl
         elif all(layer[name] in ("float", "") for name in MATMULS):
             reason = html.escape(layer["reason"])
             cells.append(
-                f"<td colspan=3 class='first float'>float<small>{reason}</small></td><td>{layer['times']}</td>"
+                f"<td colspan=3 class='first float'>float<small>{reason}</small></td><td>{html.escape(str(layer['times']))}</td>"
             )
         else:
             cells += [dtype_cell(layer[name], name) for name in MATMULS]
-            cells.append(f"<td>{layer['times']}</td>")
+            cells.append(f"<td>{html.escape(str(layer['times']))}</td>")
     return f"<tr>{''.join(cells)}</tr>"
