@@ -68,8 +68,12 @@ def _run(words: argparse.Namespace) -> int:
         terminal.close_output()
         print("stopped before the first step: the output is closed", file=sys.stderr)
         return 1
-    except (TypeError, ValueError, NotImplementedError, OSError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: the run's folder cannot be written ({where}); choose another run_dir", file=sys.stderr)
         return 2
     try:
         train()

@@ -28,8 +28,8 @@ RUN_CONTROL = frozenset(
 """Fields that may differ when a run is resumed.
 
 They say how long the run lasts, what it checks and writes down and on how many devices it goes. Everything else decides
-the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it, or is
-one of ``ADJUSTABLE``.
+the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it, but
+for the fields of ``ADJUSTABLE``.
 (``steps`` also places the end of the cosine: a run resumed with more steps goes on from the checkpoint along the longer
 schedule.)
 """

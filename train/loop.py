@@ -98,7 +98,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     lock = RunLock(run_dir)
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
-        if run_dir.is_dir():
+        if jax.process_count() == 1 and run_dir.is_dir():  # of several, each may see it or not yet
             _own(lock, run_dir, say)
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
@@ -120,7 +120,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         check = FiniteCheck(program)
         checkpoints = stack.enter_context(Checkpoints(run_dir, config, say))
         restored = checkpoints.restore(program.abstract_state, say, lambda *found: _unusable(data, check, *found))
-        state = restored[0] if restored else processes.in_order(program.init())
+        state = restored[0] if restored else _initial(program)
         if restored:
             say(f"resumed {run_dir} at step {int(state.step)}")
         elif (found := check(state)) is not None:
@@ -143,6 +143,19 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
             _train(program, data, state, checkpoints, run_dir, layers, health, check)
 
     return train
+
+
+def _initial(program: Program) -> TrainState:
+    try:
+        return processes.in_order(jax.block_until_ready(program.init()))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        size = _bytes(program.abstract_state)
+        raise ValueError(
+            f"parameters and optimizer state of {size:,} bytes do not fit into the memory of {_devices()}; "
+            "make the model smaller, or spread it over more devices with mesh_fsdp"
+        ) from None
 
 
 def _own(lock: RunLock, run_dir: Path, say: Callable[[str], None]) -> None:
@@ -346,7 +359,7 @@ def _summary(
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _devices() -> str:

@@ -39,9 +39,8 @@ def _row(path: str, layers: Sequence[dict[str, str] | None], dtype_cell: Callabl
             cells.append("<td colspan=4 class='first missing'>not in this run</td>")
         elif all(layer[name] in ("float", "") for name in MATMULS):
             reason = html.escape(layer["reason"])
-            cells.append(
-                f"<td colspan=3 class='first float'>float<small>{reason}</small></td><td>{html.escape(str(layer['times']))}</td>"
-            )
+            times = html.escape(str(layer["times"]))
+            cells.append(f"<td colspan=3 class='first float'>float<small>{reason}</small></td><td>{times}</td>")
         else:
             cells += [dtype_cell(layer[name], name) for name in MATMULS]
             cells.append(f"<td>{html.escape(str(layer['times']))}</td>")

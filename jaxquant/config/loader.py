@@ -75,7 +75,7 @@ class _Loader(yaml.SafeLoader):
             node = self.anchors.get(event.anchor)
             if node is not None and node not in self._sizes:
                 raise _error(f"alias *{event.anchor} stands in what it names", event)
-            self._count += self._sizes.get(node, 1)
+            self._count += 1 if node is None else self._sizes[node]
         else:
             tag = getattr(event, "tag", None)
             if tag is not None and not (tag == _STRING_TAG and isinstance(event, yaml.ScalarEvent)):
@@ -88,7 +88,8 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
-        self._sizes.setdefault(node, self._count - before)
+        if node is not None:
+            self._sizes.setdefault(node, self._count - before)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -1,7 +1,7 @@
 """Regular expressions of rules, matched in a time that no pattern can blow up.
 
-Python's own engine tries one way after the other, and ``(a|a)*b`` has 2ⁿ ways through n letters. Here every part of a
-pattern takes the set of places at which it may begin to the set at which it may end, so a pattern costs at most its size
+Python's own engine tries one way after the other, and ``(a|a)*b`` has 2ⁿ ways through n letters. Here every part of
+a pattern takes the set of places at which it may begin to the set at which it may end, so a pattern costs at most its size
 times the square of the path's length, and no pattern that ``re`` takes in good time has to be refused for its looks.
 What matches in full is the same; what depends on the way is not read: back-references, atomic groups and possessive
 repeats, conditions.
@@ -77,7 +77,8 @@ class Pattern:
         if op == "BRANCH":
             return set().union(*(self._ends(branch, text, starts) for branch in value[1]))
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeat(*value, text, starts)
+            least, most, inner = value
+            return self._repeat(least, most, inner, text, starts)
         if op in ("ASSERT", "ASSERT_NOT"):
             direction, inner = value
             ahead = {start for start in starts if self._looks(direction, inner, text, start)}

@@ -64,8 +64,8 @@ def save(
 ) -> None:
     """Write a quantized checkpoint, whole or not at all.
 
-    It is written beside, in ``DIRECTORY.jaxquant-partial``, and renamed; what a killed process left there goes. Every process of a run calls this with the same global
-    arrays and a directory that all of them see.
+    It is written beside, in ``DIRECTORY.jaxquant-partial``, and renamed; what a killed process left there goes. Every
+    process of a run calls this with the same global arrays and a directory that all of them see.
 
     Args:
       directory: must not exist.

@@ -81,7 +81,7 @@ def _check_dtype(name: str, place: str) -> None:
         dtype = jnp.dtype(name)
     except TypeError:
         dtype = None
-    if dtype is None or dtype.name != name or not (dtype == bool or jnp.issubdtype(dtype, jnp.number)):
+    if dtype is None or dtype.name != name or not (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)):
         raise ValueError(f"{place} {show(name)} is no dtype of numbers")
 
 
@@ -101,10 +101,14 @@ def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
         seen.add(leaf.path)
         is_quantized = leaf.role == "quantized"
         if is_quantized != (leaf.scale_shape is not None) or is_quantized != (leaf.scale_dtype is not None):
-            raise ValueError(f"{path}: leaf {show(leaf.path)} is of role {leaf.role!r}, and its scale is not; {_REPLACE}")
+            raise ValueError(
+                f"{path}: leaf {show(leaf.path)} is of role {leaf.role!r}, and its scale is not; {_REPLACE}"
+            )
         for array in leaf.arrays().values():
             if array.is_packed and not array.shape:
-                raise ValueError(f"{path}: {show(array.path)} is a single {array.dtype}, which is not stored; {_REPLACE}")
+                raise ValueError(
+                    f"{path}: {show(array.path)} is a single {array.dtype}, which is not stored; {_REPLACE}"
+                )
         if not 0 <= leaf.bytes <= _MAX_BYTES:
             raise ValueError(f"{path}: leaf {show(leaf.path)} says that it has {show(leaf.bytes)} bytes; {_REPLACE}")
     for name in seen:
@@ -144,7 +148,13 @@ def check_store(folder: Path, array: Stored) -> None:
         if path.stat().st_size > _MAX_ZARRAY_BYTES:
             raise ValueError("its .zarray is too large")
         about = json.loads(path.read_bytes())
-        expected = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "shape": list(array.stored_shape)}
+        expected = {
+            "zarr_format": 2,
+            "compressor": None,
+            "filters": None,
+            "order": "C",
+            "shape": list(array.stored_shape),
+        }
         for name, value in expected.items():
             if about.get(name) != value:
                 raise ValueError(f"{name} is {show(about.get(name))}, not {value!r}")

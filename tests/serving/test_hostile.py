@@ -110,7 +110,10 @@ WHOLE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an extra that is text": (lambda c: c.update(extra="x"), "extra must be a mapping"),
     "files that are a list": (lambda c: c.update(files=[]), "files must be a mapping"),
     "a file that is a list": (lambda c: c["files"].update(a=[1]), "files['a'] must be a mapping"),
-    "a file of a negative size": (lambda c: c["files"].update(a={"bytes": -1, "sha256": "0" * 64}), "files['a'] has no"),
+    "a file of a negative size": (
+        lambda c: c["files"].update(a={"bytes": -1, "sha256": "0" * 64}),
+        "files['a'] has no",
+    ),
     "a file elsewhere": (lambda c: c["files"].update({"../../x": {"bytes": 1, "sha256": "0" * 64}}), "is missing"),
     "a sum that is a number": (lambda c: c["files"].update(a={"bytes": 1, "sha256": 5}), "sha256 must be str, got 5"),
 }

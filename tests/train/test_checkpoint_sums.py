@@ -155,7 +155,7 @@ def test_damage_is_passed_over_with_a_message_by_all_that_read(run: Path, damage
     said: list[str] = []
     assert open_parameters(run, say=said.append).step == 1  # convert, serve, evaluate
     assert said[0].startswith(f"checkpoint 2 in {run}/checkpoints does not open (")
-    with pytest.raises(ValueError, match="checkpoint 2 in .* does not open"):
+    with pytest.raises(ValueError, match=r"checkpoint 2 in .* does not open"):
         open_parameters(run, step=2)
     found, said = restore(run)
     assert found is not None
@@ -196,9 +196,11 @@ def test_a_failed_save_is_told_and_leaves_the_one_before(run: Path, monkeypatch:
         raise OSError(28, "No space left on device", str(folder))
 
     monkeypatch.setattr(sums, "write_sums", fail)
-    with pytest.raises(SaveFailed, match="No space left on device"), Checkpoints(run, TrainConfig()) as checkpoints:
+    with Checkpoints(run, TrainConfig()) as checkpoints:
         checkpoints.save(3, make_state(3), POSITION)
         assert checkpoints.newest == 2
+        with pytest.raises(SaveFailed, match="No space left on device"):
+            checkpoints.wait()
     assert step_of(run) == 2
 
 

@@ -87,7 +87,9 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
     def fail(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
-    words = [f"{name}={json.dumps(value)}" for name, value in to_mapping(tiny).items() if name not in ("run_dir", "steps")]
+    words = [
+        f"{name}={json.dumps(value)}" for name, value in to_mapping(tiny).items() if name not in ("run_dir", "steps")
+    ]
     words = [str(ROOT / "configs/models/ci.yml"), *words, f"run_dir={copy}", f"steps={STEPS + 3}"]
     with monkeypatch.context() as patch:
         patch.setattr(sums, "write_sums", fail)

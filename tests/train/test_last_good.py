@@ -67,7 +67,7 @@ def test_every_part_of_a_state_is_looked_at(program: Program):
 
 
 def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp_path: Path):
-    """The loss and the gradient of the step are finite; it is the update that is not. It is the last of the run, too."""
+    """Loss and gradient of the step are finite; it is the update that is not. It is the last of the run, too."""
     with pytest.raises(Diverged, match="nothing is saved yet") as caught:
         train(tiny, tmp_path / "run", **OVERFLOWING)
     message = str(caught.value)
