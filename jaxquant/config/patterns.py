@@ -1,10 +1,10 @@
 """Regular expressions of rules, matched in a time that no pattern can blow up.
 
-Python's own engine tries one way after the other, and ``(a|a)*b`` has 2ⁿ ways through n letters. Here every part of
-a pattern takes the set of places at which it may begin to the set at which it may end, so a pattern costs at most its size
-times the square of the path's length, and no pattern that ``re`` takes in good time has to be refused for its looks.
-What matches in full is the same; what depends on the way is not read: back-references, atomic groups and possessive
-repeats, conditions.
+Python's own engine tries one way after the other, and ``(a|a)*b`` has 2ⁿ ways through n letters. Here every part of a
+pattern takes the set of places at which it may begin to the set at which it may end. That costs at most the pattern's
+size times the square of the path's length, so that none has to be refused for its looks: refusing nested repeats would
+refuse harmless ones, and still let ``.*.*.*.*.*.*!`` through. What matches in full is what ``re`` says; what depends on
+the way is not read: back-references, atomic groups, possessive repeats, conditions.
 """
 
 from __future__ import annotations

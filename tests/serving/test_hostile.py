@@ -1,4 +1,4 @@
-"""Checkpoint folders that were made to harm: every sum fits, and nothing is followed or allocated that is not theirs."""
+"""Folders that were made to harm: every sum fits, and nothing is followed or allocated that is not theirs."""
 
 from __future__ import annotations
 
