@@ -84,7 +84,7 @@ class Checkpoints:
         if processes.is_main() and self._folder.exists() and not self._folder.is_dir():
             say(f"{self._folder} is no folder, moved to {self._move_away(self._folder)}")
         processes.wait_for_all("checkpoints a folder")
-        self._quiet = contextlib.ExitStack()
+        self._undo: Callable[[], None] = lambda: None
         self._saving: int | None = None  # begun, and not known to be whole
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -98,18 +98,19 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
-        self._quiet.enter_context(quiet.failed_saves())
+        self._undo = quiet.silence_failed_saves()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             self.wait()
+            if kind is None or not issubclass(kind, (OSError, RuntimeError)):
+                self._undo()
         except SaveFailed:
             if kind is None:  # else what ended the run is the news
                 raise
         finally:
-            with self._quiet:
-                self._manager.close()
+            self._manager.close()
 
     def save(self, step: int, state: TrainState, data_state: Any) -> None:
         """Save in the background, unless this step is saved already.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import TracebackType
 
 _RAISED_TOO = ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread")
 
 
-@contextlib.contextmanager
-def failed_saves() -> Iterator[None]:
-    """Keep the tracebacks of a failed save from standard error; everything else is printed as ever."""
+def silence_failed_saves() -> Callable[[], None]:
+    """Keep the tracebacks of a failed save from standard error; everything else is printed as ever.
+
+    Returns:
+      What undoes it. After a failure it is left be: threads of tensorstore go on for a while.
+    """
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or not any(words in record.getMessage() for words in _RAISED_TOO)
@@ -26,10 +28,11 @@ def failed_saves() -> Iterator[None]:
             before(kind, value, trace)
 
     logger = logging.getLogger("absl")
-    logger.addFilter(is_wanted)
-    sys.excepthook = hook
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         logger.removeFilter(is_wanted)
         sys.excepthook = before
+
+    logger.addFilter(is_wanted)
+    sys.excepthook = hook
+    return undo
