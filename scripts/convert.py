@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxquant.config.loader import parse_overrides
+from train import terminal
 from train.conversion import CALIBRATION_BATCHES, convert_run
 from train.memory import peak_resident_bytes, return_large_blocks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert a run; 0 on success, 2 when it cannot be."""
+    """Convert a run; 0 on success, 2 when it cannot be, 1 when the output is closed, 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(prog="scripts/convert.py", description=__doc__)
     parser.add_argument("--checkpoint", required=True, metavar="RUN", help="folder of a run, such as runs/demo/int8")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; it must not exist")
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = parser.parse_intermixed_args(arguments)
     began = time.perf_counter()
     return_large_blocks()
+    terminal.accept_all_characters()
     try:
         changes = parse_overrides(words.changes)
         if words.quantization is not None:
@@ -51,9 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             calibration_batches=words.calibration_batches,
             say=lambda text: print(text, flush=True),
         )
+    except BrokenPipeError:  # nobody hears how far it is; nothing is written by halves
+        terminal.close_output()
+        return 1
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return terminal.INTERRUPTED
     on_disk = sum(path.stat().st_size for path in Path(words.out).rglob("*") if path.is_file())
     print(
         f"{words.out}: step {made.step} of {words.checkpoint} in {made.config.quantization or 'rules'} on "

@@ -12,17 +12,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from train import terminal
 from train.evaluation import contenders, evaluate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate; 0 on success, 2 when a folder cannot be read."""
+    """Evaluate; 0 on success, 2 when a folder cannot be read, 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(prog="scripts/evaluate.py", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/demo/int8")
     parser.add_argument("converted", nargs="*", metavar="DIR", help="folders that scripts/convert.py wrote")
     parser.add_argument("--batches", type=int, metavar="N", help="of held-out text (default: eval_batches of the run)")
     parser.add_argument("--out", metavar="FILE", help="write the rows as JSON, too")
     words = parser.parse_args(arguments)
+    terminal.accept_all_characters()
     try:
         if words.batches is not None and words.batches < 1:
             raise ValueError(f"--batches {words.batches} must be at least 1")
@@ -32,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return terminal.INTERRUPTED
     table = Table()
     for index, name in enumerate(rows[0]):
         is_figure = index > 2

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train import terminal
 from train.generate import Completion, Prompt, Sampling
 from train.memory import return_large_blocks
 from train.serving import Served, open_served
@@ -112,9 +113,26 @@ class _InOrder:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve; 0 when all prompts were answered, 1 when some were refused, 2 when nothing could start."""
+    """Serve.
+
+    Returns:
+      0 when all prompts were answered, 1 when some were refused or the output was closed, 2 when nothing could start,
+      130 on Ctrl-C.
+    """
     words = _parse(arguments)
     return_large_blocks()
+    terminal.accept_all_characters()
+    try:
+        return _serve(words)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return terminal.INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        terminal.close_output()
+        return 1
+
+
+def _serve(words: argparse.Namespace) -> int:
     try:
         if words.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens {words.max_new_tokens} must be at least 1")
@@ -129,15 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine = served.engine(
             sampling=sampling, max_length=words.max_length, slots=words.slots, prefill_chunk=words.prefill_chunk
         )
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     printer = _Streaming(served, texts[0], prompts[0]) if len(texts) == 1 else _InOrder(served, texts)
-    try:
-        completions = engine.generate(prompts, words.max_new_tokens, printer.on_token, printer.on_done)
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    completions = engine.generate(prompts, words.max_new_tokens, printer.on_token, printer.on_done)
     refused = [completion for completion in completions if completion.stopped == "refused"]
     for completion in refused:
         print(f"error: {completion.message}", file=sys.stderr)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxquant.config.loader import build, load_yaml, parse_overrides
+from train import terminal
 from train.config import TrainConfig
 
 
@@ -31,7 +32,12 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; 0 when the run ended or was stopped in order, 1 when it diverged, 2 when it could not start."""
+    """Run the program.
+
+    Returns:
+      0 when the run ended or was stopped in order, 1 when it diverged or cannot be written, 2 when it could not start,
+      130 when Ctrl-C ended it at once.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m train", description="Train, or go on with, the run that a YAML file describes."
     )
@@ -41,20 +47,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-processes", type=int, help="how many processes make up the run")
     parser.add_argument("--process-id", type=int, help="number of this process, from 0")
     words = parser.parse_intermixed_args(arguments)  # overrides may follow the options
+    terminal.accept_all_characters()
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint is kept, and the same command goes on from there", file=sys.stderr)
+        return terminal.INTERRUPTED
+
+
+def _run(words: argparse.Namespace) -> int:
     try:
         config = read_config(words.config, words.overrides)
         from train import processes  # after the configuration: a typo is reported before jax loads
 
         processes.join(words.coordinator_address, words.num_processes, words.process_id)
-        from train.loop import Diverged, prepare
+        from train.loop import Diverged, Halted, prepare
 
         train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
-    except (TypeError, ValueError, NotImplementedError, OSError) as error:
+    except BrokenPipeError:
+        terminal.close_output()
+        print("stopped before the first step: the output is closed", file=sys.stderr)
+        return 1
+    except (TypeError, ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: the run's folder cannot be written ({where}); choose another run_dir", file=sys.stderr)
         return 2
     try:
         train()
-    except Diverged as error:
+    except (Diverged, Halted) as error:
         if processes.is_main():
             print(f"error: {error}", file=sys.stderr)
         return 1

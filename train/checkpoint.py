@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
 import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import optax
 import orbax.checkpoint as ocp
 import yaml
 
 from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.serving.arrays import save_args_of
-from train import processes
-from train.config import RUN_CONTROL, TrainConfig
+from train import processes, quiet, sums
+from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 from train.stored import from_stored, stored_shapes, to_stored
 
@@ -36,115 +41,240 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     os.replace(partial, run_dir / "config.yml")
 
 
-def check_config(run_dir: Path, config: TrainConfig) -> None:
+def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Refuse to go on with a run under another configuration.
 
+    Returns:
+      Of each field of ``ADJUSTABLE`` that differs, its value in the run and the one asked.
+
     Raises:
-      ValueError: listing every field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``.
+      ValueError: listing every other field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``, or
+        saying that this file is damaged.
     """
     path = run_dir / "config.yml"
     if not path.exists():
-        return
-    there, here = to_mapping(build(TrainConfig, load_yaml(path))), to_mapping(config)
+        return {}
+    try:
+        there = to_mapping(build(TrainConfig, load_yaml(path)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the configuration of a run ({error}); put the run's own back, or choose another run_dir"
+        ) from None
+    here = to_mapping(config)
     different = [name for name in here if name not in RUN_CONTROL and here[name] != there.get(name)]
     if there["quantization_local_shard_count"] == -1:  # a run that reads it has it resolved, see with_global_shards
         different = [name for name in different if name != "quantization_local_shard_count"]
-    if different:
-        lines = "".join(f"\n  {name}: {there.get(name)!r} in the run, {here[name]!r} asked" for name in different)
+    if refused := [name for name in different if name not in ADJUSTABLE]:
+        lines = "".join(f"\n  {name}: {there.get(name)!r} in the run, {here[name]!r} asked" for name in refused)
         raise ValueError(
             f"the configuration does not match the run in {run_dir}; choose another run_dir or undo:{lines}"
         )
+    return {name: (there[name], here[name]) for name in different}
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
 
 
 class Checkpoints:
     """The ``checkpoints`` folder of a run. A context manager: leaving it waits for what is being written."""
 
-    def __init__(self, run_dir: Path, config: TrainConfig):
+    def __init__(self, run_dir: Path, config: TrainConfig, say: Callable[[str], None] = print):
         self._folder = (run_dir / "checkpoints").absolute()
         self._discarded = run_dir.absolute() / "unreadable_checkpoints"
+        if processes.is_main() and self._folder.exists() and not self._folder.is_dir():
+            say(f"{self._folder} is no folder, moved to {self._move_away(self._folder)}")
+        processes.wait_for_all("checkpoints a folder")
+        self._undo: Callable[[], None] = lambda: None
+        self._saving: int | None = None  # begun, and not known to be whole
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=config.checkpoint_keep,
                 enable_async_checkpointing=True,
                 cleanup_tmp_directories=True,
+                # In the first process, when all have written their parts and before the folder gets its name.
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._sum),
             ),
         )
 
     def __enter__(self) -> Checkpoints:
+        self._undo = quiet.silence_failed_saves()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.wait()
+            if kind is None or not issubclass(kind, (OSError, RuntimeError)):
+                self._undo()
+        except SaveFailed:
+            if kind is None:  # else what ended the run is the news
+                raise
+        finally:
+            self._manager.close()
 
     def save(self, step: int, state: TrainState, data_state: Any) -> None:
-        """Save in the background, unless this step is saved already."""
+        """Save in the background, unless this step is saved already.
+
+        Raises:
+          SaveFailed: the save before this one, or what of this one is not done in the background, cannot be written.
+        """
+        self.wait()
         if step in self._manager.all_steps():
             return
+        if not self._folder.is_dir():
+            raise SaveFailed(f"{self._folder} is gone")
+        self._saving = step
         stored = to_stored(state)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
-                state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
-                data=ocp.args.JsonSave(_to_json(data_state)),
-            ),
-            force=True,
-        )
+        with _failures():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
+                    state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
+                    data=ocp.args.JsonSave(_to_json(data_state) | sums.PROMISE),
+                ),
+                force=True,
+            )
 
     def wait(self) -> None:
-        """Return when all that was saved is on disk."""
-        self._manager.wait_until_finished()
+        """Return when all that was saved is on disk.
 
-    def restore(self, abstract_state: TrainState, say: Any = print) -> tuple[TrainState, Any] | None:
+        Raises:
+          SaveFailed: it cannot be written.
+        """
+        with _failures():
+            try:
+                self._manager.wait_until_finished()
+                if self._saving is not None and processes.is_main():
+                    sums.seal(self._folder / str(self._saving))
+            finally:
+                self._saving = None
+
+    @property
+    def newest(self) -> int | None:
+        """Step of the newest checkpoint that is whole on disk; None where there is none."""
+        return max((step for step in ocp.utils.checkpoint_steps(self._folder) if step != self._saving), default=None)
+
+    def _sum(self) -> None:
+        for folder in self._folder.glob(f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}*"):
+            sums.write_sums(folder)
+
+    def restore(
+        self,
+        abstract_state: TrainState,
+        say: Any = print,
+        refuse: Callable[[TrainState, Any], str | None] = lambda state, data_state: None,
+    ) -> tuple[TrainState, Any] | None:
         """Load the newest checkpoint that is whole; None where there is none at all.
 
-        A checkpoint that does not load is moved to ``unreadable_checkpoints`` with a message, and the one before it
-        is tried.
+        A checkpoint that is damaged, does not load or is refused is moved to ``unreadable_checkpoints`` with a message,
+        and the one before it is tried.
+
+        Args:
+          abstract_state: shapes and shardings.
+          say: told what is passed over.
+          refuse: says what is wrong with a state and data position that load; None if nothing is.
 
         Raises:
           ValueError: there are checkpoints and none of them loads.
         """
+        broken: list[tuple[int, str]] = []
         steps = sorted(self._manager.all_steps(), reverse=True)
-        broken: list[tuple[int, Exception]] = []
         for step in steps:
-            found, failure = None, None
-            try:
-                shapes = stored_shapes(self._folder / str(step) / "state", abstract_state)
-                found = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), data=ocp.args.JsonRestore()),
-                )
-            except Exception as error:
-                if not _is_unreadable(error):
-                    raise
-                failure = error
+            found, failure = self._load(step, abstract_state, say)
             # What one process cannot read no process goes on from.
-            if not processes.all_agree(failure is None) or found is None:
-                error = failure or OSError("it does not load in another process")
-                broken.append((step, error))
-                say(f"checkpoint {step} does not load ({_first_line(error)}); trying the one before it")
+            if not processes.all_agree(found is not None):
+                found, failure = None, failure or "it does not load in another process"
+            if found is not None:
+                failure = refuse(*found)
+            if found is None or failure is not None:
+                broken.append((step, failure or ""))
+                say(f"checkpoint {step} does not load ({failure}); trying the one before it")
                 continue
             self._discard([step for step, _ in broken], say)
-            return from_stored(found["state"], abstract_state), _from_json(found["data"])
+            return found
         if broken:
             raise ValueError(
                 f"none of the checkpoints {[step for step, _ in broken]} in {self._folder} loads "
-                f"({_first_line(broken[0][1])}); choose another run_dir or delete that folder to start over"
+                f"({broken[0][1]}); choose another run_dir or delete that folder to start over"
             )
         return None
 
+    def _load(self, step: int, abstract: TrainState, say: Any) -> tuple[tuple[TrainState, Any] | None, str | None]:
+        """Return the state and data position of a checkpoint, or what is wrong with it."""
+        folder = self._folder / str(step)
+        has_sums, damage = False, None
+        try:
+            has_sums = sums.check_sums(folder, *processes.share())
+        except (sums.Damaged, OSError) as error:
+            damage = str(error)
+        if not processes.all_agree(damage is None):  # loading is done together, or not at all
+            return None, damage
+        unclipped = _is_unclipped(folder)
+        if unclipped:
+            abstract = abstract._replace(opt_state=abstract.opt_state[1])
+        try:
+            shapes = stored_shapes(folder / "state", abstract)
+            found = self._manager.restore(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), data=ocp.args.JsonRestore()),
+            )
+            state, data_state = from_stored(found["state"], abstract), _from_json(found["data"])
+        except Exception as error:
+            if not _is_unreadable(error):
+                raise
+            return None, _first_line(error)
+        if not has_sums:
+            say(f"checkpoint {step} has no sums, it is of before there were any: damage to it would not show")
+        if unclipped:
+            state = state._replace(opt_state=(optax.EmptyState(), state.opt_state))
+        return (state, data_state), None
+
     def _discard(self, steps: list[int], say: Any) -> None:
         for step in steps if processes.is_main() else ():
-            self._discarded.mkdir(exist_ok=True)
-            target = self._discarded / str(step)
-            while target.exists():
-                target = target.with_name(target.name + "+")
-            os.replace(self._folder / str(step), target)
-            say(f"moved checkpoint {step} to {target}")
+            say(f"moved checkpoint {step} to {self._move_away(self._folder / str(step))}")
         if steps:
             processes.wait_for_all("broken checkpoints moved")
             self._manager.reload()
+
+    def _move_away(self, path: Path) -> Path:
+        self._discarded.mkdir(exist_ok=True)
+        target = self._discarded / path.name
+        while target.exists():
+            target = target.with_name(target.name + "+")
+        os.replace(path, target)
+        return target
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Tell what the file system refused from what else may go wrong; tensorstore has its errors as ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveFailed(reason_of(error)) from error
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        raise SaveFailed(os.strerror(int(code[1]))) from error
+
+
+def reason_of(error: OSError) -> str:
+    """Return what the file system refused, with the file where it is named."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
+def _is_unclipped(folder: Path) -> bool:
+    """Whether a checkpoint is of a run without clipping that had no place for its state, as all have now."""
+    try:
+        keys = json.loads((folder / "state/_METADATA").read_bytes())["tree_metadata"]
+        return str(("opt_state", "0", "count")) in keys
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False  # it does not load
 
 
 def _first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxquant.config.loader import show
 from jaxquant.config.quant_config import Backend, QuantConfig
 
 RUN_CONTROL = frozenset(
@@ -27,10 +28,14 @@ RUN_CONTROL = frozenset(
 """Fields that may differ when a run is resumed.
 
 They say how long the run lasts, what it checks and writes down and on how many devices it goes. Everything else decides
-the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it.
+the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it, but
+for the fields of ``ADJUSTABLE``.
 (``steps`` also places the end of the cosine: a run resumed with more steps goes on from the checkpoint along the longer
 schedule.)
 """
+
+ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_threshold"})
+"""Fields that may differ, too, so that a run that stopped need not start over; each change is in metrics.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,15 +127,15 @@ class TrainConfig(QuantConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("learning_rate_final_fraction", "warmup_steps_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
+        for name, (least, most) in _RANGES.items():
+            _check_range(name, getattr(self, name), least, most)
+        for name in ("mesh_data", "mesh_fsdp", "mesh_tensor"):
+            if getattr(self, name) != -1:
+                _check_range(name, getattr(self, name), 1, _SIZE, "-1 or ")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{field.name} {show(value)} has a null character in it; leave it out")
         if self.remat_policy == "quantized" and self.resolved_backend != "native":
             raise ValueError(
                 "remat_policy 'quantized' keeps what the native backend saves, and nothing here runs on it: "
@@ -151,27 +156,50 @@ class TrainConfig(QuantConfig):
             )
 
 
-_NOT_NEGATIVE = (
-    "vocab_size",
-    "eval_every",
-    "checkpoint_every",
-    "health_every",
-    "health_sequences",
-    "gradient_clipping_threshold",
-    "weight_decay",
-)
-_POSITIVE = (
-    "steps",
-    "emb_dim",
-    "mlp_dim",
-    "num_layers",
-    "num_query_heads",
-    "num_kv_heads",
-    "head_dim",
-    "sequence_length",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "log_every",
-    "eval_batches",
-    "checkpoint_keep",
-)
+def _check_range(name: str, value: float, least: float, most: float, other: str = "") -> None:
+    if (least, most) == (0, 1) and not least <= value <= most:
+        raise ValueError(f"{name} must lie between 0 and 1, got {show(value)}")
+    if least == 0 and value < 0:
+        raise ValueError(f"{name} must not be negative, got {show(value)}")
+    if not value >= least:
+        raise ValueError(f"{name} must be {other}at least {least}, got {show(value)}")
+    if not value <= most:
+        raise ValueError(f"{name} must be {other}at most {most}, got {show(value)}")
+
+
+_SIZE = 2**24  # of an axis: all that fits anywhere
+_STEPS = 2**31 - 1  # steps are counted in int32
+_TINY, _HUGE = 1.2e-38, 3.4e38  # normal numbers of float32, in which the optimizer computes
+_RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**32 - 1),
+    "data_seed": (0, 2**63 - 1),
+    "steps": (1, _STEPS),
+    "vocab_size": (0, _SIZE),
+    "emb_dim": (1, _SIZE),
+    "mlp_dim": (1, _SIZE),
+    "num_layers": (1, 10_000),
+    "num_query_heads": (1, _SIZE),
+    "num_kv_heads": (1, _SIZE),
+    "head_dim": (1, _SIZE),
+    "rope_theta": (1, 1e30),
+    "norm_epsilon": (_TINY, 1e30),
+    "sequence_length": (1, _SIZE),
+    "batch_size": (1, _SIZE),
+    "gradient_accumulation_steps": (1, _SIZE),
+    "learning_rate": (0, _HUGE),
+    "learning_rate_final_fraction": (0, 1),
+    "warmup_steps_fraction": (0, 1),
+    "adam_b1": (0, 0.9999999),
+    "adam_b2": (0, 0.9999999),
+    "adam_eps": (_TINY, 1e30),
+    "weight_decay": (0, _HUGE),
+    "gradient_clipping_threshold": (0, _HUGE),
+    "log_every": (1, _STEPS),
+    "eval_every": (0, _STEPS),
+    "eval_batches": (1, _STEPS),
+    "checkpoint_every": (0, _STEPS),
+    "checkpoint_keep": (1, _STEPS),
+    "health_every": (0, _STEPS),
+    "health_sequences": (0, _SIZE),
+}
+"""Least and most of every number but those of the mesh, -1 or at least 1, and of the quantization."""

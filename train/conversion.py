@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.config.loader import build, load_yaml, to_mapping
+from jaxquant.config.loader import build, load_yaml, show, to_mapping
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
@@ -33,6 +33,7 @@ from train.tokenizer import open_tokenizer
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
+_FILES = ("quant_cfg_path", "tokenizer_path")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +103,7 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
     """Return the SHA-256 of each file that a configuration names and a served model reads."""
-    names = ("quant_cfg_path", "tokenizer_path")
-    paths = {name: Path(getattr(config, name)) for name in names if getattr(config, name)}
+    paths = {name: Path(getattr(config, name)) for name in _FILES if getattr(config, name)}
     return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
 
 
@@ -117,8 +117,11 @@ def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a file that its configuration names is gone or another.
     """
-    for name, sum_ in extra.get("files", {}).items():
-        path = Path(extra["train"][name])
+    files = extra.get("files", {})
+    if not isinstance(files, Mapping) or not set(files) <= set(_FILES):
+        raise ValueError(f"{folder} names files that no conversion does, {show(files)}; convert the run anew")
+    for name, sum_ in files.items():
+        path = Path(str(extra["train"].get(name)))
         if not path.is_file() or sha256_of(path) != sum_:
             change = "another file now" if path.is_file() else "gone"
             raise ValueError(

@@ -43,6 +43,10 @@ class DataConfig(Protocol):
     def packing(self) -> bool: ...
 
 
+class BadPosition(ValueError):
+    """A position that is none, whatever stream it may have been of."""
+
+
 class TrainIterator:
     """The endless stream of training batches.
 
@@ -63,15 +67,20 @@ class TrainIterator:
         """Return the position after the last batch."""
         return {"stream": dict(self._identity), "position": copy.deepcopy(self._iterator.get_state())}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Any) -> None:
         """Go to a position; the next batch is the one that followed ``get_state``.
 
         Raises:
+          BadPosition: it is no position, as where its file is damaged.
           ValueError: the position is one of another stream, with what differs.
         """
+        if not isinstance(state, dict) or not isinstance(state.get("stream", {}), dict):
+            raise BadPosition(f"data position is {type(state).__name__}, not one of this iterator")
         missing = {"stream", "position"} - set(state)
         if missing:
-            raise ValueError(f"data position has no {' and no '.join(sorted(missing))}; it is not one of this iterator")
+            raise BadPosition(
+                f"data position has no {' and no '.join(sorted(missing))}; it is not one of this iterator"
+            )
         saved = state["stream"]
         names = [name for name in {**self._identity, **saved} if saved.get(name) != self._identity.get(name)]
         if names:
@@ -80,7 +89,19 @@ class TrainIterator:
                 + ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
                 + "; restore these or start a new run"
             )
-        self._iterator.set_state(copy.deepcopy(state["position"]))
+        if _kinds(state["position"]) != _kinds(self._iterator.get_state()):
+            raise BadPosition("data position is not of the kind that this iterator has")
+        try:
+            self._iterator.set_state(copy.deepcopy(state["position"]))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise BadPosition(f"data position is refused by the iterator ({type(error).__name__}: {error})") from None
+
+
+def _kinds(position: Any) -> Any:
+    """Return a position with the kind of each of its values in their place."""
+    if isinstance(position, dict):
+        return {name: _kinds(value) for name, value in position.items()}
+    return type(position).__name__
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,7 +139,7 @@ class HealthLog:
         self._path = run_dir / FILE
         self._is_writer = jax.process_index() == 0
         if self._is_writer:
-            truncate_metrics(self._path, first_step)
+            truncate_metrics(self._path, first_step, metrics.say)
         self._told: set[tuple[int, str]] = set()
 
     def write(self, step: int, values: dict[str, jax.Array]) -> None:

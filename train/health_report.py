@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,7 @@ def health_maps(runs: Sequence[Run]) -> list[dict[str, Any]]:
         maps = {tensor: _maps(run.health, tensor, len(names)) for tensor in TENSORS}
         found.append(
             {
-                "name": run.name,
+                "name": html.escape(run.name),
                 "steps": [row["step"] for row in run.health],
                 "sequences": run.health[-1]["sequences"],
                 "layers": _labels(names),

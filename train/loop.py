@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,12 +19,14 @@ import numpy as np
 
 from jaxquant.audit.coverage import of_trace
 from train import processes
-from train.checkpoint import Checkpoints, check_config, write_config
+from train.checkpoint import Checkpoints, check_config, reason_of, write_config
 from train.config import TrainConfig
-from train.data import Data, make_iterators
+from train.data import BadPosition, Data, make_iterators
 from train.diagnose import explain_non_finite
+from train.finite import FiniteCheck
 from train.health import Health, HealthLog, build_health
-from train.metrics import Metrics
+from train.lock import Busy, RunLock
+from train.metrics import Metrics, note_changes
 from train.sharding import BATCH
 from train.step import (
     Batch,
@@ -39,7 +41,11 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix
 
 
 class Diverged(RuntimeError):
-    """A loss or gradient norm was not finite; the last good state is saved."""
+    """A loss, a gradient norm, an update or a state was not finite."""
+
+
+class Halted(RuntimeError):
+    """What the run writes cannot be written any more."""
 
 
 @dataclasses.dataclass
@@ -55,14 +61,19 @@ class _Pending:
 
 
 class StopRequest:
-    """Notes SIGTERM and Ctrl-C, so that the loop stops after the step at hand; a second one stops at once."""
+    """Notes SIGTERM, SIGHUP and Ctrl-C, so that the loop stops after the step at hand; a second one stops at once.
+
+    A terminal that closes sends SIGHUP more than once: the second is not heard. Nor is the first under ``nohup``.
+    """
 
     def __init__(self) -> None:
         self.signal: str | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -72,7 +83,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
-        signal.signal(number, self._before[number])
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else self._before[number])
 
 
 def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], None]:
@@ -84,40 +95,91 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     if not config.run_dir:
         raise ValueError("run_dir is empty; name the folder of the run")
     run_dir = Path(config.run_dir)
-    data = make_iterators(config, config.batch_size)
-    program = build(config, data.vocab_size)
-    config = program.config
-    check_config(run_dir, config)
-    reports = program.model.layers
-    coverage = of_trace(check_step(program, next(data.held_out())), layers=reports)
-    if config.strict:
-        coverage.check()
-    layers = [dataclasses.asdict(report) for report in reports]
-    health = build_health(program) if config.health_every else None
-    processes.wait_for_all("configuration read")
-    if processes.is_main():
-        write_config(run_dir, config)
-        (run_dir / "coverage.json").write_text(coverage.to_json() + "\n")
-    processes.wait_for_all("configuration written")
-    say(coverage.text())
-    say(f"data: {data.description}")
+    lock = RunLock(run_dir)
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(run_dir, config))
-        restored = checkpoints.restore(program.abstract_state, say)
-        if restored is None:
-            state = processes.in_order(program.init())
-        else:
-            state, data_state = restored
-            data.train.set_state(data_state)
+        stack.callback(lock.release)
+        if jax.process_count() == 1 and run_dir.is_dir():  # of several, each may see it or not yet
+            _own(lock, run_dir, say)
+        data = make_iterators(config, config.batch_size)
+        program = build(config, data.vocab_size)
+        config = program.config
+        check_config(run_dir, config)
+        reports = program.model.layers
+        coverage = of_trace(check_step(program, next(data.held_out())), layers=reports)
+        if config.strict:
+            coverage.check()
+        layers = [dataclasses.asdict(report) for report in reports]
+        health = build_health(program) if config.health_every else None
+        processes.wait_for_all("configuration read")
+        if processes.is_main():
+            run_dir.mkdir(parents=True, exist_ok=True)
+        _own(lock, run_dir, say)
+        changes = check_config(run_dir, config)  # once more: nobody else writes from here on
+        say(coverage.text())
+        say(f"data: {data.description}")
+        check = FiniteCheck(program)
+        checkpoints = stack.enter_context(Checkpoints(run_dir, config, say))
+        restored = checkpoints.restore(program.abstract_state, say, lambda *found: _unusable(data, check, *found))
+        state = restored[0] if restored else _initial(program)
+        if restored:
             say(f"resumed {run_dir} at step {int(state.step)}")
-        stack.pop_all()  # they stay open: the training function closes them
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    low = [layer for layer in layers if layer["recipe"] is not None]
-    say(
-        f"model: {count:,} parameters, {len(low)} of {len(layers)} linear layers quantized"
-        f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
-    )
-    return lambda: _train(program, data, state, checkpoints, run_dir, layers, health)
+        elif (found := check(state)) is not None:
+            raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
+        if processes.is_main():
+            note_changes(run_dir, int(state.step), changes, say)
+            write_config(run_dir, config)
+            (run_dir / "coverage.json").write_text(coverage.to_json() + "\n")
+        processes.wait_for_all("configuration written")
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        low = [layer for layer in layers if layer["recipe"] is not None]
+        say(
+            f"model: {count:,} parameters, {len(low)} of {len(layers)} linear layers quantized"
+            f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
+        )
+        opened = stack.pop_all()  # they stay open: the training function closes them
+
+    def train() -> None:
+        with opened:
+            _train(program, data, state, checkpoints, run_dir, layers, health, check)
+
+    return train
+
+
+def _initial(program: Program) -> TrainState:
+    try:
+        return processes.in_order(jax.block_until_ready(program.init()))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        size = _bytes(program.abstract_state)
+        raise ValueError(
+            f"parameters and optimizer state of {size:,} bytes do not fit into the memory of {_devices()}; "
+            "make the model smaller, or spread it over more devices with mesh_fsdp"
+        ) from None
+
+
+def _own(lock: RunLock, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Take the folder for this run: its first process has it, for all of them."""
+    refusal = None
+    if processes.is_main():
+        try:
+            lock.acquire(say)
+        except Busy as busy:
+            refusal = busy
+    if not processes.all_agree(refusal is None):
+        raise refusal or Busy(f"run {run_dir} is being written by another run; see the first process")
+
+
+def _unusable(data: Data, check: FiniteCheck, state: TrainState, data_state: Any) -> str | None:
+    """Say why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
+    found = check(state)
+    if found is not None:
+        return f"{found} is not finite"
+    try:
+        data.train.set_state(data_state)
+    except BadPosition as error:
+        return str(error)
+    return None
 
 
 def _train(
@@ -128,6 +190,7 @@ def _train(
     run_dir: Path,
     layers: list[dict[str, Any]],
     health: Health | None,
+    check: FiniteCheck,
 ) -> None:
     config = program.config
     healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
@@ -135,7 +198,7 @@ def _train(
     pending: _Pending | None = None
     agreed = False
     first = int(state.step)
-    with checkpoints, Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
+    with _writing(run_dir, checkpoints), Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
         health_log = HealthLog(health, run_dir, metrics, first) if health else None
 
         def settle() -> None:
@@ -147,14 +210,18 @@ def _train(
                 health_log.write(pending.step, pending.health)
             values = {name: float(value) for name, value in pending.metrics.items()}
             if not values["healthy"]:
-                _diverged(program, state, pending, values, checkpoints)
+                _diverged(program, state, pending, values, checkpoints, check)
             metrics.step(pending.step, values)
             agreed = agreed or bool(pending.stop)
             pending = None
 
+        def reason() -> str | None:
+            """Why this process asks to stop."""
+            return stop.signal or ("a closed output" if metrics.is_unheard else None)
+
         def stopping() -> bool:
             """Whether to stop. Several processes stop together, where the answer of an earlier step is known to all."""
-            return agreed if jax.process_count() > 1 else stop.signal is not None
+            return agreed if jax.process_count() > 1 else reason() is not None
 
         batch: Batch = {}
         saved = 0
@@ -168,32 +235,69 @@ def _train(
             measured = processes.in_order(health.measure(state, placed)) if health and due else None
             state, values = processes.in_order(program.step(state, placed, healthy))
             healthy = values["healthy"]
-            asked = stop_anywhere.ask(stop.signal is not None)
+            asked = stop_anywhere.ask(reason() is not None)
             settle()
             pending = _Pending(step, values, placed, before, asked, measured)
             last = step == config.steps
+            saving = last or _due(step, config.checkpoint_every) or stopping()
+            if saving:
+                settle()
+                found, seconds = check.timed(state)
+                if found is not None:
+                    raise Diverged(f"after step {step} {found} is not finite; {_kept(checkpoints)}")
+                metrics.finite_check(step, seconds)
             if last or _due(step, config.eval_every):
                 settle()
                 held_out = _held_out(program, data, state)
                 metrics.held_out(step, held_out)
                 metrics.pause()
-            if last or _due(step, config.checkpoint_every) or stopping():
-                settle()
+            if last:
+                _check_held_out(held_out, step, checkpoints)
+            if saving:
                 checkpoints.save(step, state, data.train.get_state())
                 saved = step
                 metrics.pause()
             if saved == step and stopping() and not last:
                 checkpoints.wait()
-                by = stop.signal or "a signal to another process"
+                by = reason() or "a signal to another process"
                 metrics.say(f"stopped by {by} after step {step}, saved; the same command goes on from there")
                 return
         checkpoints.wait()
+        _check_held_out(held_out, config.steps, checkpoints)
         batch = batch or next(data.train)
-        assert held_out is not None
         summary = _summary(program, data, state, batch, layers) | metrics.timing() | {"held_out_loss": held_out}
         if processes.is_main():
             (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {run_dir}")
+
+
+@contextlib.contextmanager
+def _writing(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
+    """Say what is kept where the file system refuses to go on: full, over its quota, read-only, gone."""
+    try:
+        yield
+        checkpoints.wait()
+    except OSError as error:
+        step = checkpoints.newest if run_dir.is_dir() else None
+        kept = "no checkpoint is kept" if step is None else f"checkpoint {step} is kept"
+        raise Halted(
+            f"run {run_dir} cannot be written ({reason_of(error)}); {kept}; make it writable, with space, "
+            f"and the same command goes on from {'the start' if step is None else 'there'}"
+        ) from error
+
+
+def _check_held_out(held_out: float | None, step: int, checkpoints: Checkpoints) -> None:
+    if held_out is None or not math.isfinite(held_out):
+        raise Diverged(f"after step {step} the held-out loss is {held_out}; {_kept(checkpoints)}")
+
+
+def _kept(checkpoints: Checkpoints) -> str:
+    """Say what a run that diverged goes on from."""
+    checkpoints.wait()
+    step = checkpoints.newest
+    if step is None:
+        return "nothing is saved yet; start again with a lower learning_rate"
+    return f"the last good state, step {step}, is saved; resume with a lower learning_rate, or start a new run_dir"
 
 
 def _due(step: int, every: int) -> bool:
@@ -207,20 +311,32 @@ def _held_out(program: Program, data: Data, state: TrainState) -> float:
 
 
 def _diverged(
-    program: Program, state: TrainState, failed: _Pending, values: dict[str, float], checkpoints: Checkpoints
+    program: Program,
+    state: TrainState,
+    failed: _Pending,
+    values: dict[str, float],
+    checkpoints: Checkpoints,
+    check: FiniteCheck,
 ) -> None:
-    """Save the last good state and raise with the layer that went first."""
+    """Save the last good state, where there is one, and raise with what went first.
+
+    A step whose loss or gradient norm is not finite leaves the state that it started from. One that overflows in the
+    update itself has overwritten it.
+    """
+    what = next((name for name in ("loss", "grad_norm") if not math.isfinite(values[name])), None)
+    broken = check(state)
+    if what is None or broken is not None:
+        where = f"{broken} is not finite" if broken else "a sum in it overflows"
+        raise Diverged(
+            f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}; {_kept(checkpoints)}"
+        )
     good = int(state.step)
     checkpoints.save(good, state, failed.data_state)
     checkpoints.wait()
     key = jax.random.fold_in(jax.random.key(program.config.seed), good)
     where = explain_non_finite(program, state, failed.batch, key)
-    what = "loss" if not math.isfinite(values["loss"]) else "gradient norm"
-    value = values["loss"] if what == "loss" else values["grad_norm"]
-    raise Diverged(
-        f"step {failed.step}: {what} is {value}; {where}; the last good state, step {good}, is saved; "
-        "lower learning_rate, or start a new run_dir"
-    )
+    name = "loss" if what == "loss" else "gradient norm"
+    raise Diverged(f"step {failed.step}: {name} is {values[what]}; {where}; {_kept(checkpoints)}")
 
 
 def _summary(
@@ -243,7 +359,7 @@ def _summary(
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _devices() -> str:

@@ -24,7 +24,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Build the optimizer."""
+    """Build the optimizer. Its state has one shape with and without clipping, so that a run can go on with either."""
     adamw = optax.adamw(
         learning_rate_schedule(config),
         b1=config.adam_b1,
@@ -33,9 +33,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=_decayed,
     )
-    if not config.gradient_clipping_threshold:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.gradient_clipping_threshold), adamw)
+    threshold = config.gradient_clipping_threshold
+    return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), adamw)
 
 
 def _decayed(params: optax.Params) -> optax.Params:

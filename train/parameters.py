@@ -15,6 +15,7 @@ from etils import epath
 
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
+from train.sums import check_sums
 
 KINDS = ("params", "quant_state")
 """Parts of a training state that are read here."""
@@ -110,7 +111,7 @@ class Parameters:
 
 
 def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[[str], Any] = print) -> Parameters:
-    """Open the parameters and the quant state of a run, without reading them.
+    """Open the parameters and the quant state of a run: every byte of the checkpoint is compared with its sums.
 
     Nothing in the folder is changed, so that the run may be going on.
 
@@ -135,19 +136,21 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
     if step is not None:
         if step not in steps:
             raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-        return _open(folder, step)
+        return _open(folder, step, say)
     for newest in reversed(steps):
         try:
-            return _open(folder, newest)
+            return _open(folder, newest, say)
         except ValueError as error:
             failure = error
             say(f"{failure}; trying the one before it")
     raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
 
 
-def _open(folder: Path, step: int) -> Parameters:
+def _open(folder: Path, step: int, say: Callable[[str], Any]) -> Parameters:
     state = folder / str(step) / "state"
     try:
+        if not check_sums(folder / str(step)):
+            say(f"checkpoint {step} in {folder} has no sums, it is of before there were any: damage would not show")
         # Orbax opens all arrays side by side and leaves what it has begun where one fails; so the index comes first.
         if not list_arrays(state):
             raise ValueError(f"there are no arrays in {state}")

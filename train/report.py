@@ -97,7 +97,11 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     colour = {run.name: index for index, run in enumerate([*_quantized(runs, baseline)])}
 
     def style(run: Run) -> dict[str, Any]:
-        return {"name": run.name, "run": -1 if run is baseline else colour[run.name], "legendgroup": run.name}
+        return {
+            "name": html.escape(run.name),
+            "run": -1 if run is baseline else colour[run.name],
+            "legendgroup": run.name,
+        }
 
     def line(run: Run, points: dict[int, float], **more: Any) -> dict[str, Any]:
         steps = sorted(points)
@@ -107,7 +111,7 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     def bars(values: list[float | None], text: list[str]) -> list[dict[str, Any]]:
         kept = [(run, v, t) for run, v, t in zip(runs, values, text, strict=True) if v is not None]
         return [
-            {"type": "bar", "orientation": "h", "x": [v], "y": [run.name], "text": [t], **style(run)}
+            {"type": "bar", "orientation": "h", "x": [v], "y": [html.escape(run.name)], "text": [t], **style(run)}
             for run, v, t in kept
         ]
 

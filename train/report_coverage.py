@@ -42,12 +42,11 @@ def _row(path: str, layers: Sequence[dict[str, Any] | None], dtype_cell: DtypeCe
             cells.append("<td colspan=4 class='first missing'>not in this run</td>")
         elif all(layer[name] in ("float", "") for name in MATMULS):
             reason = html.escape(layer["reason"])
-            cells.append(
-                f"<td colspan=3 class='first float'>float<small>{reason}</small></td><td>{layer['times']}</td>"
-            )
+            times = html.escape(str(layer["times"]))
+            cells.append(f"<td colspan=3 class='first float'>float<small>{reason}</small></td><td>{times}</td>")
         else:
             for name in MATMULS:
                 stored = layer.get("dtypes", {}).get(name, ())  # a run of an older version stored text alone
                 cells.append(dtype_cell(layer[name], [MatmulDtypes.from_json(each) for each in stored], name))
-            cells.append(f"<td>{layer['times']}</td>")
+            cells.append(f"<td>{html.escape(str(layer['times']))}</td>")
     return f"<tr>{''.join(cells)}</tr>"

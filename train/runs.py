@@ -127,7 +127,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
     train: dict[int, float] = {}
     held_out: dict[int, float] = {}
     times: list[float] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -139,11 +139,15 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
                 held_out[step] = _number(row["held_out_loss"])
             if row.get("step_time_s") is not None:
                 times.append(float(row["step_time_s"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise ValueError(
-                f"{path}, line {number} is not a metrics line: {line[:60]!r}; resume the run, or delete that line"
+                f"{path}, line {number} is not a metrics line: {_shown(line)}; resume the run, or delete that line"
             ) from None
     return train, held_out, times
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:60].decode(errors="backslashreplace"))
 
 
 def _number(value: float | None) -> float:
@@ -153,13 +157,13 @@ def _number(value: float | None) -> float:
 
 def _read_health(path: Path) -> tuple[dict[str, Any], ...]:
     rows = []
-    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
         try:
             row = json.loads(line)
             _ = row["step"], row["sequences"], row["layers"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
-                f"{path}, line {number} is not a health line: {line[:60]!r}; resume the run, or delete that line"
+                f"{path}, line {number} is not a health line: {_shown(line)}; resume the run, or delete that line"
             ) from None
         rows.append(row)
     return tuple(rows)
@@ -169,8 +173,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        summary = json.loads(path.read_text())
-    except ValueError as error:
+        summary = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); start the run again, which writes it anew") from None
     if not isinstance(summary, dict):
         raise ValueError(f"{path} holds {type(summary).__name__}, not a summary; start the run again")

@@ -119,7 +119,10 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     manifest = serving.read_manifest(folder)
     if "train" not in manifest.extra:
         raise ValueError(f"{folder} holds no decoder of a training run; load it with jaxquant.serving.load")
-    config: TrainConfig = build(TrainConfig, manifest.extra["train"] | dict(overrides))
+    step, train = manifest.extra.get("step"), manifest.extra["train"]
+    if type(step) is not int or not isinstance(train, Mapping):
+        raise ValueError(f"{folder} holds no step and config of a training run; convert the run anew")
+    config: TrainConfig = build(TrainConfig, {**train, **(overrides or {})})
     check_files(folder, manifest.extra)
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
@@ -127,7 +130,7 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     example = jnp.zeros((1, config.sequence_length), jnp.int32)
     found = serving.load(folder, like=converted_shapes(plain, shape, example))
     model = make_model(plain, shape, example)
-    return Served(model, found.params, {}, tokenizer, config, shape, int(manifest.extra["step"]))
+    return Served(model, found.params, {}, tokenizer, config, shape, step)
 
 
 def _read_run(folder: Path, abstract: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -206,6 +206,7 @@ def _parquet(path: Path, field: str) -> Source:
                 except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
                     raise ValueError(f"{file} is damaged after row {row}: {str(error).splitlines()[0]}") from None
 
+    _total_size(files)  # which refuses what is no file
     rows = 0
     for file in files:
         with opened(file) as table:
@@ -224,9 +225,24 @@ def read_bytes(file: Path, option: str = "") -> bytes:
       ValueError: naming the file and why it cannot be read.
     """
     try:
+        check_ordinary(file, option)
         return file.read_bytes()
     except OSError as error:
         _unreadable(file, error, option)
+
+
+def check_ordinary(file: Path, option: str = "") -> None:
+    """Refuse what is no file: a device may have no end, and a pipe can be read once only, and data twice.
+
+    Raises:
+      ValueError: naming it.
+      OSError: it is not there.
+    """
+    mode = file.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+        kind = next((kind for test, kind in kinds if test(mode)), "a device")
+        raise ValueError(f"{option} {str(file)!r} is {kind}, not a file; copy what it holds to a file".strip())
 
 
 def _unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
@@ -262,6 +278,7 @@ def _files(path: Path, dataset: str, suffix: str) -> list[Path]:
     except OSError as error:
         _unreadable(path, error, "dataset_path")
     if not is_folder:
+        check_ordinary(path, "dataset_path")
         return [path]
     files = [file for file in _walk(path) if file.name.endswith(suffix)]
     if not files:
@@ -292,6 +309,7 @@ def _total_size(files: list[Path]) -> int:
     total = 0
     for file in files:
         try:
+            check_ordinary(file)
             total += file.stat().st_size
         except OSError as error:
             _unreadable(file, error)

@@ -43,7 +43,7 @@ class Program:
       init: () -> TrainState.
       step: (state, batch, healthy) -> (state, metrics); donates the state. Once ``healthy`` is False, or when this
         step's loss or gradient norm is not finite, the state comes back unchanged and ``metrics["healthy"]`` is
-        False.
+        False. It is False, too, where the update overflows: that state is not finite, and no step changes it.
       evaluate: (state, batch) -> (sum of the tokens' losses, number of tokens).
       loss: (params, quant_state, batch, key[, apply]) -> mean loss; not jitted, for looking inside.
     """
@@ -83,6 +83,10 @@ def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]
     weights = (batch["segment_ids"] != 0).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return (losses * weights).sum(), weights.sum()
+
+
+def _is_finite(tree: Any) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def _micro_batches(batch: Batch, k: int) -> dict[str, jax.Array]:
@@ -152,7 +156,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
         norm = optax.tree.norm(grads)
-        healthy = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
+        changes = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updated = TrainState(
             state.step + 1,
@@ -165,9 +169,11 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": (batch["segment_ids"] != 0).sum(),
-            "healthy": healthy,
+            # The update is looked at, and not waited for: the old state would have to be kept for that. Moments of
+            # finite gradients of a finite norm are finite.
+            "healthy": changes & _is_finite((updated.params, updated.quant_state)),
         }
-        return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), updated, state), metrics
+        return jax.tree.map(lambda new, old: jnp.where(changes, new, old), updated, state), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         # In micro-batches too: what fits in training fits here.

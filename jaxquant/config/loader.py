@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -24,10 +25,72 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"(?P<inf>[-+]?\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
 
 
+MAX_CHARACTERS = 100_000
+"""Longest YAML text: about the second that a user waits for an error. The longest config that is shipped has 4,000."""
+MAX_BYTES = 10 * 2**20
+"""Largest file that is read as text at all."""
+MAX_NODES = 10_000
+"""Most scalars, sequences and mappings of a text, those behind an alias counted wherever it stands."""
+MAX_DEPTH = 32
+_MAX_DIGITS = 64
+_STRING_TAG = "tag:yaml.org,2002:str"
+
+
+class _Show(reprlib.Repr):
+    """``repr`` of what a user wrote, cut where it is long or deep, so that an error stays a sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 4, 200, 200
+        self.maxdict = self.maxlist = self.maxtuple = 20
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 256 else f"an integer of {x.bit_length()} bits"
+
+
+show = _Show().repr
+
+
+def _error(problem: str, node: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML with the scalars of YAML 1.2's core schema (PyYAML's own are 1.1: ``no`` is False, ``4e-4`` a string)."""
+    """PyYAML with the scalars of YAML 1.2's core schema (PyYAML's own are 1.1: ``no`` is False, ``4e-4`` a string).
+
+    It is as strict about size: depth and number of nodes are bounded, and no node holds itself.
+    """
 
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self._depth = self._count = 0
+        self._sizes: dict[yaml.Node, int] = {}  # of the nodes that are whole
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()
+        before = self._count
+        if isinstance(event, yaml.AliasEvent):
+            node = self.anchors.get(event.anchor)
+            if node is not None and node not in self._sizes:
+                raise _error(f"alias *{event.anchor} stands in what it names", event)
+            self._count += 1 if node is None else self._sizes[node]
+        else:
+            tag = getattr(event, "tag", None)
+            if tag is not None and not (tag == _STRING_TAG and isinstance(event, yaml.ScalarEvent)):
+                raise _error(f"tag {show(tag)} is not read; leave it out", event)
+            self._count += 1
+        if self._count > MAX_NODES:
+            raise _error(f"more than {MAX_NODES:,} values, aliases written out; a config is shorter", event)
+        if self._depth == MAX_DEPTH:
+            raise _error(f"nested more than {MAX_DEPTH} deep; a config is flatter", event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None:
+            self._sizes.setdefault(node, self._count - before)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -35,22 +98,26 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not a string", problem_mark=key_node.start_mark)
+                raise _error(f"key {show(key)} is not a string", key_node)
             if key in seen:
-                problem = f"key {key!r} is given twice, first on line {seen[key]}"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+                raise _error(f"key {show(key)} is given twice, first on line {seen[key]}", key_node)
             seen[key] = line
         return super().construct_mapping(node, deep)
 
 
 def _construct_int(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > _MAX_DIGITS:
+        raise _error(f"integer {show(node.value[:20])}... of {len(node.value)} digits is too large", node)
     return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
 
 
 def _construct_float(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     special = _SPECIAL.fullmatch(node.value)
     if special is None:
-        return float(node.value)
+        value = float(node.value)
+        if math.isinf(value):
+            raise _error(f"number {show(node.value)} is too large; write .inf for infinity", node)
+        return value
     if special["inf"] is None:
         return math.nan
     return -math.inf if node.value.startswith("-") else math.inf
@@ -69,11 +136,16 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 def _parse(text: str, place: str) -> Any:
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{place} has {len(text):,} characters; a config has at most {MAX_CHARACTERS:,}")
     try:
         return yaml.load(text, _Loader)  # a SafeLoader: it builds plain data only
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{place}{line}: {error.problem or error.context}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"{place} line {line}: character {error.character!r} is not allowed") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -86,12 +158,17 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
       what: what names the file in an error, such as a field; the path alone if empty.
 
     Raises:
-      ValueError: the file is missing, unreadable or not UTF-8; names the path.
+      ValueError: the file is missing, unreadable, not UTF-8 or larger than ``MAX_BYTES``; names the path.
     """
     name = f"{what} {os.fspath(path)!r}" if what else os.fspath(path)
+    if "\0" in os.fspath(path):
+        raise ValueError(f"{name!r} has a null character in it, which no path has")
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"{name} is larger than {MAX_BYTES:,} bytes; a config is smaller")
+            return data.decode()
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -127,20 +204,22 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         dotted, equals, text = item.partition("=")
         *parents, last = dotted.strip().split(".")
         if not equals or not all([*parents, last]):
-            raise ValueError(f"override {item!r} is not of the form key=value")
+            raise ValueError(f"override {show(item)} is not of the form key=value")
+        if len(parents) >= MAX_DEPTH:
+            raise ValueError(f"override {show(item)} nests more than {MAX_DEPTH} deep; a config is flatter")
         place = result
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
-                raise ValueError(f"override {item!r} puts a key under {parent!r}, which has a value already")
-        place[last] = _parse(text, f"override {item!r}") if text.strip() else ""
+                raise ValueError(f"override {show(item)} puts a key under {show(parent)}, which has a value already")
+        place[last] = _parse(text, f"override {show(item)}") if text.strip() else ""
     return result
 
 
 def nearest(name: Any, known: Iterable[str], count: int = 1) -> str:
     """Give ``did you mean 'x'?`` with the ``count`` nearest known names, or the list of known ones if none is near."""
     names = [candidate for candidate in known if candidate]
-    near = difflib.get_close_matches(str(name), names, count)
+    near = difflib.get_close_matches(str(name)[:200], names, count)
     if near:
         return f"did you mean {' or '.join(repr(candidate) for candidate in near)}?"
     return f"known ones are {', '.join(names)}"
@@ -168,11 +247,11 @@ def build(cls: type[T], mapping: Mapping[str, Any], place: str = "") -> T:
     """
     place = place or cls.__name__
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"{place} must be a mapping, got {mapping!r} ({type(mapping).__name__})")
+        raise TypeError(f"{place} must be a mapping, got {show(mapping)} ({type(mapping).__name__})")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
     for key in mapping:
         if key not in fields:
-            raise ValueError(f"{place} has no field {key!r}; {nearest(key, fields)}")
+            raise ValueError(f"{place} has no field {show(key)}; {nearest(key, fields)}")
     prepare = getattr(cls, "prepare_mapping", None)
     if prepare is not None:
         mapping = prepare(mapping)
@@ -202,16 +281,16 @@ def convert(hint: Any, value: Any, place: str) -> Any:
       ValueError, TypeError: as ``build``.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    wrong = TypeError(f"{place} must be {_spell(hint)}, got {value!r} ({type(value).__name__})")
     if hint is Any:
         return value
+    wrong = TypeError(f"{place} must be {_spell(hint)}, got {show(value)} ({type(value).__name__})")
     if origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in args):
             return value
         if not isinstance(value, tuple({type(choice) for choice in args})):
             raise wrong
         words = [str(choice) for choice in args]
-        raise ValueError(f"{place} must be {_spell(hint)}, got {value!r}; {nearest(value, words)}")
+        raise ValueError(f"{place} must be {_spell(hint)}, got {show(value)}; {nearest(value, words)}")
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, place, wrong)
     if origin in (tuple, list):
@@ -234,7 +313,10 @@ def convert(hint: Any, value: Any, place: str) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else build(hint, value, place)
     if hint is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{place} is too large for a float, got {show(value)}") from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise wrong
     return value

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from typing import Any
 
-from jaxquant.config.loader import build, load_yaml, read_text
+from jaxquant.config.loader import build, load_yaml, read_text, show
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 
@@ -87,7 +88,9 @@ def _read(path: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} line {error.lineno}: {error.msg}") from error
     except _DuplicateKeyError as error:
-        raise ValueError(f"{path}: key {error.args[0]!r} is given twice") from None
+        raise ValueError(f"{path}: key {show(error.args[0])} is given twice") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
+        raise ValueError(f"{path} is JSON that Python refuses: {error}") from None
     if not isinstance(content, dict):
         raise TypeError(f"{path}: top level must be a mapping, got {type(content).__name__}")
     return content
@@ -117,6 +120,8 @@ def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisi
         scale = getattr(entry, field)
         if not scale > 0:
             raise ValueError(f"{place}.{field} must be above 0, got {scale:g}")
+        if math.isinf(scale):
+            raise ValueError(f"{place}.{field} must be finite, got {scale:g}; 1 covers everything")
         if field in value and scale < 1 and getattr(entry, f"{field[0]}_bits") is None:
             raise ValueError(f"{place}.{field} {scale:g} has no effect while {field[0]}_bits is null")
     if entry.tile_size != -1 and entry.tile_size < 1:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 import jax
 
+from jaxquant.config import loader
 from jaxquant.config.recipes import (
     BOUND_OPTIONS,
     CALIBRATION_OPTIONS,
@@ -76,8 +76,10 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
     if len(value) not in (0, len(OPERANDS)):
         raise ValueError(f"constant_bound_config needs six bounds ({', '.join(OPERANDS)}) or none, got {len(value)}")
     for name, bound in zip(OPERANDS, value, strict=False):
-        if not (math.isfinite(bound) and bound > 0):
-            raise ValueError(f"constant_bound_config {name} must be a finite bound above 0, got {bound:g}")
+        if not 1e-30 <= bound <= 1e30:
+            raise ValueError(
+                f"constant_bound_config {name} must be a finite bound above 0, from 1e-30 to 1e30, got {bound:g}"
+            )
     return tuple(float(bound) for bound in value)
 
 
@@ -102,7 +104,21 @@ def check(options: Options) -> None:
         )
     if options.amax_history_length < 1:
         raise ValueError(f"amax_history_length must be at least 1, got {options.amax_history_length}")
+    for field, most in _LARGEST.items():
+        if (getattr(options, field) or 0) > most:
+            raise ValueError(f"{field} must be at most {most}, got {loader.show(getattr(options, field))}")
+    if abs(options.amax_margin) > 64:
+        raise ValueError(f"amax_margin must lie between -64 and 64, got {loader.show(options.amax_margin)}")
     _check_sparsity(options)
+
+
+_LARGEST = {
+    "amax_history_length": 2**20,
+    "quantization_local_shard_count": 2**20,
+    "weight_sparsity_m": 2**16,
+    "weight_sparsity_start_step": 2**31 - 1,
+    "weight_sparsity_update_step": 2**31 - 1,
+}
 
 
 def _check_sparsity(options: Options) -> None:

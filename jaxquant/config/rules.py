@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Iterable
 
+from jaxquant.config.loader import show
 from jaxquant.config.mixed_precision import MixedPrecision
+from jaxquant.config.patterns import Pattern
 from jaxquant.core.recipe import Recipe
 
 HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
@@ -46,16 +48,17 @@ class Decision:
     rule: str | None = None
 
 
-def compile_pattern(pattern: str, place: str) -> re.Pattern[str]:
+@functools.lru_cache(maxsize=1024)
+def compile_pattern(pattern: str, place: str) -> Pattern:
     """Compile a regex.
 
     Raises:
       ValueError: not a regex; names it, its place and what is wrong.
     """
     try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{place} {pattern!r} is not a regular expression: {error}") from None
+        return Pattern(pattern)
+    except ValueError as error:
+        raise ValueError(f"{place} {show(pattern)} is not a regular expression: {error}") from None
 
 
 def default_exclusion(path: str, out_features: int) -> str | None:
@@ -83,7 +86,7 @@ class _Entry:
     is_rule: bool
 
     def matches(self, path: str) -> bool:
-        return re.fullmatch(self.pattern, path) is not None
+        return compile_pattern(self.pattern, self.place).fullmatch(path)
 
 
 class Resolver:

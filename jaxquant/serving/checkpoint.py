@@ -36,6 +36,7 @@ from jaxquant.serving.manifest import (
     write_manifest,
 )
 from jaxquant.serving.placement import Place, automatic, choose_sharding, first_line, from_stored, to_stored
+from jaxquant.serving.validation import check_store
 
 __all__ = ["Checkpoint", "load", "read_manifest", "save"]
 
@@ -63,8 +64,8 @@ def save(
 ) -> None:
     """Write a quantized checkpoint, whole or not at all.
 
-    It is written beside, in ``DIRECTORY.partial``, and renamed. Every process of a run calls this with the same global
-    arrays and a directory that all of them see.
+    It is written beside, in ``DIRECTORY.jaxquant-partial``, and renamed; what a killed process left there goes. Every
+    process of a run calls this with the same global arrays and a directory that all of them see.
 
     Args:
       directory: must not exist.
@@ -91,7 +92,7 @@ def save(
     for leaf in manifest.leaves:
         for stored, array in zip(leaf.arrays().values(), _parts(leaves[leaf.path]), strict=True):
             arrays[stored.name] = to_stored(stored, array)
-    partial = directory.with_name(directory.name + ".partial")
+    partial = directory.with_name(directory.name + ".jaxquant-partial")
     with _written(partial) as is_main:
         report = progress or (lambda *_: None)
         report(0, manifest.bytes, "writing")
@@ -226,6 +227,8 @@ def _open_arrays(directory: Path, expected: Iterable[Stored]) -> dict[str, ts.Te
                 f"leaf {array.path} is stored as {found[1]}{found[0]} in {folder / name}, and jaxquant.json says "
                 f"{wanted[1]}{wanted[0]}; convert the run again"
             )
+    for name, array in names.items():
+        check_store(folder / name, array)
     return opened
 
 

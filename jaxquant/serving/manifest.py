@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxquant.serving.leaves import Leaf
+from jaxquant.serving.validation import MAX_MANIFEST_BYTES, check_contents, check_leaves, list_ordinary
 
 FORMAT = "jaxquant-quantized"
 VERSION = 1
@@ -131,6 +132,8 @@ def read_manifest(directory: str | Path) -> Manifest:
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any checkpoint's; {_REPLACE}")
     try:
         text = path.read_bytes().decode("utf-8")
         contents = json.loads(text)
@@ -142,12 +145,13 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
+    check_contents(path, contents, File)
     try:
         leaves = [
             row | {name: tuple(row[name]) for name in ("shape", "scale_shape", "block") if row.get(name) is not None}
             for row in contents["leaves"]
         ]
-        return Manifest(
+        manifest = Manifest(
             config=contents["config"],
             extra=contents["extra"],
             leaves=tuple(Leaf(**row) for row in leaves),
@@ -158,6 +162,8 @@ def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
         raise ValueError(
             f"{path} lacks what version {VERSION} has ({type(error).__name__}: {error}); {_REPLACE}"
         ) from None
+    check_leaves(path, manifest.leaves)
+    return manifest
 
 
 def check_files(directory: Path, manifest: Manifest, verify: bool, progress: Progress | None = None) -> None:
@@ -185,9 +191,9 @@ def check_files(directory: Path, manifest: Manifest, verify: bool, progress: Pro
 
 
 def _paths(directory: Path) -> dict[str, Path]:
-    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
+    found = list_ordinary(directory)
     found.pop(NAME, None)
-    return dict(sorted(found.items()))
+    return found
 
 
 def sha256_of(path: Path) -> str:

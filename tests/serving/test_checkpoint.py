@@ -145,13 +145,20 @@ def test_a_save_that_fails_leaves_nothing_and_what_a_killed_one_left_is_written_
         with pytest.raises(OSError, match="disk full"):
             save(tmp_path / "made", {"a": ONE}, CONFIG)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "made.partial/params").mkdir(parents=True)
-    (tmp_path / "made.partial/params/left").write_text("over")
+    (tmp_path / "made.jaxquant-partial/params").mkdir(parents=True)
+    (tmp_path / "made.jaxquant-partial/params/left").write_text("over")
     with pytest.raises(FileNotFoundError, match="made does not exist"):
         load(tmp_path / "made")
     save(tmp_path / "made", {"a": ONE}, CONFIG)
     assert_same(load(tmp_path / "made").params, {"a": ONE})
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_users_own_partial_folder_is_left_alone(tmp_path: Path):
+    (tmp_path / "made.partial").mkdir()
+    (tmp_path / "made.partial/thesis.txt").write_text("mine")
+    save(tmp_path / "made", {"a": ONE}, CONFIG)
+    assert (tmp_path / "made.partial/thesis.txt").read_text() == "mine"
 
 
 # What does not fit the model.

@@ -148,9 +148,9 @@ def test_a_checkpoint_that_does_not_open_is_passed_over_or_named(finished: Any, 
 @pytest.mark.parametrize("damage", [_cut, Path.unlink, lambda path: os.truncate(path, 0)])
 def test_a_leaf_that_cannot_be_read_is_named(finished: Any, tmp_path: Path, damage: Callable[[Path], Any]):
     run = Path(shutil.copytree(finished(""), tmp_path / "run"))
+    parameters = open_parameters(run)
     for file in _data(run / f"checkpoints/{STEPS}/state"):
         damage(file)
-    parameters = open_parameters(run)
     messages = []
     for leaf in parameters.leaves.values():
         try:

@@ -1,0 +1,172 @@
+"""Checks of a checkpoint folder that nobody promised anything about: before a byte of it is allocated or followed.
+
+Sums find what was damaged. What was made to harm has sums that fit, so every value has a kind and a range here, and no
+array may be larger than the files that hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxquant.config.loader import convert, nearest, show, type_hints
+from jaxquant.serving.leaves import Leaf, Stored
+
+MAX_MANIFEST_BYTES = 256 * 2**20
+MAX_ELEMENTS = 2**48
+MAX_AXES = 32
+_MAX_ZARRAY_BYTES = 2**16
+_MAX_PATH = 4096
+_MAX_BYTES = 2**53
+_REPLACE = "copy the checkpoint again or convert the run again"
+
+
+def check_contents(path: Path, contents: Mapping[str, Any], file: type) -> None:
+    """Check the kind and range of everything in a manifest; fields that are missing are left to who reads them.
+
+    Args:
+      path: of the manifest, for errors.
+      contents: its JSON.
+      file: dataclass of one entry of ``files``.
+
+    Raises:
+      ValueError: naming the field or leaf.
+    """
+    try:
+        for name in ("config", "extra", "files"):
+            if name in contents:
+                convert(Mapping[str, Any], contents[name], name)
+        rows = convert(list[Any], contents.get("leaves", []), "leaves")
+        for index, row in enumerate(rows):
+            _check_row(Leaf, row, f"leaves[{index}]")
+        for name, row in contents.get("files", {}).items():
+            _check_row(file, row, f"files[{show(name)}]")
+            if row.get("bytes", 0) < 0 or not re.fullmatch("[0-9a-f]{64}", row.get("sha256", "0" * 64)):
+                raise ValueError(f"files[{show(name)}] has no size and SHA-256 of a file, got {show(row)}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}; {_REPLACE}") from None
+
+
+def _check_row(cls: type, row: Any, place: str) -> None:
+    if not isinstance(row, dict):
+        raise TypeError(f"{place} must be a mapping, got {show(row)} ({type(row).__name__})")
+    hints = type_hints(cls)
+    if "path" in row and isinstance(row["path"], str):
+        place = f"leaf {show(row['path'])}"
+    for name, value in row.items():
+        if name not in hints:
+            raise ValueError(f"{place} has no field {show(name)}; {nearest(name, hints)}")
+        convert(hints[name], value, f"{place}.{name}")
+        if name.endswith("shape") and value is not None:
+            _check_shape(value, f"{place}.{name}")
+        if name.endswith("dtype") and value is not None:
+            _check_dtype(value, f"{place}.{name}")
+
+
+def _check_shape(shape: list[int], place: str) -> None:
+    if len(shape) > MAX_AXES or any(size < 1 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
+        raise ValueError(f"{place} {show(shape)} is no shape of an array: at most {MAX_AXES} axes of 1 and more")
+
+
+def _check_dtype(name: str, place: str) -> None:
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name != name or not (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)):
+        raise ValueError(f"{place} {show(name)} is no dtype of numbers")
+
+
+def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
+    """Check that the leaves of a manifest make a tree and are what their role says.
+
+    Raises:
+      ValueError: naming the leaf.
+    """
+    seen: set[str] = set()
+    for leaf in leaves:
+        keys = leaf.path.split("/")
+        if len(leaf.path) > _MAX_PATH or not all(keys):
+            raise ValueError(f"{path}: leaf {show(leaf.path)} has an empty key or too long a path; {_REPLACE}")
+        if leaf.path in seen:
+            raise ValueError(f"{path}: leaf {show(leaf.path)} is there twice; {_REPLACE}")
+        seen.add(leaf.path)
+        is_quantized = leaf.role == "quantized"
+        if is_quantized != (leaf.scale_shape is not None) or is_quantized != (leaf.scale_dtype is not None):
+            raise ValueError(
+                f"{path}: leaf {show(leaf.path)} is of role {leaf.role!r}, and its scale is not; {_REPLACE}"
+            )
+        for array in leaf.arrays().values():
+            if array.is_packed and not array.shape:
+                raise ValueError(
+                    f"{path}: {show(array.path)} is a single {array.dtype}, which is not stored; {_REPLACE}"
+                )
+        if not 0 <= leaf.bytes <= _MAX_BYTES:
+            raise ValueError(f"{path}: leaf {show(leaf.path)} says that it has {show(leaf.bytes)} bytes; {_REPLACE}")
+    for name in seen:
+        parents = name.split("/")[:-1]
+        for count in range(1, len(parents) + 1):
+            if "/".join(parents[:count]) in seen:
+                raise ValueError(f"{path}: leaf {show('/'.join(parents[:count]))} holds leaf {show(name)}; {_REPLACE}")
+
+
+def list_ordinary(directory: Path) -> dict[str, Path]:
+    """Return the files below a directory by their path in it.
+
+    Raises:
+      ValueError: a link, a device or a pipe, which might lead anywhere or have no end.
+    """
+    found: dict[str, Path] = {}
+    for folder, folders, names in os.walk(directory):
+        for name in (*folders, *names):
+            path = Path(folder, name)
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a link" if stat.S_ISLNK(mode) else "a device or pipe"
+                raise ValueError(f"{path} is {kind}, not a file; copy the checkpoint with what it links to (cp -rL)")
+            if stat.S_ISREG(mode):
+                found[path.relative_to(directory).as_posix()] = path
+    return dict(sorted(found.items()))
+
+
+def check_store(folder: Path, array: Stored) -> None:
+    """Check that the chunks of an array are those of its shape, and that its files hold them as they are.
+
+    Raises:
+      ValueError: naming the leaf and the folder.
+    """
+    try:
+        path = folder / ".zarray"
+        if path.stat().st_size > _MAX_ZARRAY_BYTES:
+            raise ValueError("its .zarray is too large")
+        about = json.loads(path.read_bytes())
+        expected = {
+            "zarr_format": 2,
+            "compressor": None,
+            "filters": None,
+            "order": "C",
+            "shape": list(array.stored_shape),
+        }
+        for name, value in expected.items():
+            if about.get(name) != value:
+                raise ValueError(f"{name} is {show(about.get(name))}, not {value!r}")
+        chunks = convert(tuple[int, ...], about.get("chunks"), "chunks")
+        if len(chunks) != len(array.stored_shape) or not all(
+            1 <= part <= size for part, size in zip(chunks, array.stored_shape, strict=True)
+        ):
+            raise ValueError(f"chunks {show(list(chunks))} are none of shape {array.stored_shape}")
+        count = math.prod(-(-size // part) for part, size in zip(chunks, array.stored_shape, strict=True))
+        size = math.prod(chunks) * jnp.dtype(array.stored_dtype).itemsize
+        sizes = [file.stat().st_size for file in folder.iterdir() if file.name != ".zarray"]
+        if len(sizes) != count or any(found != size for found in sizes):
+            raise ValueError(f"there are {len(sizes)} chunks of {sum(sizes):,} bytes, not {count} of {size:,} each")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"leaf {array.path} in {folder} is not stored as written ({error}); {_REPLACE}") from None

@@ -1,0 +1,255 @@
+"""Whatever stands in a config gets a sentence that names it, at once: no other error, no minute, no gigabyte."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxquant.config.loader import MAX_CHARACTERS, build, load_yaml, parse_overrides
+from jaxquant.config.mixed_precision import load_mixed_precision
+from jaxquant.config.patterns import Pattern
+from jaxquant.config.quant_config import QuantConfig
+from train.config import TrainConfig
+
+LIMIT_S = 2.0
+"""A second on an idle machine."""
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """Return the sentence with which something is refused; it is short and comes soon."""
+    began = time.process_time()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert caught.type in (ValueError, TypeError)
+    assert time.process_time() - began < LIMIT_S
+    assert len(str(caught.value)) < 1500
+    return str(caught.value)
+
+
+def bomb(lines: int) -> str:
+    """Return ten lines of which each holds the one before ten times."""
+    head = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    return head + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, lines))
+
+
+TEXTS: dict[str, tuple[str, str]] = {
+    "alias bomb": (bomb(10), "line 4: more than 10,000 values, aliases written out"),
+    "alias bomb under a field": (f"steps: 3\n{bomb(9)}quantization: *a8\n", "more than 10,000 values"),
+    "alias of itself": ("steps: &a [*a]", "line 1: alias *a stands in what it names"),
+    "alias of nothing": ("steps: *a", "line 1: found undefined alias 'a'"),
+    "nested flow": ("steps: " + "[" * 10_000, "line 1: nested more than 32 deep"),
+    "nested mappings": ("steps: " + "{a: " * 10_000, "line 1: nested more than 32 deep"),
+    "nested block": ("steps:\n " + "- " * 10_000, "line 2: nested more than 32 deep"),
+    "python object": ("steps: !!python/object/apply:os.system [ls]", "line 1: tag 'tag:yaml.org,2002:python/object"),
+    "tag of an int": ("seed: 1\nsteps: !!int many", "line 2: tag 'tag:yaml.org,2002:int' is not read"),
+    "tag of a bool": ("strict: !!bool maybe", "tag 'tag:yaml.org,2002:bool' is not read"),
+    "tag of a date": ("steps: !!timestamp x", "timestamp' is not read"),
+    "tag of bytes": ("steps: !!binary x", "binary' is not read"),
+    "tag of a set": ("steps: !!set {a, b}", "set' is not read"),
+    "tag of text on a list": ("steps: !!str [a]", "str' is not read"),
+    "tag of one's own": ("steps: !mine 3", "tag '!mine' is not read"),
+    "merge": ("steps: !!merge 3", "merge' is not read"),
+    "400 digits": ("steps: " + "9" * 400, "of 400 digits is too large"),
+    "5,000 digits": ("seed: 0\nsteps: " + "9" * 5000, "line 2: integer '99999999999999999999'... of 5000 digits"),
+    "hexadecimal": ("steps: 0x" + "f" * 5000, "of 5002 digits is too large"),
+    "float": ("learning_rate: 1e999", "line 1: number '1e999' is too large"),
+    "too long": ("a: b\n" * MAX_CHARACTERS, "characters; a config has at most 100,000"),
+    "too many": ("steps: [" + "1," * 20_000 + "]", "more than 10,000 values"),
+    "key of a list": ("? [a, b]\n: 3", "line 1: key ['a', 'b'] is not a string"),
+    "control character": ("steps: 3\nseed: \x07", "line 2: character 7 is not allowed"),
+    "a long key": ("k" * 900 + ": 3", "TrainConfig has no field 'kkk"),
+    "text for a number": ("steps: " + "k" * 50_000, "TrainConfig.steps must be int, got 'kkk"),
+    "a long list": ("steps: [" + "1," * 5000 + "]", "TrainConfig.steps must be int, got [1, 1,"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_text_is_refused_with_its_line_at_once(case: str, tmp_path: Path):
+    text, message = TEXTS[case]
+    path = tmp_path / "c.yml"
+    path.write_text(text)
+    assert message in refused(lambda: build(TrainConfig, load_yaml(path)))
+
+
+def test_files_that_have_no_end_are_refused():
+    assert "/dev/zero is larger than" in refused(lambda: load_yaml("/dev/zero"))
+    assert "null character" in refused(lambda: load_yaml("a\0b.yml"))
+
+
+def test_what_is_odd_and_well_is_read(tmp_path: Path):
+    path = tmp_path / "c.yml"
+    path.write_text("a: &x {b: 1}\nc: *x\nd: !!str 5\ne: [*x, *x]\nf: -.inf\n")
+    assert load_yaml(path) == {"a": {"b": 1}, "c": {"b": 1}, "d": "5", "e": [{"b": 1}] * 2, "f": float("-inf")}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("a." * 10_000 + "a=1", "nests more than 32 deep"),
+        ("steps=" + "[" * 10_000, "nested more than 32 deep"),
+        ("steps=" + "9" * 400, "of 400 digits is too large"),
+        ("k" * 100_000, "is not of the form key=value"),
+    ],
+    ids=["dots", "brackets", "digits", "letters"],
+)
+def test_an_override_is_refused_at_once(word: str, message: str):
+    assert message in refused(lambda: build(TrainConfig, parse_overrides([word])))
+
+
+NUMBERS: list[tuple[str, Any, str]] = [
+    ("learning_rate", float("nan"), "learning_rate must be at least 0, got nan"),
+    ("learning_rate", float("inf"), "learning_rate must be at most 3.4e+38, got inf"),
+    ("learning_rate", -1e-3, "learning_rate must not be negative, got -0.001"),
+    ("learning_rate", 10**400, "TrainConfig.learning_rate is too large for a float, got an integer of 1329 bits"),
+    ("adam_b1", 1.0, "adam_b1 must be at most 0.9999999, got 1.0"),
+    ("adam_b2", -0.1, "adam_b2 must not be negative, got -0.1"),
+    ("adam_b2", 1 - 1e-12, "adam_b2 must be at most 0.9999999"),
+    ("adam_eps", 0.0, "adam_eps must be at least 1.2e-38, got 0.0"),
+    ("adam_eps", 1e-50, "adam_eps must be at least 1.2e-38, got 1e-50"),
+    ("norm_epsilon", float("nan"), "norm_epsilon must be at least"),
+    ("rope_theta", -5.0, "rope_theta must be at least 1, got -5.0"),
+    ("weight_decay", float("nan"), "weight_decay must be at least 0, got nan"),
+    ("gradient_clipping_threshold", float("nan"), "gradient_clipping_threshold must be at least 0, got nan"),
+    ("warmup_steps_fraction", float("nan"), "warmup_steps_fraction must lie between 0 and 1, got nan"),
+    ("seed", -1, "seed must not be negative, got -1"),
+    ("seed", 2**32, "seed must be at most 4294967295, got 4294967296"),
+    ("data_seed", -1, "data_seed must not be negative"),
+    ("steps", 2**31, "steps must be at most 2147483647, got 2147483648"),
+    ("steps", 10**5000, "steps must be at most 2147483647, got an integer of 16610 bits"),
+    ("emb_dim", 10**12, "emb_dim must be at most 16777216, got 1000000000000"),
+    ("mesh_data", 0, "mesh_data must be -1 or at least 1, got 0"),
+    ("mesh_fsdp", -2, "mesh_fsdp must be -1 or at least 1, got -2"),
+    ("run_dir", "a\0b", "run_dir 'a\\x00b' has a null character"),
+    ("amax_history_length", 10**12, "amax_history_length must be at most 1048576, got 1000000000000"),
+    ("amax_margin", 10**6, "amax_margin must lie between -64 and 64, got 1000000"),
+    ("quantization_local_shard_count", 10**12, "quantization_local_shard_count must be at most"),
+    ("constant_bound_config", [1e-300] * 6, "constant_bound_config fwd_lhs must be a finite bound above 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"), NUMBERS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(NUMBERS)]
+)
+def test_every_number_has_its_range(name: str, value: Any, message: str):
+    fields = {"quantization": "fp8"} if name.startswith("amax") else {}
+    assert message in refused(lambda: build(TrainConfig, {name: value} | fields))
+
+
+def test_every_number_of_a_run_has_a_range():
+    """A field that is added gets one, too."""
+    for name, default in vars(TrainConfig()).items():
+        if type(default) in (int, float) and default is not None:
+            refused(lambda name=name, default=default: build(TrainConfig, {name: type(default)(10**30) ** 5}))
+
+
+# Patterns of rules.
+
+BLOW_UPS = {
+    "nested": (r"(a+)+b", "a" * 60),
+    "alternatives that overlap": (r"(a|a)*b", "a" * 60),
+    "words": (r"(\w+/?)*!", "layers/self_attention/query_projection_of_a_decoder"),
+    "polynomial": (".*" * 20 + "!", "layers/" * 12),
+    "counted": (r"(a{0,60}){0,60}b", "a" * 60),
+    "a look-ahead": (r"(?=(a*)*b)a", "a" * 60),
+    "repeated emptiness": (r"(a*|b*)*(c?){100000000}!", "ab" * 30),
+}
+
+
+@pytest.mark.parametrize("case", BLOW_UPS)
+def test_no_pattern_takes_long(case: str):
+    pattern, text = BLOW_UPS[case]
+    began = time.process_time()
+    assert not Pattern(pattern).fullmatch(text)
+    assert time.process_time() - began < LIMIT_S
+
+
+ATOMS = [
+    *(
+        "a",
+        "b",
+        "/",
+        ".",
+        r"\w",
+        r"\d",
+        r"\D",
+        "[ab]",
+        "[^a]",
+        "[a-c1]",
+        "$",
+        "^",
+        r"\b",
+        r"\Z",
+        "a|b",
+        "(?:ab|a)",
+        "(b)",
+    ),
+    *(
+        "(?=a)",
+        "(?!b)",
+        "(?<=a)",
+        "(?<!b)",
+        "a*",
+        "b+?",
+        "a?",
+        "(?:ab)*",
+        "(?:a|b/){1,2}",
+        ".*",
+        "a{2}",
+        r"\s",
+        r"\.",
+        "A",
+    ),
+]
+
+
+def test_what_matches_in_full_is_what_re_says():
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("ab/1A", k=rng.randrange(7))) for _ in range(40)]
+    count = 0
+    for _ in range(1500):
+        pattern = rng.choice(["", "", "(?i)"]) + "".join(rng.choices(ATOMS, k=rng.randrange(1, 5)))
+        expected = re.compile(pattern)
+        found = Pattern(pattern)
+        for text in rng.sample(texts, 8):
+            matches = expected.fullmatch(text) is not None
+            assert found.fullmatch(text) == matches, (pattern, text)
+            count += matches
+    assert count > 500
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(a", "missing ), unterminated subpattern"),
+        (r"(a)\1", "it has a back-reference"),
+        ("(?>a)", "it has an atomic group"),
+        ("a*+", "it has a possessive repeat"),
+        ("(" * 490 + ")" * 490, "it is nested too deep"),
+        ("a{99999999999999999999}", "repetition number is too large"),
+        ("a" * 2000, "it has 2,000 characters, of at most 1,000"),
+        ("(?<=a*)b", "fixed-width"),
+        ("(?i:a)", "a flag inside a group"),
+        ("(?m)a", "a flag that is not read"),
+    ],
+    ids=range(10),
+)
+def test_a_pattern_that_is_not_read_is_refused_with_its_place(pattern: str, message: str):
+    text = refused(lambda: build(QuantConfig, {"rules": [{"path": pattern, "recipe": None}], "quantization": "int8"}))
+    assert text.startswith("rule path '")
+    assert message in text
+
+
+DEEP = ["[" * 100_000, '{"a": ' * 100_000, '{".*": {"w_bits": ' + "9" * 5000 + "}}"]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=["lists", "mappings", "digits"])
+def test_a_file_of_bits_is_refused_at_once(text: str, tmp_path: Path):
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    assert str(path) in refused(lambda: load_mixed_precision(path))

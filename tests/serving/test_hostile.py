@@ -1,0 +1,224 @@
+"""Folders that were made to harm: every sum fits, and nothing is followed or allocated that is not theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxquant.serving import manifest as manifests
+from jaxquant.serving.checkpoint import load, save
+from jaxquant.serving.manifest import read_manifest
+from tests.serving.trees import quantized
+
+LIMIT_S = 2.0
+TREE = {"mlp": {"kernel": quantized("int8", (4, 6), (1, 6))}, "norm": {"scale": jnp.ones(5)}}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hostile") / "checkpoint"
+    save(directory, TREE, {"quantization": "int8w"})
+    return directory
+
+
+@pytest.fixture
+def copy(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+def sign(directory: Path, contents: dict[str, Any], sum_files: bool = True) -> None:
+    """Write a manifest with sums that fit."""
+    if sum_files:
+        contents["files"] = {n: dataclasses.asdict(file) for n, file in manifests.list_files(directory).items()}
+    contents["checksum"] = manifests._checksum(contents)
+    (directory / manifests.NAME).write_text(manifests._dump(contents))
+
+
+def contents_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / manifests.NAME).read_text())
+
+
+def refused(call: Callable[[], Any], *names: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r".") as caught:
+        call()
+    assert time.process_time() - began < LIMIT_S
+    assert len(str(caught.value)) < 1500
+    for name in names:
+        assert name in str(caught.value)
+
+
+KERNEL, NORM = 0, 1
+ROWS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "negative shape": (NORM, {"shape": [-5]}, "leaf 'norm/scale'.shape [-5] is no shape"),
+    "huge shape": (NORM, {"shape": [10**12, 10**12]}, "leaf 'norm/scale'.shape"),
+    "endless shape": (NORM, {"shape": [10**5000]}, "jaxquant.json is not JSON"),
+    "empty axis": (NORM, {"shape": [0, 5]}, "is no shape of an array"),
+    "a thousand axes": (NORM, {"shape": [1] * 1000}, "is no shape of an array"),
+    "a shape that is text": (NORM, {"shape": "5"}, "leaf 'norm/scale'.shape must be tuple[int, ...], got '5' (str)"),
+    "a shape of floats": (NORM, {"shape": [5.0]}, "shape[0] must be int, got 5.0"),
+    "a shape of nothing": (NORM, {"shape": None}, "shape must be tuple[int, ...], got None"),
+    "an odd role": (NORM, {"role": "code"}, "leaf 'norm/scale'.role must be one of"),
+    "a role that is a list": (NORM, {"role": ["array"]}, "role must be one of"),
+    "quantized without a scale": (NORM, {"role": "quantized"}, "leaf 'norm/scale' is of role 'quantized'"),
+    "an array with a scale": (KERNEL, {"role": "array"}, "leaf 'mlp/kernel' is of role 'array'"),
+    "an object": (NORM, {"dtype": "object"}, "leaf 'norm/scale'.dtype 'object' is no dtype of numbers"),
+    "a structure": (NORM, {"dtype": "V100000000"}, "dtype 'V100000000' is no dtype of numbers"),
+    "another byte order": (NORM, {"dtype": ">f4"}, "dtype '>f4' is no dtype of numbers"),
+    "a dtype that is a list": (NORM, {"dtype": ["float32"]}, "dtype must be str, got ['float32'] (list)"),
+    "a path that is a list": (NORM, {"path": ["norm"]}, "path must be str, got ['norm'] (list)"),
+    "an empty path": (NORM, {"path": ""}, "has an empty key"),
+    "a path of slashes": (NORM, {"path": "//"}, "has an empty key"),
+    "a path to elsewhere": (NORM, {"path": "../../etc/passwd"}, "is no leaf of the checkpoint"),
+    "one leaf twice": (NORM, {"path": "mlp/kernel"}, "leaf 'mlp/kernel' is there twice"),
+    "a leaf in a leaf": (NORM, {"path": "mlp/kernel/more"}, "leaf 'mlp/kernel' holds leaf 'mlp/kernel/more'"),
+    "negative bytes": (NORM, {"bytes": -1}, "says that it has -1 bytes"),
+    "bytes that are text": (NORM, {"bytes": "20"}, "bytes must be int, got '20' (str)"),
+    "a field too many": (NORM, {"run": "rm"}, "leaf 'norm/scale' has no field 'run'"),
+    "a zero point that is a number": (KERNEL, {"zero_point": 1}, "zero_point must be bool, got 1 (int)"),
+    "a scale of a negative shape": (KERNEL, {"scale_shape": [-1, 6]}, "leaf 'mlp/kernel'.scale_shape [-1, 6] is no"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_leaf_that_is_none_is_refused_by_name(case: str, copy: Path):
+    index, change, message = ROWS[case]
+    contents = contents_of(copy)
+    contents["leaves"][index] |= change
+    if case == "endless shape":
+        text = manifests._dump(contents_of(copy)).replace('"shape": [\n    5\n   ]', f'"shape": [{"9" * 5000}]')
+        (copy / manifests.NAME).write_text(text)
+    else:
+        sign(copy, contents)
+    refused(lambda: load(copy), message, str(copy))
+
+
+WHOLE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "leaves that are a mapping": (lambda c: c.update(leaves={}), "leaves must be"),
+    "leaves that are numbers": (lambda c: c.update(leaves=[1]), "leaves[0] must be a mapping, got 1 (int)"),
+    "a config that is a list": (lambda c: c.update(config=[]), "config must be a mapping"),
+    "an extra that is text": (lambda c: c.update(extra="x"), "extra must be a mapping"),
+    "files that are a list": (lambda c: c.update(files=[]), "files must be a mapping"),
+    "a file that is a list": (lambda c: c["files"].update(a=[1]), "files['a'] must be a mapping"),
+    "a file of a negative size": (
+        lambda c: c["files"].update(a={"bytes": -1, "sha256": "0" * 64}),
+        "files['a'] has no",
+    ),
+    "a file elsewhere": (lambda c: c["files"].update({"../../x": {"bytes": 1, "sha256": "0" * 64}}), "is missing"),
+    "a sum that is a number": (lambda c: c["files"].update(a={"bytes": 1, "sha256": 5}), "sha256 must be str, got 5"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_manifest_that_is_none_is_refused_by_name(case: str, copy: Path):
+    change, message = WHOLE[case]
+    contents = contents_of(copy)
+    change(contents)
+    sign(copy, contents, sum_files=False)
+    refused(lambda: load(copy), message, str(copy))
+
+
+def _store(copy: Path, **fields: Any) -> None:
+    path = copy / "params/norm.scale/.zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+STORES: dict[str, Callable[[Path], Any]] = {
+    "chunks of 10^12": lambda copy: _store(copy, chunks=[10**12]),
+    "negative chunks": lambda copy: _store(copy, chunks=[-1]),
+    "chunks of nothing": lambda copy: _store(copy, chunks=[0]),
+    "chunks of another rank": lambda copy: _store(copy, chunks=[5, 1]),
+    "chunks that are text": lambda copy: _store(copy, chunks="5"),
+    "a shape of 10^12": lambda copy: _store(copy, shape=[10**12]),
+    "a compressor": lambda copy: _store(copy, compressor={"id": "zlib", "level": 1}),
+    "a filter": lambda copy: _store(copy, filters=[{"id": "delta"}]),
+    "another order": lambda copy: _store(copy, order="F"),
+    "megabytes of spaces": lambda copy: (copy / "params/norm.scale/.zarray").write_text(" " * 2**20),
+    "a list": lambda copy: (copy / "params/norm.scale/.zarray").write_text("[1]"),
+    "deep": lambda copy: (copy / "params/norm.scale/.zarray").write_text("[" * 60_000),
+    "a chunk cut short": lambda copy: (copy / "params/norm.scale/0").write_bytes(b"1234"),
+    "a chunk gone": lambda copy: (copy / "params/norm.scale/0").unlink(),
+    "a chunk too many": lambda copy: (copy / "params/norm.scale/1").write_bytes(b"1" * 20),
+}
+
+
+@pytest.mark.parametrize("case", STORES)
+def test_an_array_that_is_stored_otherwise_is_refused_by_name(case: str, copy: Path):
+    STORES[case](copy)
+    sign(copy, contents_of(copy))
+    refused(lambda: load(copy), "leaf norm/scale", str(copy))
+
+
+def _replace(path: Path, make: Callable[[Path], Any]) -> None:
+    path.unlink()
+    make(path)
+
+
+SPECIAL: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "a link to a file": ("params/norm.scale/0", lambda path: path.symlink_to("/etc/passwd"), "is a link"),
+    "a link to a device": ("params/norm.scale/0", lambda path: path.symlink_to("/dev/zero"), "is a link"),
+    "a link to a folder": ("params/norm.scale/0", lambda path: path.symlink_to("/usr"), "is a link"),
+    "a link to nothing": ("params/norm.scale/0", lambda path: path.symlink_to("nowhere"), "is a link"),
+    "a pipe": ("params/norm.scale/0", os.mkfifo, "is a device or pipe"),
+    "a pipe for the array's table": ("params/norm.scale/.zarray", os.mkfifo, "is a device or pipe"),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_no_file_is_not_followed(case: str, verify: bool, copy: Path):
+    name, make, message = SPECIAL[case]
+    _replace(copy / name, make)
+    refused(lambda: load(copy, verify=verify), f"{copy / name} {message}")
+
+
+def test_a_manifest_that_is_a_pipe_or_too_large_is_not_read(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "MAX_MANIFEST_BYTES", 100)
+        refused(lambda: load(copy), "more than any checkpoint's")
+    _replace(copy / manifests.NAME, os.mkfifo)
+    refused(lambda: load(copy), "has no jaxquant.json")
+
+
+ODD = [None, True, -1, 0, 10**12, 1e308, "", "x", "object", [], [[]], [-1], {}, {"a": 1}, "\0", "../x", ["x"] * 50]
+
+
+def mutate(rng: random.Random, node: Any) -> Any:
+    """Return a JSON value with one thing in it changed."""
+    if isinstance(node, dict) and node and rng.random() < 0.9:
+        key = rng.choice(sorted(node))
+        if rng.random() < 0.1:
+            return {k: v for k, v in node.items() if k != key}
+        return node | {key: mutate(rng, node[key])}
+    if isinstance(node, list) and node and rng.random() < 0.9:
+        place = rng.randrange(len(node))
+        return [mutate(rng, value) if i == place else value for i, value in enumerate(node)]
+    return rng.choice(ODD)
+
+
+def test_mutated_manifests_are_read_or_refused(copy: Path):
+    """Signed anew, so that nothing but the checks of the contents is in the way."""
+    rng = random.Random(0)
+    whole = contents_of(copy)
+    read = 0
+    for _ in range(300):
+        contents = mutate(rng, {name: value for name, value in whole.items() if name != "checksum"})
+        if not isinstance(contents, dict):
+            continue
+        sign(copy, contents, sum_files=False)
+        try:
+            read_manifest(copy)
+            read += 1
+        except ValueError as error:
+            assert str(copy) in str(error)  # noqa: PT017
+    assert 0 < read < 200

@@ -1,0 +1,243 @@
+"""Training checkpoints have sums: no flipped bit is used, and what cannot be used is passed over with a message."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train import sums
+from train.checkpoint import Checkpoints, SaveFailed
+from train.config import TrainConfig
+from train.parameters import open_parameters
+from train.step import TrainState
+
+PARAMS = {"layers": {"kernel": jnp.arange(64, dtype=jnp.float32).reshape(2, 4, 8)}, "norm": {"scale": jnp.ones(3)}}
+POSITION = {"stream": {"corpus": "abc"}, "position": {"next": 7}}
+
+
+def make_state(step: int, optimizer: optax.GradientTransformation | None = None) -> TrainState:
+    optimizer = optimizer or optax.chain(optax.identity(), optax.adamw(1e-3))
+    params = jax.tree.map(lambda x: x + step, PARAMS)
+    return TrainState(jnp.int32(step), params, optimizer.init(params), {"amax": jnp.full(4, 2.0)})
+
+
+ABSTRACT = jax.eval_shape(lambda: make_state(0))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with checkpoints of steps 1 and 2; not to be changed."""
+    run = tmp_path_factory.mktemp("sums") / "run"
+    with Checkpoints(run, TrainConfig()) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step), POSITION)
+    return run
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+def restore(run: Path, **options: Any) -> tuple[tuple[TrainState, Any] | None, list[str]]:
+    said: list[str] = []
+    with Checkpoints(run, TrainConfig(), said.append) as checkpoints:
+        return checkpoints.restore(ABSTRACT, said.append, **options), said
+
+
+def step_of(run: Path, **options: Any) -> int:
+    found, _ = restore(run, **options)
+    assert found is not None
+    return int(found[0].step)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def silent_flips(folder: Path, count: int, seed: int, everywhere: bool = True) -> list[str]:
+    """Flip ``count`` single bits of a checkpoint, one after the other, and name those that its sums do not show.
+
+    Args:
+      folder: of the checkpoint, as it was written.
+      count: of flips.
+      seed: of their places.
+      everywhere: whether each file is as likely as another, or each bit.
+    """
+    rng = random.Random(seed)
+    files = [path for path in files_of(folder) if path.stat().st_size]
+    weights = [1 if everywhere else path.stat().st_size for path in files]
+    silent = []
+    for path in rng.choices(files, weights, k=count):
+        bit = rng.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        try:
+            sums.check_sums(folder)
+            silent.append(f"{path.relative_to(folder)} bit {bit}")
+        except sums.Damaged:
+            pass
+        flip(path, bit)
+    return silent
+
+
+def test_every_file_has_its_sum_and_what_is_whole_comes_back(written: Path):
+    folder = written / "checkpoints/2"
+    named = json.loads((folder / sums.NAME).read_text())["files"]
+    assert sorted(named) == [path.relative_to(folder).as_posix() for path in files_of(folder) if path.name != sums.NAME]
+    assert sums.check_sums(folder)
+    found, said = restore(written)
+    assert found is not None
+    assert said == []
+    assert found[1] == POSITION
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found[0]):
+        assert (
+            np.asarray(leaf).tobytes()
+            == np.asarray(dict(jax.tree_util.tree_leaves_with_path(make_state(2)))[path]).tobytes()
+        )
+
+
+def test_no_flipped_bit_is_silent(run: Path):
+    folder = run / "checkpoints/2"
+    for path in files_of(folder):
+        if path.stat().st_size:
+            flip(path, 8 * (path.stat().st_size // 2) + 1)
+            with pytest.raises(sums.Damaged, match=path.name):
+                sums.check_sums(folder)
+            flip(path, 8 * (path.stat().st_size // 2) + 1)
+    assert silent_flips(folder, 20, seed=0) == []
+    assert sums.check_sums(folder)
+
+
+def _data(folder: Path) -> Path:
+    """Return a file that holds arrays."""
+    return max(files_of(folder / "state/ocdbt.process_0"), key=lambda path: path.stat().st_size)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a bit of an array": lambda folder: flip(_data(folder), 200),
+    "a bit of the data position": lambda folder: flip(folder / "data/metadata", 30),
+    "a bit of the sums": lambda folder: flip(folder / sums.NAME, 400),
+    "no sums": lambda folder: (folder / sums.NAME).unlink(),
+    "sums that are no table": lambda folder: (folder / sums.NAME).write_text('{"files": [1]}'),
+    "a file too many": lambda folder: (folder / "state/more").write_text("x"),
+    "a file that is a link": lambda folder: [
+        shutil.copy(_data(folder), folder.parent.parent / "elsewhere"),
+        link(_data(folder), folder.parent.parent / "elsewhere"),
+    ],
+}
+
+
+def link(path: Path, target: Path) -> None:
+    path.unlink()
+    os.symlink(target, path)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_passed_over_with_a_message_by_all_that_read(run: Path, damage: str):
+    DAMAGES[damage](run / "checkpoints/2")
+    said: list[str] = []
+    assert open_parameters(run, say=said.append).step == 1  # convert, serve, evaluate
+    assert said[0].startswith(f"checkpoint 2 in {run}/checkpoints does not open (")
+    with pytest.raises(ValueError, match=r"checkpoint 2 in .* does not open"):
+        open_parameters(run, step=2)
+    found, said = restore(run)
+    assert found is not None
+    assert int(found[0].step) == 1
+    assert said[0].startswith(f"checkpoint 2 does not load ({run}/checkpoints/2/")
+    assert said[1] == f"moved checkpoint 2 to {run}/unreadable_checkpoints/2"
+
+
+def test_an_older_checkpoint_loads_with_a_warning(run: Path):
+    for step in (1, 2):
+        (run / f"checkpoints/{step}" / sums.NAME).unlink()
+        position = run / f"checkpoints/{step}/data/metadata"
+        position.write_text(json.dumps({k: v for k, v in json.loads(position.read_text()).items() if k != "sums"}))
+    said: list[str] = []
+    assert open_parameters(run, say=said.append).step == 2
+    assert "checkpoint 2 in" in said[0]
+    assert "has no sums" in said[0]
+    found, said = restore(run)
+    assert found is not None
+    assert (int(found[0].step), found[1]) == (2, POSITION)
+    assert said == ["checkpoint 2 has no sums, it is of before there were any: damage to it would not show"]
+
+
+def test_a_checkpoint_gets_its_name_with_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that was killed while it was summed is none, and orbax clears it away."""
+    named = []
+    write = sums.write_sums
+    monkeypatch.setattr(sums, "write_sums", lambda folder: [named.append(folder.name), write(folder)])
+    with Checkpoints(tmp_path, TrainConfig()) as checkpoints:
+        checkpoints.save(1, make_state(1), None)
+        checkpoints.wait()
+    assert named[0].startswith("1.")
+    assert (tmp_path / "checkpoints/1" / sums.NAME).is_file()
+
+
+def test_a_failed_save_is_told_and_leaves_the_one_before(run: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(folder: Path) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(sums, "write_sums", fail)
+    with Checkpoints(run, TrainConfig()) as checkpoints:
+        checkpoints.save(3, make_state(3), POSITION)
+        assert checkpoints.newest == 2
+        with pytest.raises(SaveFailed, match="No space left on device"):
+            checkpoints.wait()
+    assert step_of(run) == 2
+
+
+def test_what_is_refused_is_passed_over(run: Path):
+    refuse = lambda state, position: "it is odd" if int(state.step) == 2 else None  # noqa: E731
+    found, said = restore(run, refuse=refuse)
+    assert found is not None
+    assert int(found[0].step) == 1
+    assert said[0] == "checkpoint 2 does not load (it is odd); trying the one before it"
+
+
+def test_a_checkpoints_folder_that_is_a_file_is_moved_away(tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("mine")
+    found, said = restore(tmp_path)
+    assert found is None
+    assert said == [f"{tmp_path}/checkpoints is no folder, moved to {tmp_path}/unreadable_checkpoints/checkpoints"]
+    assert (tmp_path / "unreadable_checkpoints/checkpoints").read_text() == "mine"
+
+
+def test_a_run_without_clipping_of_before_loads(tmp_path: Path):
+    """Its optimizer's state had no place for clipping."""
+    with Checkpoints(tmp_path, TrainConfig()) as checkpoints:
+        checkpoints.save(1, make_state(1, optax.adamw(1e-3)), POSITION)
+    found, _ = restore(tmp_path)
+    assert found is not None
+    assert jax.tree.structure(found[0]) == jax.tree.structure(make_state(1))
+    jax.tree.map(np.testing.assert_array_equal, found[0], make_state(1))
+
+
+def test_files_are_summed_in_shares(run: Path):
+    """Each process of a run reads its part; together they read all."""
+    folder = run / "checkpoints/2"
+    flip(_data(folder), 99)
+    found = []
+    for share in range(3):
+        try:
+            sums.check_sums(folder, share, 3)
+        except sums.Damaged:
+            found.append(share)
+    assert len(found) == 1

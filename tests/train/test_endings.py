@@ -1,0 +1,149 @@
+"""However a run has to end, it ends in order: closed output, hang-ups, full disks, folders that are gone, odd data."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxquant.config.loader import to_mapping
+from tests.train.conftest import ROOT, STEPS, read_losses, train
+from train import sums
+from train.__main__ import main
+from train.config import TrainConfig
+from train.data import BadPosition, make_iterators
+from train.loop import Halted, StopRequest
+from train.metrics import Metrics
+from train.sources import open_source
+
+
+@pytest.fixture
+def copy(finished: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished(""), tmp_path / "run"))
+
+
+class Closing(io.StringIO):
+    """Standard output whose reader goes after some lines."""
+
+    def __init__(self, lines: int):
+        super().__init__()
+        self._left = lines
+
+    def write(self, text: str) -> int:
+        if self._left <= 0:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self._left -= text.count("\n")
+        return super().write(text)
+
+
+def test_a_closed_output_saves(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    """`python -m train ... | head`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Closing(2))
+        train(tiny, copy, steps=STEPS + 9, checkpoint_every=0, log_every=1)
+    reached = max(read_losses(copy))
+    assert STEPS < reached < STEPS + 9
+    assert (copy / f"checkpoints/{reached}").is_dir()
+
+
+def test_what_nobody_hears_is_no_error(tmp_path: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", Closing(1))
+    with Metrics(tmp_path, tiny, 0) as metrics:
+        metrics.say("heard")
+        assert not metrics.is_unheard
+        metrics.say("unheard")
+        assert metrics.is_unheard
+        metrics.held_out(1, 2.0)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "held_out_loss": 2.0}
+
+
+def test_a_hang_up_is_heard_once_and_not_under_nohup():
+    before = signal.getsignal(signal.SIGHUP)
+    with StopRequest() as stop:
+        for _ in range(2):  # a shell and a terminal both send one
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal == "SIGHUP"
+    assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
+    copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def fail(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    words = [
+        f"{name}={json.dumps(value)}" for name, value in to_mapping(tiny).items() if name not in ("run_dir", "steps")
+    ]
+    words = [str(ROOT / "configs/models/ci.yml"), *words, f"run_dir={copy}", f"steps={STEPS + 3}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sums, "write_sums", fail)
+        assert main(words) == 1
+    message = capfd.readouterr().err.strip()
+    assert message.splitlines()[-1].startswith(f"error: run {copy} cannot be written (")
+    assert message.endswith(
+        f"No space left on device); checkpoint {STEPS} is kept; make it writable, with space, "
+        "and the same command goes on from there"
+    )
+    assert "Traceback" not in message
+    train(tiny, copy, steps=STEPS + 3)
+    assert list(read_losses(copy)) == list(range(1, STEPS + 4))
+
+
+def test_a_folder_that_is_gone_is_told(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    write = Metrics.finite_check
+
+    def vanish(self: Metrics, step: int, seconds: float) -> None:
+        write(self, step, seconds)
+        shutil.rmtree(copy)
+
+    monkeypatch.setattr(Metrics, "finite_check", vanish)
+    with pytest.raises(Halted, match=r"run .* cannot be written \(.* is gone\); no checkpoint is kept"):
+        train(tiny, copy, steps=STEPS + 1)
+
+
+BAD_POSITIONS: list[Any] = [
+    None, 3, [], {}, {"stream": 3, "position": {}}, {"stream": {}}, {"position": {}}, {"next": 1},
+]  # fmt: skip
+
+
+def test_a_data_position_that_is_none_is_told_from_one_of_another_stream(tiny: TrainConfig):
+    data = make_iterators(tiny, tiny.batch_size)
+    good = data.train.get_state()
+    for bad in BAD_POSITIONS:
+        with pytest.raises(BadPosition, match="data position"):
+            data.train.set_state(bad)
+    for position in ({}, 3, good["position"] | {"next_row": "x"}, {"parent": None}):
+        with pytest.raises(BadPosition, match="data position"):
+            data.train.set_state(good | {"position": position})
+    with pytest.raises(ValueError, match="belongs to another stream") as caught:
+        data.train.set_state(good | {"stream": good["stream"] | {"data_seed": 9}})
+    assert not isinstance(caught.value, BadPosition)
+    data.train.set_state(good)
+
+
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("where", ["itself", "in a folder"])
+def test_data_that_is_no_file_is_refused(dataset: str, where: str, tmp_path: Path):
+    pipe = tmp_path / f"pipe.{dataset}"
+    os.mkfifo(pipe)
+    path = pipe if where == "itself" else tmp_path
+    with pytest.raises(ValueError, match=rf"pipe.{dataset}' is a pipe, not a file"):
+        open_source(dataset, str(path), "text")
+    with pytest.raises(ValueError, match=r"dataset_path '/dev/zero' is a device, not a file"):
+        open_source(dataset, "/dev/zero", "text")

@@ -1,0 +1,146 @@
+"""What is saved, gone on from or called good is finite; what went first is named; a stopped run can be adjusted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.train.conftest import STEPS, read_losses, train
+from train import metrics
+from train.checkpoint import Checkpoints
+from train.config import TrainConfig
+from train.data import make_iterators
+from train.finite import FiniteCheck
+from train.loop import Diverged
+from train.step import Program, TrainState, build
+
+
+@pytest.fixture(scope="module")
+def program(tiny: TrainConfig) -> Program:
+    return build(dataclasses.replace(tiny, quantization="fp8"), 320)
+
+
+@pytest.fixture
+def copy(finished: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished(""), tmp_path / "run"))
+
+
+def poisoned(state: TrainState, part: str, *keys: Any, layer: int, value: float) -> TrainState:
+    """Return a state with one number of one array set."""
+
+    def change(path: Any, leaf: Any) -> Any:
+        names = tuple(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
+        return leaf.at[(layer, *(0,) * (leaf.ndim - 1))].set(value) if names == keys else leaf
+
+    changed = jax.tree_util.tree_map_with_path(change, getattr(state, part))
+    return state._replace(**{part: changed})
+
+
+OVERFLOWING = {"learning_rate": 3e38, "weight_decay": 3.0, "warmup_steps_fraction": 0.0, "steps": 1}
+KERNEL = ("layers", "mlp", "wo", "kernel")
+
+
+def test_every_part_of_a_state_is_looked_at(program: Program):
+    state = program.init()
+    check = FiniteCheck(program)
+    assert check(state) is None
+    for value in (np.nan, np.inf, -np.inf):
+        assert check(poisoned(state, "params", *KERNEL, layer=1, value=value)) == "params/layers/mlp/wo/kernel, layer 1"
+    moment = poisoned(state, "opt_state", 1, 0, "nu", *KERNEL, layer=0, value=np.inf)
+    assert check(moment) == "opt_state/1/0/nu/layers/mlp/wo/kernel, layer 0"
+    names = [tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(state.quant_state)]
+    assert check(poisoned(state, "quant_state", *names[-1], layer=1, value=np.nan)) == (
+        f"quant_state/{'/'.join(names[-1])}, layer 1"
+    )
+    found, seconds = check.timed(state)
+    assert found is None
+    assert seconds > 0
+
+
+def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp_path: Path):
+    """Loss and gradient of the step are finite; it is the update that is not. It is the last of the run, too."""
+    with pytest.raises(Diverged, match="nothing is saved yet") as caught:
+        train(tiny, tmp_path / "run", **OVERFLOWING)
+    message = str(caught.value)
+    assert message.startswith("step 1: loss is ")
+    assert "and the update overflows: params/" in message
+    assert "is not finite" in message
+    assert not (tmp_path / "run/summary.json").exists()
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+def test_after_a_step_whose_update_overflows_nothing_changes(tiny: TrainConfig):
+    config = dataclasses.replace(tiny, **OVERFLOWING)
+    data = make_iterators(config, config.batch_size)
+    program = build(config, data.vocab_size)
+    state, values = program.step(program.init(), next(data.train), jnp.bool_(True))
+    assert np.isfinite([float(values["loss"]), float(values["grad_norm"])]).all()
+    assert not values["healthy"]
+    before = jax.tree.map(np.array, state)
+    state, _ = program.step(state, next(data.train), values["healthy"])
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, state), before)
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_end(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.loop._held_out", lambda *_: float("nan"))
+    with pytest.raises(Diverged, match=rf"the held-out loss is nan; the last good state, step {STEPS}, is saved"):
+        train(tiny, copy)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    found = iter([None, "opt_state/x"])  # on resuming, and before the next checkpoint
+    monkeypatch.setattr(FiniteCheck, "__call__", lambda self, state: next(found))
+    with pytest.raises(Diverged, match=rf"after step {STEPS + 1} opt_state/x is not finite; .* step {STEPS}, is saved"):
+        train(tiny, copy, steps=STEPS + 1)
+    assert not (copy / f"checkpoints/{STEPS + 1}").exists()
+
+
+def test_a_checkpoint_that_is_not_finite_is_passed_over_and_the_rate_can_be_changed(copy: Path, tiny: TrainConfig):
+    """One of before this was checked; and the run goes on from the one before it, with less of everything."""
+    program = build(tiny, 320)
+    with Checkpoints(copy, tiny) as checkpoints:
+        found = checkpoints.restore(program.abstract_state)
+        assert found is not None
+        bad = poisoned(found[0], "params", *KERNEL, layer=1, value=np.nan)
+        checkpoints.save(STEPS + 1, bad._replace(step=jnp.int32(STEPS + 1)), found[1])
+    fields = {"learning_rate": 1e-3, "weight_decay": 0.0, "gradient_clipping_threshold": 0.0}
+    said = train(tiny, copy, steps=STEPS + 3, **fields)
+    assert any(
+        line.startswith(f"checkpoint {STEPS + 1} does not load (params/layers/mlp/wo/kernel, layer 1 is not finite)")
+        for line in said
+    )
+    assert f"learning_rate is 0.001 from step {STEPS + 1} on, it was 0.01" in said
+    assert list(read_losses(copy)) == list(range(1, STEPS + 4))
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    changed = {"learning_rate": [0.01, 1e-3], "weight_decay": [0.1, 0.0], "gradient_clipping_threshold": [1.0, 0.0]}
+    assert {"step": STEPS, "changed": changed} in lines
+    assert [line["step"] for line in lines if "finite_check_s" in line] == [*range(3, STEPS + 1, 3), STEPS + 3]
+    assert all(line["finite_check_s"] > 0 for line in lines if "finite_check_s" in line)
+    rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
+    assert rates[STEPS + 1] < 1e-3
+
+
+def test_damaged_metrics_are_left_out_with_a_message(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    good = [b'{"step": 1, "loss": 1.0}', b'{"step": 2, "loss": 1.0}']
+    odd = [b"5", b'{"stp": 1}', b"\xff\xfe", b'{"step": true}', b"[" * 5000, b"9" * 5000, b'{"step": 1e999}', b""]
+    path.write_bytes(b"\n".join([good[0], *odd, good[1], b'{"step": 3}', b'{"step": 4, "lo']))
+    said: list[str] = []
+    metrics.truncate_metrics(path, 2, said.append)
+    assert path.read_bytes().splitlines() == good
+    assert said == [f"{path}: {len(odd)} damaged lines left out"]
+    path.unlink()
+    path.mkdir()
+    metrics.truncate_metrics(path, 2, said.append)
+    assert said[1] == f"{path} is no file, moved to {path}.damaged"
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()

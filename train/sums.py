@@ -1,0 +1,131 @@
+"""The sums of a training checkpoint: ``sums.json`` beside its arrays, without which no byte of them is used.
+
+The first process writes it when every process has written its part, before the checkpoint gets its name; so a
+checkpoint without it was not finished, or is one of before there were sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jaxquant.serving.manifest import sha256_of
+
+NAME = "sums.json"
+FORMAT = "jaxquant-checkpoint-sums"
+PROMISE = {"sums": NAME}
+"""Stands beside the data position of a checkpoint that has sums, so that it is not taken for an older one."""
+
+LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
+
+_THREADS = 4
+_DATA = Path("data", "metadata")
+
+
+class Damaged(ValueError):
+    """A checkpoint whose files are not those that were written."""
+
+
+def write_sums(folder: Path) -> None:
+    """Sum every file of a checkpoint that is about to get its name."""
+    _write(folder, _sum(folder, [name for name in _names(folder) if name not in LATE]))
+
+
+def seal(folder: Path) -> None:
+    """Add the sums of the files that orbax wrote since; nothing to do where all have theirs."""
+    if not (folder / NAME).is_file():
+        return
+    files = _read(folder)
+    missing = [name for name in _names(folder) if name in LATE and name not in files]
+    if missing:
+        _write(folder, files | _sum(folder, missing))
+
+
+def check_sums(folder: Path, share: int = 0, shares: int = 1) -> bool:
+    """Compare the files of a checkpoint with their sums, without holding one in memory.
+
+    Args:
+      folder: of the checkpoint.
+      share, shares: one in so many files is read; names and sizes of all are compared.
+
+    Returns:
+      Whether there are sums; False for a checkpoint of before there were any.
+
+    Raises:
+      Damaged: naming the first file that is missing, another, or not the checkpoint's.
+    """
+    if not (folder / NAME).is_file():
+        if _promised(folder):
+            raise Damaged(f"{folder / NAME} is gone")
+        return False
+    files = _read(folder)
+    found = _names(folder)
+    for name in sorted(files.keys() - set(found)):
+        raise Damaged(f"{folder / name} is gone")
+    for name in sorted(set(found) - files.keys() - set(LATE)):
+        raise Damaged(f"{folder / name} is no file of the checkpoint")
+    for name, (size, _) in files.items():
+        if (folder / name).stat().st_size != size:
+            raise Damaged(f"{folder / name} has {(folder / name).stat().st_size} bytes, {size} were written")
+    mine = sorted(files)[share::shares]
+    for name, (_, digest) in _sum(folder, mine).items():
+        if digest != files[name][1]:
+            raise Damaged(f"{folder / name} has changed since it was written, its SHA-256 is another")
+    return True
+
+
+def _names(folder: Path) -> list[str]:
+    """Name the files below a folder; a link or a device is damage."""
+    found = []
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise Damaged(f"{path} is no ordinary file")
+        if path.is_file():
+            found.append(path.relative_to(folder).as_posix())
+    return sorted(name for name in found if name not in (NAME, f"{NAME}.partial"))
+
+
+def _sum(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
+    def one(name: str) -> tuple[int, str]:
+        return (folder / name).stat().st_size, sha256_of(folder / name)
+
+    with ThreadPoolExecutor(_THREADS) as pool:  # hashing leaves the interpreter to others
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def _write(folder: Path, files: dict[str, tuple[int, str]]) -> None:
+    partial = folder / f"{NAME}.partial"
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        file.write(_dump(files))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, folder / NAME)
+
+
+def _dump(files: dict[str, Any]) -> str:
+    contents = {"format": FORMAT, "files": {name: list(files[name]) for name in sorted(files)}}
+    text = json.dumps(contents, indent=1, sort_keys=True)
+    return json.dumps(contents | {"checksum": hashlib.sha256(text.encode()).hexdigest()}, indent=1, sort_keys=True)
+
+
+def _read(folder: Path) -> dict[str, tuple[int, str]]:
+    try:
+        text = (folder / NAME).read_bytes().decode()
+        files = {name: (size, digest) for name, (size, digest) in json.loads(text)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{folder / NAME} is not the sums of a checkpoint ({type(error).__name__})") from None
+    if text != _dump(files):  # every byte counts, also where it would mean the same
+        raise Damaged(f"{folder / NAME} does not match its own checksum")
+    return files
+
+
+def _promised(folder: Path) -> bool:
+    try:
+        return json.loads((folder / _DATA).read_bytes()).items() >= PROMISE.items()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return True  # every checkpoint has a data position; here more than the sums is gone
