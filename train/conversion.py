@@ -19,7 +19,7 @@ from jaxquant import state as quantization_state
 from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor, nbytes
-from jaxquant.inject.converted import Site
+from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.manifest import sha256_of
 from train.config import TrainConfig
@@ -171,7 +171,7 @@ def convert_run(
         found = _calibrate(stored, layers, shape, calibration_batches, say)
         state = dict(_flat(found, (quantization_state.OVERWRITE_WITH_GRADIENT,)))
         shapes[quantization_state.OVERWRITE_WITH_GRADIENT] = found
-    sites = serving.find_sites(Decoder(shape), layers, shapes, tokens)
+    sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
         if path in state:
@@ -204,7 +204,9 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
     return jax.eval_shape(make)
 
 
-def _converted(sites: Mapping[str, Site], read: Any, shapes: Any, shape: DecoderConfig, say: Say) -> dict[str, Any]:
+def _converted(
+    sites: Mapping[str, LayerKernel], read: Any, shapes: Any, shape: DecoderConfig, say: Say
+) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     count = len(jax.tree.leaves(shapes["params"]))
     done = itertools.count(1)

@@ -20,7 +20,7 @@ come out of jax's cache quantized or not, as whoever traced it first had it. The
 take that way: ``nn.Dense`` and ``nn.DenseGeneral``, and their NNX twins, call ``jax.lax.dot_general``; ``nn.Einsum``
 and ``nnx.Einsum`` call ``jnp.einsum``, which Qwix runs without jit.
 
-Tested with the series in ``SERIES``; everything imported is public there.
+Tested with the series in ``jaxquant.config.backends``; everything imported is public there.
 """
 
 from __future__ import annotations
@@ -37,73 +37,94 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.backends._linen import layers_apart
+from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.backends._versions import require
+from jaxquant.backends.base import RANDOM_STREAM
+from jaxquant.backends.honours import Asked, Honours, Lack, any_value, check_honoured, only, refuse
+from jaxquant.config.backends import BACKENDS
+from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
+from jaxquant.core.paths import join_path, layer_name
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 
-SERIES = "0.1."
-require("qwix", SERIES)
+require(BACKENDS["qwix"].package, BACKENDS["qwix"].series)
 
 import qwix  # noqa: E402
 
-STREAM = "quant"
 _QWIX_STREAM = "stochastic_rounding"
 _ALL_AXES = tuple(range(16))
 
 
-def _refuse(recipe: Recipe, place: str, what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"recipe {recipe.name!r} operand {place}: Qwix has no {what}; use quant_backend 'native'"
-    )
+_refuse = functools.partial(refuse, "Qwix")
 
 
-def _check_spec(recipe: Recipe, place: str, spec: TensorSpec) -> None:
-    if spec.scaling == "delayed":
-        raise _refuse(recipe, place, "delayed scaling")
-    if spec.granularity == "per_tile":
-        raise _refuse(recipe, place, "tiles along every contraction axis")
-    if spec.calibration.method == "fixed" and spec.granularity != "per_tensor":
-        raise _refuse(recipe, place, "fixed range per channel")
-    is_gradient = place in ("dlhs_lhs", "drhs_rhs")
-    if spec.rounding == "stochastic" and (element(spec.dtype).kind == "float" or not is_gradient):
-        what = f"stochastic rounding to {spec.dtype}" if is_gradient else "stochastic rounding of other than gradients"
-        raise _refuse(recipe, place, what)
-    if not spec.calibration.is_symmetric and (place not in ("fwd_lhs", "fwd_rhs") or _has_quantized_backward(recipe)):
-        raise _refuse(recipe, place, f"asymmetric calibration {spec.calibration} beside a quantized backward matmul")
+# -- what Qwix honours, field by field ---------------------------------------------------------------------------------
+
+
+def _granularity(asked: Asked) -> Lack | None:
+    return Lack("tiles along every contraction axis") if asked.value == "per_tile" else only("per_tensor")(asked)
+
+
+def _calibration(asked: Asked) -> Lack | None:
+    method = asked.spec.calibration
+    if method.method == "fixed" and asked.spec.granularity != "per_tensor":
+        return Lack("fixed range per channel")
+    if not method.is_symmetric and (not asked.place.startswith("fwd") or _has_quantized_backward(asked.recipe)):
+        return Lack(f"asymmetric calibration {method} beside a quantized backward matmul")
+    return only("minmax", "rms", "fixed")(asked)
+
+
+def _scaling(asked: Asked) -> Lack | None:
+    return Lack("delayed scaling") if asked.value == "delayed" else Lack()
+
+
+def _rounding(asked: Asked) -> Lack | None:
+    if not asked.is_gradient:
+        return Lack("stochastic rounding of other than gradients")
+    if element(asked.spec.dtype).kind == "float":
+        return Lack(f"stochastic rounding to {asked.spec.dtype}")
+    return only("stochastic")(asked)
+
+
+def _accumulator(asked: Asked) -> Lack | None:
+    specs = [_source(asked.recipe, asked.place, side) for side in ("lhs", "rhs")]
+    integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
+    if asked.value == "int32" and integers:
+        return None
+    return Lack(f"choice of the accumulator (asked {asked.value})", place=f"{asked.place}_lhs")
+
+
+def _shards(asked: Asked) -> Lack | None:
+    return None if asked.place == "drhs" else Lack("shards outside the weight gradient", place=f"{asked.place}_lhs")
+
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+HONOURS: Honours = {
+    Recipe: {
+        "name": any_value,
+        # Its mask ignores the schedule and groups along the output axis.
+        "sparsity": lambda asked: Lack("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
+    },
+    MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": _shards},
+    TensorSpec: {
+        "dtype": only("int8", "int4", "float4_e2m1fn", *_FP8),
+        "granularity": _granularity,
+        "scaling": _scaling,
+        "rounding": _rounding,
+        "reciprocal": any_value,
+    },
+    Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
+}
+"""The fields of a recipe that Qwix honours, alone. ``to_qwix`` refuses what does not go together."""
 
 
 def _has_quantized_backward(recipe: Recipe) -> bool:
-    return any((*_operands(recipe.dlhs), *_operands(recipe.drhs)))
-
-
-def _operands(matmul: MatmulSpec) -> tuple[Any, Any]:
-    return matmul.lhs, matmul.rhs
-
-
-def _check(recipe: Recipe) -> None:
-    """Refuse what Qwix would ignore."""
-    if recipe.sparsity is not None:
-        # Its mask ignores the schedule and groups along the output axis.
-        raise _refuse(recipe, "fwd_rhs", "scheduled N:M sparsity along the contraction axis")
-    if recipe.fwd.rhs is None:
-        raise _refuse(recipe, "fwd_rhs", "recipe with a float weight")
-    if recipe.fwd.shards != 1 or recipe.dlhs.shards != 1:
-        raise _refuse(recipe, "fwd_lhs" if recipe.fwd.shards != 1 else "dlhs_lhs", "shards outside the weight gradient")
-    for place, spec in recipe.specs.items():
-        if isinstance(spec, TensorSpec):
-            _check_spec(recipe, place, spec)
-    for name in ("fwd", "dlhs", "drhs"):
-        matmul: MatmulSpec = getattr(recipe, name)
-        specs = [_source(recipe, name, side) for side in ("lhs", "rhs")]
-        integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
-        if matmul.accumulator not in (None, "int32") or (matmul.accumulator == "int32" and not integers):
-            raise _refuse(recipe, f"{name}_lhs", f"choice of the accumulator (asked {matmul.accumulator})")
+    return any((recipe.dlhs.lhs, recipe.dlhs.rhs, recipe.drhs.lhs, recipe.drhs.rhs))
 
 
 def _source(recipe: Recipe, name: str, side: str) -> TensorSpec | None:
-    """Give the spec behind an operand, through FORWARD."""
+    """Return the spec behind an operand, through FORWARD."""
     spec = getattr(getattr(recipe, name), side)
     if spec == FORWARD:
         return recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs  # pyright: ignore[reportReturnType]
@@ -126,7 +147,9 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
 
     Source: ``QtRule`` and the fields of its ``additional_qt_config``.
     """
-    _check(recipe)
+    check_honoured("Qwix", HONOURS, recipe)
+    if recipe.fwd.rhs is None:
+        raise _refuse(recipe, "fwd_rhs", "recipe with a float weight")
     act, weight = recipe.fwd.lhs, recipe.fwd.rhs
     assert isinstance(weight, TensorSpec)
     assert act is None or isinstance(act, TensorSpec)
@@ -170,7 +193,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
                 f"{name}_residual_disable_channelwise_axes": residual.granularity == "per_tensor",
             }
     if recipe.drhs.shards != 1:
-        rule["bwd_weight_grad_tile_size"] = 1 / recipe.drhs.shards
+        rule["bwd_weight_grad_tile_size"] = _Share(recipe.drhs.shards, recipe.name)
     if recipe.is_stochastic:
         # One noise element for each element of the gradient; by default Qwix draws one for a whole row.
         rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": _ALL_AXES}
@@ -178,6 +201,29 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
             if isinstance(grad, TensorSpec) and grad.rounding == "nearest":
                 extra[f"{name}_stochastic_rounding_noise_fn"] = None
     return rule | {"additional_qt_config": extra}
+
+
+class _Share(float):
+    """The share ``1 / count`` of an axis that a tile has, with an error where the axis does not divide.
+
+    Qwix rounds the size that it computes from the share, and so would cut 8 rows in 4 blocks for a count of 5.
+    """
+
+    def __new__(cls, count: int, recipe_name: str) -> _Share:
+        share = super().__new__(cls, 1 / count)
+        share.count, share.recipe_name = count, recipe_name
+        return share
+
+    count: int
+    recipe_name: str
+
+    def __rmul__(self, size: Any) -> float:
+        if size % self.count:
+            raise ValueError(
+                f"quantization_local_shard_count {self.count} of {self.recipe_name!r} does not divide the last "
+                f"contraction axis of the weight gradient, which has size {size}; use a divisor of it, or 1"
+            )
+        return size / self.count
 
 
 def _rules(recipes: Mapping[str, Recipe]) -> list[qwix.QtRule]:
@@ -201,14 +247,14 @@ def _with_streams(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, 
     While parameters are initialized there is no gradient to round, and "params" stands in; Linen counts draws for each
     name, so the parameters do not change.
     """
-    scope = context.module.scope
-    if scope is not None and "/".join(map(str, context.module.path)) in paths and _QWIX_STREAM not in scope.rngs:
-        source = STREAM if STREAM in scope.rngs else "params"
+    scope, path = context.module.scope, join_path(context.module.path)
+    if scope is not None and path in paths and _QWIX_STREAM not in scope.rngs:
+        source = RANDOM_STREAM if RANDOM_STREAM in scope.rngs else "params"
         if source not in scope.rngs or (source == "params" and not context.module.is_initializing()):
             raise ValueError(
-                f"the recipe of {'/'.join(context.module.path)!r} rounds stochastically and the model was applied "
-                f"without the random stream {STREAM!r}; pass rngs={{{STREAM!r}: key}} to apply, and list it in "
-                "split_rngs of nn.scan"
+                f"the recipe of {layer_name(path)} rounds stochastically and the model was applied without the random "
+                f"stream {RANDOM_STREAM!r}; pass rngs={{{RANDOM_STREAM!r}: key}} to apply, and list it in split_rngs "
+                "of nn.scan"
             )
         scope.rngs[_QWIX_STREAM] = scope.rngs[source]
         scope.rng_counters[_QWIX_STREAM] = 0
@@ -217,11 +263,11 @@ def _with_streams(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, 
 
 def _only_known(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Refuse a linear layer that no rule was made for; Qwix would leave it in float without a word."""
-    if isinstance(context.module, (nn.Dense, nn.DenseGeneral, nn.Einsum)) and context.method_name == "__call__":
-        path = "/".join(map(str, context.module.path))
+    if kind_of(context.module) is not None and context.method_name == "__call__":
+        path = join_path(context.module.path)
         if path not in paths:
             raise ValueError(
-                f"layer {path!r} is not one that the example call ran ({', '.join(sorted(paths))}), so Qwix has no "
+                f"{layer_name(path)} is not one that the example call ran ({', '.join(sorted(paths))}), so Qwix has no "
                 "rule for it; quantize the outermost model with a __call__ that runs every layer, or use quant_backend "
                 "'native'"
             )
@@ -333,7 +379,7 @@ def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe], methods: Sequ
 
 
 def _apart(model: nn.Module, recipes: Hashable, methods: Sequence[str]) -> nn.Module:
-    """Give a copy of the model that shares no trace with other recipes, nor a layer with another."""
+    """Return a copy of the model that shares no trace with other recipes, nor a layer with another."""
 
     @contextlib.contextmanager
     def alone() -> Iterator[None]:
@@ -344,14 +390,14 @@ def _apart(model: nn.Module, recipes: Hashable, methods: Sequence[str]) -> nn.Mo
 
 
 def _intercepted(model: nn.Module, interceptor: Any, methods: Sequence[str]) -> nn.Module:
-    """Give a copy of the model whose methods run with an interceptor."""
+    """Return a copy of the model whose methods run with an interceptor."""
     return _within(model, lambda: nn.intercept_methods(interceptor), methods)
 
 
 def _within(
     model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]], methods: Sequence[str]
 ) -> nn.Module:
-    """Give a copy of the model whose methods run in a context."""
+    """Return a copy of the model whose methods run in a context."""
     kind = type(model)
 
     def wrap(name: str) -> Any:

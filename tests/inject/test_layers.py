@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxquant import describe_layers, linear_layers
-from jaxquant.inject.layers import check_for_qwix, einsum_out_features
+from jaxquant.inject.layers import check_layers, einsum_out_features
 
 X = jnp.ones((2, 4))
 
@@ -41,7 +41,7 @@ def test_a_layer_tells_its_options_and_the_shapes_that_meet_in_it():
     assert layer.input_shapes == ((2, 4), (4,))
     assert (layer.precision, layer.preferred_element_type) == ("high", None)
     with pytest.raises(ValueError, match=r"layer 'mix' has an input of shape \(4,\), that of its bias"):
-        check_for_qwix([dataclasses.replace(layer, precision=None)])
+        check_layers("qwix", [dataclasses.replace(layer, precision=None)])
 
 
 @pytest.mark.parametrize(
