@@ -23,7 +23,7 @@ def kind_of(module: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def layers_apart(owner: Hashable = None) -> Iterator[None]:
-    """Give every module under ``nn.jit`` a trace of its own, for the length of a call of a model.
+    """Trace every module under ``nn.jit`` for itself, for the length of a call of a model.
 
     ``nn.jit`` caches by module and shapes, so of two layers that look alike the second takes the trace of the first: no
     interceptor sees it, and it runs in the recipe of the first. The path of the module joins the key of that cache.

@@ -114,7 +114,7 @@ class QuantConfig(options.Options):
         if backend is None or BACKENDS[backend].runs_on_nnx:
             return backend
         if self.quant_backend == backend:
-            string = self.quantization or next(iter(self.strings), "of the rules")
+            string = self.quantization or self._rule_names()[0]
             raise NotImplementedError(
                 f"quant_backend {backend!r} does not run on NNX models, {BACKENDS[backend].title} has Linen ops only; "
                 f"use quant_backend 'native', which runs the recipe {string!r} on them"
@@ -218,6 +218,11 @@ class QuantConfig(options.Options):
         named = [(self.quantization, "quantization")]
         named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
         return [(name, place) for name, place in named if name and isinstance(name, str)]
+
+    def _rule_names(self) -> list[str]:
+        return [
+            rule.recipe.name if isinstance(rule.recipe, Recipe) else rule.recipe for rule in self.rules if rule.recipe
+        ]
 
     @property
     def _quantizes(self) -> bool:

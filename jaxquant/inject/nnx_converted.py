@@ -181,7 +181,7 @@ def _kept(model: nnx.Module) -> dict[Any, Any]:
 
 
 def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
-    """Put parameters into a converted model, in place; what ``nnx_params`` or ``jaxquant.serving.load`` gave.
+    """Set the parameters of a converted model, in place, to what ``nnx_params`` or ``jaxquant.serving.load`` gave.
 
     Args:
       model: converted, perhaps under ``nnx.eval_shape``, without any array.
