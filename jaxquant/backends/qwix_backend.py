@@ -9,6 +9,7 @@ import jax
 
 from jaxquant.backends import qwix, qwix_serving
 from jaxquant.backends.base import Backend
+from jaxquant.backends.qwix_config import HONOURS, to_qwix
 from jaxquant.config.backends import check_implementation
 from jaxquant.core.qtensor import QTensor, Weight
 from jaxquant.core.recipe import Recipe
@@ -19,14 +20,14 @@ Array = jax.Array
 class QwixBackend(Backend):
     """Qwix's rules on a whole model, and its op on converted kernels."""
 
-    honours = qwix.HONOURS
+    honours = HONOURS
     drops = ("precision", "preferred_element_type")
     knows_weights_by_shape = True
 
     def check(self, recipe: Recipe) -> None:
         """Refuse a recipe that Qwix does not honour in full; see ``Backend.check``."""
         super().check(recipe)
-        qwix.to_qwix(recipe)  # refuses what does not go together
+        to_qwix(recipe)  # refuses what does not go together
 
     def quantize_linen(
         self, model: Any, recipes: Mapping[str, Recipe], methods: Sequence[str], layers: Sequence[str]

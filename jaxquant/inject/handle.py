@@ -95,7 +95,7 @@ class Quantization:
         return load(self.backend)
 
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
-        """Return a class named after the backend's own op, so that Linen names modules, and the state in them, after that."""
+        """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""
         if self.base is None:
             return _renamed(kind, self._backend.op_names[op])
         return _renamed(kind, self.make_op(op, self.base, ()).func.__name__)
