@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
-from jaxquant.backends._aqt import aqt_dot_general, aqt_flax
+from jaxquant.backends._aqt import aqt_dot_general, aqt_flax, config, tiled_dot_general
 from jaxquant.backends._aqt import utils as aqt_utils
 from jaxquant.backends._weights import check_converted, is_swapped
 from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
@@ -155,6 +155,36 @@ def _module(
         use_legacy_freezer=False,
         **{f"{side}_{key}": value for side, settings in sides.items() for key, value in settings.items()},
     )
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Contract an activation with a float weight as the Linen module does, without a module.
+
+    Args:
+      lhs, rhs, dimension_numbers, precision, preferred_element_type: as for ``jax.lax.dot_general``.
+      recipe: all numbers.
+      key: for stochastic rounding; its gradient needs one.
+
+    Raises:
+      NotImplementedError: AQT cannot do what the recipe asks, or would ignore an option.
+    """
+    refuse_options(lhs.dtype, precision, preferred_element_type)
+    train = aqt_utils.QuantMode.TRAIN
+    matmul = config.set_context(to_aqt(recipe), key, None, lhs_quant_mode=train, rhs_quant_mode=train)
+    make_tiles = tiling_fn(recipe)
+    if make_tiles is None:
+        return matmul(lhs, rhs, dimension_numbers)
+    tiles = make_tiles(lhs, rhs, dimension_numbers)
+    return tiled_dot_general.tiled_dot_general(tiles, lhs, rhs, dimension_numbers, dot_general=matmul)
 
 
 def dot_general_cls(

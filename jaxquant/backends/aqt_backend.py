@@ -52,16 +52,17 @@ class AqtBackend(Backend):
     def dot_general(
         self,
         lhs: Array,
-        rhs: Weight,
+        rhs: Array | Weight,
         dimension_numbers: Any,
         *args: Any,
         recipe: Recipe,
         implementation: str | None = None,
         **kwargs: Any,
     ) -> Array:
-        """Compute ``dot_general`` on a converted kernel; see ``Backend.dot_general``."""
+        """Compute ``dot_general`` on a converted kernel, or a float one with a ``key``; see ``Backend.dot_general``."""
         check_implementation(self.name, implementation)
-        return aqt_serving.dot_general(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
+        run = aqt_serving.dot_general if isinstance(rhs, Weight) else aqt.dot_general
+        return run(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def einsum(
         self,
