@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxquant.config.backends import BACKENDS, BackendName
 from jaxquant.config.loader import show
-from jaxquant.config.quant_config import Backend, QuantConfig
+from jaxquant.config.quant_config import QuantConfig
 
 RUN_CONTROL = frozenset(
     {
@@ -121,7 +122,7 @@ class TrainConfig(QuantConfig):
     health_sequences: int = 0
 
     @property
-    def resolved_backend(self) -> Backend | None:
+    def resolved_backend(self) -> BackendName | None:
         """The backend that runs, ``auto`` resolved for the framework; None where nothing is quantized."""
         return self.resolved_nnx_backend if self.framework == "nnx" else super().resolved_backend
 
@@ -136,10 +137,11 @@ class TrainConfig(QuantConfig):
             value = getattr(self, field.name)
             if isinstance(value, str) and "\0" in value:
                 raise ValueError(f"{field.name} {show(value)} has a null character in it; leave it out")
-        if self.remat_policy == "quantized" and self.resolved_backend != "native":
+        backend = self.resolved_backend
+        if self.remat_policy == "quantized" and not (backend and BACKENDS[backend].names_residuals):
             raise ValueError(
                 "remat_policy 'quantized' keeps what the native backend saves, and nothing here runs on it: "
-                f"quantization {self.quantization!r} on {self.resolved_backend or 'no backend'}; "
+                f"quantization {self.quantization!r} on {backend or 'no backend'}; "
                 "use 'full', 'dots' or 'none', or quant_backend 'native'"
             )
         if self.num_query_heads % self.num_kv_heads:

@@ -20,7 +20,7 @@ from jaxquant.config.loader import build, load_yaml, show, to_mapping
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
-from jaxquant.inject.converted import Site
+from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.manifest import sha256_of
 from train.config import TrainConfig
@@ -185,7 +185,7 @@ def convert_run(
         collection = quantization_state.OVERWRITE_WITH_GRADIENT
         state = {(collection, *path.split("/")): leaf for path, leaf in leaves_by_path(found).items()}
         shapes[collection] = found
-    sites = serving.find_sites(Decoder(shape), layers, shapes, tokens)
+    sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
         if path in state:
@@ -223,7 +223,9 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
     return jax.eval_shape(make)
 
 
-def _converted(sites: Mapping[str, Site], read: Any, shapes: Any, shape: DecoderConfig, say: Say) -> dict[str, Any]:
+def _converted(
+    sites: Mapping[str, LayerKernel], read: Any, shapes: Any, shape: DecoderConfig, say: Say
+) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     count = len(jax.tree.leaves(shapes["params"]))
     done = itertools.count(1)

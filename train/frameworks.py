@@ -13,6 +13,8 @@ from flax import nnx
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.backends import RANDOM_STREAM
+from jaxquant.config.backends import BACKENDS
 from jaxquant.inject.layers import LayerReport
 from jaxquant.serving.kv_cache import KVCache
 from train import model as linen_model
@@ -57,11 +59,12 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
       ValueError, NotImplementedError: the quantization does not fit the model.
     """
     linen = jaxquant.maybe_quantize_model(linen_model.Decoder(shape), config, tokens)
-    # The native op then draws its noise from each gradient's bits: the same in both frameworks.
-    streams = () if config.resolved_backend == "native" else ("quant",)
+    backend = config.resolved_backend
+    # Without the stream the native op draws its noise from each gradient's bits: the same in both frameworks.
+    streams = (RANDOM_STREAM,) if backend and BACKENDS[backend].needs_random_stream else ()
 
     def init(key: jax.Array) -> tuple[Any, Any]:
-        return quantization_state.split(linen.init({"params": key, "quant": key}, tokens))
+        return quantization_state.split(linen.init({"params": key, RANDOM_STREAM: key}, tokens))
 
     def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, cache: KVCache | None = None) -> Any:
         variables = quantization_state.merge(params, quant_state)

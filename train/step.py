@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.cost import saved_for_backward
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.recipes import strings_reading
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
@@ -212,7 +213,8 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     its own meaning, the local device count.
     """
     reads = set(config.strings) & set(strings_reading("quantization_local_shard_count"))
-    if config.quantization_local_shard_count != -1 or not reads or config.resolved_backend == "qwix":
+    backend = config.resolved_backend
+    if config.quantization_local_shard_count != -1 or not reads or not (backend and BACKENDS[backend].shards_batch):
         return config
     return dataclasses.replace(config, quantization_local_shard_count=mesh.shape["data"] * mesh.shape["fsdp"])
 

@@ -30,6 +30,7 @@ from jaxtyping import Float
 from jaxquant.audit.statistics import WIDTH, read, record
 from jaxquant.backends._linen import layers_apart
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
@@ -168,7 +169,7 @@ class HealthMonitor:
             return out
         variables = meta.unbox(module.variables)
         if PROBE not in variables["params"]:
-            raise ValueError(f"layer {path!r} did not run when the health monitor's example was traced")
+            raise ValueError(f"{layer_name(path)} did not run when the health monitor's example was traced")
         inputs = args[0] if args else kwargs["inputs"]
         lhs, rhs, _ = module.promote_dtype(inputs, variables["params"]["kernel"], None, dtype=module.dtype)  # pyright: ignore
         lhs, rhs, dims, order = _contraction(module, lhs, rhs, args, kwargs)

@@ -1,9 +1,9 @@
 """The modules of AQT that the backend uses, all public: the only import of AQT, behind a check of its version."""
 
 from jaxquant.backends._versions import require
+from jaxquant.config.backends import BACKENDS
 
-SERIES = "0.9."
-require("aqtp", SERIES)
+require(BACKENDS["aqt"].package, BACKENDS["aqt"].series)
 
 from aqt.jax.v2 import (  # noqa: E402
     aqt_dot_general,

@@ -1,4 +1,4 @@
-"""Linen modules that jit themselves: their trace is shared by layers that look alike, and must not be."""
+"""Linen's linear layers, and modules that jit themselves: layers that look alike share their trace, and must not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+LINEAR: dict[type[nn.Module], str] = {nn.Dense: "dense", nn.DenseGeneral: "dense_general", nn.Einsum: "einsum"}
+"""Linen's linear layers and the name of each kind."""
+
 # Part of the key of jit's caches: a jitted module of another path is traced for itself.
 _path = jax.make_user_context(())
 
 
+def kind_of(module: nn.Module) -> str | None:
+    """Return the kind of a linear layer, None for any other module."""
+    return next((kind for base, kind in LINEAR.items() if isinstance(module, base)), None)
+
+
 @contextlib.contextmanager
 def layers_apart(owner: Hashable = None) -> Iterator[None]:
-    """Give every module under ``nn.jit`` a trace of its own, for the length of a call of a model.
+    """Trace every module under ``nn.jit`` for itself, for the length of a call of a model.
 
     ``nn.jit`` caches by module and shapes, so of two layers that look alike the second takes the trace of the first: no
     interceptor sees it, and it runs in the recipe of the first. The path of the module joins the key of that cache.

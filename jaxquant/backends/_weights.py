@@ -1,8 +1,7 @@
-"""What the serving ops of AQT and Qwix share: an einsum of an activation with a kernel that is no array."""
+"""What ops on converted kernels share: an einsum of a kernel that is no array, and errors about such kernels."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import Weight
+from jaxquant.core.recipe import Recipe
 
 Array = jax.Array
 
@@ -43,12 +44,12 @@ def einsum(
 
 
 def hashable(dimension_numbers: Any) -> Any:
-    """Give dimension numbers as nested tuples, for a static argument."""
+    """Return dimension numbers as nested tuples, for a static argument."""
     return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
 
 
 def is_swapped(run: Callable[[Array, Array], Any], equation: str, lhs: Array, rhs: Array) -> bool:
-    """Tell whether an einsum's matmul has our rhs on its left.
+    """Return whether an einsum's matmul has our rhs on its left.
 
     Raises:
       NotImplementedError: the einsum is not one matmul of the two operands.
@@ -67,10 +68,33 @@ def is_swapped(run: Callable[[Array, Array], Any], equation: str, lhs: Array, rh
     return order == [[1, 0]]
 
 
-def serving_ops(backend: str) -> Any:
-    """Give the module of a backend with ``convert_kernel``, and ``dot_general_cls`` and ``einsum_cls`` on its results.
+def check_converted(path: str, has: str, taker: str, wanted: str) -> None:
+    """Refuse a kernel that another recipe converted.
 
-    Imported only now: a backend's library is needed only where a config asks for it.
+    Args:
+      path: of the layer.
+      has: what its converted kernel is, such as "int8".
+      taker: who reads it, such as a recipe's name in quotes.
+      wanted: what that takes, in the words of ``has``.
+
+    Raises:
+      ValueError: the two differ.
     """
-    name = "native" if backend == "native" else f"{backend}_serving"
-    return importlib.import_module(f"jaxquant.backends.{name}")
+    if has != wanted:
+        raise ValueError(
+            f"{layer_name(path)} has a converted kernel of {has}, and {taker} takes {wanted}; serve with the recipe "
+            "that it was converted with"
+        )
+
+
+def never_seen(path: str, recipe: Recipe) -> ValueError:
+    """Make the error of a layer that needs the static scale of an activation that was never seen.
+
+    Args:
+      path: of the layer.
+      recipe: of the layer.
+    """
+    return ValueError(
+        f"{layer_name(path)} has no amax history of its input, so {recipe.name!r} has no static scale for it; train "
+        "the model, or calibrate it with jaxquant.calibrate"
+    )

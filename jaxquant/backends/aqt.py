@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
-from jaxquant.backends._aqt import aqt_dot_general, aqt_flax
+from jaxquant.backends._aqt import aqt_dot_general, aqt_flax, config, tiled_dot_general
 from jaxquant.backends._aqt import utils as aqt_utils
-from jaxquant.backends._weights import is_swapped
-from jaxquant.backends.aqt_config import STREAM, swap_sides, tiling_fn, to_aqt
+from jaxquant.backends._weights import check_converted, is_swapped
+from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
+from jaxquant.backends.base import RANDOM_STREAM
+from jaxquant.core.paths import join_path
 from jaxquant.core.recipe import Recipe
 
 _MODES = {
@@ -66,7 +68,7 @@ def refuse_options(dtype: Any, precision: Any, preferred_element_type: Any) -> N
 class AqtDotGeneral(aqt_flax.AqtDotGeneral):
     """AQT's module, drawing from the random stream ``quant`` alone and refusing what it would ignore."""
 
-    def make_rng(self, name: str = STREAM) -> jax.Array | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def make_rng(self, name: str = RANDOM_STREAM) -> jax.Array | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Draw a key, or None where the stream is absent: Linen would fall back to the stream "params"."""
         return super().make_rng(name) if self.has_rng(name) else None
 
@@ -89,11 +91,7 @@ class AqtDotGeneral(aqt_flax.AqtDotGeneral):
                 continue
             has = nn.meta.unbox(stored["frozen"]).qvalue.dtype
             wanted = getattr(self.cfg.fwd.dg_quantizer, side).numerics.get_dtype()  # pyright: ignore[reportOptionalMemberAccess]
-            if has != wanted:
-                raise ValueError(
-                    f"layer {'/'.join(self.path[:-1])!r} has a kernel converted to {has.name} and its recipe takes "
-                    f"{jnp.dtype(wanted).name}; serve with the recipe that it was converted with"
-                )
+            check_converted(join_path(self.path[:-1]), has.name, "its recipe", jnp.dtype(wanted).name)
 
 
 class AqtEinsum(nn.Module):
@@ -152,11 +150,41 @@ def _module(
     return functools.partial(
         AqtDotGeneral,
         translated,
-        prng_name=STREAM,
+        prng_name=RANDOM_STREAM,
         tiling_fn=tiling_fn(recipe),
         use_legacy_freezer=False,
         **{f"{side}_{key}": value for side, settings in sides.items() for key, value in settings.items()},
     )
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Contract an activation with a float weight as the Linen module does, without a module.
+
+    Args:
+      lhs, rhs, dimension_numbers, precision, preferred_element_type: as for ``jax.lax.dot_general``.
+      recipe: all numbers.
+      key: for stochastic rounding; its gradient needs one.
+
+    Raises:
+      NotImplementedError: AQT cannot do what the recipe asks, or would ignore an option.
+    """
+    refuse_options(lhs.dtype, precision, preferred_element_type)
+    train = aqt_utils.QuantMode.TRAIN
+    matmul = config.set_context(to_aqt(recipe), key, None, lhs_quant_mode=train, rhs_quant_mode=train)
+    make_tiles = tiling_fn(recipe)
+    if make_tiles is None:
+        return matmul(lhs, rhs, dimension_numbers)
+    tiles = make_tiles(lhs, rhs, dimension_numbers)
+    return tiled_dot_general.tiled_dot_general(tiles, lhs, rhs, dimension_numbers, dot_general=matmul)
 
 
 def dot_general_cls(

@@ -12,7 +12,7 @@ the forward's qvalues to the backward matmul as floats and quantizes them again,
 element's own bound makes that second scale exactly 1, so the second rounding changes nothing. (MaxText's int8 leaves
 ``use_fwd_quant`` off and quantizes the residual anew; a recipe says that with an operand of its own.)
 
-AQT is no longer developed; ``_aqt`` says which series of it this is tested with.
+AQT is no longer developed; ``jaxquant.config.backends`` has the series of it that this is tested with.
 """
 
 # AQT decorates its dataclasses with a functools.partial, behind which a type checker sees no fields.
@@ -38,10 +38,12 @@ from jaxquant.backends._aqt import (
 )
 from jaxquant.backends._aqt import tiled_dot_general as tiling
 from jaxquant.backends._aqt import utils as aqt_utils
+from jaxquant.backends.base import RANDOM_STREAM
+from jaxquant.backends.honours import NATIVE_INSTEAD, Asked, Honours, Lack, any_value, check_honoured, only, refuse
+from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
 
-STREAM = "quant"
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
@@ -52,8 +54,9 @@ class _Int(int_numerics.IntSymmetric):
     def vjp_fwd(self, x, context):
         if self.noise_fn is not None and context.key is None:
             raise ValueError(
-                f"the recipe rounds stochastically and the model was applied without the random stream {STREAM!r}; "
-                f"pass rngs={{{STREAM!r}: key}} to apply, and list it in split_rngs of nn.scan"
+                "the recipe rounds stochastically and the model was applied without the random stream "
+                f"{RANDOM_STREAM!r}; pass rngs={{{RANDOM_STREAM!r}: key}} to apply, and list it in split_rngs of "
+                "nn.scan"
             )
         return int_numerics.IntSymmetric.vjp_fwd(self, x, context)
 
@@ -86,20 +89,75 @@ class _Blocked(aqt_dot_general.DotGeneralRaw):
         return aqt_dot_general.DotGeneralRaw.__call__(self, lhs, rhs, lhs_qt, rhs_qt, dimension_numbers)
 
 
-def _refuse(recipe: Recipe, place: str, what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"recipe {recipe.name!r} operand {place}: AQT has no {what}; {instead}")
+_refuse = functools.partial(refuse, "AQT")
 
 
-def _numerics(recipe: Recipe, place: str, spec: TensorSpec) -> Any:
-    """Give AQT's grid of an element type."""
+# -- what AQT honours, field by field ----------------------------------------------------------------------------------
+
+
+def _dtype(asked: Asked) -> Lack | None:
+    if asked.value in _FP8 or element(asked.value).kind == "int":
+        return None
+    return Lack(f"element type {asked.value}", "use quant_backend 'native' or 'qwix'")
+
+
+def _granularity(asked: Asked) -> Lack | None:
+    if asked.value == "per_tile" and not asked.place.startswith("fwd"):
+        return Lack("tiles in a backward matmul")
+    return only("per_tensor", "per_tile")(asked)
+
+
+def _calibration(asked: Asked) -> Lack | None:
+    method = asked.spec.calibration
+    if method.method == "fixed" and method.is_symmetric:
+        return None
+    return Lack(f"calibration {method}", "use absmax, a symmetric fixed range, or another quant_backend")
+
+
+def _rounding(asked: Asked) -> Lack | None:
+    if asked.value == "stochastic" and asked.spec.dtype in _FP8:
+        return Lack("stochastic rounding of subnormal fp8 numbers")
+    return only("stochastic")(asked)
+
+
+def _scaling(asked: Asked) -> Lack | None:
+    return Lack("delayed scaling that trains as a state") if asked.value == "delayed" else Lack()
+
+
+def _shards(asked: Asked) -> Lack | None:
+    return Lack("shards in the forward matmul", "use tile_size", "fwd_lhs") if asked.place == "fwd" else None
+
+
+HONOURS: Honours = {
+    Recipe: {
+        "name": any_value,
+        "delayed": lambda asked: Lack("delayed scaling that trains as a state", place="fwd_rhs"),
+        "sparsity": lambda asked: Lack("N:M sparsity", place="fwd_rhs"),
+    },
+    MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": any_value, "shards": _shards},
+    TensorSpec: {
+        "dtype": _dtype,
+        "granularity": _granularity,
+        "scaling": _scaling,
+        "rounding": _rounding,
+        "tile_size": any_value,
+        "tiling": only("each_axis"),
+        "reciprocal": any_value,
+    },
+    Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
+}
+"""The fields of a recipe that AQT honours, alone. ``to_aqt`` refuses what does not go together."""
+
+
+# -- translation -------------------------------------------------------------------------------------------------------
+
+
+def _numerics(spec: TensorSpec) -> Any:
+    """Return AQT's grid of an element type."""
     if spec.dtype in _FP8:
-        if spec.rounding == "stochastic":
-            raise _refuse(recipe, place, "stochastic rounding of subnormal fp8 numbers", "use quant_backend 'native'")
         name = _FP8[spec.dtype]
         kind = _ClippingFp8 if spec.calibration.clips else fp8_numerics.Fp8Numerics
         return kind(dtype=fp8_numerics.fp8_map[name], exponent_bits=int(name[1]), mantissa_bits=int(name[3]))
-    if element(spec.dtype).kind != "int":
-        raise _refuse(recipe, place, f"element type {spec.dtype}", "use quant_backend 'native' or 'qwix'")
     return _Int(
         bits=element(spec.dtype).bits,
         preserve_zero=True,
@@ -112,27 +170,20 @@ def _numerics(recipe: Recipe, place: str, spec: TensorSpec) -> Any:
     )
 
 
-def _calibrator(recipe: Recipe, place: str, spec: TensorSpec) -> Callable[..., Any]:
-    """Give AQT's calibration of a spec."""
-    method = spec.calibration
-    if spec.scaling == "delayed":
-        raise _refuse(recipe, place, "delayed scaling that trains as a state", "use quant_backend 'native'")
-    if method.method == "absmax":
-        factor = None if method.factor == 1.0 else method.factor
-        return functools.partial(calibration.AbsMaxCalibration, clipping_scale=factor)
-    if method.method == "fixed" and method.is_symmetric:
+def _calibrator(method: Calibration) -> Callable[..., Any]:
+    """Return AQT's calibration."""
+    if method.method == "fixed":
         return functools.partial(calibration.ConstantCalibration, bound=method.maximum)
-    raise _refuse(
-        recipe, place, f"calibration {method}", "use absmax, a symmetric fixed range, or another quant_backend"
-    )
+    factor = None if method.factor == 1.0 else method.factor
+    return functools.partial(calibration.AbsMaxCalibration, clipping_scale=factor)
 
 
-def _quantizer(recipe: Recipe, place: str, spec: TensorSpec) -> aqt_quantizer.Quantizer:
+def _quantizer(spec: TensorSpec) -> aqt_quantizer.Quantizer:
     return aqt_quantizer.Quantizer(
-        numerics=_numerics(recipe, place, spec),
+        numerics=_numerics(spec),
         calib_shared_axes="per_tensor" if spec.granularity == "per_tensor" else None,
         scale_stop_grad=True,
-        calibration=_calibrator(recipe, place, spec),
+        calibration=_calibrator(spec.calibration),
         context=aqt_utils.Context(key=None, train_step=None),
     )
 
@@ -143,13 +194,13 @@ def _reused(recipe: Recipe, place: str, spec: Operand, other: Operand) -> aqt_qu
         raise _refuse(recipe, place, "reuse of a forward operand that is float or tiled", "give it a spec of its own")
     if other is None:
         return aqt_quantizer.quantizer_make(None, initialize_calibration=False)
-    whole = _quantizer(recipe, place, TensorSpec(spec.dtype))
+    whole = _quantizer(TensorSpec(spec.dtype))
     whole.calibration = functools.partial(calibration.ConstantCalibration, bound=element(spec.dtype).bound)
     return whole
 
 
 def _accumulator(recipe: Recipe, place: str, asked: str | None, dtypes: Sequence[str | None]) -> Any:
-    """Give the dtype that AQT asks of the matmul.
+    """Return the dtype that AQT asks of the matmul.
 
     None with two quantized operands means the result's dtype; AQT casts to that right after the matmul, so asking for
     float32 (int32 between integers, which is exact) gives the same numbers.
@@ -168,7 +219,7 @@ def _dot_int8(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.
 
 
 def _tile(recipe: Recipe) -> int | None:
-    """Give the tile size of the forward matmul, which AQT tiles on both sides."""
+    """Return the tile size of the forward matmul, which AQT tiles on both sides."""
     specs = {side: spec for side in ("lhs", "rhs") if isinstance(spec := getattr(recipe.fwd, side), TensorSpec)}
     sizes = {spec.tile_size for spec in specs.values()}
     if len(sizes) > 1:
@@ -190,9 +241,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
 
     Source: ``aqt.jax.v2.config.config_v4``, without the settings that it resets.
     """
-    if recipe.delayed is not None or recipe.sparsity is not None:
-        what = "delayed scaling that trains as a state" if recipe.delayed is not None else "N:M sparsity"
-        raise _refuse(recipe, "fwd_rhs", what, "use quant_backend 'native'")
+    check_honoured("AQT", HONOURS, recipe)
     tile_size = _tile(recipe)
     result = config.default_unquantized_config()
     for name, raw, places in (
@@ -203,7 +252,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
         matmul: MatmulSpec = getattr(recipe, name)
         operands = [getattr(matmul, side) for side in places]
         if name != "fwd" and tile_size is not None and any(operands):
-            raise _refuse(recipe, f"{name}_{places[0]}", "quantized backward of a tiled forward", "use 'native'")
+            raise _refuse(recipe, f"{name}_{places[0]}", "quantized backward of a tiled forward", NATIVE_INSTEAD)
         dtypes: list[str | None] = []
         for ours, theirs, spec in zip(places, ("lhs", "rhs"), operands, strict=True):
             place, other = f"{name}_{ours}", operands[1 if theirs == "lhs" else 0]
@@ -217,26 +266,24 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
             elif isinstance(spec, TensorSpec):
                 if spec.granularity == "per_tensor" and matmul.shards != 1:
                     raise _refuse(recipe, place, "per-tensor scale within shards", "use per_channel or one shard")
-                setattr(raw.dg_quantizer, theirs, _quantizer(recipe, place, spec))
+                setattr(raw.dg_quantizer, theirs, _quantizer(spec))
             dtypes.append(spec.dtype if isinstance(spec, TensorSpec) else None)
         raw.dg_accumulator_dtype = _accumulator(recipe, f"{name}_lhs", matmul.accumulator, dtypes)
         if set(dtypes) == {"int8", "int4"}:
             raw.dot_general = _dot_int8
         if matmul.shards != 1 and any(operands):
-            setattr(result, name, _blocked(recipe, name, raw, matmul.shards))
+            setattr(result, name, _blocked(recipe, raw, matmul.shards))
     return result
 
 
-def _blocked(recipe: Recipe, name: str, raw: aqt_dot_general.DotGeneralRaw, shards: int) -> _Blocked:
-    if name == "fwd":
-        raise _refuse(recipe, "fwd_lhs", "shards in the forward matmul", "use tile_size")
+def _blocked(recipe: Recipe, raw: aqt_dot_general.DotGeneralRaw, shards: int) -> _Blocked:
     fields = {field: getattr(raw, field) for field in raw.__dataclass_fields__}
     fields["local_aqt"] = aqt_dot_general.LocalAqt(contraction_axis_shard_count=shards)
     return _Blocked(**fields, recipe_name=recipe.name, count=shards)
 
 
 def tiling_fn(recipe: Recipe) -> Callable[..., tiling.Cfg] | None:
-    """Give the function that tiles every contraction axis of both operands."""
+    """Return the function that tiles every contraction axis of both operands."""
     size = _tile(recipe)
     if size is None:
         return None

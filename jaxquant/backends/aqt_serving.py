@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ from jaxquant.backends._aqt import aqt_dot_general, aqt_tensor, config, tiled_do
 from jaxquant.backends._aqt import utils as aqt_utils
 from jaxquant.backends.aqt import dot_general_cls as training_cls
 from jaxquant.backends.aqt import refuse_options
-from jaxquant.backends.aqt_config import STREAM, swap_sides, tiling_fn, to_aqt
+from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
+from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.core.qtensor import QTensor, Weight
 from jaxquant.core.recipe import Recipe
 
@@ -31,7 +32,7 @@ def convert_kernel(
     op = training_cls(recipe, quant_mode="convert")()
     activation = jnp.zeros([kernel.shape[axis] for axis in axes], kernel.dtype)
     dims = ((tuple(range(len(axes))), tuple(axes)), ((), ()))
-    rngs = {STREAM: jax.random.key(0)} if recipe.is_stochastic else {}
+    rngs = {RANDOM_STREAM: jax.random.key(0)} if recipe.is_stochastic else {}
     _, written = op.apply({}, activation, kernel, dims, None, mutable=["aqt"], rngs=rngs)
     frozen = written["aqt"]["qrhs"]["frozen"]
     (scale,) = frozen.scale
@@ -43,7 +44,7 @@ def convert_kernel(
 
 
 def _frozen(weight: Weight, tiled_axes: Sequence[int]) -> aqt_tensor.QTensor:
-    """Give AQT's form of a converted kernel; a tiled axis becomes (tiles, tile)."""
+    """Return AQT's form of a converted kernel; a tiled axis becomes (tiles, tile)."""
     qvalue, scale = weight.tensor.qvalue, weight.tensor.scale.astype(weight.dtype)
     shape: list[int] = []
     scale_shape: list[int] = []
@@ -88,32 +89,40 @@ def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_
     return tiled_dot_general.tiled_dot_general(tiles, *sides, dimension_numbers, dot_general=dot)
 
 
-def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
-    """Make what flax layers take as ``dot_general_cls``, for converted kernels."""
+def dot_general(
+    lhs: Array,
+    rhs: Weight,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe,
+) -> Array:
+    """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
 
-    def dot_general(
-        lhs: Array,
-        rhs: Weight,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> Array:
-        refuse_options(lhs.dtype, precision, preferred_element_type)
-        return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
+    Args:
+      lhs, rhs, dimension_numbers, precision, preferred_element_type: as for ``jax.lax.dot_general``.
+      recipe: all numbers.
 
-    return lambda: dot_general
+    Raises:
+      NotImplementedError: an option that AQT would ignore.
+    """
+    refuse_options(lhs.dtype, precision, preferred_element_type)
+    return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
 
-def einsum_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
-    """Make a factory of einsums of an activation and a converted kernel."""
-
-    def einsum(
-        equation: str, lhs: Array, rhs: Weight, precision: Any = None, preferred_element_type: Any = None
-    ) -> Array:
-        refuse_options(lhs.dtype, precision, preferred_element_type)
-        run = lambda equation, a, b, dot: aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
-        return _weights.einsum(
-            run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
-        )
-
-    return lambda: einsum
+def einsum(
+    equation: str,
+    lhs: Array,
+    rhs: Weight,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe,
+) -> Array:
+    """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
+    refuse_options(lhs.dtype, precision, preferred_element_type)
+    run = lambda equation, a, b, dot: aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
+    return _weights.einsum(
+        run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
+    )

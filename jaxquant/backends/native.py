@@ -10,6 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxquant.backends.base import RANDOM_STREAM, chosen
+from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.qtensor import QTensor, Weight
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
@@ -19,7 +21,6 @@ from jaxquant.ops.operand import input_scale, quantize_kernel
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
-RANDOM_STREAM = "quant"
 
 
 class _Quantized(nn.Module):
@@ -27,9 +28,11 @@ class _Quantized(nn.Module):
 
     Attributes:
       recipe: all numbers.
+      implementation: what computes the matmuls; None picks.
     """
 
     recipe: Recipe
+    implementation: str | None = None
 
     def _variables(self, prefix: str, values: dict[str, Array]) -> dict[str, Array]:
         """Read the state, or make it while initializing; state that is made anew in each call would never advance."""
@@ -37,7 +40,7 @@ class _Quantized(nn.Module):
         missing = [name for name in names if not self.has_variable(OVERWRITE_WITH_GRADIENT, name)]
         if missing and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             raise ValueError(
-                f"recipe {self.recipe.name!r} at {'/'.join(self.path[:-1])!r} keeps state in the collection "
+                f"recipe {self.recipe.name!r} at {at_layer(join_path(self.path[:-1]))} keeps state in the collection "
                 f"'{OVERWRITE_WITH_GRADIENT}', and this call has no {missing[0]!r} there: pass the collection to apply "
                 f"beside 'params', and where the layer is under nn.scan, give it "
                 f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}; state that was stored, or of flax's "
@@ -64,7 +67,7 @@ class _Quantized(nn.Module):
 
 
 def activation_as_read(recipe: Recipe, activation: Array, weight: Array | Weight) -> Array:
-    """Give an activation the dtype in which the op reads it: flax's computes in the kernel's, whatever comes in."""
+    """Return an activation in the dtype in which the op reads it: flax's ops compute in the kernel's."""
     return activation.astype(weight.dtype) if recipe.is_flax else activation
 
 
@@ -97,7 +100,14 @@ class DotGeneral(_Quantized):
         lhs = activation_as_read(self.recipe, lhs, rhs)
         if isinstance(rhs, Weight):
             return dot_general(
-                lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe, key=self._key()
+                lhs,
+                rhs,
+                dimension_numbers,
+                precision,
+                preferred_element_type,
+                recipe=self.recipe,
+                key=self._key(),
+                **chosen(self.implementation),
             )
         axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
         return dot_general(
@@ -109,6 +119,7 @@ class DotGeneral(_Quantized):
             recipe=self.recipe,
             state=self._quant_state(),
             key=self._key(),
+            **chosen(self.implementation),
         )
 
 
@@ -141,6 +152,7 @@ class Einsum(_Quantized):
             preferred_element_type=preferred_element_type,
             weight=self.weight,
             transform=self._sparsify,
+            **chosen(self.implementation),
         )
 
 
@@ -161,13 +173,23 @@ def _is_nanoo(recipe: Recipe) -> bool:
     return isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")
 
 
-def dot_general_cls(recipe: Recipe) -> functools.partial[DotGeneral]:
-    """Make what flax layers take as ``dot_general_cls``."""
-    if recipe.delayed is None:
-        return functools.partial(DotGeneral, recipe=recipe)
-    return functools.partial(NANOOFp8DotGeneralOp if _is_nanoo(recipe) else Fp8DirectDotGeneralOp, recipe=recipe)
+def dot_general_cls(recipe: Recipe, implementation: str | None = None) -> functools.partial[DotGeneral]:
+    """Make what flax layers take as ``dot_general_cls``.
+
+    Args:
+      recipe, implementation: as in ``DotGeneral``.
+    """
+    kind = DotGeneral
+    if recipe.delayed is not None:
+        kind = NANOOFp8DotGeneralOp if _is_nanoo(recipe) else Fp8DirectDotGeneralOp
+    return functools.partial(kind, recipe=recipe, **chosen(implementation))
 
 
-def einsum_cls(recipe: Recipe, weight: int = 1) -> functools.partial[Einsum]:
-    """Make a factory of ``Einsum`` modules."""
-    return functools.partial(Einsum if recipe.delayed is None else Fp8Einsum, recipe=recipe, weight=weight)
+def einsum_cls(recipe: Recipe, weight: int = 1, implementation: str | None = None) -> functools.partial[Einsum]:
+    """Make a factory of ``Einsum`` modules.
+
+    Args:
+      recipe, weight, implementation: as in ``Einsum``.
+    """
+    kind = Einsum if recipe.delayed is None else Fp8Einsum
+    return functools.partial(kind, recipe=recipe, weight=weight, **chosen(implementation))

@@ -18,6 +18,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxquant.backends import native
+from jaxquant.backends._weights import check_converted, never_seen
+from jaxquant.backends.base import chosen
+from jaxquant.core.paths import join_path, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops.dot_general import initial_state
@@ -35,7 +38,7 @@ class _Frozen(nn.Module):
         """Store what was converted."""
         if not self.is_mutable_collection(COLLECTION):
             raise ValueError(
-                f"layer {_layer(self)!r} converts and the collection {COLLECTION!r} cannot be written; apply the model "
+                f"{_layer(self)} converts and the collection {COLLECTION!r} cannot be written; apply the model "
                 f"with mutable=[{COLLECTION!r}]"
             )
         for name, value in values.items():
@@ -43,12 +46,12 @@ class _Frozen(nn.Module):
 
     @nn.compact
     def read(self, make: Any) -> dict[str, Any]:
-        """Give what is stored; while initializing, ``make()`` it."""
+        """Return what is stored; while initializing, ``make()`` it."""
         if self.is_initializing() and self.is_mutable_collection(COLLECTION):
             return {name: self.variable(COLLECTION, name, lambda v=value: v).value for name, value in make().items()}
         if not self.has_variable(COLLECTION, "frozen"):
             raise ValueError(
-                f"layer {_layer(self)!r} serves and the collection {COLLECTION!r} has no converted kernel "
+                f"{_layer(self)} serves and the collection {COLLECTION!r} has no converted kernel "
                 f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
                 f"mutable=[{COLLECTION!r}]"
             )
@@ -57,7 +60,7 @@ class _Frozen(nn.Module):
 
 
 def _layer(frozen: _Frozen) -> str:
-    return "/".join(frozen.path[:-2])
+    return layer_name(join_path(frozen.path[:-2]))
 
 
 class FrozenDotGeneral(native.DotGeneral):
@@ -103,9 +106,7 @@ class FrozenEinsum(native.Einsum):
             inputs, arrow, output = text.partition("->")
             text = ",".join(reversed(inputs.split(","))) + arrow + output
         plan = plan_einsum(text, operands[1 - self.weight].ndim, kernel.ndim)
-        if plan.rhs_sum:
-            raise NotImplementedError(f"einsum {equation!r} sums its kernel by itself, which a converted one cannot be")
-        axes = tuple(plan.dimension_numbers[0][1])
+        axes = plan.kernel_axes(f"einsum {equation!r}")
         operands[self.weight] = _read(self, kernel, axes)
         lhs, rhs = operands
         out = super().__call__(equation, lhs, rhs, precision, preferred_element_type)
@@ -126,15 +127,12 @@ def _write(op: Any, kernel: Array, axes: tuple[int, ...]) -> None:
     converted, scale = native.convert_kernel(op.recipe, kernel, axes, state)
     # Under jit there is no telling, and what is served is NaN.
     if scale is not None and not op.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
-        raise ValueError(
-            f"layer {'/'.join(op.path[:-1])!r} has no amax history of its input, so {op.recipe.name!r} has no static "
-            "scale for it; train the model, or calibrate it with jaxquant.calibrate"
-        )
+        raise never_seen(join_path(op.path[:-1]), op.recipe)
     _Frozen(name="qrhs").write({"frozen": converted} | ({} if scale is None else {INPUT_SCALE: scale}))
 
 
 def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | Weight:
-    """Give the stored kernel in serve mode, else the float one; that too where the recipe leaves kernels in float."""
+    """Return the stored kernel in serve mode, else the float one; that too where the recipe leaves kernels in float."""
     if op.quant_mode != "serve" or op.recipe.fwd.rhs is None:
         return kernel
 
@@ -148,11 +146,7 @@ def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | Weight:
         return values
 
     stored = nn.meta.unbox(_Frozen(name="qrhs").read(make))
-    if (found := _describe(stored)) != (asked := _describe(wanted)):
-        raise ValueError(
-            f"layer {'/'.join(op.path[:-1])!r} has a converted kernel of {found}, and {op.recipe.name!r} takes "
-            f"{asked}; serve with the recipe that it was converted with"
-        )
+    check_converted(join_path(op.path[:-1]), _describe(stored), repr(op.recipe.name), _describe(wanted))
     return Weight(stored["frozen"], kernel.dtype.name, stored.get(INPUT_SCALE))
 
 
@@ -184,23 +178,35 @@ def _named(tensor: QTensor, mesh_axes: tuple[str | None, ...], replicate_scale: 
 
 
 def dot_general_cls(
-    recipe: Recipe, *, mesh_axes: tuple[str | None, ...], quant_mode: str, replicate_scale: bool
+    recipe: Recipe,
+    *,
+    mesh_axes: tuple[str | None, ...],
+    quant_mode: str,
+    replicate_scale: bool,
+    implementation: str | None = None,
 ) -> functools.partial[FrozenDotGeneral]:
     """Make a ``dot_general_cls`` for convert or serve mode; see ``FrozenDotGeneral``."""
     options: dict[str, Any] = {"quant_mode": quant_mode, "mesh_axes": mesh_axes, "replicate_scale": replicate_scale}
+    options |= chosen(implementation)
     kind = _like(native.dot_general_cls(recipe).func, FrozenDotGeneral)
     return functools.partial(kind, recipe=recipe, **options)
 
 
 def einsum_cls(
-    recipe: Recipe, *, mesh_axes: tuple[str | None, ...], quant_mode: str, replicate_scale: bool
+    recipe: Recipe,
+    *,
+    mesh_axes: tuple[str | None, ...],
+    quant_mode: str,
+    replicate_scale: bool,
+    implementation: str | None = None,
 ) -> functools.partial[FrozenEinsum]:
     """Make an einsum factory for convert or serve mode; see ``FrozenEinsum``."""
     options: dict[str, Any] = {"quant_mode": quant_mode, "mesh_axes": mesh_axes, "replicate_scale": replicate_scale}
+    options |= chosen(implementation)
     return functools.partial(_like(native.einsum_cls(recipe).func, FrozenEinsum), recipe=recipe, **options)
 
 
 @functools.cache
 def _like(trained: type, kind: type) -> Any:
-    """Give a frozen op the name of the training op: Linen names modules, and the state in them, after their class."""
+    """Return a class of frozen ops with the training op's name, after which Linen names modules and their state."""
     return type(trained.__name__, (kind,), {"__module__": __name__, "__doc__": kind.__doc__})

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxquant.backends.base import chosen
 from jaxquant.backends.native import activation_as_read
+from jaxquant.core.paths import layer_name
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import dot_general, initial_state
@@ -34,10 +36,13 @@ class QuantizedOp(nnx.Module):
       path: of the layer, for errors and for the names in a traced program.
       kernel: the layer's kernel; layers that nnx.vmap made as one have leading axes, and so has their state.
       stacked: number of those axes.
+      implementation: what computes the matmuls; None picks.
     """
 
-    def __init__(self, recipe: Recipe, path: str, kernel: nnx.Variable, stacked: int):
-        self.recipe, self.path = recipe, path
+    def __init__(
+        self, recipe: Recipe, path: str, kernel: nnx.Variable, stacked: int, implementation: str | None = None
+    ):
+        self.recipe, self.path, self.implementation = recipe, path, implementation
         lead = kernel.shape[:stacked]
         tensors: dict[str, dict[str, Array]] = dict(initial_state(recipe))
         tensors = jax.tree.map(lambda value: jnp.broadcast_to(value, (*lead, *value.shape)), tensors)
@@ -63,14 +68,14 @@ class QuantizedOp(nnx.Module):
             first, ndim = ("step", 0) if name == _SPARSITY else ("scale", 1)
             if values[first].ndim != ndim:
                 raise ValueError(
-                    f"layer {self.path!r} has quant state of {values[first].shape[0]} layers in the call of one: "
+                    f"{layer_name(self.path)} has quant state of {values[first].shape[0]} layers in the call of one: "
                     "nnx.scan and nnx.vmap must map jaxquant.state.QuantState along axis 0, as in "
                     "nnx.StateAxes({jaxquant.state.TRAINED: 0, ...: None})"
                 )
         return require_state_gradient(self.path, operands, state)
 
     def state(self) -> dict[str, dict[str, Array]]:
-        """Give the quant state by tensor and field, as it is stored."""
+        """Return the quant state by tensor and field, as it is stored."""
         return {
             name: {field: getattr(self, f"{name}_{field}")[...] for field in fields} for name, fields in self.fields
         }
@@ -83,7 +88,7 @@ class QuantizedOp(nnx.Module):
 
     @contextlib.contextmanager
     def _reading(self, lhs: Array, rhs: Array) -> Iterator[tuple[Array, dict[str, Any], Callable[..., Array]]]:
-        """Give a call, under the layer's name, its activation, the amax state, and what makes its weight sparse."""
+        """Enter the layer's name scope; yield the activation, the amax state, and what makes the weight sparse."""
         with jax.named_scope(self.path):
             lhs = activation_as_read(self.recipe, lhs, rhs)
             state = self._read(lhs, rhs)
@@ -97,9 +102,17 @@ class DotGeneral(QuantizedOp):
       axes: contraction axes of the kernel.
     """
 
-    def __init__(self, recipe: Recipe, path: str, kernel: nnx.Variable, stacked: int, axes: tuple[int, ...]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        path: str,
+        kernel: nnx.Variable,
+        stacked: int,
+        axes: tuple[int, ...],
+        implementation: str | None = None,
+    ):
         self.axes = axes
-        super().__init__(recipe, path, kernel, stacked)
+        super().__init__(recipe, path, kernel, stacked, implementation)
 
     def _initial_sparsity(self, kernel: Array) -> dict[str, Array]:
         assert self.recipe.sparsity is not None
@@ -124,6 +137,7 @@ class DotGeneral(QuantizedOp):
                 recipe=self.recipe,
                 state=state,
                 out_sharding=out_sharding,
+                **chosen(self.implementation),
             )
 
 
@@ -134,9 +148,17 @@ class Einsum(QuantizedOp):
       equation: of the layer.
     """
 
-    def __init__(self, recipe: Recipe, path: str, kernel: nnx.Variable, stacked: int, equation: str):
+    def __init__(
+        self,
+        recipe: Recipe,
+        path: str,
+        kernel: nnx.Variable,
+        stacked: int,
+        equation: str,
+        implementation: str | None = None,
+    ):
         self.equation = equation
-        super().__init__(recipe, path, kernel, stacked)
+        super().__init__(recipe, path, kernel, stacked, implementation)
 
     def _initial_sparsity(self, kernel: Array) -> dict[str, Array]:
         assert self.recipe.sparsity is not None
@@ -164,6 +186,7 @@ class Einsum(QuantizedOp):
                 preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
                 transform=sparsify,
+                **chosen(self.implementation),
             )
 
 

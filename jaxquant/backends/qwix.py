@@ -1,4 +1,4 @@
-"""Qwix: translate a recipe to Qwix rules and quantize a model with them. The only place that imports Qwix.
+"""Qwix: quantize a model with the rules of ``qwix_config``. The only place that imports Qwix.
 
 What Qwix does in its own way, under every recipe:
 
@@ -20,7 +20,7 @@ come out of jax's cache quantized or not, as whoever traced it first had it. The
 take that way: ``nn.Dense`` and ``nn.DenseGeneral``, and their NNX twins, call ``jax.lax.dot_general``; ``nn.Einsum``
 and ``nnx.Einsum`` call ``jnp.einsum``, which Qwix runs without jit.
 
-Tested with the series in ``SERIES``; everything imported is public there.
+Tested with the series in ``jaxquant.config.backends``; everything imported is public there.
 """
 
 from __future__ import annotations
@@ -37,147 +37,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.backends._linen import layers_apart
+from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.backends._versions import require
-from jaxquant.core.dtypes import element
-from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
+from jaxquant.backends.base import RANDOM_STREAM
+from jaxquant.backends.qwix_config import to_qwix
+from jaxquant.config.backends import BACKENDS
+from jaxquant.core.paths import join_path, layer_name
+from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import content_key
 
-SERIES = "0.1."
-require("qwix", SERIES)
+require(BACKENDS["qwix"].package, BACKENDS["qwix"].series)
 
 import qwix  # noqa: E402
 
-STREAM = "quant"
 _QWIX_STREAM = "stochastic_rounding"
-_ALL_AXES = tuple(range(16))
-
-
-def _refuse(recipe: Recipe, place: str, what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"recipe {recipe.name!r} operand {place}: Qwix has no {what}; use quant_backend 'native'"
-    )
-
-
-def _check_spec(recipe: Recipe, place: str, spec: TensorSpec) -> None:
-    if spec.scaling == "delayed":
-        raise _refuse(recipe, place, "delayed scaling")
-    if spec.granularity == "per_tile":
-        raise _refuse(recipe, place, "tiles along every contraction axis")
-    if spec.calibration.method == "fixed" and spec.granularity != "per_tensor":
-        raise _refuse(recipe, place, "fixed range per channel")
-    is_gradient = place in ("dlhs_lhs", "drhs_rhs")
-    if spec.rounding == "stochastic" and (element(spec.dtype).kind == "float" or not is_gradient):
-        what = f"stochastic rounding to {spec.dtype}" if is_gradient else "stochastic rounding of other than gradients"
-        raise _refuse(recipe, place, what)
-    if not spec.calibration.is_symmetric and (place not in ("fwd_lhs", "fwd_rhs") or _has_quantized_backward(recipe)):
-        raise _refuse(recipe, place, f"asymmetric calibration {spec.calibration} beside a quantized backward matmul")
-
-
-def _has_quantized_backward(recipe: Recipe) -> bool:
-    return any((*_operands(recipe.dlhs), *_operands(recipe.drhs)))
-
-
-def _operands(matmul: MatmulSpec) -> tuple[Any, Any]:
-    return matmul.lhs, matmul.rhs
-
-
-def _check(recipe: Recipe) -> None:
-    """Refuse what Qwix would ignore."""
-    if recipe.sparsity is not None:
-        # Its mask ignores the schedule and groups along the output axis.
-        raise _refuse(recipe, "fwd_rhs", "scheduled N:M sparsity along the contraction axis")
-    if recipe.fwd.rhs is None:
-        raise _refuse(recipe, "fwd_rhs", "recipe with a float weight")
-    if recipe.fwd.shards != 1 or recipe.dlhs.shards != 1:
-        raise _refuse(recipe, "fwd_lhs" if recipe.fwd.shards != 1 else "dlhs_lhs", "shards outside the weight gradient")
-    for place, spec in recipe.specs.items():
-        if isinstance(spec, TensorSpec):
-            _check_spec(recipe, place, spec)
-    for name in ("fwd", "dlhs", "drhs"):
-        matmul: MatmulSpec = getattr(recipe, name)
-        specs = [_source(recipe, name, side) for side in ("lhs", "rhs")]
-        integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
-        if matmul.accumulator not in (None, "int32") or (matmul.accumulator == "int32" and not integers):
-            raise _refuse(recipe, f"{name}_lhs", f"choice of the accumulator (asked {matmul.accumulator})")
-
-
-def _source(recipe: Recipe, name: str, side: str) -> TensorSpec | None:
-    """Give the spec behind an operand, through FORWARD."""
-    spec = getattr(getattr(recipe, name), side)
-    if spec == FORWARD:
-        return recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs  # pyright: ignore[reportReturnType]
-    return spec
-
-
-def _dtype(spec: TensorSpec | None) -> Any:
-    return None if spec is None else getattr(jnp, spec.dtype)
-
-
-def to_qwix(recipe: Recipe) -> dict[str, Any]:
-    """Translate a recipe to keyword arguments of ``qwix.QtRule``.
-
-    Args:
-      recipe: the numbers.
-
-    Raises:
-      NotImplementedError: Qwix cannot do, or would ignore, what an operand asks; names the recipe, the operand and what
-        would do.
-
-    Source: ``QtRule`` and the fields of its ``additional_qt_config``.
-    """
-    _check(recipe)
-    act, weight = recipe.fwd.lhs, recipe.fwd.rhs
-    assert isinstance(weight, TensorSpec)
-    assert act is None or isinstance(act, TensorSpec)
-    rule: dict[str, Any] = {"weight_qtype": _dtype(weight), "weight_calibration_method": str(weight.calibration)}
-    # QtRule has one switch for the scales of all operands; the config beneath has one each.
-    extra: dict[str, Any] = {"rhs_disable_channelwise_axes": weight.granularity == "per_tensor"}
-    if act is not None:
-        rule |= {"act_qtype": _dtype(act), "act_calibration_method": str(act.calibration)}
-        extra["lhs_disable_channelwise_axes"] = act.granularity == "per_tensor"
-    if not _has_quantized_backward(recipe):
-        return rule | {"additional_qt_config": extra}
-
-    residuals = {"dlhs": recipe.dlhs.rhs, "drhs": recipe.drhs.lhs}
-    reuses = {name: spec == FORWARD for name, spec in residuals.items()}
-    if len(set(reuses.values())) != 1:
-        place = "drhs_lhs" if reuses["dlhs"] else "dlhs_rhs"
-        raise _refuse(recipe, place, "backward matmul that reuses the forward's tensor beside one that does not")
-    grads = {"dlhs": recipe.dlhs.lhs, "drhs": recipe.drhs.rhs}
-    for name, grad in grads.items():
-        if not isinstance(grad, TensorSpec) and residuals[name] is not None:
-            raise _refuse(
-                recipe, f"{name}_{'lhs' if name == 'dlhs' else 'rhs'}", "float gradient by a quantized tensor"
-            )
-    first = next(grad for grad in grads.values() if isinstance(grad, TensorSpec))
-    rule["bwd_qtype"] = _dtype(first)
-    extra["use_original_residuals"] = not reuses["dlhs"]
-    for name, grad in grads.items():
-        residual = residuals[name]
-        if isinstance(grad, TensorSpec):
-            extra |= {
-                f"{name}_grad_qtype": _dtype(grad),
-                f"{name}_grad_calibration_method": str(grad.calibration),
-                f"{name}_grad_disable_channelwise_axes": grad.granularity == "per_tensor",
-            }
-        else:
-            extra[f"{name}_grad_qtype"] = None
-        if isinstance(residual, TensorSpec):
-            extra |= {
-                f"{name}_residual_qtype": _dtype(residual),
-                f"{name}_residual_calibration_method": str(residual.calibration),
-                f"{name}_residual_disable_channelwise_axes": residual.granularity == "per_tensor",
-            }
-    if recipe.drhs.shards != 1:
-        rule["bwd_weight_grad_tile_size"] = 1 / recipe.drhs.shards
-    if recipe.is_stochastic:
-        # One noise element for each element of the gradient; by default Qwix draws one for a whole row.
-        rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": _ALL_AXES}
-        for name, grad in grads.items():
-            if isinstance(grad, TensorSpec) and grad.rounding == "nearest":
-                extra[f"{name}_stochastic_rounding_noise_fn"] = None
-    return rule | {"additional_qt_config": extra}
 
 
 def _rules(recipes: Mapping[str, Recipe]) -> list[qwix.QtRule]:
@@ -201,14 +74,14 @@ def _with_streams(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, 
     While parameters are initialized there is no gradient to round, and "params" stands in; Linen counts draws for each
     name, so the parameters do not change.
     """
-    scope = context.module.scope
-    if scope is not None and "/".join(map(str, context.module.path)) in paths and _QWIX_STREAM not in scope.rngs:
-        source = STREAM if STREAM in scope.rngs else "params"
+    scope, path = context.module.scope, join_path(context.module.path)
+    if scope is not None and path in paths and _QWIX_STREAM not in scope.rngs:
+        source = RANDOM_STREAM if RANDOM_STREAM in scope.rngs else "params"
         if source not in scope.rngs or (source == "params" and not context.module.is_initializing()):
             raise ValueError(
-                f"the recipe of {'/'.join(context.module.path)!r} rounds stochastically and the model was applied "
-                f"without the random stream {STREAM!r}; pass rngs={{{STREAM!r}: key}} to apply, and list it in "
-                "split_rngs of nn.scan"
+                f"the recipe of {layer_name(path)} rounds stochastically and the model was applied without the random "
+                f"stream {RANDOM_STREAM!r}; pass rngs={{{RANDOM_STREAM!r}: key}} to apply, and list it in split_rngs "
+                "of nn.scan"
             )
         scope.rngs[_QWIX_STREAM] = scope.rngs[source]
         scope.rng_counters[_QWIX_STREAM] = 0
@@ -217,11 +90,11 @@ def _with_streams(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, 
 
 def _only_known(paths: frozenset[str], next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Refuse a linear layer that no rule was made for; Qwix would leave it in float without a word."""
-    if isinstance(context.module, (nn.Dense, nn.DenseGeneral, nn.Einsum)) and context.method_name == "__call__":
-        path = "/".join(map(str, context.module.path))
+    if kind_of(context.module) is not None and context.method_name == "__call__":
+        path = join_path(context.module.path)
         if path not in paths:
             raise ValueError(
-                f"layer {path!r} is not one that the example call ran ({', '.join(sorted(paths))}), so Qwix has no "
+                f"{layer_name(path)} is not one that the example call ran ({', '.join(sorted(paths))}), so Qwix has no "
                 "rule for it; quantize the outermost model with a __call__ that runs every layer, or use quant_backend "
                 "'native'"
             )
@@ -333,7 +206,7 @@ def quantize_nnx(model: nnx.Module, recipes: Mapping[str, Recipe], methods: Sequ
 
 
 def _apart(model: nn.Module, recipes: Hashable, methods: Sequence[str]) -> nn.Module:
-    """Give a copy of the model that shares no trace with other recipes, nor a layer with another."""
+    """Return a copy of the model that shares no trace with other recipes, nor a layer with another."""
 
     @contextlib.contextmanager
     def alone() -> Iterator[None]:
@@ -344,14 +217,14 @@ def _apart(model: nn.Module, recipes: Hashable, methods: Sequence[str]) -> nn.Mo
 
 
 def _intercepted(model: nn.Module, interceptor: Any, methods: Sequence[str]) -> nn.Module:
-    """Give a copy of the model whose methods run with an interceptor."""
+    """Return a copy of the model whose methods run with an interceptor."""
     return _within(model, lambda: nn.intercept_methods(interceptor), methods)
 
 
 def _within(
     model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]], methods: Sequence[str]
 ) -> nn.Module:
-    """Give a copy of the model whose methods run in a context."""
+    """Return a copy of the model whose methods run in a context."""
     kind = type(model)
 
     def wrap(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,38 +52,42 @@ def _refuse_options(*options: Any) -> None:
         raise NotImplementedError(f"{given} of a converted layer is dropped by Qwix; use quant_backend 'native'")
 
 
-def dot_general_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
-    """Make what flax layers take as ``dot_general_cls``, for converted kernels."""
+def dot_general(
+    lhs: Array,
+    rhs: Weight,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    *,
+    recipe: Recipe,
+) -> Array:
+    """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
 
-    def dot_general(
-        lhs: Array,
-        rhs: Weight,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        out_sharding: Any = None,
-    ) -> Array:
-        _refuse_options(precision, preferred_element_type, out_sharding)
-        return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
+    Args:
+      lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding: as for ``jax.lax.dot_general``.
+      recipe: all numbers.
 
-    return lambda: dot_general
+    Raises:
+      NotImplementedError: an option that Qwix would drop.
+    """
+    _refuse_options(precision, preferred_element_type, out_sharding)
+    return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
 
-def einsum_cls(recipe: Recipe) -> Callable[[], Callable[..., Array]]:
-    """Make a factory of einsums of an activation and a converted kernel."""
-
-    def einsum(
-        equation: str,
-        lhs: Array,
-        rhs: Weight,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        out_sharding: Any = None,
-    ) -> Array:
-        _refuse_options(precision, preferred_element_type, out_sharding)
-        run = lambda equation, a, b, dot: jnp.einsum(equation, a, b, _dot_general=dot)  # noqa: E731
-        return _weights.einsum(
-            run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
-        )
-
-    return lambda: einsum
+def einsum(
+    equation: str,
+    lhs: Array,
+    rhs: Weight,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    *,
+    recipe: Recipe,
+) -> Array:
+    """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
+    _refuse_options(precision, preferred_element_type, out_sharding)
+    run = lambda equation, a, b, dot: jnp.einsum(equation, a, b, _dot_general=dot)  # noqa: E731
+    return _weights.einsum(
+        run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
+    )

@@ -1,22 +1,14 @@
-"""Options: what each config field does to the numbers of a recipe's row."""
+"""Options: the table of config fields that change a recipe, in groups, and what each group does to its numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
 
 from jaxquant.config import loader
-from jaxquant.config.recipes import (
-    BOUND_OPTIONS,
-    CALIBRATION_OPTIONS,
-    DELAYED_OPTIONS,
-    SHARD_OPTIONS,
-    SPARSITY_OPTIONS,
-    RecipeRow,
-)
 from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, SparsitySpec, TensorSpec
 
@@ -43,11 +35,29 @@ class Options:
     weight_sparsity_m: int | None = None
     weight_sparsity_start_step: int = 50
     weight_sparsity_update_step: int = 10
-    amax_history_length: int = 1024
-    amax_margin: int = 0
-    amax_init: Literal["warmup", "flax"] = "warmup"
+    amax_history_length: int = DelayedSpec().amax_history_length
+    amax_margin: int = DelayedSpec().margin
+    amax_init: Literal["warmup", "flax"] = DelayedSpec().amax_init
     quant_cfg_path: str = ""
     replicate_quant_scale: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """Fields of a config that change a recipe together.
+
+    Attributes:
+      name: what the group is called.
+      fields: names of its fields in ``Options``.
+      change: (recipe, options, shards) -> the recipe that they ask for; None where they change no number. ``shards`` is
+        what ``resolve_shards`` gives.
+      check: refuses values that no recipe could honour; None where the type says all.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    change: Callable[[Recipe, Options, int], Recipe] | None = None
+    check: Callable[[Options], None] | None = None
 
 
 def read_calibration(options: Options, field: str) -> Calibration:
@@ -86,30 +96,135 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
 def check(options: Options) -> None:
     """Refuse values that no recipe could honour, whether or not the chosen one reads them.
 
+    Args:
+      options: the fields of a config.
+
     Raises:
       ValueError: names the field, the condition and the value.
     """
-    for field in sorted(CALIBRATION_OPTIONS):
-        read_calibration(options, field)
-    bounds = read_bounds(options.constant_bound_config)
-    flags = options.per_tensor_scales
-    if len(flags) not in (0, len(OPERANDS)):
-        raise ValueError(f"per_tensor_scales needs six flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
-    if bounds and not all(flags):
-        raise ValueError("per_tensor_scales has no effect beside constant_bound_config, whose bounds are per tensor")
-    if options.quantization_local_shard_count < -1:
-        raise ValueError(
-            "quantization_local_shard_count must be -1 (local device count), 0 (float weight gradient) or more, "
-            f"got {options.quantization_local_shard_count}"
-        )
-    if options.amax_history_length < 1:
-        raise ValueError(f"amax_history_length must be at least 1, got {options.amax_history_length}")
+    for group in GROUPS:
+        if group.check is not None:
+            group.check(options)
     for field, most in _LARGEST.items():
         if (getattr(options, field) or 0) > most:
             raise ValueError(f"{field} must be at most {most}, got {loader.show(getattr(options, field))}")
     if abs(options.amax_margin) > 64:
         raise ValueError(f"amax_margin must lie between -64 and 64, got {loader.show(options.amax_margin)}")
-    _check_sparsity(options)
+
+
+def resolve_shards(options: Options) -> int:
+    """Return ``quantization_local_shard_count`` with -1 resolved to the local device count, which starts JAX."""
+    count = options.quantization_local_shard_count
+    return jax.local_device_count() if count == -1 else count
+
+
+def apply(recipe: Recipe | None, groups: frozenset[OptionGroup], options: Options, shards: int) -> Recipe | None:
+    """Return a recipe as the options that it reads make it.
+
+    Args:
+      recipe: of a row, None where that has none.
+      groups: the groups that the row reads.
+      options: the fields of a config.
+      shards: what ``resolve_shards`` gives; a parameter so that a config can be checked before JAX is started.
+
+    Raises:
+      ValueError: a calibration that the dtype cannot have.
+    """
+    for group in GROUPS:
+        if recipe is not None and group in groups and group.change is not None:
+            recipe = group.change(recipe, options, shards)
+    return recipe
+
+
+# -- blocks of the weight gradient -------------------------------------------------------------------------------------
+
+
+def _check_shards(options: Options) -> None:
+    if options.quantization_local_shard_count < -1:
+        raise ValueError(
+            "quantization_local_shard_count must be -1 (local device count), 0 (float weight gradient) or more, "
+            f"got {options.quantization_local_shard_count}"
+        )
+
+
+def _sharded(recipe: Recipe, options: Options, count: int) -> Recipe:
+    """Cut the weight gradient's contraction in ``count`` blocks; 0 leaves that matmul in float."""
+    if count == 0:
+        return dataclasses.replace(recipe, drhs=MatmulSpec())
+    return dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=count))
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+_CALIBRATED = {
+    "act_quantization_calibration_method": (("fwd", "lhs"),),
+    "weight_quantization_calibration_method": (("fwd", "rhs"),),
+    "bwd_quantization_calibration_method": (("dlhs", "lhs"), ("drhs", "rhs")),
+}
+"""The operands that each calibration string is of."""
+
+
+def _check_calibrations(options: Options) -> None:
+    for field in sorted(_CALIBRATED):
+        read_calibration(options, field)
+
+
+def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
+    granularity = "per_tensor" if calibration.method == "fixed" else spec.granularity
+    return dataclasses.replace(spec, calibration=calibration, granularity=granularity)
+
+
+def _calibrated(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    for field, places in _CALIBRATED.items():
+        calibration = read_calibration(options, field)
+        try:
+            for matmul, side in places:
+                spec = _with_calibration(getattr(getattr(recipe, matmul), side), calibration)
+                recipe = _replace_operand(recipe, matmul, side, spec)
+        except ValueError as error:  # an asymmetric range on a float dtype
+            raise ValueError(f"{field}: {error}") from None
+    return recipe
+
+
+# -- constant bounds ---------------------------------------------------------------------------------------------------
+
+
+def _check_bounds(options: Options) -> None:
+    bounds, flags = read_bounds(options.constant_bound_config), options.per_tensor_scales
+    if len(flags) not in (0, len(OPERANDS)):
+        raise ValueError(f"per_tensor_scales needs six flags ({', '.join(OPERANDS)}) or none, got {len(flags)}")
+    if bounds and not all(flags):
+        raise ValueError("per_tensor_scales has no effect beside constant_bound_config, whose bounds are per tensor")
+
+
+def _bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    bounds, per_tensor = read_bounds(options.constant_bound_config), options.per_tensor_scales
+    for index, (matmul, side) in enumerate(_OURS):
+        spec = getattr(getattr(recipe, matmul), side)
+        if bounds:
+            spec = _with_calibration(spec, Calibration("fixed", 1.0, -bounds[index], bounds[index]))
+        elif per_tensor and not per_tensor[index]:
+            spec = dataclasses.replace(spec, granularity="per_channel")
+        recipe = _replace_operand(recipe, matmul, side, spec)
+    return recipe
+
+
+def _replace_operand(recipe: Recipe, matmul: str, side: str, spec: TensorSpec) -> Recipe:
+    changed = dataclasses.replace(getattr(recipe, matmul), **{side: spec})
+    return dataclasses.replace(recipe, **{matmul: changed})
+
+
+# -- delayed scaling, sparsity -----------------------------------------------------------------------------------------
+
+
+def _check_delayed(options: Options) -> None:
+    if options.amax_history_length < 1:
+        raise ValueError(f"amax_history_length must be at least 1, got {options.amax_history_length}")
+
+
+def _delayed(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    delayed = DelayedSpec(options.amax_history_length, options.amax_margin, options.amax_init)
+    return dataclasses.replace(recipe, delayed=delayed)
 
 
 _LARGEST = {
@@ -135,81 +250,36 @@ def _check_sparsity(options: Options) -> None:
             raise ValueError(f"{field} {value} has no effect without weight_sparsity_n and weight_sparsity_m")
 
 
-def resolve_shards(options: Options) -> int:
-    """Give ``quantization_local_shard_count`` with -1 resolved to the local device count, which starts JAX."""
-    count = options.quantization_local_shard_count
-    return jax.local_device_count() if count == -1 else count
-
-
-def apply(row: RecipeRow, options: Options, shards: int) -> Recipe | None:
-    """Give a row's recipe with the options that the row reads.
-
-    Args:
-      row: the row.
-      options: the fields of a config.
-      shards: what ``resolve_shards`` gives; a parameter so that a config can be checked before JAX is started.
-
-    Raises:
-      ValueError: a calibration that the dtype cannot have.
-    """
-    recipe = row.recipe
-    if recipe is None:
-        return None
-    if row.options >= SHARD_OPTIONS:
-        recipe = _sharded(recipe, shards)
-    if row.options >= CALIBRATION_OPTIONS:
-        recipe = _calibrated(recipe, options)
-    if row.options >= BOUND_OPTIONS:
-        recipe = _bounded(recipe, read_bounds(options.constant_bound_config), options.per_tensor_scales)
-    if row.options >= DELAYED_OPTIONS:
-        delayed = DelayedSpec(options.amax_history_length, options.amax_margin, options.amax_init)
-        recipe = dataclasses.replace(recipe, delayed=delayed)
+def _sparse(recipe: Recipe, options: Options, shards: int) -> Recipe:
     n, m = options.weight_sparsity_n, options.weight_sparsity_m
-    if row.options >= SPARSITY_OPTIONS and n is not None and m is not None:
-        sparsity = SparsitySpec(n, m, options.weight_sparsity_start_step, options.weight_sparsity_update_step)
-        recipe = dataclasses.replace(recipe, sparsity=sparsity)
-    return recipe
+    if n is None or m is None:
+        return recipe
+    sparsity = SparsitySpec(n, m, options.weight_sparsity_start_step, options.weight_sparsity_update_step)
+    return dataclasses.replace(recipe, sparsity=sparsity)
 
 
-def _sharded(recipe: Recipe, count: int) -> Recipe:
-    """Cut the weight gradient's contraction in ``count`` blocks; 0 leaves that matmul in float."""
-    if count == 0:
-        return dataclasses.replace(recipe, drhs=MatmulSpec())
-    return dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=count))
+# -- the table ---------------------------------------------------------------------------------------------------------
 
+_SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
 
-def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
-    granularity = "per_tensor" if calibration.method == "fixed" else spec.granularity
-    return dataclasses.replace(spec, calibration=calibration, granularity=granularity)
+GROUPS = (
+    OptionGroup("calibration", tuple(_CALIBRATED), _calibrated, _check_calibrations),
+    OptionGroup("bounds", ("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
+    OptionGroup("shards", ("quantization_local_shard_count",), _sharded, _check_shards),
+    OptionGroup("delayed", ("amax_history_length", "amax_margin", "amax_init"), _delayed, _check_delayed),
+    OptionGroup("sparsity", _SPARSITY_FIELDS, _sparse, _check_sparsity),
+    OptionGroup("stored scales", ("replicate_quant_scale",)),
+    OptionGroup("file", ("quant_cfg_path",)),
+)
+"""Every group of options, in the order in which they are checked and applied."""
 
-
-def _calibrated(recipe: Recipe, options: Options) -> Recipe:
-    for field, places in (
-        ("act_quantization_calibration_method", (("fwd", "lhs"),)),
-        ("weight_quantization_calibration_method", (("fwd", "rhs"),)),
-        ("bwd_quantization_calibration_method", (("dlhs", "lhs"), ("drhs", "rhs"))),
-    ):
-        calibration = read_calibration(options, field)
-        try:
-            for matmul, side in places:
-                spec = _with_calibration(getattr(getattr(recipe, matmul), side), calibration)
-                recipe = _replace_operand(recipe, matmul, side, spec)
-        except ValueError as error:  # an asymmetric range on a float dtype
-            raise ValueError(f"{field}: {error}") from None
-    return recipe
-
-
-def _bounded(recipe: Recipe, bounds: tuple[float, ...], per_tensor: tuple[bool, ...]) -> Recipe:
-    for index, (matmul, side) in enumerate(_OURS):
-        spec = getattr(getattr(recipe, matmul), side)
-        if bounds:
-            spec = _with_calibration(spec, Calibration("fixed", 1.0, -bounds[index], bounds[index]))
-        elif per_tensor and not per_tensor[index]:
-            spec = dataclasses.replace(spec, granularity="per_channel")
-        recipe = _replace_operand(recipe, matmul, side, spec)
-    return recipe
-
-
-def _replace_operand(recipe: Recipe, matmul: str, side: str, spec: TensorSpec) -> Recipe:
-    changed = dataclasses.replace(getattr(recipe, matmul), **{side: spec})
-    return dataclasses.replace(recipe, **{matmul: changed})
+(
+    CALIBRATION_OPTIONS,
+    BOUND_OPTIONS,
+    SHARD_OPTIONS,
+    DELAYED_OPTIONS,
+    SPARSITY_OPTIONS,
+    SCALE_OPTIONS,
+    FILE_OPTIONS,
+) = (frozenset({group}) for group in GROUPS)
+"""What a row of ``RECIPES`` reads, joined by "|"."""

@@ -10,12 +10,11 @@ from typing import Any, Literal
 import jax
 
 from jaxquant.config import loader, options
+from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
-from jaxquant.config.recipes import BACKENDS, RECIPES, RecipeRow, check_backend, lookup, strings_reading
+from jaxquant.config.recipes import RECIPES, RecipeRow, check_backend, lookup, strings_reading
 from jaxquant.config.rules import Resolver, Rule
 from jaxquant.core.recipe import Recipe
-
-Backend = Literal["aqt", "qwix", "native"]
 
 # Fields of a MaxText config that ask for quantization of a kind that is not here, with the values that ask for none.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
@@ -33,10 +32,13 @@ class QuantConfig(options.Options):
     Attributes:
       quantization: config string, a key of ``RECIPES``; "" is none.
       quant_backend: ``auto`` (the backend of the string's row), ``aqt``, ``qwix`` or ``native``.
+      implementation: what computes the casts and matmuls of the native backend: ``xla``; null picks. Numbers do not
+        depend on it.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
       strict: a training run refuses to start where a layer's matmuls are not in the dtypes of its recipe; in a loop of
         your own, ``jaxquant.coverage(step, ..., config=config).check()``.
-      rules: ordered rules, first match wins; a string of theirs must run on the config's backend.
+      rules: ordered rules, first match wins; a string of theirs must run on the config's backend. A rule made in
+        Python may carry a ``Recipe`` of its own, on a backend that honours it.
       quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
         local device count (in ``train/`` the devices that share a batch), 0 a float weight gradient.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
@@ -59,7 +61,8 @@ class QuantConfig(options.Options):
     """
 
     quantization: str = ""
-    quant_backend: Literal["auto", "aqt", "qwix", "native"] = "auto"
+    quant_backend: Literal["auto", BackendName] = "auto"
+    implementation: Literal["xla"] | None = None
     use_qwix_quantization: bool = False
     strict: bool = False
     rules: tuple[Rule, ...] = ()
@@ -92,7 +95,7 @@ class QuantConfig(options.Options):
     # -- what the config means ---------------------------------------------------------------------------------------
 
     @property
-    def resolved_backend(self) -> Backend | None:
+    def resolved_backend(self) -> BackendName | None:
         """The backend that runs on a Linen model, ``auto`` resolved; None where nothing is quantized.
 
         Raises:
@@ -101,31 +104,33 @@ class QuantConfig(options.Options):
         return self._asked_backend()
 
     @property
-    def resolved_nnx_backend(self) -> Backend | None:
+    def resolved_nnx_backend(self) -> BackendName | None:
         """The backend that runs on an NNX model: ``auto`` is native where it would be AQT, which has Linen ops only.
 
         Raises:
           NotImplementedError: ``quant_backend: aqt``.
         """
         backend = self._asked_backend()
-        if backend != "aqt":
+        if backend is None or BACKENDS[backend].runs_on_nnx:
             return backend
-        if self.quant_backend == "aqt":
-            string = self.quantization or self._named_rows()[0][0]
+        if self.quant_backend == backend:
+            string = self.quantization or self._rule_names()[0]
             raise NotImplementedError(
-                f"quant_backend 'aqt' does not run on NNX models, AQT has Linen ops only; use quant_backend 'native', "
-                f"which runs the recipe {string!r} on them"
+                f"quant_backend {backend!r} does not run on NNX models, {BACKENDS[backend].title} has Linen ops only; "
+                f"use quant_backend 'native', which runs the recipe {string!r} on them"
             )
         return "native"
 
-    def _asked_backend(self) -> Backend | None:
+    def _asked_backend(self) -> BackendName | None:
         strings = self.strings
-        if not strings:
+        if not self._quantizes:
             return None
         if self.use_qwix_quantization:
             return "qwix"
         if self.quant_backend != "auto":
             return self.quant_backend
+        if not strings:
+            return "native"  # which honours every recipe of one's own
         autos = {RECIPES[name].auto for name in ([self.quantization] if self.quantization else strings)}
         if len(autos) > 1:
             raise ValueError(
@@ -140,20 +145,27 @@ class QuantConfig(options.Options):
         return [name for name, _ in self._named_rows()]
 
     def recipe(self) -> Recipe | None:
-        """Give the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
+        """Return the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
         if self.quantization == "intmp":
             return self._mixed_precision().default
-        return options.apply(RECIPES[self.quantization], self, options.resolve_shards(self))
+        return self._numbers(self.quantization, options.resolve_shards(self))
 
     def resolver(self) -> Resolver | None:
-        """Give the decision maker for layers; None where the config quantizes nothing."""
-        return self._resolver(options.resolve_shards(self)) if self._named_rows() else None
+        """Return the decision maker for layers; None where the config quantizes nothing."""
+        return self._resolver(options.resolve_shards(self)) if self._quantizes else None
 
     def _resolver(self, shards: int) -> Resolver:
-        rules = [(rule, options.apply(RECIPES[rule.recipe or ""], self, shards)) for rule in self.rules]
+        rules = [(rule, self._numbers(rule.recipe, shards)) for rule in self.rules]
         mixed = self._mixed_precision() if self.quantization == "intmp" else None
-        base = options.apply(RECIPES[self.quantization], self, shards)
-        return Resolver(base, f"quantization {self.quantization!r}", rules, mixed)
+        base = self._numbers(self.quantization, shards)
+        return Resolver(base, f"quantization {self.quantization!r}", rules, mixed, self.implementation)
+
+    def _numbers(self, recipe: str | Recipe | None, shards: int) -> Recipe | None:
+        """Return the recipe of a config string with the options applied; one of the user's own as it is."""
+        if isinstance(recipe, Recipe):
+            return recipe
+        row = RECIPES[recipe or ""]
+        return options.apply(row.recipe, row.options, self, shards)
 
     @classmethod
     def from_any(cls, obj: Any) -> QuantConfig:
@@ -202,9 +214,19 @@ class QuantConfig(options.Options):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _named_rows(self) -> list[tuple[str, str]]:
-        """(string, place) of the base and of every rule that quantizes."""
-        base = [(self.quantization, "quantization")] if self.quantization else []
-        return base + [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules) if rule.recipe]
+        """(string, place) of the base and of every rule that names a recipe by its string."""
+        named = [(self.quantization, "quantization")]
+        named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
+        return [(name, place) for name, place in named if name and isinstance(name, str)]
+
+    def _rule_names(self) -> list[str]:
+        return [
+            rule.recipe.name if isinstance(rule.recipe, Recipe) else rule.recipe for rule in self.rules if rule.recipe
+        ]
+
+    @property
+    def _quantizes(self) -> bool:
+        return bool(self.quantization) or any(rule.recipe for rule in self.rules)
 
     def _rows(self) -> list[RecipeRow]:
         return [RECIPES[name] for name, _ in self._named_rows()]
@@ -223,6 +245,7 @@ class QuantConfig(options.Options):
         backend = self.resolved_backend
         if backend is None:
             return
+        check_implementation(backend, self.implementation)
         wrote = f"quant_backend {backend!r}"
         if self.use_qwix_quantization:
             wrote = "use_qwix_quantization true"
@@ -236,7 +259,7 @@ class QuantConfig(options.Options):
                 raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
 
     def _check_options_are_read(self) -> None:
-        read = frozenset[str]().union(*(row.options for row in self._rows()))
+        read = frozenset[str]().union(*(row.fields for row in self._rows()))
         for field in dataclasses.fields(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:

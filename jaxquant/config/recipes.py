@@ -8,10 +8,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.loader import nearest
+from jaxquant.config.options import (
+    BOUND_OPTIONS,
+    CALIBRATION_OPTIONS,
+    DELAYED_OPTIONS,
+    FILE_OPTIONS,
+    SCALE_OPTIONS,
+    SHARD_OPTIONS,
+    SPARSITY_OPTIONS,
+    OptionGroup,
+)
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
-
-BACKENDS = ("aqt", "qwix", "native")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,24 +32,20 @@ class RecipeRow:
         where there are none (``""``) or where they come from a file (``intmp``).
       auto: backend that ``quant_backend: auto`` means, or "" for none.
       backends: every backend that runs it.
-      options: names of the QuantConfig fields that it reads.
+      options: the groups of options that it reads.
       summary: one line for a reader.
     """
 
     recipe: Recipe | None
     auto: str
     backends: tuple[str, ...]
-    options: frozenset[str]
+    options: frozenset[OptionGroup]
     summary: str
 
-
-SHARD_OPTIONS = frozenset({"quantization_local_shard_count"})
-SCALE_OPTIONS = frozenset({"replicate_quant_scale"})
-DELAYED_OPTIONS = frozenset({"amax_history_length", "amax_margin", "amax_init"})
-BOUND_OPTIONS = frozenset({"constant_bound_config", "per_tensor_scales"})
-CALIBRATION_OPTIONS = frozenset(f"{tensor}_quantization_calibration_method" for tensor in ("weight", "act", "bwd"))
-SPARSITY_OPTIONS = frozenset(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
-FILE_OPTIONS = frozenset({"quant_cfg_path"})
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the QuantConfig fields that it reads."""
+        return frozenset(field for group in self.options for field in group.fields)
 
 
 def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
@@ -105,7 +110,7 @@ _FP8_BLOCK = Recipe(
     drhs=MatmulSpec(_BLOCK_TILE, _BLOCK_TILE, "float32"),
 )
 
-_ALL, _AQT, _QWIX, _NATIVE = BACKENDS, ("aqt", "native"), ("qwix", "native"), ("native",)
+_ALL, _AQT, _QWIX, _NATIVE = tuple(BACKENDS), ("aqt", "native"), ("qwix", "native"), ("native",)
 
 _FP8 = RecipeRow(
     _per_tensor("fp8", "float8_e4m3fn", "float8_e5m2", "delayed"),
@@ -256,5 +261,5 @@ def check_backend(name: str, backend: str, place: str = "quantization", wrote: s
 
 
 def strings_reading(option: str) -> list[str]:
-    """Give the config strings that read an option."""
-    return [name for name, row in RECIPES.items() if option in row.options]
+    """Return the config strings that read an option."""
+    return [name for name, row in RECIPES.items() if option in row.fields]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxquant.config.loader import show
 from jaxquant.config.mixed_precision import MixedPrecision
@@ -23,14 +24,29 @@ class Rule:
 
     Attributes:
       path: regex, matched in full against the "/"-joined module path.
-      recipe: config string for the layers that it matches; None leaves them in float.
+      recipe: config string for the layers that it matches, or a recipe of one's own (in Python: YAML has strings);
+        None leaves them in float.
     """
 
     path: str
-    recipe: str | None
+    recipe: str | Recipe | None
 
     def __post_init__(self) -> None:
         compile_pattern(self.path, "rule path")
+
+    @classmethod
+    def prepare_mapping(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuse numbers written out in a config file: a recipe there is named by its string.
+
+        Raises:
+          TypeError: the recipe is a mapping.
+        """
+        if isinstance(mapping.get("recipe"), Mapping):
+            raise TypeError(
+                f"rule {mapping.get('path')!r} has a mapping as its recipe, which must be a config string or null; "
+                "pass numbers of your own from Python, as Rule(path, Recipe(...))"
+            )
+        return mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,11 +57,13 @@ class Decision:
       recipe: its numbers; None is float.
       reason: why, in words.
       rule: regex of the rule or ``intmp`` entry that decided, or None.
+      implementation: what computes its matmuls; None picks.
     """
 
     recipe: Recipe | None
     reason: str
     rule: str | None = None
+    implementation: str | None = None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -62,7 +80,7 @@ def compile_pattern(pattern: str, place: str) -> Pattern:
 
 
 def default_exclusion(path: str, out_features: int) -> str | None:
-    """Give the reason that a layer is left in float where no rule says otherwise, or None.
+    """Return the reason that a layer is left in float where no rule says otherwise, or None.
 
     Embeddings, norms and attention scores have no kernel of a linear layer and never come here.
 
@@ -99,6 +117,7 @@ class Resolver:
       base_reason: the reason given for it.
       rules: user rules with the recipe of each.
       mixed_precision: an ``intmp`` file; its default takes the place of ``base``.
+      implementation: of every layer that is quantized.
 
     Raises:
       ValueError: a pattern that is not a regex.
@@ -110,6 +129,7 @@ class Resolver:
         base_reason: str,
         rules: Iterable[tuple[Rule, Recipe | None]] = (),
         mixed_precision: MixedPrecision | None = None,
+        implementation: str | None = None,
     ) -> None:
         entries = [
             _Entry(rule.path, recipe, f"rules[{index}].path", True) for index, (rule, recipe) in enumerate(rules)
@@ -121,7 +141,15 @@ class Resolver:
         for entry in entries:
             compile_pattern(entry.pattern, entry.place)
         self._entries = tuple(entries)
-        self._base = Decision(base, base_reason if base is not None else f"left in float by {base_reason}")
+        reason = base_reason if base is not None else f"left in float by {base_reason}"
+        self._base = Decision(base, reason, implementation=implementation)
+        self.implementation = implementation
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Every recipe that a layer can get, each once, the base first."""
+        recipes = (self._base.recipe, *(entry.recipe for entry in self._entries))
+        return tuple(dict.fromkeys(recipe for recipe in recipes if recipe is not None))
 
     def __call__(self, path: str, out_features: int) -> Decision:
         """Decide one layer.
@@ -133,7 +161,8 @@ class Resolver:
         entry = self._first(path)
         if entry is not None:
             verb = "left in float by " if entry.recipe is None else ""
-            return Decision(entry.recipe, f"{verb}{entry.place} {entry.pattern!r}", entry.pattern)
+            reason = f"{verb}{entry.place} {entry.pattern!r}"
+            return Decision(entry.recipe, reason, entry.pattern, self.implementation)
         excluded = default_exclusion(path, out_features)
         return self._base if excluded is None else Decision(None, excluded)
 

@@ -1,1 +1,1 @@
-"""Put a backend's op into a model that knows nothing of jaxquant."""
+"""Quantize models that know nothing of jaxquant, by a backend's ops."""

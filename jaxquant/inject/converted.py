@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxquant.backends._linen import layers_apart
-from jaxquant.backends._weights import serving_ops
+from jaxquant.backends import RANDOM_STREAM, load
+from jaxquant.backends._linen import kind_of, layers_apart
+from jaxquant.backends._weights import never_seen
 from jaxquant.config.rules import Resolver
+from jaxquant.core.paths import float_rule, layer_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.layers import kind_of, out_features, relative_path, split_arrays, substituted
+from jaxquant.inject.layers import out_features, relative_path, split_arrays, substituted
 from jaxquant.inject.linen import call_einsum
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
@@ -34,13 +36,13 @@ _PROBE = "jaxquant_probe"
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """One layer whose kernel is converted.
+class LayerKernel:
+    """The kernel of one layer that is converted.
 
     Attributes:
       path: "/"-joined module path.
       recipe: its numbers.
-      backend: "aqt", "qwix" or "native".
+      backend: the name of the backend that runs it.
       axes: contraction axes of the kernel that the layer sees.
       shape: shape of that kernel.
       dtype: name of the dtype in which the op reads it.
@@ -68,22 +70,22 @@ class Site:
         """
         return _convert(self._numbers(), kernel, state)
 
-    def _numbers(self) -> Site:
+    def _numbers(self) -> LayerKernel:
         """Leave out the path, so that layers which look alike share a compiled program."""
         return dataclasses.replace(self, path="")
 
-    def check_seen(self, scale: Any) -> None:
+    def check_input_scale(self, scale: Any) -> None:
         """Refuse the static scale of an activation that was never seen.
+
+        Args:
+          scale: of the activation, None where it has none.
 
         Raises:
           ValueError: it is 0 in a layer.
         """
         if scale is None or isinstance(scale, Tracer) or np.all(np.asarray(scale) > 0):
             return
-        raise ValueError(
-            f"layer {self.path!r} has no amax history of its input, so {self.recipe.name!r} has no static scale for "
-            "it; train it, or calibrate it with jaxquant.calibrate"
-        )
+        raise never_seen(self.path, self.recipe)
 
     def convert_stacked(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
         """Convert a stored kernel, all its stacked layers at once; their state has the same axes in front."""
@@ -91,23 +93,23 @@ class Site:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _convert(site: Site, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
-    tensor, scale = serving_ops(site.backend).convert_kernel(site.recipe, kernel.astype(site.dtype), site.axes, state)
+def _convert(layer: LayerKernel, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
+    tensor, scale = load(layer.backend).convert_kernel(layer.recipe, kernel.astype(layer.dtype), layer.axes, state)
     return tensor, None if scale is None else scale.reshape((1,) * kernel.ndim)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _convert_stacked(site: Site, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
-    function = functools.partial(_convert, site)
-    for depth, axis in reversed(list(enumerate(site.stacked))):
+def _convert_stacked(layer: LayerKernel, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
+    function = functools.partial(_convert, layer)
+    for depth, axis in reversed(list(enumerate(layer.stacked))):
         place = axis - depth  # outer axes are gone when an inner vmap runs
         function = jax.vmap(function, in_axes=(place, 0), out_axes=place)
     return function(kernel, state)
 
 
-def linen_sites(
+def linen_kernels(
     model: nn.Module, backend: str, resolver: Resolver, variables: Any, *example_inputs: Any, **example_kwargs: Any
-) -> dict[str, Site]:
+) -> dict[str, LayerKernel]:
     """Find the layers of a Linen model whose kernels a config quantizes, without computing anything.
 
     Args:
@@ -121,7 +123,7 @@ def linen_sites(
       NotImplementedError: a layer that does not use its op, sums its kernel by itself, or reads it through
         ``nn.map_variables``.
     """
-    sites: dict[str, Site] = {}
+    kernels: dict[str, LayerKernel] = {}
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module = context.module
@@ -135,39 +137,39 @@ def linen_sites(
         assert module.scope is not None
         if "/map_variables(" in module.scope.path_text:
             raise NotImplementedError(
-                f"layer {path!r} reads its kernel through nn.map_variables, as under nn.WeightNorm, and what that does "
-                f"to a float kernel it cannot do to a converted one; add the rule {{path: {path}, recipe: null}}"
+                f"{layer_name(path)} reads its kernel through nn.map_variables, as under nn.WeightNorm, and what that "
+                f"does to a float kernel it cannot do to a converted one; {float_rule(path)}"
             )
         _check_stored_dtype(path, module)
 
         def note(kernel: Any, axes: tuple[int, ...]) -> None:
-            site = Site(path, recipe, backend, axes, tuple(kernel.shape), kernel.dtype.name)
-            if sites.setdefault(path, site) != site:
+            layer = LayerKernel(path, recipe, backend, axes, tuple(kernel.shape), kernel.dtype.name)
+            if kernels.setdefault(path, layer) != layer:
                 raise ValueError(
-                    f"layer {path!r} reads its kernel in two ways, {sites[path].dtype} along {sites[path].axes} and "
-                    f"{site.dtype} along {site.axes}; one converted kernel cannot be both"
+                    f"{layer_name(path)} reads its kernel in two ways, {kernels[path].dtype} along "
+                    f"{kernels[path].axes} and {layer.dtype} along {layer.axes}; one converted kernel cannot be both"
                 )
 
         out = _call_noting(module, next_fun, args, kwargs, note)
-        if path not in sites:
+        if path not in kernels:
             raise NotImplementedError(
-                f"layer {path!r} ({type(module).__name__}) does not use its dot_general_cls, so {recipe.name!r} cannot "
-                f"reach it; add the rule {{path: {path}, recipe: null}}"
+                f"{layer_name(path)} ({type(module).__name__}) does not use its dot_general_cls, so {recipe.name!r} "
+                f"cannot reach it; {float_rule(path)}"
             )
-        module.put_variable("params", _PROBE, jnp.zeros((1,) * len(sites[path].shape)))
+        module.put_variable("params", _PROBE, jnp.zeros((1,) * len(kernels[path].shape)))
         return out
 
     arrays, rebuild = split_arrays((example_inputs, example_kwargs))
 
     def call(variables: Any, arrays: list[Any], key: jax.Array) -> Any:
         args, kwargs = rebuild(arrays)
-        rngs = {stream: key for stream in ("params", "quant", "dropout")}
+        rngs = {stream: key for stream in ("params", RANDOM_STREAM, "dropout")}
         return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)[1]["params"]
 
     plain = {name: collection for name, collection in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     with layers_apart(owner=object()), nn.intercept_methods(intercept):
         written = jax.eval_shape(call, plain, arrays, jax.random.key(0))
-    return {path: dataclasses.replace(site, stacked=_stacked(site, written)) for path, site in sites.items()}
+    return {path: dataclasses.replace(layer, stacked=_stacked(layer, written)) for path, layer in kernels.items()}
 
 
 def _check_stored_dtype(path: str, module: Any) -> None:
@@ -178,26 +180,23 @@ def _check_stored_dtype(path: str, module: Any) -> None:
     kernel = module.get_variable("params", "kernel")
     if module.dtype is None and kernel is not None and kernel.dtype != jnp.dtype(module.param_dtype):
         raise ValueError(
-            f"layer {path!r} has a kernel of {kernel.dtype.name}, param_dtype {jnp.dtype(module.param_dtype).name} and "
-            "no dtype of its own, so the kernel's decides what it computes in; give the layer that dtype or param_dtype"
+            f"{layer_name(path)} has a kernel of {kernel.dtype.name}, param_dtype {jnp.dtype(module.param_dtype).name} "
+            "and no dtype of its own, so the kernel's decides what it computes in; give the layer that dtype or "
+            "param_dtype"
         )
 
 
 def _call_noting(module: nn.Module, next_fun: Any, args: Any, kwargs: Any, note: Callable[..., None]) -> Any:
     """Run a layer in float, and note its kernel as the op gets it, with its contraction axes."""
-    if isinstance(module, nn.Einsum):
+    if kind_of(module) == "einsum":
 
         def einsum(equation: str, lhs: Array, rhs: Array, precision: Any = None, dtype: Any = None) -> Array:
             plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
-            if plan.rhs_sum:
-                raise NotImplementedError(
-                    f"layer {relative_path(module, ())!r} sums its kernel by itself (equation {equation!r}), which a "
-                    "converted kernel cannot be; leave it in float with a rule"
-                )
-            note(rhs, tuple(plan.dimension_numbers[0][1]))
+            where = f"{layer_name(relative_path(module, ()))} (equation {equation!r})"
+            note(rhs, plan.kernel_axes(where))
             return jnp.einsum(equation, lhs, rhs, precision=precision, preferred_element_type=dtype)
 
-        return call_einsum(module, einsum, args, kwargs)
+        return call_einsum(module, einsum, args, kwargs)  # pyright: ignore[reportArgumentType]
 
     def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *options: Any, **named: Any) -> Array:
         note(rhs, tuple(axis % rhs.ndim for axis in dimension_numbers[0][1]))
@@ -207,13 +206,13 @@ def _call_noting(module: nn.Module, next_fun: Any, args: Any, kwargs: Any, note:
         return next_fun(*args, **kwargs)
 
 
-def _stacked(site: Site, written: Any) -> tuple[int, ...]:
-    """Say which axes of the stored kernel the layer does not see, from what was added to its probe."""
+def _stacked(layer: LayerKernel, written: Any) -> tuple[int, ...]:
+    """Return which axes of the stored kernel the layer does not see, from what was added to its probe."""
     parameters = written
-    for name in site.path.split("/") if site.path else ():
+    for name in layer.path.split("/") if layer.path else ():
         parameters = parameters[name]
     probe, kernel = parameters[_PROBE].shape, parameters["kernel"].shape
-    added = len(kernel) - len(site.shape)
+    added = len(kernel) - len(layer.shape)
     axes = [axis for axis, size in enumerate(probe) if size != 1]
     # An axis of size 1 can be any of the kernel's: which one it is called changes no number.
     axes += [axis for axis, size in enumerate(kernel) if size == 1 and axis not in axes][: added - len(axes)]

@@ -13,8 +13,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from jaxquant.backends import Backend, load
+from jaxquant.backends.base import Op
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
+from jaxquant.core.paths import join_path
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import einsum_out_features
 
@@ -48,7 +52,7 @@ class Quantization:
     """A config made ready for one backend and mode.
 
     Attributes:
-      backend: "aqt" or "native".
+      backend: a key of ``BACKENDS``, of one with ops for layers.
       quant_mode: what the model is built for.
       replicate_scale: the stored scales of a sharded kernel are replicated.
       resolver: decides the recipe of each layer by its path.
@@ -86,39 +90,26 @@ class Quantization:
         """Make an einsum module, called as ``module(equation, activation, weight)``; to be called inside a layer."""
         return self._named("einsum", _Einsum)(self, tuple(mesh_axes))
 
-    def _named(self, op: str, kind: type[_ByPath]) -> type[_ByPath]:
-        """Name a class after the backend's own op, so that Linen names modules, and the state in them, after that."""
+    @property
+    def _backend(self) -> Backend:
+        return load(self.backend)
+
+    def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
+        """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""
         if self.base is None:
-            return _renamed(kind, _NAMES[self.backend, op])
-        factory: Any = self.op_cls(op, self.base, ())
-        return _renamed(kind, factory.func.__name__)
+            return _renamed(kind, self._backend.op_names[op])
+        return _renamed(kind, self.make_op(op, self.base, ()).func.__name__)
 
-    def op_cls(self, name: str, recipe: Recipe, mesh_axes: tuple[str | None, ...]) -> Callable[[], nn.Module]:
-        """Make a factory of the backend's op ("dot_general" or "einsum") for one recipe."""
-        # Imported late: a backend's library is needed only where a config asks for it.
-        if self.backend == "aqt":
-            from jaxquant.backends import aqt
-
-            make = aqt.dot_general_cls if name == "dot_general" else aqt.einsum_cls
-            return make(
-                recipe,
-                mesh_axes=mesh_axes,
-                quant_mode=self.quant_mode.value,
-                replicate_scale=self.replicate_scale,
-            )
-        if self.quant_mode is not QuantMode.TRAIN:
-            from jaxquant.backends import native_frozen
-
-            make = native_frozen.dot_general_cls if name == "dot_general" else native_frozen.einsum_cls
-            return make(
-                recipe,
-                mesh_axes=mesh_axes,
-                quant_mode=self.quant_mode.value,
-                replicate_scale=self.replicate_scale,
-            )
-        from jaxquant.backends import native
-
-        return (native.dot_general_cls if name == "dot_general" else native.einsum_cls)(recipe)
+    def make_op(self, op: Op, recipe: Recipe, mesh_axes: tuple[str | None, ...]) -> Any:
+        """Make a factory of the backend's op for one recipe; see ``Backend.linen_op``."""
+        return self._backend.linen_op(
+            op,
+            recipe,
+            quant_mode=self.quant_mode.value,
+            mesh_axes=mesh_axes,
+            replicate_scale=self.replicate_scale,
+            implementation=self.resolver.implementation,
+        )
 
 
 class _ByPath(nn.Module):
@@ -127,13 +118,13 @@ class _ByPath(nn.Module):
     quantization: Quantization
     mesh_axes: tuple[str | None, ...] = ()
 
-    def _op(self, name: str, out_features: int) -> nn.Module | None:
-        path = "/".join(map(str, self.path[:-1]))
+    def _op(self, name: Op, out_features: int) -> nn.Module | None:
+        path = join_path(self.path[:-1])
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
         if recipe is None:
             return None
-        op = self.quantization.op_cls(name, recipe, self.mesh_axes)()
+        op = self.quantization.make_op(name, recipe, self.mesh_axes)()
         nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op
 
@@ -159,15 +150,6 @@ class _Einsum(_ByPath):
         out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
         op = self._op("einsum", out_features)
         return (op or jax.numpy.einsum)(equation, lhs, rhs, **options)
-
-
-_NAMES = {
-    ("aqt", "dot_general"): "AqtDotGeneral",
-    ("aqt", "einsum"): "AqtEinsum",
-    ("native", "dot_general"): "DotGeneral",
-    ("native", "einsum"): "Einsum",
-}
-"""Names where no base recipe gives one: of ops without delayed scaling."""
 
 
 @functools.cache
@@ -196,11 +178,13 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
     resolver, backend = config.resolver(), config.resolved_backend
     if resolver is None or backend is None:
         return None
-    if backend == "qwix":
+    if not BACKENDS[backend].has_layer_ops:
         raise ValueError(
-            f"quantization {config.quantization!r} runs on quant_backend 'qwix', which quantizes a whole model and has "
-            "no op to pass to a layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
+            f"quantization {config.quantization!r} runs on quant_backend {backend!r}, which quantizes a whole model "
+            "and has no op to pass to a layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"
         )
+    for recipe in resolver.recipes:
+        load(backend).check(recipe)
     return Quantization(backend, mode, config.replicate_quant_scale, resolver, config.recipe())
 
 

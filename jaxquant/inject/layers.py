@@ -12,9 +12,11 @@ import flax.linen as nn
 import jax
 from flax.core import meta
 
-from jaxquant.backends._linen import layers_apart
+from jaxquant.backends import RANDOM_STREAM, load
+from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.config.rules import Resolver
 from jaxquant.core.matmul_dtypes import MatmulDtypes
+from jaxquant.core.paths import join_path, layer_name
 from jaxquant.core.recipe import FORWARD, Operand, Recipe, TensorSpec
 from jaxquant.ops.einsum import plan_einsum
 
@@ -80,20 +82,11 @@ class LayerReport:
         return str(self.dtypes["drhs"])
 
 
-def kind_of(module: nn.Module) -> str | None:
-    """Name the kind of a linear layer, None for any other module."""
-    if isinstance(module, nn.Dense):
-        return "dense"
-    if isinstance(module, nn.DenseGeneral):
-        return "dense_general"
-    return "einsum" if isinstance(module, nn.Einsum) else None
-
-
 def out_features(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Count the outputs of a linear layer from its attributes and call."""
-    if isinstance(module, nn.Einsum):
+    if kind_of(module) == "einsum":
         inputs = args[0] if args else kwargs["inputs"]
-        return einsum_out_features(einsum_equation(module, args, kwargs), inputs.ndim, module.shape)
+        return einsum_out_features(einsum_equation(module, args, kwargs), inputs.ndim, module.shape)  # pyright: ignore[reportAttributeAccessIssue]
     features = module.features  # pyright: ignore[reportAttributeAccessIssue]
     return math.prod(features) if isinstance(features, (tuple, list)) else int(features)
 
@@ -106,7 +99,7 @@ def einsum_out_features(equation: str, lhs_ndim: int, rhs_shape: Sequence[int]) 
     return math.prod(size for axis, size in enumerate(kept) if axis not in (*contract, *batch))
 
 
-def einsum_equation(module: nn.Einsum, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def einsum_equation(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Find the equation of an nn.Einsum, given to the module or to the call."""
     called = args[1] if len(args) > 1 else kwargs.get("einsum_str")
     return nn.merge_param("einsum_str", module.einsum_str, called)
@@ -114,7 +107,7 @@ def einsum_equation(module: nn.Einsum, args: tuple[Any, ...], kwargs: dict[str, 
 
 def relative_path(module: nn.Module, root: tuple[str, ...]) -> str:
     """Spell a bound module's path as users write it in rules."""
-    return "/".join(module.path[len(root) :])
+    return join_path(module.path[len(root) :])
 
 
 def linen_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
@@ -151,25 +144,31 @@ def linen_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
     return list(layers.values())
 
 
-def check_for_qwix(layers: Iterable[Layer]) -> None:
-    """Refuse layers that Qwix would compute otherwise than they ask, or could not tell the weight of.
+def check_layers(backend: str, layers: Iterable[Layer]) -> None:
+    """Refuse layers that a backend would compute otherwise than they ask, or could not tell the weight of.
+
+    Args:
+      backend: its name.
+      layers: that it is to quantize.
 
     Raises:
-      NotImplementedError: a layer has a precision or a preferred_element_type, which Qwix drops.
-      ValueError: an input has the shape of a parameter of its layer. Qwix knows weights by their shape.
+      NotImplementedError: a layer has an option that the backend drops.
+      ValueError: an input has the shape of a parameter of its layer, and the backend knows weights by their shape.
     """
+    chosen = load(backend)
+    title = chosen.row.title
     for layer in layers:
-        for option in ("precision", "preferred_element_type"):
+        for option in chosen.drops:
             value = getattr(layer, option)
             if value is not None:
                 raise NotImplementedError(
-                    f"layer {layer.path!r} has {option} {value!r}, which Qwix drops; use quant_backend 'native'"
+                    f"{layer_name(layer.path)} has {option} {value!r}, which {title} drops; use quant_backend 'native'"
                 )
-        for name, shape in layer.parameter_shapes:
+        for name, shape in layer.parameter_shapes if chosen.knows_weights_by_shape else ():
             if shape in layer.input_shapes:
                 raise ValueError(
-                    f"layer {layer.path!r} has an input of shape {shape}, that of its {name}, and Qwix takes it for a "
-                    "second weight; use quant_backend 'native'"
+                    f"{layer_name(layer.path)} has an input of shape {shape}, that of its {name}, and {title} takes it "
+                    "for a second weight; use quant_backend 'native'"
                 )
 
 
@@ -192,7 +191,7 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
 
     def initialize(key: jax.Array, arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        rngs = {stream: key for stream in ("params", "quant", "dropout")}
+        rngs = {stream: key for stream in ("params", RANDOM_STREAM, "dropout")}
         return model.init(rngs, *args, **kwargs)
 
     return jax.eval_shape(initialize, jax.random.key(0), arrays)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import threading
 import types
@@ -19,17 +20,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxquant.backends._linen import layers_apart
-from jaxquant.backends._weights import serving_ops
+from jaxquant.backends import Backend, load
+from jaxquant.backends._linen import kind_of, layers_apart
+from jaxquant.backends._weights import check_converted
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision, Resolver
+from jaxquant.core.paths import float_rule, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.inject.layers import (
     Layer,
-    check_for_qwix,
+    check_layers,
     einsum_equation,
-    kind_of,
     out_features,
     relative_path,
     substituted,
@@ -53,15 +55,14 @@ def quantize_linen(
         call.
 
     Raises:
-      ValueError: the qwix backend without an example, or an input that it would take for a weight.
+      ValueError: an input that the backend would take for a weight.
     """
-    if config.resolved_backend == "qwix":
-        from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
-
-        check_for_qwix(layer for layer in layers if layer.path in recipes)
-        if not config.checkpoint_is_quantized:
-            return qwix.quantize_linen(model, recipes, _model_methods(type(model)), [layer.path for layer in layers])
-    return _subclass(model, _Quantizer(config, resolver, check_at_call=not layers))
+    backend = load(config.resolved_backend or "native")
+    check_layers(backend.name, (layer for layer in layers if layer.path in recipes))
+    if not (backend.row.has_layer_ops or config.checkpoint_is_quantized):
+        paths = [layer.path for layer in layers]
+        return backend.quantize_linen(model, recipes, _model_methods(type(model)), paths)
+    return _subclass(model, _Quantizer(config, backend, resolver, check_at_call=not layers))
 
 
 def refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) -> None:
@@ -72,30 +73,11 @@ def refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) ->
     raise ValueError(f"quantization {config.quantization!r} would quantize no layer of this model ({what})")
 
 
-@dataclasses.dataclass(frozen=True)
-class _OpFactory:
-    """A backend's modules for one recipe."""
-
-    dot_general_cls: Callable[[Recipe], Callable[[], nn.Module]]
-    einsum_cls: Callable[[Recipe], Callable[[], nn.Module]]
-
-
-def _op_factory(config: QuantConfig, is_converted: bool) -> _OpFactory:
-    backend = config.resolved_backend
-    if backend == "aqt" and not is_converted:
-        from jaxquant.backends import aqt as ops  # only where it is asked for: the package is an optional extra
-    else:
-        ops = serving_ops(backend or "native")
-    return _OpFactory(ops.dot_general_cls, ops.einsum_cls)
-
-
 class _Quantizer:
     """Intercept the calls of linear layers below one model."""
 
-    def __init__(self, config: QuantConfig, resolver: Resolver, check_at_call: bool):
-        self._config, self._resolver = config, resolver
-        self._ops = _op_factory(config, is_converted=False)
-        self._converted_ops = _op_factory(config, is_converted=True) if config.checkpoint_is_quantized else None
+    def __init__(self, config: QuantConfig, backend: Backend, resolver: Resolver, check_at_call: bool):
+        self._config, self._backend, self._resolver = config, backend, resolver
         self._check_at_call = check_at_call
         self._local = threading.local()
 
@@ -129,13 +111,12 @@ class _Quantizer:
         kernel = self._converted_kernel(module, path, decision)
         if decision.recipe is None:
             return next_fun(*args, **kwargs)
-        ops = self._ops
+        make = self._backend.linen_op if kernel is None else self._backend.converted_linen_op
+        make = functools.partial(make, recipe=decision.recipe, implementation=decision.implementation)
         with contextlib.ExitStack() as while_called:
             if kernel is not None:
-                assert self._converted_ops is not None
-                ops = self._converted_ops
                 while_called.enter_context(substituted(module, "promote_dtype", _promoter(module)))
-            return self._call(ops, next_fun, args, kwargs, module, path, decision)
+            return self._call(make, next_fun, args, kwargs, module, path, decision)
 
     def _converted_kernel(self, module: nn.Module, path: str, decision: Decision) -> QTensor | None:
         """Read a layer's kernel where it is a converted one.
@@ -147,60 +128,56 @@ class _Quantizer:
         is_wanted = self._config.checkpoint_is_quantized and recipe is not None and recipe.fwd.rhs is not None
         if is_wanted and not isinstance(kernel, QTensor):
             raise ValueError(
-                f"layer {path!r} has {'no kernel' if kernel is None else 'a float kernel'} and checkpoint_is_quantized "
-                f"true asks for one converted to {recipe.name!r}; convert the parameters with jaxquant.convert"  # pyright: ignore[reportOptionalMemberAccess]
+                f"{layer_name(path)} has {'no kernel' if kernel is None else 'a float kernel'} and "
+                f"checkpoint_is_quantized true asks for one converted to {recipe.name!r}; convert the parameters "  # pyright: ignore[reportOptionalMemberAccess]
+                "with jaxquant.convert"
             )
         if isinstance(kernel, QTensor) and not is_wanted:
             why = "checkpoint_is_quantized is false" if recipe is not None else f"it stays in float ({decision.reason})"
-            raise ValueError(f"layer {path!r} has a converted kernel ({kernel.qvalue.dtype.name}) and {why}")
+            raise ValueError(f"{layer_name(path)} has a converted kernel ({kernel.qvalue.dtype.name}) and {why}")
         if not isinstance(kernel, QTensor):
             return None
-        spec = recipe.fwd.rhs  # pyright: ignore[reportOptionalMemberAccess]
-        if isinstance(spec, TensorSpec) and kernel.qvalue.dtype.name != spec.dtype:
-            raise ValueError(
-                f"layer {path!r} has a kernel converted to {kernel.qvalue.dtype.name} and {recipe.name!r} takes "  # pyright: ignore[reportOptionalMemberAccess]
-                f"{spec.dtype}; serve with the recipe that it was converted with"
-            )
-        needs_scale = isinstance(recipe.fwd.lhs, TensorSpec) and recipe.fwd.lhs.scaling == "delayed"  # pyright: ignore[reportOptionalMemberAccess]
-        if needs_scale != module.has_variable("params", INPUT_SCALE):
-            has = "no input_scale" if needs_scale else "an input_scale"
-            raise ValueError(
-                f"layer {path!r} was converted with {has}, and {recipe.name!r} scales activations "  # pyright: ignore[reportOptionalMemberAccess]
-                f"{'by one' if needs_scale else 'dynamically'}; serve with the recipe that it was converted with"
-            )
+        assert recipe is not None
+        spec, scaled = recipe.fwd.rhs, isinstance(recipe.fwd.lhs, TensorSpec) and recipe.fwd.lhs.scaling == "delayed"
+        dtype = spec.dtype if isinstance(spec, TensorSpec) else "float"
+        has = _describe(kernel.qvalue.dtype.name, module.has_variable("params", INPUT_SCALE))
+        check_converted(path, has, repr(recipe.name), _describe(dtype, scaled))
         return kernel
 
     def _call(
-        self, ops: _OpFactory, next_fun: Any, args: Any, kwargs: Any, module: Any, path: str, decision: Any
+        self, make: Callable[..., Any], next_fun: Any, args: Any, kwargs: Any, module: Any, path: str, decision: Any
     ) -> Any:
-        if isinstance(module, nn.Einsum):
+        if kind_of(module) == "einsum":
             _check_call(path, module, decision.recipe, decision.reason)
-            return call_einsum(module, ops.einsum_cls(decision.recipe)(), args, kwargs)
+            return call_einsum(module, make("einsum")(), args, kwargs)
         plumbed = getattr(module, "dot_general", None) or getattr(module, "dot_general_cls", None)
         if plumbed is not None:
             raise ValueError(
-                f"layer {path!r} has a dot_general of its own ({plumbed}) and config asks for "
-                f"{decision.recipe.name!r} there ({decision.reason}); drop one, or add the rule "
-                f"{{path: {path}, recipe: null}}"
+                f"{layer_name(path)} has a dot_general of its own ({plumbed}) and config asks for "
+                f"{decision.recipe.name!r} there ({decision.reason}); drop one, or {float_rule(path)}"
             )
         called = []
 
         def make_op() -> nn.Module:
             called.append(path)
-            return ops.dot_general_cls(decision.recipe)()
+            return make("dot_general")()
 
         with substituted(module, "dot_general_cls", make_op):
             out = next_fun(*args, **kwargs)
         if not called:
             raise NotImplementedError(
-                f"layer {path!r} ({type(module).__name__}) does not use its dot_general_cls, so "
-                f"{decision.recipe.name!r} cannot reach it; add the rule {{path: {path}, recipe: null}}"
+                f"{layer_name(path)} ({type(module).__name__}) does not use its dot_general_cls, so "
+                f"{decision.recipe.name!r} cannot reach it; {float_rule(path)}"
             )
         return out
 
 
+def _describe(dtype: str, has_scale: bool) -> str:
+    return f"{dtype} {'with an' if has_scale else 'without an'} input_scale"
+
+
 def _promoter(module: Any) -> Callable[..., Any]:
-    """Give a layer with a converted kernel what its ``promote_dtype`` would make of the float one."""
+    """Return, for a layer with a converted kernel, what its ``promote_dtype`` would make of the float one."""
     plain, scale = module.promote_dtype, module.get_variable("params", INPUT_SCALE)
 
     def promote_dtype(inputs: Any, kernel: QTensor, bias: Any, **options: Any) -> Any:
@@ -215,9 +192,8 @@ def _check_call(path: str, module: nn.Einsum, recipe: Recipe, reason: str) -> No
     """Refuse a subclass of ``nn.Einsum`` whose own ``__call__`` would be lost; ``nn.jit`` and the like give none."""
     if inspect.unwrap(type(module).__call__) is not inspect.unwrap(nn.Einsum.__call__):
         raise NotImplementedError(
-            f"layer {path!r} ({type(module).__name__}) has a __call__ of its own, which {recipe.name!r} ({reason}) "
-            "would replace by that of nn.Einsum; call an nn.Einsum as a submodule, or add the rule "
-            f"{{path: {path}, recipe: null}}"
+            f"{layer_name(path)} ({type(module).__name__}) has a __call__ of its own, which {recipe.name!r} ({reason}) "
+            f"would replace by that of nn.Einsum; call an nn.Einsum as a submodule, or {float_rule(path)}"
         )
 
 
@@ -269,7 +245,7 @@ def _subclass(model: nn.Module, quantizer: _Quantizer) -> nn.Module:
 
 
 def _model_methods(base: type) -> list[str]:
-    """Name the methods that a model's own classes define, for which layers may run: ``__call__`` and public ones."""
+    """Return the methods that a model's own classes define, for which layers may run: ``__call__`` and public ones."""
     own = [cls for cls in reversed(base.__mro__) if cls not in nn.Module.__mro__]
     methods = {name: value for cls in own for name, value in vars(cls).items() if inspect.isfunction(value)}
     return [

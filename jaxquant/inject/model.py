@@ -7,7 +7,9 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from jaxquant.config.quant_config import Backend, QuantConfig
+from jaxquant.backends import load
+from jaxquant.config.backends import BACKENDS, BackendName
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import Layer, LayerReport, describe, linen_layers
@@ -44,11 +46,14 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
         raise TypeError(f"maybe_quantize_model takes a Flax module, got {type(model).__name__}")
     has_example = bool(example_inputs or example_kwargs)
     backend = _backend(model, config)
-    if backend == "qwix" and not has_example:
+    assert backend is not None, "a config with a resolver has a backend"
+    if not (BACKENDS[backend].has_layer_ops or has_example):
         raise ValueError(
-            f"quantization {config.quantization!r} on qwix needs to see the model's layers: "
+            f"quantization {config.quantization!r} on {backend} needs to see the model's layers: "
             "call maybe_quantize_model(model, config, *example_inputs)"
         )
+    for recipe in resolver.recipes:
+        load(backend).check(recipe)
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(
@@ -56,7 +61,7 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
                 "is converted whole: jaxquant.convert(model, config, *example_inputs)"
             )
         layers = nnx_layers(model, *example_inputs, **example_kwargs)
-        return quantize_nnx(model, backend, _recipes(config, resolver, layers), layers)
+        return quantize_nnx(model, backend, _recipes(config, resolver, layers), layers, config.implementation)
     layers, recipes = [], {}
     if has_example:
         layers = linen_layers(model, *example_inputs, **example_kwargs)
@@ -79,7 +84,7 @@ def _refuse_what_is_not_the_models(config: QuantConfig) -> None:
 
 def choose_recipes(
     model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any
-) -> tuple[Backend | None, dict[str, Recipe], list[Layer]]:
+) -> tuple[BackendName | None, dict[str, Recipe], list[Layer]]:
     """Choose the backend, and the recipe of each layer to quantize, by path; all layers come with them.
 
     Raises:
@@ -121,7 +126,7 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
     return describe(layers, config.resolver(), _backend(model, config))
 
 
-def _backend(model: Any, config: QuantConfig) -> Backend | None:
+def _backend(model: Any, config: QuantConfig) -> BackendName | None:
     return config.resolved_nnx_backend if isinstance(model, nnx.Module) else config.resolved_backend
 
 

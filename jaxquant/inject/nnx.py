@@ -21,11 +21,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.backends import native_nnx
+from jaxquant.backends import load, native_nnx
+from jaxquant.core.paths import float_rule, join_path, layer_name
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.layers import Layer, check_for_qwix, einsum_out_features, split_arrays
+from jaxquant.inject.layers import Layer, check_layers, einsum_out_features, split_arrays
 
 Linear = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
+LINEAR: dict[type[nnx.Module], str] = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
+"""NNX's linear layers and the name of each kind."""
 
 _KNOWN_CALLS = (nnx.Linear.__call__, nnx.LoRALinear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__)
 
@@ -45,15 +48,20 @@ def nnx_layers(model: nnx.Module, *example_inputs: Any, **example_kwargs: Any) -
 
 
 def quantize_nnx(
-    model: nnx.Module, backend: str | None, recipes: Mapping[str, Recipe], layers: list[Layer]
+    model: nnx.Module,
+    backend: str,
+    recipes: Mapping[str, Recipe],
+    layers: list[Layer],
+    implementation: str | None = None,
 ) -> nnx.Module:
     """Quantize an NNX model.
 
     Args:
       model: the model; it stays as it is.
-      backend: "native" or "qwix".
+      backend: the name of one that runs on NNX.
       recipes: of the layers to quantize, by path.
       layers: all layers of the model.
+      implementation: what computes the matmuls; None picks.
 
     Raises:
       ValueError: a layer has an op of its own.
@@ -63,20 +71,20 @@ def quantize_nnx(
     chosen = {path: module for path, module in linear_modules(model) if path in recipes}
     for path, module in chosen.items():
         check_op(path, module, by_path[path], recipes[path])
-    if backend == "qwix":
-        from jaxquant.backends import qwix  # only where it is asked for: the package is an optional extra
-
-        check_for_qwix(by_path[path] for path in chosen)
-        return qwix.quantize_nnx(model, recipes, _model_methods(type(model)))
+    check_layers(backend, (by_path[path] for path in chosen))
+    if not load(backend).row.has_layer_ops:
+        return load(backend).quantize_nnx(model, recipes, _model_methods(type(model)))
     copy = copy_model(model)
     for path, module in linear_modules(copy):
         if path in recipes:
-            setattr(module, op_name(module), nnx.data(quantized_op(path, module, recipes[path])))
+            setattr(
+                module, op_name(module), nnx.data(quantized_op(backend, path, module, recipes[path], implementation))
+            )
     return copy
 
 
 def _model_methods(kind: type) -> list[str]:
-    """Name the methods that a model's own classes define: ``__call__`` and public ones, jitted ones too."""
+    """Return the methods that a model's own classes define: ``__call__`` and public ones, jitted ones too."""
     own = [cls for cls in reversed(kind.__mro__) if cls not in nnx.Module.__mro__]
     methods = {name: value for cls in own for name, value in vars(cls).items() if callable(value)}
     return [
@@ -87,7 +95,7 @@ def _model_methods(kind: type) -> list[str]:
 
 
 def plain_model(model: nnx.Module) -> nnx.Module:
-    """Give the float model behind one that Qwix quantized, with the same arrays; any other as it is."""
+    """Return the float model behind one that Qwix quantized, with the same arrays; any other as it is."""
     kind = getattr(type(model), "plain_class", None)
     if kind is None:
         return model
@@ -97,10 +105,10 @@ def plain_model(model: nnx.Module) -> nnx.Module:
 
 
 def linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
-    """Give the path of each linear layer as users write it in rules; a shared layer once, by its first path."""
+    """Yield each linear layer with its path as users write it in rules; a shared layer once, by its first path."""
     for path, node in nnx.iter_graph(model):
-        if isinstance(node, Linear):
-            yield "/".join(map(str, path)), node
+        if kind_of(node) is not None:
+            yield join_path(path), node
 
 
 def copy_model(model: nnx.Module) -> Any:
@@ -110,7 +118,7 @@ def copy_model(model: nnx.Module) -> Any:
 
 
 def _shape(module: Linear) -> tuple[int, ...]:
-    """Give the kernel's shape for one layer, whatever nnx.vmap stacks."""
+    """Return the kernel's shape for one layer, whatever nnx.vmap stacks."""
     if isinstance(module, nnx.Linear):
         return module.in_features, module.out_features
     if isinstance(module, nnx.LinearGeneral):
@@ -128,8 +136,8 @@ def stacked_axes(path: str, module: Linear) -> int:
     extra = len(kernel) - len(shape)
     if extra < 0 or kernel[extra:] != shape:
         raise NotImplementedError(
-            f"layer {path!r} has a kernel of shape {kernel} where {type(module).__name__} makes {shape}; only leading "
-            "axes may be added, as by nnx.vmap with out_axes 0"
+            f"{layer_name(path)} has a kernel of shape {kernel} where {type(module).__name__} makes {shape}; only "
+            "leading axes may be added, as by nnx.vmap with out_axes 0"
         )
     return extra
 
@@ -138,10 +146,9 @@ def _layer(path: str, module: Linear, is_called: bool = False) -> Layer:
     stacked = 0 if is_called else stacked_axes(path, module)  # a call sees one layer at a time
     named = {"kernel": module.kernel, "bias": module.bias}
     shapes = {name: tuple(value.shape)[stacked:] for name, value in named.items() if value is not None}
-    kind = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
     return Layer(
         path,
-        next(name for base, name in kind.items() if isinstance(module, base)),
+        kind_of(module) or "",
         shapes["kernel"],
         _out_features(module),
         tuple(shapes.items()),
@@ -162,15 +169,19 @@ def op_name(module: Linear) -> str:
     return "einsum_op" if isinstance(module, nnx.Einsum) else "dot_general"
 
 
-def quantized_op(path: str, module: Linear, recipe: Recipe) -> nnx.Module:
+def quantized_op(
+    backend: str, path: str, module: Linear, recipe: Recipe, implementation: str | None = None
+) -> nnx.Module:
+    """Make the quantized op of a layer; see ``Backend.nnx_op``."""
+    form: dict[str, Any] = (
+        {"equation": module.einsum_str} if isinstance(module, nnx.Einsum) else {"axes": contraction_axes(module)}
+    )
     stacked = stacked_axes(path, module)
-    if isinstance(module, nnx.Einsum):
-        return native_nnx.Einsum(recipe, path, module.kernel, stacked, module.einsum_str)
-    return native_nnx.DotGeneral(recipe, path, module.kernel, stacked, contraction_axes(module))
+    return load(backend).nnx_op(recipe, path, module.kernel, stacked, implementation=implementation, **form)
 
 
 def contraction_axes(module: nnx.Linear | nnx.LinearGeneral) -> tuple[int, ...]:
-    """Give the contraction axes of a layer's kernel, whatever nnx.vmap stacks."""
+    """Return the contraction axes of a layer's kernel, whatever nnx.vmap stacks."""
     if isinstance(module, nnx.Linear):
         return (0,)
     batch = len(module.batch_axis)
@@ -182,20 +193,24 @@ def check_op(path: str, module: Linear, layer: Layer, recipe: Recipe) -> None:
     own = getattr(module, "dot_general_cls", None) or getattr(module, op_name(module))
     if own not in (None, jax.lax.dot_general, jnp.einsum):
         raise ValueError(
-            f"layer {path!r} has a {op_name(module)} of its own ({own}) and config asks for {recipe.name!r} there; "
-            f"drop one, or add the rule {{path: {path}, recipe: null}}"
+            f"{layer_name(path)} has a {op_name(module)} of its own ({own}) and config asks for {recipe.name!r} there; "
+            f"drop one, or {float_rule(path)}"
         )
     if type(module).__call__ not in _KNOWN_CALLS and not layer.input_shapes:
         raise ValueError(
-            f"layer {path!r} ({type(module).__name__}) has a __call__ of its own and was not seen to use its "
-            f"{op_name(module)}; pass maybe_quantize_model example inputs whose call runs it, or add the rule "
-            f"{{path: {path}, recipe: null}}"
+            f"{layer_name(path)} ({type(module).__name__}) has a __call__ of its own and was not seen to use its "
+            f"{op_name(module)}; pass maybe_quantize_model example inputs whose call runs it, or {float_rule(path)}"
         )
     if layer.uses_op is False:
         raise NotImplementedError(
-            f"layer {path!r} ({type(module).__name__}) does not use its {op_name(module)}, so {recipe.name!r} cannot "
-            f"reach it; add the rule {{path: {path}, recipe: null}}"
+            f"{layer_name(path)} ({type(module).__name__}) does not use its {op_name(module)}, so {recipe.name!r} "
+            f"cannot reach it; {float_rule(path)}"
         )
+
+
+def kind_of(module: Any) -> str | None:
+    """Return the kind of a linear layer, None for anything else."""
+    return next((kind for base, kind in LINEAR.items() if isinstance(module, base)), None)
 
 
 def _trace_call(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Layer]:

@@ -14,14 +14,14 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 
-from jaxquant.backends import native_nnx
-from jaxquant.backends._weights import serving_ops
+from jaxquant.backends import load, native_nnx
+from jaxquant.backends.base import chosen
+from jaxquant.core.paths import at_layer, float_rule, layer_name, tree_paths
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import nnx as inject_nnx
-from jaxquant.inject.converted import Site
-from jaxquant.inject.layers import Layer, check_for_qwix
-from jaxquant.ops import dot_general, einsum
+from jaxquant.inject.converted import LayerKernel
+from jaxquant.inject.layers import Layer, check_layers
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.nnx import QuantState
 
@@ -75,7 +75,7 @@ class _Promote:
         inputs, standin, *rest = self.plain((inputs, standin, *rest), **options)
         if standin.dtype.name != self.dtype:
             raise ValueError(
-                f"layer {self.path!r} was converted for a kernel read in {self.dtype}, and this call reads it in "
+                f"{layer_name(self.path)} was converted for a kernel read in {self.dtype}, and this call reads it in "
                 f"{standin.dtype.name}; convert the model with example inputs of the dtype that it is called with"
             )
         return inputs, dataclasses.replace(weight, dtype=standin.dtype.name), *rest
@@ -89,38 +89,39 @@ class _Op:
     backend: str
     path: str
     name: str
+    implementation: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Array:
         with jax.named_scope(self.path):
-            if self.backend == "native":
-                return self._native(*args, **kwargs)
-            return getattr(serving_ops(self.backend), f"{self.name}_cls")(self.recipe)()(*args, **kwargs)
-
-    def _native(self, *args: Any, **kwargs: Any) -> Array:
-        at = 1 if self.name == "einsum" else 0
-        operands = list(args)
-        operands[at] = native_nnx.activation_as_read(self.recipe, operands[at], operands[at + 1])
-        return (einsum if self.name == "einsum" else dot_general)(*operands, recipe=self.recipe, **kwargs)
+            op = getattr(load(self.backend), self.name)
+            return op(*args, recipe=self.recipe, **kwargs, **chosen(self.implementation))
 
 
 def convert_nnx(
-    model: nnx.Module, backend: str | None, recipes: Mapping[str, Recipe], layers: list[Layer]
+    model: nnx.Module,
+    backend: str | None,
+    recipes: Mapping[str, Recipe],
+    layers: list[Layer],
+    implementation: str | None = None,
 ) -> nnx.Module:
     """Convert the kernels of a model's quantized layers.
 
     Args:
       model: float, or quantized by ``quantize_nnx`` on the native backend, whose quant state then counts; it stays as
         it is.
-      backend: "native" or "qwix".
+      backend: the name of one that runs on NNX; None where nothing is quantized.
       recipes: of the layers to quantize, by path.
       layers: all layers of the model, float.
+      implementation: what computes the matmuls; None picks.
 
     Raises:
       ValueError: a recipe needs quant state and the layer has none, or it has not seen what a static scale must know.
       NotImplementedError: an einsum that sums its kernel by itself, or a layer under ``nnx.WeightNorm``.
     """
-    if backend == "qwix":
-        check_for_qwix(layer for layer in layers if layer.path in recipes)
+    backend = backend or "native"
+    for recipe in dict.fromkeys(recipes.values()):
+        load(backend).check(recipe)
+    check_layers(backend, (layer for layer in layers if layer.path in recipes))
     copy = inject_nnx.copy_model(model)
     by_path = {layer.path: layer for layer in layers}
     weight_norms = (path for path, node in nnx.iter_graph(copy) if isinstance(node, nnx.WeightNorm))
@@ -134,34 +135,34 @@ def convert_nnx(
             inject_nnx.check_op(path, module, by_path[path], recipe)
         if recipe.fwd.rhs is None:  # the kernel stays in float, the activation is quantized
             if not isinstance(op, native_nnx.QuantizedOp):
-                setattr(module, inject_nnx.op_name(module), nnx.data(inject_nnx.quantized_op(path, module, recipe)))
+                quantized = inject_nnx.quantized_op(backend, path, module, recipe, implementation)
+                setattr(module, inject_nnx.op_name(module), nnx.data(quantized))
             continue
         if path.startswith(normalized):
             raise NotImplementedError(
-                f"layer {path!r} is under nnx.WeightNorm, which cannot scale a converted kernel; add the rule "
-                f"{{path: {path}, recipe: null}}"
+                f"{layer_name(path)} is under nnx.WeightNorm, which cannot scale a converted kernel; {float_rule(path)}"
             )
-        site = _site(by_path[path], module, recipe, backend or "native")
+        layer_kernel = _kernel(by_path[path], module, recipe, backend)
         state = op.state() if isinstance(op, native_nnx.QuantizedOp) else {}
         if recipe.is_stateful and not state:
             raise ValueError(
-                f"recipe {recipe.name!r} at {path!r} keeps quant state, and the layer has none; convert the model that "
-                "was trained, or calibrate it with jaxquant.calibrate"
+                f"recipe {recipe.name!r} at {at_layer(path)} keeps quant state, and the layer has none; convert the "
+                "model that was trained, or calibrate it with jaxquant.calibrate"
             )
-        tensor, scale = site.convert_stacked(module.kernel[...], state)
-        site.check_seen(scale)
+        tensor, scale = layer_kernel.convert_stacked(module.kernel[...], state)
+        layer_kernel.check_input_scale(scale)
         dtype = module.kernel[...].dtype.name
         setattr(module, "kernel", nnx.data(Kernel(tensor, scale, dtype)))  # noqa: B010
-        module.promote_dtype = _Promote(module.promote_dtype, path, site.dtype)
+        module.promote_dtype = _Promote(module.promote_dtype, path, layer_kernel.dtype)
         name = inject_nnx.op_name(module)
         delattr(module, name)
         kind = "einsum" if name == "einsum_op" else "dot_general"
-        setattr(module, name, _Op(recipe, backend or "native", path, kind))
+        setattr(module, name, _Op(recipe, backend, path, kind, implementation))
     return copy
 
 
 def nnx_params(model: nnx.Module) -> dict[str, Any]:
-    """Give a converted model's parameters as nested dicts of arrays and ``QTensor``, as a Linen model has them.
+    """Return a converted model's parameters as nested dicts of arrays and ``QTensor``, as a Linen model has them.
 
     Other variables that the model keeps, such as ``nnx.BatchStat``, are among them; random states, intermediates and
     quant state are not.
@@ -174,13 +175,13 @@ def nnx_params(model: nnx.Module) -> dict[str, Any]:
 
 
 def _kept(model: nnx.Module) -> dict[Any, Any]:
-    """Give what ``nnx_params`` and ``update_nnx`` handle."""
+    """Return what ``nnx_params`` and ``update_nnx`` handle."""
     left_out = nnx.Any(nnx.RngState, nnx.Intermediate, QuantState)
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(left_out)))
 
 
 def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
-    """Put parameters into a converted model, in place; what ``nnx_params`` or ``jaxquant.serving.load`` gave.
+    """Set the parameters of a converted model, in place, to what ``nnx_params`` or ``jaxquant.serving.load`` gave.
 
     Args:
       model: converted, perhaps under ``nnx.eval_shape``, without any array.
@@ -190,18 +191,13 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
       ValueError: a path that only one of them has; nothing is put in.
     """
     given = _as_in_nnx(params)
-    here, there = (set(_paths(tree)) for tree in (_kept(model), given))
+    here, there = (set(tree_paths(tree)) for tree in (_kept(model), given))
     if here != there:
         raise ValueError(
             f"the model has {', '.join(sorted(here - there)) or 'nothing'} that the parameters do not, and they have "
             f"{', '.join(sorted(there - here)) or 'nothing'} that it does not; give what nnx_params gave for this model"
         )
     nnx.update(model, given)
-
-
-def _paths(tree: Mapping[Any, Any]) -> list[str]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 
 
 def _as_in_linen(
@@ -233,25 +229,20 @@ def _as_in_nnx(tree: Mapping[str, Any]) -> dict[Any, Any]:
     return new
 
 
-def _site(layer: Layer, module: Any, recipe: Recipe, backend: str) -> Site:
+def _kernel(layer: Layer, module: Any, recipe: Recipe, backend: str) -> LayerKernel:
     path = layer.path
     stacked = inject_nnx.stacked_axes(path, module)
     shape = tuple(module.kernel.shape[stacked:])
     if isinstance(module, nnx.Einsum):
         plan = plan_einsum(module.einsum_str, native_nnx.lhs_labels(module.einsum_str), len(shape))
-        if plan.rhs_sum:
-            raise NotImplementedError(
-                f"layer {path!r} sums its kernel by itself (equation {module.einsum_str!r}), which a converted kernel "
-                "cannot be; leave it in float with a rule"
-            )
-        axes = tuple(plan.dimension_numbers[0][1])
+        axes = plan.kernel_axes(f"{layer_name(path)} (equation {module.einsum_str!r})")
     else:
         axes = inject_nnx.contraction_axes(module)
     dtype = layer.kernel_dtype or _dtype_as_read(module)
-    return Site(path, recipe, backend, axes, shape, dtype, tuple(range(stacked)))
+    return LayerKernel(path, recipe, backend, axes, shape, dtype, tuple(range(stacked)))
 
 
 def _dtype_as_read(module: Any) -> str:
-    """Give the dtype in which the op reads the kernel, for inputs no wider than it."""
+    """Return the dtype in which the op reads the kernel, for inputs no wider than it."""
     kernel = jnp.zeros((1,) * module.kernel.ndim, module.kernel.dtype)
     return module.promote_dtype((kernel, kernel, None), dtype=module.dtype)[1].dtype.name

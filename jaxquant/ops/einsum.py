@@ -28,6 +28,21 @@ class EinsumPlan:
     dimension_numbers: DotDimensionNumbers
     permutation: tuple[int, ...]
 
+    def kernel_axes(self, what: str) -> tuple[int, ...]:
+        """Return the contraction axes of a kernel that is to be converted.
+
+        Args:
+          what: what an error names, such as an equation.
+
+        Raises:
+          NotImplementedError: axes of the kernel are summed alone, which a converted kernel cannot be.
+        """
+        if self.rhs_sum:
+            raise NotImplementedError(
+                f"{what} sums its kernel by itself, which a converted kernel cannot be; leave it in float with a rule"
+            )
+        return tuple(self.dimension_numbers[0][1])
+
 
 def plan_einsum(equation: str, lhs_ndim: int, rhs_ndim: int) -> EinsumPlan:
     """Read an einsum equation of two operands.
@@ -129,8 +144,8 @@ def einsum(
     plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
     assert not isinstance(lhs, Weight), "the weight is on the right by now"
     lhs = lhs.sum(axis=plan.lhs_sum) if plan.lhs_sum else lhs
-    if plan.rhs_sum and isinstance(rhs, Weight):
-        raise NotImplementedError(f"einsum equation {equation!r} sums the weight by itself; a converted one cannot be")
+    if isinstance(rhs, Weight):
+        plan.kernel_axes(f"einsum {equation!r}")
     rhs = rhs.sum(axis=plan.rhs_sum) if plan.rhs_sum else rhs  # pyright: ignore[reportAttributeAccessIssue]
     if transform is not None and not isinstance(rhs, Weight):
         rhs = transform(rhs, tuple(plan.dimension_numbers[0][1]))

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 
+from jaxquant.backends import RANDOM_STREAM
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.paths import at_layer
 from jaxquant.inject.model import choose_recipes, maybe_quantize_model
 from jaxquant.state import nnx as nnx_state
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, update
 
 
 def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, model: nn.Module | None = None) -> Any:
-    """Give a float model the quant state that a recipe with delayed scaling would have had, for ``convert``.
+    """Make for a float model the quant state that a recipe with delayed scaling would have had, for ``convert``.
 
     The amax histories record the largest magnitude of every quantized layer's input and kernel over the batches; the
     scales that ``convert`` makes are those of delayed scaling with such a history. Layers run quantized meanwhile, each
@@ -51,7 +53,7 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(
-                f"recipe {recipe.name!r} at {path!r} has weight sparsity, whose mask is made in training; set "
+                f"recipe {recipe.name!r} at {at_layer(path)} has weight sparsity, whose mask is made in training; set "
                 "weight_sparsity_n and weight_sparsity_m to null"
             )
     if not any(recipe.is_stateful for recipe in recipes.values()):
@@ -83,14 +85,14 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
     def see(plain: Any, quant_state: Any, batch: Any, key: jax.Array) -> Any:
         def nothing(quant_state: Any) -> jax.Array:
             whole = plain | {OVERWRITE_WITH_GRADIENT: quant_state}
-            out = model.apply(whole, *batch, rngs={"quant": key, "dropout": key}, mutable=others or False)
+            out = model.apply(whole, *batch, rngs={RANDOM_STREAM: key, "dropout": key}, mutable=others or False)
             return _zero(out)
 
         return update(quant_state, jax.grad(nothing)(quant_state))
 
     @jax.jit
     def start(batch: Any, key: jax.Array) -> Any:
-        return model.init({"params": key, "quant": key, "dropout": key}, *batch)[OVERWRITE_WITH_GRADIENT]
+        return model.init({"params": key, RANDOM_STREAM: key, "dropout": key}, *batch)[OVERWRITE_WITH_GRADIENT]
 
     key, quant_state = jax.random.key(0), None
     for batch in batches:

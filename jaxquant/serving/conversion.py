@@ -1,6 +1,6 @@
 """convert: the parameters of a trained model become the quantized ones that serve it.
 
-    params, quant_state ──► sites (where each kernel is, how it is read) ──► QTensor leaves, static input scales
+    params, quant_state ──► kernels (where each kernel is, how it is read) ──► QTensor leaves, static input scales
                                      one kernel, or one layer of it, at a time
 
 Each kernel goes through the quantization that the training forward does, so the converted model computes bit for bit
@@ -22,8 +22,9 @@ from flax import nnx
 from flax.core import meta
 
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor
-from jaxquant.inject.converted import Site, linen_sites
+from jaxquant.inject.converted import LayerKernel, linen_kernels
 from jaxquant.inject.model import choose_recipes
 from jaxquant.inject.nnx import plain_model
 from jaxquant.inject.nnx_converted import convert_nnx
@@ -64,7 +65,7 @@ def convert(
     if isinstance(model_or_variables, nnx.Module):
         plain = plain_model(model_or_variables)
         backend, recipes, layers = choose_recipes(plain, config, *example_inputs, **example_kwargs)
-        return convert_nnx(plain, backend, recipes, layers)
+        return convert_nnx(plain, backend, recipes, layers, config.implementation)
     if not isinstance(model_or_variables, Mapping):
         raise TypeError(
             f"convert takes an NNX model or the variables of a Linen one, got {type(model_or_variables).__name__}"
@@ -75,10 +76,10 @@ def convert(
             "jaxquant.convert(variables, config, *example_inputs, model=model)"
         )
     variables = meta.unbox(dict(model_or_variables))
-    found = find_sites(model, config, variables, *example_inputs, **example_kwargs)
+    found = find_kernels(model, config, variables, *example_inputs, **example_kwargs)
     params = variables["params"]
-    for site in found.values():
-        params = _replaced(params, site, _convert_whole(site, variables))
+    for layer in found.values():
+        params = _replaced(params, layer, _convert_whole(layer, variables))
     others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return {"params": params, **others}
 
@@ -93,9 +94,9 @@ def _config(given: Any) -> QuantConfig:
     return config
 
 
-def find_sites(
+def find_kernels(
     model: nn.Module, config: Any, variables: Tree, *example_inputs: Any, **example_kwargs: Any
-) -> dict[str, Site]:
+) -> dict[str, LayerKernel]:
     """Find the kernels of a Linen model that a config quantizes, by the path of their layer; see ``convert``.
 
     Args:
@@ -112,19 +113,22 @@ def find_sites(
         return {}
     choose_recipes(model, config, *example_inputs, **example_kwargs)  # refuses what does nothing
     _refuse_converted(variables["params"])
-    sites = linen_sites(model, backend, resolver, variables, *example_inputs, **example_kwargs)
-    for site in sites.values():
-        _check(site, variables)
-    return sites
+    layers = linen_kernels(model, backend, resolver, variables, *example_inputs, **example_kwargs)
+    for layer in layers.values():
+        _check(layer, variables)
+    return layers
+
+
+find_sites = find_kernels  # its name until 0.1
 
 
 def convert_each(
-    sites: Mapping[str, Site], read: Read, shapes: Tree, progress: Callable[[str], None] | None = None
+    layers: Mapping[str, LayerKernel], read: Read, shapes: Tree, progress: Callable[[str], None] | None = None
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Convert parameters that lie elsewhere, in bounded memory: one layer of one kernel is float at a time.
 
     Args:
-      sites: from ``find_sites``.
+      layers: from ``find_kernels``.
       read: (path in the variables, index of leading axes) -> array of that slice; ``()`` is all of it.
       shapes: the variables, arrays or ``jax.ShapeDtypeStruct``.
       progress: called with each path that is done.
@@ -133,33 +137,35 @@ def convert_each(
       The path in "params" of each new leaf, and the leaf in host memory: QTensors of numpy arrays where the kernel was
       converted, numpy arrays of all that stays as it is.
     """
-    kernels = {(*_names(site), "kernel"): site for site in sites.values()}
+    kernels = {(*_names(layer), "kernel"): layer for layer in layers.values()}
     for path, leaf in _leaves(shapes["params"]):
-        site = kernels.get(path)  # pyright: ignore[reportArgumentType]
-        if site is None:
+        layer = kernels.get(path)  # pyright: ignore[reportArgumentType]
+        if layer is None:
             yield path, np.asarray(read(("params", *path), ()))
         else:
-            tensor, scale = _convert_slices(site, read, shapes, leaf.shape)
+            tensor, scale = _convert_slices(layer, read, shapes, leaf.shape)
             yield path, tensor
             if scale is not None:
                 yield (*path[:-1], INPUT_SCALE), scale
         if progress is not None:
-            progress("/".join(path))
+            progress(join_path(path))
 
 
-def _convert_slices(site: Site, read: Read, shapes: Tree, shape: tuple[int, ...]) -> tuple[QTensor, np.ndarray | None]:
+def _convert_slices(
+    layer: LayerKernel, read: Read, shapes: Tree, shape: tuple[int, ...]
+) -> tuple[QTensor, np.ndarray | None]:
     """Convert a kernel layer by layer into arrays of its whole shape."""
-    leaves, whole = _state_leaves(site, shapes), None
-    for index in itertools.product(*(range(shape[axis]) for axis in site.stacked)):
-        at = dict(zip(site.stacked, index, strict=True))
+    leaves, whole = _state_leaves(layer, shapes), None
+    for index in itertools.product(*(range(shape[axis]) for axis in layer.stacked)):
+        at = dict(zip(layer.stacked, index, strict=True))
         place = tuple(at.get(axis, slice(None)) for axis in range(len(shape)))
-        kernel = read(("params", *_names(site), "kernel"), place[: max(at, default=-1) + 1])
+        kernel = read(("params", *_names(layer), "kernel"), place[: max(at, default=-1) + 1])
         state = {
             tensor: {name: read(leaf.path, index if leaf.is_stacked else ()) for name, leaf in fields.items()}
             for tensor, fields in leaves.items()
         }
-        part = jax.tree.map(np.asarray, site.convert(jnp.asarray(kernel), jax.tree.map(jnp.asarray, state)))
-        site.check_seen(part[1])
+        part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), jax.tree.map(jnp.asarray, state)))
+        layer.check_input_scale(part[1])
         if not at:
             return part
         if whole is None:
@@ -177,17 +183,17 @@ def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[in
     return tuple(full)
 
 
-def _convert_whole(site: Site, variables: Tree) -> tuple[QTensor, Array | None]:
-    kernel = _at(variables["params"], _names(site))["kernel"]
-    lead = tuple(kernel.shape[axis] for axis in site.stacked)
+def _convert_whole(layer: LayerKernel, variables: Tree) -> tuple[QTensor, Array | None]:
+    kernel = _at(variables["params"], _names(layer))["kernel"]
+    lead = tuple(kernel.shape[axis] for axis in layer.stacked)
 
     def load(leaf: _StateLeaf) -> Array:
         value = _at(variables, leaf.path)
         return value if leaf.is_stacked else jnp.broadcast_to(value, (*lead, *value.shape))
 
-    state = jax.tree.map(load, _state_leaves(site, variables), is_leaf=lambda x: isinstance(x, _StateLeaf))
-    tensor, scale = site.convert_stacked(kernel, state)
-    site.check_seen(scale)
+    state = jax.tree.map(load, _state_leaves(layer, variables), is_leaf=lambda x: isinstance(x, _StateLeaf))
+    tensor, scale = layer.convert_stacked(kernel, state)
+    layer.check_input_scale(scale)
     return tensor, scale
 
 
@@ -199,65 +205,72 @@ class _StateLeaf:
     is_stacked: bool
 
 
-def _state_leaves(site: Site, variables: Tree) -> dict[str, dict[str, _StateLeaf]]:
+def _state_leaves(layer: LayerKernel, variables: Tree) -> dict[str, dict[str, _StateLeaf]]:
     """Find the quant state that the conversion of a layer reads, by tensor and field.
 
     Raises:
       ValueError: it is missing, or stacked otherwise than the kernel.
     """
     wanted = {}
-    if site.recipe.delayed is not None:
+    if layer.recipe.delayed is not None:
         wanted = {tensor: {"scale": 1, "amax_history": 1} for tensor in ("input", "kernel")}
-    if site.recipe.sparsity is not None:
-        wanted["sparsity"] = {"mask": len(site.shape)}
+    if layer.recipe.sparsity is not None:
+        wanted["sparsity"] = {"mask": len(layer.shape)}
     if not wanted:
         return {}
-    state = _at(variables.get(OVERWRITE_WITH_GRADIENT, {}), _names(site)) or {}
+    state = _at(variables.get(OVERWRITE_WITH_GRADIENT, {}), _names(layer)) or {}
     ops = [name for name, value in state.items() if isinstance(value, Mapping)]
     if len(ops) != 1:
         raise ValueError(
-            f"recipe {site.recipe.name!r} at {site.path!r} keeps quant state in '{OVERWRITE_WITH_GRADIENT}', and the "
-            f"variables have {'none' if not ops else ' and '.join(ops)} there; pass all that training keeps, or make "
-            "it with jaxquant.calibrate"
+            f"recipe {layer.recipe.name!r} at {at_layer(layer.path)} keeps quant state in '{OVERWRITE_WITH_GRADIENT}', "
+            f"and the variables have {'none' if not ops else ' and '.join(ops)} there; pass all that training keeps, "
+            "or make it with jaxquant.calibrate"
         )
-    kernel = _at(variables["params"], _names(site))["kernel"].shape
-    lead = tuple(kernel[axis] for axis in site.stacked)
+    kernel = _at(variables["params"], _names(layer))["kernel"].shape
+    lead = tuple(kernel[axis] for axis in layer.stacked)
     found: dict[str, dict[str, _StateLeaf]] = {}
     for tensor, fields in wanted.items():
         for field, rank in fields.items():
-            path = (OVERWRITE_WITH_GRADIENT, *_names(site), ops[0], f"{tensor}_{field}")
+            path = (OVERWRITE_WITH_GRADIENT, *_names(layer), ops[0], f"{tensor}_{field}")
             leaf = _at(variables, path)
             shape = None if leaf is None else tuple(leaf.shape)
             if shape is None or shape[: len(shape) - rank] not in ((), lead):
                 raise ValueError(
-                    f"quant state {'/'.join(path)!r} must be one for each of the layers {lead} or one for all, got "
+                    f"quant state {join_path(path)!r} must be one for each of the layers {lead} or one for all, got "
                     f"{'none' if shape is None else f'shape {shape}'}"
                 )
             found.setdefault(tensor, {})[field] = _StateLeaf(path, len(shape) > rank)
     return found
 
 
-def _check(site: Site, variables: Tree) -> None:
+def _check(layer: LayerKernel, variables: Tree) -> None:
     """Refuse a kernel that does not have the shape of its layer."""
-    kernel = _at(variables["params"], _names(site))["kernel"]
-    seen = tuple(size for axis, size in enumerate(kernel.shape) if axis not in site.stacked)
-    if seen != site.shape:
-        raise ValueError(f"kernel of {site.path!r} has shape {tuple(kernel.shape)}, its layer reads {site.shape}")
-    _state_leaves(site, variables)
+    kernel = _at(variables["params"], (*_names(layer), "kernel"))
+    if kernel is None:
+        raise ValueError(
+            f"the variables have no parameter {join_path((*_names(layer), 'kernel'))!r}, the kernel that "
+            f"{layer.recipe.name!r} converts; pass all parameters of the model"
+        )
+    seen = tuple(size for axis, size in enumerate(kernel.shape) if axis not in layer.stacked)
+    if seen != layer.shape:
+        raise ValueError(
+            f"kernel of {at_layer(layer.path)} has shape {tuple(kernel.shape)}, its layer reads {layer.shape}"
+        )
+    _state_leaves(layer, variables)
 
 
 def _refuse_converted(params: Tree) -> None:
     for path, leaf in _leaves(params):
         if isinstance(leaf, QTensor):
-            raise ValueError(f"parameter {'/'.join(path)!r} is converted already ({leaf.qvalue.dtype.name})")
+            raise ValueError(f"parameter {join_path(path)!r} is converted already ({leaf.qvalue.dtype.name})")
 
 
-def _names(site: Site) -> tuple[str, ...]:
-    return tuple(site.path.split("/")) if site.path else ()
+def _names(layer: LayerKernel) -> tuple[str, ...]:
+    return tuple(layer.path.split("/")) if layer.path else ()
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    """Give what lies at a path, None where there is nothing."""
+    """Return what lies at a path, None where there is nothing."""
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
@@ -271,8 +284,8 @@ def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
             yield (*path, name), value
 
 
-def _replaced(params: Tree, site: Site, converted: tuple[QTensor, Any]) -> dict[str, Any]:
-    """Give a tree with the converted kernel in its place."""
+def _replaced(params: Tree, layer: LayerKernel, converted: tuple[QTensor, Any]) -> dict[str, Any]:
+    """Return a tree with the converted kernel in its place."""
     tensor, scale = converted
     new: dict[str, Any] = {"kernel": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
 
@@ -281,4 +294,4 @@ def _replaced(params: Tree, site: Site, converted: tuple[QTensor, Any]) -> dict[
             return {**tree, **new}
         return {**tree, path[0]: replace(tree[path[0]], path[1:])}
 
-    return replace(params, _names(site))
+    return replace(params, _names(layer))

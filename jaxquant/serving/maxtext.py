@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from flax.core import meta
 
+from jaxquant.core.paths import join_path
+
 Path = tuple[Any, ...]
 _OP = re.compile(r"(Aqt)?(DotGeneral|Einsum|Fp8DirectDotGeneralOp|NANOOFp8DotGeneralOp|Fp8Einsum)_\d+$")
 
@@ -109,7 +111,7 @@ def _layer(path: Path) -> tuple[str, ...]:
 
 
 def _text(path: Path) -> str:
-    return "/".join(map(_name, path))
+    return join_path(map(_name, path))
 
 
 def _both_sides(what: str, tensors: Any, floats: Any) -> str:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxquant.core.paths import join_path, layer_name
 from jaxquant.state.optimizer import have_stepped, multi_steps
 from jaxquant.state.tree import hold_observation, update, with_waiting
 
@@ -242,11 +243,11 @@ def _watched_fwd(path: str, answer: Answer, operands: Any, state: Any) -> tuple[
             # A teacher, or the gradient of an input; but the base layers of LoRA look the same from here.
             which, fix = "a gradient passes through it that is of neither its kernel nor the state", "where the model "
             fix += f"is not being trained, call it under jaxquant.state.frozen(); where it is, {train}"
-        raise ValueError(f"layer {path!r} has quant state and {which}, which would never advance; {fix}")
+        raise ValueError(f"{layer_name(path)} has quant state and {which}, which would never advance; {fix}")
     if any(taken) and answer is None:
         raise ValueError(
-            f"layer {path!r} has quant state and its gradient is taken outside jaxquant.state.value_and_grad, where an "
-            "optimizer would drop it without a word; use that and jaxquant.state.apply_gradients, or hold "
+            f"{layer_name(path)} has quant state and its gradient is taken outside jaxquant.state.value_and_grad, "
+            "where an optimizer would drop it without a word; use that and jaxquant.state.apply_gradients, or hold "
             "jaxquant.state.by_hand() and hand the gradient of the state to jaxquant.state.update or advance"
         )
     return jax.tree.map(lambda x: x.value, state), None
@@ -269,4 +270,4 @@ def _with_state(argnums: Argnums) -> nnx.DiffState | tuple[nnx.DiffState, ...]:
 
 def _first_path(tree: Mapping[Any, Any]) -> str:
     path, _ = jax.tree.leaves_with_path(tree)[0]
-    return "/".join(str(key.key) for key in path[:-2])  # without the op's and the variable's names
+    return join_path(path[:-2])  # without the op's and the variable's names

@@ -455,6 +455,7 @@ REFUSED = [
     ("aqt", BOTH(MatmulSpec(E4M3, E4M3), MatmulSpec(NOISY_FP8, E4M3)), r"dlhs_lhs: AQT has no stochastic rounding"),
     ("aqt", BOTH(MatmulSpec(TILED, INT8)), r"fwd_lhs: AQT has no tile size that differs"),
     ("aqt", BOTH(MatmulSpec(TILED, TILED), MatmulSpec(INT8, INT8)), r"dlhs_lhs: AQT has no quantized backward of a ti"),
+    ("aqt", BOTH(MatmulSpec(INT8, INT8), MatmulSpec(TILED, FORWARD)), r"dlhs_lhs: AQT has no tiles in a backward"),
     ("aqt", BOTH(MatmulSpec(E4M3, E4M3, "int32")), r"fwd_lhs: AQT has no int32 accumulation"),
     ("aqt", BOTH(MatmulSpec(INT8, INT8, shards=2)), r"fwd_lhs: AQT has no shards in the forward"),
     (

@@ -4,8 +4,11 @@ import re
 
 import pytest
 
+from jaxquant.config.loader import load_yaml
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import HEADS, Decision, Rule
+from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 
 
 def resolver(*rules, quantization="int8", **fields):
@@ -125,3 +128,49 @@ def test_a_rule_on_a_backend_that_was_asked_for():
     message = "rules[0].recipe 'aqt_fp8' does not run on use_qwix_quantization true; set quant_backend to 'native'"
     with pytest.raises(ValueError, match=re.escape(message)):
         QuantConfig(quantization="int4", rules=[{"path": "a", "recipe": "aqt_fp8"}], use_qwix_quantization=True)
+
+
+MINE = Recipe("mine", MatmulSpec(TensorSpec("int8"), TensorSpec("int4")))
+
+
+def test_a_rule_may_carry_a_recipe_of_ones_own():
+    config = QuantConfig(rules=(Rule("mlp/.*", MINE), Rule(".*/query", "fp8_current")))
+    assert config.strings == ["fp8_current"]
+    decide = config.resolver()
+    assert decide("mlp/wi", 8) == Decision(MINE, "rules[0].path 'mlp/.*'", "mlp/.*")
+    assert decide.recipes == (MINE, RECIPES["fp8_current"].recipe)
+    assert decide("other", 8).recipe is None
+    assert hash(config.rules) == hash(QuantConfig(rules=config.rules).rules)
+
+
+@pytest.mark.parametrize(
+    ("fields", "linen", "on_nnx"),
+    [
+        ({}, "native", "native"),  # which honours every recipe
+        ({"quantization": "int8"}, "aqt", "native"),
+        ({"quant_backend": "qwix"}, "qwix", "qwix"),
+    ],
+)
+def test_the_backend_of_a_recipe_of_ones_own(fields, linen, on_nnx):
+    config = QuantConfig(rules=(Rule(".*", MINE),), **fields)
+    assert (config.resolved_backend, config.resolved_nnx_backend) == (linen, on_nnx)
+
+
+def test_aqt_on_nnx_with_a_recipe_of_ones_own():
+    with pytest.raises(NotImplementedError, match=r"quant_backend 'aqt' does not run on NNX .* recipe 'mine' on them"):
+        _ = QuantConfig(rules=(Rule(".*", MINE),), quant_backend="aqt").resolved_nnx_backend
+
+
+def test_a_config_file_has_strings_alone(tmp_path):
+    path = tmp_path / "config.yml"
+    path.write_text(
+        "rules:\n- {path: a, recipe: int8}\n- {path: b/.*, recipe: {name: mine, fwd: {lhs: {dtype: int8}}}}\n"
+    )
+    with pytest.raises(TypeError, match=r"rule 'b/\.\*' has a mapping as its recipe, which must be a config string"):
+        QuantConfig.from_any(load_yaml(path))
+
+
+def test_every_decision_says_which_implementation():
+    decide = resolver(("a", "fp8"), ("b", None), quantization="fp8", implementation="xla")
+    assert [decide(path, 8).implementation for path in ("a", "c")] == ["xla", "xla"]
+    assert resolver(quantization="fp8")("a", 8).implementation is None

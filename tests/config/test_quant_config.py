@@ -23,7 +23,7 @@ MAXTEXT_DEFAULTS = {
 }  # fmt: skip
 OUR_DEFAULTS = {
     "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
-    "amax_init": "warmup", "strict": False,
+    "amax_init": "warmup", "strict": False, "implementation": None,
 }  # fmt: skip
 
 

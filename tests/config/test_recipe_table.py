@@ -96,8 +96,8 @@ def config(quantization, **fields):
 def test_the_strings():
     assert {name: (row.auto, row.backends) for name, row in RECIPES.items()} == ROWS
     assert set(EXPECTED) | set(ALIASES) | {"", "intmp"} == set(RECIPES)
-    assert all(row.summary and row.options <= {f.name for f in dataclasses.fields(Options)} for row in RECIPES.values())
-    assert set().union(*(row.options for row in RECIPES.values())) == {f.name for f in dataclasses.fields(Options)}
+    assert all(row.summary and row.fields <= {f.name for f in dataclasses.fields(Options)} for row in RECIPES.values())
+    assert set().union(*(row.fields for row in RECIPES.values())) == {f.name for f in dataclasses.fields(Options)}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -105,7 +105,7 @@ def test_numbers(name):
     assert RECIPES[name].recipe == EXPECTED[name]
     shards = jax.local_device_count()
     expected = EXPECTED[name]
-    if "quantization_local_shard_count" in RECIPES[name].options:
+    if "quantization_local_shard_count" in RECIPES[name].fields:
         expected = dataclasses.replace(expected, drhs=dataclasses.replace(expected.drhs, shards=shards))
     assert config(name).recipe() == expected
     assert hash(config(name).recipe()) == hash(config(name).recipe())

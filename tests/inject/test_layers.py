@@ -6,12 +6,16 @@ import dataclasses
 import math
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxquant import describe_layers, linear_layers
-from jaxquant.inject.layers import check_for_qwix, einsum_out_features
+from jaxquant import QuantConfig, coverage, describe_layers, linear_layers, maybe_quantize_model
+from jaxquant.config.rules import Rule
+from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from jaxquant.inject.layers import check_layers, einsum_out_features
 
 X = jnp.ones((2, 4))
 
@@ -41,7 +45,7 @@ def test_a_layer_tells_its_options_and_the_shapes_that_meet_in_it():
     assert layer.input_shapes == ((2, 4), (4,))
     assert (layer.precision, layer.preferred_element_type) == ("high", None)
     with pytest.raises(ValueError, match=r"layer 'mix' has an input of shape \(4,\), that of its bias"):
-        check_for_qwix([dataclasses.replace(layer, precision=None)])
+        check_layers("qwix", [dataclasses.replace(layer, precision=None)])
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,36 @@ def test_outputs_of_an_einsum(equation, lhs, rhs):
     shape = np.einsum(equation, np.ones(lhs), np.ones(rhs)).shape
     rows = math.prod(lhs) // rhs[-2 if rhs[0] == 3 else 0]  # all axes of the activation but the contracted one
     assert einsum_out_features(equation, len(lhs), rhs) == math.prod(shape) // rows
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_recipe_of_ones_own_is_reported_by_its_name(framework):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="b")(nn.Dense(4, name="a")(x))
+
+    class TwoNnx(nnx.Module):
+        def __init__(self):
+            self.a, self.b = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    model = Two() if framework == "linen" else TwoNnx()
+    mine = Recipe("mine", MatmulSpec(TensorSpec("int8"), TensorSpec("int8")))
+    config = QuantConfig(rules=(Rule("b", mine),))
+    reports = {report.path: report for report in describe_layers(model, config, X)}
+    assert (reports["a"].recipe, reports["b"].recipe, reports["b"].backend) == (None, "mine", "native")
+    assert (reports["b"].fwd, reports["b"].dlhs) == ("int8 × int8", "float")
+
+    quantized = maybe_quantize_model(model, config, X)
+    if framework == "linen":
+        variables = model.init(jax.random.key(0), X)
+        table = coverage(lambda v, x: quantized.apply(v, x), variables, X, config=config, layers=reports.values())
+    else:
+        table = coverage(quantized, X, config=config, layers=reports.values())
+    dtypes = {row.path: (row.lhs_dtype, row.rhs_dtype) for row in table.rows}
+    assert dtypes.pop("b") == ("int8", "int8")
+    assert list(dtypes.values()) == [("float32", "float32")]
+    table.check()

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
 from train.bench import QUICKSTART, train_run
@@ -74,7 +75,7 @@ def measure_roundtrip(
             files = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
         for framework in frameworks:
-            if framework == "nnx" and scheme.backend == "aqt":
+            if framework == "nnx" and scheme.backend and not BACKENDS[scheme.backend].runs_on_nnx:  # pyright: ignore[reportArgumentType]
                 continue
             here = dataclasses.replace(config, framework=framework)
             served = dataclasses.replace(here, checkpoint_is_quantized=True)

@@ -1,0 +1,87 @@
+"""native as a backend: the ops of ``jaxquant.ops``, which honour every recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jaxquant import ops
+from jaxquant.backends import native, native_frozen, native_nnx
+from jaxquant.backends.base import Backend, Op, chosen
+from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.recipe import Recipe
+
+Array = jax.Array
+
+
+class NativeBackend(Backend):
+    """The ops of ``jaxquant.ops``."""
+
+    op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "DotGeneral", "einsum": "Einsum"}
+
+    def linen_op(
+        self,
+        op: Op,
+        recipe: Recipe,
+        *,
+        quant_mode: str = "train",
+        mesh_axes: tuple[str | None, ...] = (),
+        replicate_scale: bool = False,
+        implementation: str | None = None,
+    ) -> Callable[[], Any]:
+        """Make a factory of Linen modules; see ``Backend.linen_op``."""
+        options: dict[str, Any] = chosen(implementation)
+        if quant_mode == "train":
+            make = native.dot_general_cls if op == "dot_general" else native.einsum_cls
+        else:
+            make = native_frozen.dot_general_cls if op == "dot_general" else native_frozen.einsum_cls
+            options |= {"quant_mode": quant_mode, "mesh_axes": mesh_axes, "replicate_scale": replicate_scale}
+        return make(recipe, **options)
+
+    def nnx_op(
+        self,
+        recipe: Recipe,
+        path: str,
+        kernel: Any,
+        stacked: int,
+        *,
+        axes: tuple[int, ...] = (),
+        equation: str = "",
+        implementation: str | None = None,
+    ) -> native_nnx.QuantizedOp:
+        """Make the op of an NNX layer; see ``Backend.nnx_op``."""
+        if equation:
+            return native_nnx.Einsum(recipe, path, kernel, stacked, equation, **chosen(implementation))
+        return native_nnx.DotGeneral(recipe, path, kernel, stacked, axes, **chosen(implementation))
+
+    def convert_kernel(
+        self, recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Mapping[str, Array]]
+    ) -> tuple[QTensor, Array | None]:
+        """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
+        return native.convert_kernel(recipe, kernel, axes, state)
+
+    def dot_general(
+        self, lhs: Array, rhs: Array | Weight, dimension_numbers: Any, *args: Any, recipe: Recipe, **kwargs: Any
+    ) -> Array:
+        """Compute ``ops.dot_general``, of a converted kernel or a float one."""
+        lhs = native.activation_as_read(recipe, lhs, rhs)
+        return ops.dot_general(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
+
+    def einsum(
+        self, equation: str, lhs: Array, rhs: Array | Weight, *args: Any, recipe: Recipe, **kwargs: Any
+    ) -> Array:
+        """Compute ``ops.einsum``, of a converted kernel or a float one."""
+        names = ("precision", "preferred_element_type")
+        lhs = native.activation_as_read(recipe, lhs, rhs)
+        return ops.einsum(equation, lhs, rhs, recipe=recipe, **dict(zip(names, args, strict=False)), **kwargs)
+
+    def converted_linen_op(
+        self, op: Op, recipe: Recipe, *, implementation: str | None = None
+    ) -> Callable[[], Callable[..., Array]]:
+        """Make a factory of ops on converted kernels: the modules of training, which read the random stream."""
+        return self.linen_op(op, recipe, implementation=implementation)
+
+
+BACKEND = NativeBackend("native")

@@ -1,0 +1,183 @@
+"""Qwix: translate a recipe to the keyword arguments of a Qwix rule, without its library. ``qwix`` runs them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxquant.backends.honours import Asked, Honours, Lack, any_value, check_honoured, only, refuse
+from jaxquant.core.calibration import Calibration
+from jaxquant.core.dtypes import element
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
+
+_ALL_AXES = tuple(range(16))
+_refuse = functools.partial(refuse, "Qwix")
+
+
+# -- what Qwix honours, field by field ---------------------------------------------------------------------------------
+
+
+def _granularity(asked: Asked) -> Lack | None:
+    return Lack("tiles along every contraction axis") if asked.value == "per_tile" else only("per_tensor")(asked)
+
+
+def _calibration(asked: Asked) -> Lack | None:
+    method = asked.spec.calibration
+    if method.method == "fixed" and asked.spec.granularity != "per_tensor":
+        return Lack("fixed range per channel")
+    if not method.is_symmetric and (not asked.place.startswith("fwd") or _has_quantized_backward(asked.recipe)):
+        return Lack(f"asymmetric calibration {method} beside a quantized backward matmul")
+    return only("minmax", "rms", "fixed")(asked)
+
+
+def _scaling(asked: Asked) -> Lack | None:
+    return Lack("delayed scaling") if asked.value == "delayed" else Lack()
+
+
+def _rounding(asked: Asked) -> Lack | None:
+    if not asked.is_gradient:
+        return Lack("stochastic rounding of other than gradients")
+    if element(asked.spec.dtype).kind == "float":
+        return Lack(f"stochastic rounding to {asked.spec.dtype}")
+    return only("stochastic")(asked)
+
+
+def _accumulator(asked: Asked) -> Lack | None:
+    specs = [_source(asked.recipe, asked.place, side) for side in ("lhs", "rhs")]
+    integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
+    if asked.value == "int32" and integers:
+        return None
+    return Lack(f"choice of the accumulator (asked {asked.value})", place=f"{asked.place}_lhs")
+
+
+def _shards(asked: Asked) -> Lack | None:
+    return None if asked.place == "drhs" else Lack("shards outside the weight gradient", place=f"{asked.place}_lhs")
+
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+HONOURS: Honours = {
+    Recipe: {
+        "name": any_value,
+        # Its mask ignores the schedule and groups along the output axis.
+        "sparsity": lambda asked: Lack("scheduled N:M sparsity along the contraction axis", place="fwd_rhs"),
+    },
+    MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator, "shards": _shards},
+    TensorSpec: {
+        "dtype": only("int8", "int4", "float4_e2m1fn", *_FP8),
+        "granularity": _granularity,
+        "scaling": _scaling,
+        "rounding": _rounding,
+        "reciprocal": any_value,
+    },
+    Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
+}
+"""The fields of a recipe that Qwix honours, alone. ``to_qwix`` refuses what does not go together."""
+
+
+def _has_quantized_backward(recipe: Recipe) -> bool:
+    return any((recipe.dlhs.lhs, recipe.dlhs.rhs, recipe.drhs.lhs, recipe.drhs.rhs))
+
+
+def _source(recipe: Recipe, name: str, side: str) -> TensorSpec | None:
+    """Return the spec behind an operand, through FORWARD."""
+    spec = getattr(getattr(recipe, name), side)
+    if spec == FORWARD:
+        return recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs  # pyright: ignore[reportReturnType]
+    return spec
+
+
+def _dtype(spec: TensorSpec | None) -> Any:
+    return None if spec is None else getattr(jnp, spec.dtype)
+
+
+def to_qwix(recipe: Recipe) -> dict[str, Any]:
+    """Translate a recipe to keyword arguments of ``qwix.QtRule``.
+
+    Args:
+      recipe: the numbers.
+
+    Raises:
+      NotImplementedError: Qwix cannot do, or would ignore, what an operand asks; names the recipe, the operand and what
+        would do.
+
+    Source: ``QtRule`` and the fields of its ``additional_qt_config``.
+    """
+    check_honoured("Qwix", HONOURS, recipe)
+    if recipe.fwd.rhs is None:
+        raise _refuse(recipe, "fwd_rhs", "recipe with a float weight")
+    act, weight = recipe.fwd.lhs, recipe.fwd.rhs
+    assert isinstance(weight, TensorSpec)
+    assert act is None or isinstance(act, TensorSpec)
+    rule: dict[str, Any] = {"weight_qtype": _dtype(weight), "weight_calibration_method": str(weight.calibration)}
+    # QtRule has one switch for the scales of all operands; the config beneath has one each.
+    extra: dict[str, Any] = {"rhs_disable_channelwise_axes": weight.granularity == "per_tensor"}
+    if act is not None:
+        rule |= {"act_qtype": _dtype(act), "act_calibration_method": str(act.calibration)}
+        extra["lhs_disable_channelwise_axes"] = act.granularity == "per_tensor"
+    if not _has_quantized_backward(recipe):
+        return rule | {"additional_qt_config": extra}
+
+    residuals = {"dlhs": recipe.dlhs.rhs, "drhs": recipe.drhs.lhs}
+    reuses = {name: spec == FORWARD for name, spec in residuals.items()}
+    if len(set(reuses.values())) != 1:
+        place = "drhs_lhs" if reuses["dlhs"] else "dlhs_rhs"
+        raise _refuse(recipe, place, "backward matmul that reuses the forward's tensor beside one that does not")
+    grads = {"dlhs": recipe.dlhs.lhs, "drhs": recipe.drhs.rhs}
+    for name, grad in grads.items():
+        if not isinstance(grad, TensorSpec) and residuals[name] is not None:
+            raise _refuse(
+                recipe, f"{name}_{'lhs' if name == 'dlhs' else 'rhs'}", "float gradient by a quantized tensor"
+            )
+    first = next(grad for grad in grads.values() if isinstance(grad, TensorSpec))
+    rule["bwd_qtype"] = _dtype(first)
+    extra["use_original_residuals"] = not reuses["dlhs"]
+    for name, grad in grads.items():
+        residual = residuals[name]
+        if isinstance(grad, TensorSpec):
+            extra |= {
+                f"{name}_grad_qtype": _dtype(grad),
+                f"{name}_grad_calibration_method": str(grad.calibration),
+                f"{name}_grad_disable_channelwise_axes": grad.granularity == "per_tensor",
+            }
+        else:
+            extra[f"{name}_grad_qtype"] = None
+        if isinstance(residual, TensorSpec):
+            extra |= {
+                f"{name}_residual_qtype": _dtype(residual),
+                f"{name}_residual_calibration_method": str(residual.calibration),
+                f"{name}_residual_disable_channelwise_axes": residual.granularity == "per_tensor",
+            }
+    if recipe.drhs.shards != 1:
+        rule["bwd_weight_grad_tile_size"] = _Share(recipe.drhs.shards, recipe.name)
+    if recipe.is_stochastic:
+        # One noise element for each element of the gradient; by default Qwix draws one for a whole row.
+        rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": _ALL_AXES}
+        for name, grad in grads.items():
+            if isinstance(grad, TensorSpec) and grad.rounding == "nearest":
+                extra[f"{name}_stochastic_rounding_noise_fn"] = None
+    return rule | {"additional_qt_config": extra}
+
+
+class _Share(float):
+    """The share ``1 / count`` of an axis that a tile has, with an error where the axis does not divide.
+
+    Qwix rounds the size that it computes from the share, and so would cut 8 rows in 4 blocks for a count of 5.
+    """
+
+    def __new__(cls, count: int, recipe_name: str) -> _Share:
+        share = super().__new__(cls, 1 / count)
+        share.count, share.recipe_name = count, recipe_name
+        return share
+
+    count: int
+    recipe_name: str
+
+    def __rmul__(self, size: Any) -> float:
+        if size % self.count:
+            raise ValueError(
+                f"quantization_local_shard_count {self.count} of {self.recipe_name!r} does not divide the last "
+                f"contraction axis of the weight gradient, which has size {size}; use a divisor of it, or 1"
+            )
+        return size / self.count

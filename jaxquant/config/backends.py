@@ -1,0 +1,86 @@
+"""The table of backends: what is known of each before its library is imported. ``jaxquant.backends`` runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+BackendName = Literal["aqt", "qwix", "native"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackendRow:
+    """One backend.
+
+    Attributes:
+      title: its name in errors.
+      module: module with its ``BACKEND``, imported where a config asks for it.
+      package, series: distribution that it needs and leading part of the versions that were tested; "" for none.
+      has_layer_ops: whether a layer is quantized by an op that is passed to it; otherwise a whole model is, which needs
+        example inputs.
+      runs_on_nnx: whether it runs on NNX models.
+      needs_random_stream: whether stochastic rounding draws from the random stream of a Linen model; otherwise the op
+        derives its noise from the output gradient.
+      names_residuals: whether a remat policy can name what a quantized matmul saves.
+      shards_batch: whether ``quantization_local_shard_count`` cuts the first axis of the weight gradient's contraction,
+        the batch; otherwise the last.
+      implementations: values of ``implementation`` that it takes.
+    """
+
+    title: str
+    module: str
+    package: str = ""
+    series: str = ""
+    has_layer_ops: bool = True
+    runs_on_nnx: bool = True
+    needs_random_stream: bool = True
+    names_residuals: bool = False
+    shards_batch: bool = True
+    implementations: tuple[str, ...] = ()
+
+
+BACKENDS: dict[BackendName, BackendRow] = {
+    "aqt": BackendRow(
+        title="AQT",
+        module="jaxquant.backends.aqt_backend",
+        package="aqtp",
+        series="0.9.",
+        runs_on_nnx=False,
+    ),
+    "qwix": BackendRow(
+        title="Qwix",
+        module="jaxquant.backends.qwix_backend",
+        package="qwix",
+        series="0.1.",
+        has_layer_ops=False,
+        shards_batch=False,
+    ),
+    "native": BackendRow(
+        title="native",
+        module="jaxquant.backends.native_backend",
+        needs_random_stream=False,
+        names_residuals=True,
+        implementations=("xla",),
+    ),
+}
+"""Every backend, in the order in which errors list them."""
+
+
+def check_implementation(backend: str, implementation: str | None) -> None:
+    """Refuse an implementation that a backend does not take.
+
+    Args:
+      backend: a key of ``BACKENDS``.
+      implementation: of the config; None picks.
+
+    Raises:
+      ValueError: the backend has no such implementation; names the one that has.
+    """
+    row = BACKENDS[backend]  # pyright: ignore[reportArgumentType]
+    if implementation is None or implementation in row.implementations:
+        return
+    others = [name for name, other in BACKENDS.items() if implementation in other.implementations]
+    raise ValueError(
+        f"implementation {implementation!r} is not one of quant_backend {backend!r}: {row.title} computes its matmuls "
+        f"itself; leave it at null, or use quant_backend {' or '.join(map(repr, others))}"
+    )

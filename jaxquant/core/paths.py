@@ -1,0 +1,40 @@
+"""Paths of layers and of leaves in a tree, as users write them in rules and as errors name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+
+def join_path(keys: Iterable[Any]) -> str:
+    """Return the "/"-joined path of names, indices or keys of a jax tree."""
+    return "/".join(str(_name(key)) for key in keys)
+
+
+def tree_paths(tree: Any) -> list[str]:
+    """Return the "/"-joined path of every leaf of a tree, in the order of ``jax.tree.leaves``."""
+    return [join_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def layer_name(path: str) -> str:
+    """Return how an error names a layer: ``layer 'a/b'``, or ``the root layer`` where a model is a layer itself."""
+    return f"layer {path!r}" if path else at_layer(path)
+
+
+def at_layer(path: str) -> str:
+    """Return how an error names the place of a layer: ``'a/b'``, or ``the root layer``."""
+    return repr(path) if path else "the root layer"
+
+
+def float_rule(path: str) -> str:
+    """Return the rule that leaves one layer in float, as errors offer it."""
+    return f"add the rule {{path: {path or repr('')}, recipe: null}}"
+
+
+def _name(key: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key

@@ -1,0 +1,189 @@
+"""What a backend does not say it honours is refused by its name, fields that are added later among it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant.backends import load
+from jaxquant.backends.honours import check_honoured
+from jaxquant.config.backends import BACKENDS
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.calibration import Calibration
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, TensorSpec
+
+pytest.importorskip("aqt")
+pytest.importorskip("qwix")
+
+INT8 = TensorSpec("int8")
+LIBRARIES = ("aqt", "qwix")
+X = jnp.ones((8, 16))
+
+
+def with_new_field(kind):
+    """The class as it would be with one more field."""
+    return dataclasses.make_dataclass(kind.__name__, [("added", int, 0)], bases=(kind,), frozen=True)
+
+
+def recipe_with(kind, **fields):
+    """A recipe of int8 whose activation is quantized by, or holds, a value of a class with one more field."""
+    newer = with_new_field(kind)
+    if kind is Recipe:
+        return newer("mine", MatmulSpec(INT8, INT8), **fields), newer
+    if kind is MatmulSpec:
+        return Recipe("mine", newer(INT8, INT8, **fields)), newer
+    if kind is Calibration:
+        return Recipe("mine", MatmulSpec(dataclasses.replace(INT8, calibration=newer(**fields)), INT8)), newer
+    return Recipe("mine", MatmulSpec(newer("int8", **fields), INT8)), newer
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (Recipe, "'mine': {} has no added 3"),
+        (MatmulSpec, "'mine' matmul fwd: {} has no added 3"),
+        (TensorSpec, "'mine' operand fwd_lhs: {} has no added 3"),
+        (Calibration, "'mine' operand fwd_lhs: {} has no calibration.added 3"),
+    ],
+)
+def test_a_field_that_nobody_has_heard_of(name, kind, place):
+    backend = load(name)
+    for value in (0, 3):
+        recipe, newer = recipe_with(kind, added=value)
+        honours = {**backend.honours, newer: backend.honours[kind]}
+        if value == 0:
+            check_honoured(backend.row.title, honours, recipe)
+            continue
+        with pytest.raises(
+            NotImplementedError, match=f"recipe {place.format(backend.row.title)}; use quant_backend 'na"
+        ):
+            check_honoured(backend.row.title, honours, recipe)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_class_of_spec_that_nobody_has_heard_of(name):
+    """A spec of another class is no spec that a backend knows, whatever its fields."""
+    recipe, _ = recipe_with(TensorSpec)
+    with pytest.raises(NotImplementedError, match=r"recipe 'mine' matmul fwd: .* has no lhs TensorSpec"):
+        load(name).check(recipe)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_delayed_scaling_that_no_operand_asks_for(name):
+    with pytest.raises(NotImplementedError, match=r"recipe 'mine'.* has no delayed"):
+        load(name).check(Recipe("mine", MatmulSpec(INT8, INT8), delayed=DelayedSpec()))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("mine", MatmulSpec(INT8, INT8), MatmulSpec(TensorSpec("int8", "per_tile", tile_size=4), FORWARD)),
+        Recipe("mine", MatmulSpec(INT8, INT8), MatmulSpec(TensorSpec("int8", "per_tile", tile_size=4), INT8)),
+    ],
+)
+def test_a_tile_in_a_backward_matmul(name, recipe):
+    with pytest.raises(NotImplementedError, match=r"recipe 'mine' operand dlhs_lhs: \w+ has no tiles .*; use quant_ba"):
+        load(name).check(recipe)
+    load("native").check(recipe)
+
+
+PAIRS = [(string, backend) for string, row in RECIPES.items() if row.recipe is not None for backend in row.backends]
+
+
+@pytest.mark.parametrize(("string", "backend"), PAIRS)
+def test_every_pair_of_the_table_is_honoured(string, backend):
+    load(backend).check(QuantConfig(quantization=string, quant_backend=backend).recipe())
+
+
+def test_a_model_is_refused_before_it_runs():
+    """The check comes with the quantization, also where a layer's op is only made at its first call."""
+    recipe = Recipe("mine", MatmulSpec(TensorSpec("float4_e2m1fn"), INT8))
+    config = QuantConfig(quant_backend="aqt", rules=(jaxquant.config.rules.Rule(".*", recipe),))
+    for refuse in (
+        lambda: jaxquant.maybe_quantize_model(nn.Dense(4), config),
+        lambda: jaxquant.configure_quantization(config),
+    ):
+        with pytest.raises(NotImplementedError, match="'mine' operand fwd_lhs: AQT has no element type float4_e2m1fn"):
+            refuse()
+
+
+def test_a_library_is_imported_only_where_it_is_asked_for():
+    program = "import sys, jaxquant; from jaxquant.backends import load; load('native'); "
+    program += "print([name for name in ('aqt', 'qwix') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_what_a_backend_has_not_is_said():
+    assert set(BACKENDS) == {"aqt", "qwix", "native"}
+    for name, row in BACKENDS.items():
+        backend = load(name)
+        assert (backend.name, backend.row) == (name, row)
+        if not row.has_layer_ops:
+            with pytest.raises(NotImplementedError, match="'qwix' has no op to pass to a layer; use quant_backend 'na"):
+                backend.linen_op("dot_general", RECIPES["fp8_full"].recipe)
+        if not row.runs_on_nnx:
+            with pytest.raises(NotImplementedError, match="'aqt' has no op for an NNX layer"):
+                backend.nnx_op(RECIPES["int8"].recipe, "", None, 0)
+
+
+# -- shards of Qwix ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "fits"), [(1, True), (4, True), (8, True), (5, False), (3, False), (16, False)])
+def test_qwix_shards_that_do_not_divide(count, fits):
+    """Of 5 shards over 8 rows Qwix made 4 blocks, and 16 failed in words of its own."""
+    config = {"quantization": "fp8_e4m3", "quant_backend": "qwix", "quantization_local_shard_count": count}
+    model = jaxquant.maybe_quantize_model(nn.Dense(4), config, X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    trace = jax.make_jaxpr(jax.grad(lambda params: model.apply(params, X).sum()))
+    if fits:
+        text = str(trace(params))
+        assert f"{count},{8 // count},4" in text.replace(" ", "") or count == 1
+        return
+    with pytest.raises(
+        ValueError, match=rf"quantization_local_shard_count {count} of 'fp8_e4m3' .* which has size 8; use a divisor"
+    ):
+        trace(params)
+
+
+# -- an op as a plain function -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("string", "tile"), [("aqt_fp8_full", None), ("int8", None), ("intmp", 4)], ids=["fp8", "stochastic", "tiled"]
+)
+def test_aqt_as_a_function_is_its_module(string, tile):
+    """Forward and both gradients, to the bit; the stochastic one forward, where the module draws a key of its own."""
+    recipe = RECIPES[string].recipe
+    if tile is not None:
+        tiled = TensorSpec("int8", "per_tile", tile_size=tile)
+        recipe = Recipe("intmp", MatmulSpec(tiled, tiled, "int32"))
+    lhs, rhs = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(8, 16), (16, 4)]))
+    numbers = (((1,), (0,)), ((), ()))
+    backend = load("aqt")
+    module = backend.linen_op("dot_general", recipe)()
+    ways = (
+        lambda lhs, rhs: backend.dot_general(lhs, rhs, numbers, recipe=recipe),
+        lambda lhs, rhs: module.apply({}, lhs, rhs, numbers, None),
+    )
+
+    def outputs(way, lhs, rhs):
+        if string == "int8":
+            return way(lhs, rhs)
+        out, vjp = jax.vjp(way, lhs, rhs)
+        return out, *vjp(jnp.cos(out))
+
+    results = [jax.jit(outputs, static_argnums=0)(way, lhs, rhs) for way in ways]
+    jax.tree.map(np.testing.assert_array_equal, *results)

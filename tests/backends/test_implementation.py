@@ -1,0 +1,123 @@
+"""``implementation``: from the config to the op, on every way to it."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxquant
+from jaxquant import QuantConfig
+from jaxquant.backends import native, native_backend, native_nnx
+
+X = jnp.ones((2, 8))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="dense")(x)
+        return nn.Einsum((8, 4), "bd,df->bf", name="einsum")(x)
+
+
+class Handed(nn.Module):
+    quant: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dot_general_cls=self.quant.dot_general_cls())(x)
+        return self.quant.einsum()("bd,df->bf", x, self.param("kernel", nn.initializers.ones, (8, 4)))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.einsum = nnx.Einsum("bd,df->bf", (8, 4), rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.einsum(self.dense(x))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What each call of an op was asked for; the op itself runs without it."""
+    calls = []
+
+    def recording(op, name):
+        def run(*args, **kwargs):
+            calls.append((name, kwargs.pop("implementation", None)))
+            return op(*args, **kwargs)
+
+        return run
+
+    for module in (native, native_nnx, native_backend.ops):
+        for name in ("dot_general", "einsum"):
+            monkeypatch.setattr(module, name, recording(getattr(module, name), name))
+    return calls
+
+
+def linen(config):
+    model = jaxquant.maybe_quantize_model(Model(), config, X)
+    jax.eval_shape(model.init, jax.random.key(0), X)
+
+
+def linen_served(config):
+    variables = Model().init(jax.random.key(0), X)
+    converted = jaxquant.convert(variables, config, X, model=Model())
+    served = jaxquant.maybe_quantize_model(Model(), {**config, "checkpoint_is_quantized": True}, X)
+    jax.eval_shape(served.apply, converted, X)
+
+
+def handle(config, mode="train"):
+    model = Handed(jaxquant.configure_quantization(config, mode))
+    jax.eval_shape(model.init, jax.random.key(0), X)
+
+
+def nnx_trained(config):
+    jax.eval_shape(jaxquant.maybe_quantize_model(NnxModel(), config, X), X)
+
+
+def nnx_served(config):
+    jax.eval_shape(jaxquant.convert(NnxModel(), config, X), X)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        linen,
+        linen_served,
+        handle,
+        lambda config: handle(config, "convert"),
+        lambda config: handle(config, "serve"),
+        nnx_trained,
+        nnx_served,
+    ],
+    ids=["linen", "linen_served", "handle", "handle_convert", "handle_serve", "nnx", "nnx_served"],
+)
+def test_it_reaches_every_op(way, implementation, asked):
+    way({"quantization": "fp8_current", "implementation": implementation})
+    assert set(asked) == {("dot_general", implementation), ("einsum", implementation)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quantization": "int8"}, "implementation 'xla' is not one of quant_backend 'aqt': AQT computes its matmuls"),
+        (
+            {"quantization": "fp8_full"},
+            "not one of quant_backend 'qwix': Qwix .* at null, or use quant_backend 'nat",
+        ),
+    ],
+)
+def test_a_backend_that_has_none(fields, message):
+    with pytest.raises(ValueError, match=message):
+        QuantConfig(**fields, implementation="xla")
+    QuantConfig(**fields, implementation="xla", quant_backend="native")
+
+
+def test_an_unknown_one_lists_what_is_known():
+    with pytest.raises(ValueError, match=r"implementation must be .*'xla'.*, got 'palas'"):
+        QuantConfig(quantization="fp8", implementation="palas")

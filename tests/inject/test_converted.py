@@ -1,0 +1,80 @@
+"""Errors of converting that name the parameter and the layer, of a model that is one layer too."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxquant
+
+X = jnp.ones((2, 8))
+INT8 = {"quantization": "int8", "quant_backend": "native"}
+
+
+class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="down")(nn.Dense(8, name="up")(x))
+
+
+def without(path, params):
+    """The parameters without what lies at a path."""
+    *outer, last = path.split("/")
+    if not outer:
+        return {name: value for name, value in params.items() if name != last}
+    return params | {outer[0]: without("/".join((*outer[1:], last)), params[outer[0]])}
+
+
+@pytest.mark.parametrize(
+    ("model", "gone", "named"),
+    [(Two(), "down/kernel", "down/kernel"), (Two(), "up", "up/kernel"), (nn.Dense(4), "kernel", "kernel")],
+)
+def test_a_missing_kernel(model, gone, named):
+    params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
+    with pytest.raises(ValueError, match=f"no parameter '{named}', the kernel that 'int8' converts; pass all"):
+        jaxquant.convert({"params": without(gone, params)}, INT8, X, model=model)
+
+
+def test_no_parameters_at_all():
+    with pytest.raises(ValueError, match="no parameter 'up/kernel'"):
+        jaxquant.convert({"params": {}}, INT8, X, model=Two())
+
+
+def test_the_root_layer_has_a_name():
+    """A model that is one layer has the path '', which says nothing in an error."""
+    fp8 = {"quantization": "fp8"}
+    model = jaxquant.maybe_quantize_model(nn.Dense(4), fp8, X)
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="recipe 'fp8' at the root layer keeps state in the collection"):
+        model.apply({"params": variables["params"]}, X)
+    with pytest.raises(ValueError, match="recipe 'fp8' at the root layer keeps quant state in '_overwrite_with_gra"):
+        jaxquant.convert({"params": variables["params"]}, fp8, X, model=nn.Dense(4))
+    with pytest.raises(ValueError, match="the root layer has no amax history of its input, so 'fp8' has no static"):
+        jaxquant.convert(variables, fp8, X, model=nn.Dense(4))
+    served = jaxquant.maybe_quantize_model(nn.Dense(4), INT8 | {"checkpoint_is_quantized": True}, X)
+    with pytest.raises(ValueError, match="the root layer has a float kernel and checkpoint_is_quantized true asks for"):
+        served.apply({"params": variables["params"]}, X)
+    plumbed = nn.Dense(4, dot_general=jax.lax.dot_general)
+    with pytest.raises(ValueError, match=r"the root layer has a dot_general .* add the rule \{path: '', recipe: null"):
+        jaxquant.maybe_quantize_model(plumbed, INT8, X).apply({"params": variables["params"]}, X)
+    own = nnx.Linear(8, 4, dot_general=lambda *args, **kwargs: jax.lax.dot_general(*args, **kwargs), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="the root layer has a dot_general of its own"):
+        jaxquant.maybe_quantize_model(own, INT8, X)
+
+
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_the_root_layer_of_other_backends(backend):
+    pytest.importorskip(backend)
+    config = {"quantization": "int8", "quant_backend": backend}
+    model = jaxquant.maybe_quantize_model(nn.Dense(4), config, X)
+    variables = model.init({"params": jax.random.key(0), "quant": jax.random.key(0)}, X)
+    if backend == "qwix":
+        with pytest.raises(ValueError, match="the recipe of the root layer rounds stochastically"):
+            model.apply(variables, X)
+    served = jaxquant.maybe_quantize_model(nn.Dense(4), config | {"checkpoint_is_quantized": True}, X)
+    other = jaxquant.convert(variables, {"quantization": "int4w"}, X, model=nn.Dense(4))
+    with pytest.raises(ValueError, match=r"the root layer has a converted kernel of int4 .*, and 'int8' takes int8 "):
+        served.apply(other, X)
