@@ -23,6 +23,9 @@ def dot_bound(lhs: np.ndarray, rhs: np.ndarray, eps: float = FLOAT32_EPS) -> np.
 # moves fp8 errors by another percent.
 QDQ_RMSE = {"float8_e4m3fn": 0.0265}
 QDQ_RMSE_RTOL = 0.02
+# With scales of small blocks no single largest sample moves the error; sampling error and the third printed digit
+# (0.0005 of 0.0257 at most) are left.
+BLOCK_RMSE_RTOL = 0.01
 
 
 # Mean of n stochastic roundings with ulp u deviates from x by at most 5 standard deviations, each u / 2 / sqrt(n).

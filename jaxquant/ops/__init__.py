@@ -3,6 +3,14 @@
 from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.dot_general import dot_general, initial_state
 from jaxquant.ops.einsum import einsum
+from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.ragged import ragged_dot
 
-__all__ = ["conv_general_dilated", "dot_general", "einsum", "initial_state", "ragged_dot"]
+__all__ = [
+    "choose_implementation",
+    "conv_general_dilated",
+    "dot_general",
+    "einsum",
+    "initial_state",
+    "ragged_dot",
+]

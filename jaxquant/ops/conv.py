@@ -24,16 +24,17 @@ import jax.numpy as jnp
 from jax.lax import ConvDimensionNumbers
 
 from jaxquant.core import delayed
-from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
+from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import explicit_sharding, varying_axes
+from jaxquant.ops import pieces
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import QuantState, initial_state
-from jaxquant.ops.groups import operand_key
-from jaxquant.ops.pieces import clip_mask, compute_dtype, eight_bits, masked, named, scaled
+from jaxquant.ops.dot_general import QuantState, first_order, initial_state
+from jaxquant.ops.operand import forward_key, quantize_operand
+from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
 
 Array = jax.Array
 
@@ -158,23 +159,10 @@ def conv_general_dilated(
 
 def unsupported(recipe: Recipe) -> str:
     """Explain why a recipe's numbers make no sense for a convolution, "" where they do."""
-    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
-    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
-        return "tiles"
-    if any(not spec.calibration.is_symmetric for spec in specs):
-        return "an asymmetric range"
-    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
-        return "quantization_local_shard_count above 1"
-    if recipe.sparsity is not None:
-        return "weight sparsity"
     own = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     if any(spec.granularity != "per_tensor" and spec.calibration.method != "fixed" for spec in own):
         return "operands that are quantized per channel again for the backward pass"
-    forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
-    is_delayed = isinstance(recipe.dlhs.lhs, TensorSpec) and recipe.dlhs.lhs.scaling == "delayed"
-    if is_delayed and any(spec.granularity != "per_tensor" for spec in forward):
-        return "a delayed gradient beside operands that are not per tensor"
-    return ""
+    return pieces.unsupported(recipe)
 
 
 def _check(lhs: Array, rhs: Array, recipe: Recipe, batch_group_count: int) -> None:
@@ -224,8 +212,8 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
     kept = (
         _kept(left, lhs, recipe.drhs.lhs, key),
         _kept(right, rhs, recipe.dlhs.rhs, key),
-        clip_mask(lhs, recipe.fwd.lhs, left.scale if isinstance(left, QTensor) else None),
-        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
+        clip_mask(lhs, recipe.fwd.lhs, left if isinstance(left, QTensor) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right if isinstance(right, QTensor) else None),
     )
     without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     return out.astype(static.out_dtype), (kept, without_bins, lhs_seen, rhs_seen, key)
@@ -241,7 +229,9 @@ def _backward(static: _Static, residuals, grad: Array):
     shared, grad_seen = None, None
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
-        shared, grad_seen = _quantize_delayed(static, grad, recipe.dlhs.lhs, state["output_grad"])
+        shared, grad_seen = quantize_operand(
+            grad, recipe.dlhs.lhs, (), recipe=recipe, state=state["output_grad"], floor=SMALLEST_GRADIENT_SCALE
+        )
 
     def gradient(
         spec: Operand, accumulator, other, axes: tuple[int, int], kept_axis: int, result_axis: int, of_lhs, key
@@ -255,7 +245,9 @@ def _backward(static: _Static, residuals, grad: Array):
         if not isinstance(spec, TensorSpec) or not isinstance(other, QTensor):
             left = grad
             if isinstance(spec, TensorSpec):
-                own = shared or quantize(grad, spec, _others(grad.ndim, kept_axis), key=key)
+                own = shared or quantize(
+                    grad, spec, _others(grad.ndim, kept_axis), key=key, floor=SMALLEST_GRADIENT_SCALE
+                )
                 left = dequantize(own, grad.dtype.name)
             other = dequantize(other, grad.dtype.name) if isinstance(other, QTensor) else other.astype(grad.dtype)
             return _transposed(static, left, other, of_lhs, accumulator_dtype(None, static.out_dtype), highest)
@@ -263,7 +255,7 @@ def _backward(static: _Static, residuals, grad: Array):
         if scale.size > 1:  # forward per channel: multiplied into the gradient
             left = grad.astype(jnp.float32) * _along(scale, *axes)
             scale = jnp.ones((1,) * scale.ndim, jnp.float32)
-        tensor = shared or quantize(left, spec, _others(grad.ndim, kept_axis), key=key)
+        tensor = shared or quantize(left, spec, _others(grad.ndim, kept_axis), key=key, floor=SMALLEST_GRADIENT_SCALE)
         dtype = accumulator_dtype(accumulator, static.out_dtype)
         first, second = _same_type(tensor.qvalue, other.qvalue)
         out = _transposed(static, first, second, of_lhs, dtype, highest)
@@ -300,7 +292,12 @@ def _backward(static: _Static, residuals, grad: Array):
     return dlhs, drhs, observed, None
 
 
-_conv.defvjp(_forward, _backward)
+def _conv_bwd(static: _Static, residuals, grad: Array):
+    dlhs, drhs, *others = _backward(static, residuals, grad)
+    return *first_order(static.recipe.name, (dlhs, drhs)), *others
+
+
+_conv.defvjp(_forward, _conv_bwd)
 
 
 def _transposed(static: _Static, grad: Array, other: Array, of_lhs: bool, dtype: str, precision: Any) -> Array:
@@ -350,23 +347,13 @@ def _same_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
     return lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
 
 
-def _quantize_delayed(static: _Static, x: Array, spec: TensorSpec, state: delayed.TensorState):
-    assert static.recipe.delayed is not None
-    amax = jnp.max(jnp.abs(x) if static.recipe.is_flax else absolute(x))
-    scale = delayed.current_scale(state, amax, element(spec.dtype), static.recipe.delayed)
-    compute = compute_dtype(static.recipe, x.dtype.name)
-    return quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=compute), (scale, amax)
-
-
 def _quantize_forward(
     static: _Static, x: Array, spec: Operand, kept: int, state: delayed.TensorState | None, key: Array | None
 ):
     if not isinstance(spec, TensorSpec):
         return x, None
-    if spec.scaling == "delayed":
-        assert state is not None
-        return _quantize_delayed(static, x, spec, state)
-    return quantize(x, spec, _others(x.ndim, kept), key=operand_key(x, spec, key)), None
+    key = forward_key(x, spec, key)
+    return quantize_operand(x, spec, _others(x.ndim, kept), recipe=static.recipe, state=state, key=key)
 
 
 def _kept(forward: QTensor | Array, x: Array, operand: Operand, key: Array | None) -> QTensor | Array:
@@ -374,5 +361,5 @@ def _kept(forward: QTensor | Array, x: Array, operand: Operand, key: Array | Non
     if operand is None:
         return x
     if isinstance(operand, TensorSpec):  # per tensor: no axis keeps a scale of its own
-        forward = quantize(x, operand, tuple(range(x.ndim)), key=operand_key(x, operand, key))
+        forward = quantize(x, operand, tuple(range(x.ndim)), key=forward_key(x, operand, key))
     return named(forward) if isinstance(forward, QTensor) else forward

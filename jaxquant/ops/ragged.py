@@ -27,11 +27,13 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import absolute, quantize_with_scale
 from jaxquant.core.recipe import DelayedSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import TENSORS, QuantState
-from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, operand_key, quantize_rows, quantize_weights
-from jaxquant.ops.pieces import clip_mask, compute_dtype, eight_bits, masked, named, scaled
+from jaxquant.ops.dot_general import TENSORS, QuantState, first_order
+from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, quantize_rows, quantize_weights
+from jaxquant.ops.operand import forward_key, scale_dtype
+from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, unsupported
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _DLHS = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -101,28 +103,6 @@ def ragged_dot(
     return _ragged(static, lhs, rhs, group_sizes, state or {}, key)
 
 
-def unsupported(recipe: Recipe) -> str:
-    """Explain why a recipe's numbers make no sense for groups of rows, "" where they do."""
-    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
-    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
-        return "tiles along rows of unknown groups"
-    if any(not spec.calibration.is_symmetric for spec in specs):
-        return "an asymmetric range"
-    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
-        return "quantization_local_shard_count above 1"
-    if recipe.sparsity is not None:
-        return "weight sparsity"
-    grad = recipe.dlhs.lhs
-    forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
-    if (
-        isinstance(grad, TensorSpec)
-        and grad.scaling == "delayed"
-        and {s.granularity for s in forward} != {"per_tensor"}
-    ):
-        return "a delayed gradient beside operands that are not per tensor"
-    return ""
-
-
 def _check(lhs: Array, rhs: Array, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
@@ -162,8 +142,8 @@ def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: Quant
     kept = (
         _kept_rows(left, lhs, recipe.drhs.lhs, ids, sizes, key),
         _kept_weights(right, rhs, recipe.dlhs.rhs, key),
-        clip_mask(lhs, recipe.fwd.lhs, left.spread(ids) if isinstance(left, Rows) else None),
-        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
+        clip_mask(lhs, recipe.fwd.lhs, QTensor(left.qvalue, left.spread(ids)) if isinstance(left, Rows) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right if isinstance(right, QTensor) else None),
     )
     without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     return out, (kept, sizes, without_bins, lhs_seen, rhs_seen, key)
@@ -179,7 +159,9 @@ def _backward(static: _Static, residuals, grad: Array):
     shared, grad_seen = None, None
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
-        shared, grad_seen = _delayed_rows(static, grad, recipe.dlhs.lhs, ids, state["output_grad"])
+        shared, grad_seen = _delayed_rows(
+            static, grad, recipe.dlhs.lhs, ids, state["output_grad"], SMALLEST_GRADIENT_SCALE
+        )
     dlhs = _dlhs(static, grad, shared, rhs, ids, sizes, keys[0])
     drhs = _drhs(static, grad, shared, lhs, ids, sizes, keys[1])
     observe = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))  # pyright: ignore[reportArgumentType]
@@ -190,7 +172,12 @@ def _backward(static: _Static, residuals, grad: Array):
     return dlhs, drhs, None, observed, None
 
 
-_ragged.defvjp(lambda static, *args: _forward(static, *args), _backward)
+def _ragged_bwd(static: _Static, residuals, grad: Array):
+    dlhs, drhs, *others = _backward(static, residuals, grad)
+    return *first_order(static.recipe.name, (dlhs, drhs)), *others
+
+
+_ragged.defvjp(_forward, _ragged_bwd)
 
 
 def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Array, key: Array | None) -> Array:
@@ -200,14 +187,14 @@ def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Ar
         rhs = dequantize(rhs, grad.dtype.name) if isinstance(rhs, QTensor) else rhs
         out = _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST")
     elif not isinstance(rhs, QTensor):
-        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key)
+        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
         out = _multiply(left.dequantize(ids, rhs.dtype.name), rhs, sizes, _DLHS, static, None, "HIGHEST")
     else:
         scale = rhs.scale[:, :, 0]  # [G, 1] or, of an own quantization along N, [G, K]
         if rhs.scale.shape[2] > 1:  # forward per channel: multiplied into the gradient
             grad = grad.astype(jnp.float32) * of_rows(rhs.scale[:, 0], ids)
             scale = jnp.ones((sizes.size, 1), jnp.float32)
-        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key)
+        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
         out = _multiply(left.qvalue, rhs.qvalue, sizes, _DLHS, static, matmul.accumulator, "HIGHEST")
         out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(scale, ids))
     return jnp.where((ids < sizes.size)[:, None], out, 0)
@@ -220,13 +207,13 @@ def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Ar
         lhs = lhs.dequantize(ids, grad.dtype.name) if isinstance(lhs, Rows) else lhs
         return _multiply(lhs, grad, sizes, _DRHS, static, None, "HIGHEST")
     if not isinstance(lhs, Rows):
-        right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key)
+        right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
         return _multiply(lhs, right.dequantize(ids, lhs.dtype.name), sizes, _DRHS, static, None, "HIGHEST")
     if lhs.by_group:
         scale = lhs.scale
     else:  # forward by row: multiplied into the gradient
         grad, scale = grad.astype(jnp.float32) * lhs.scale, jnp.ones((sizes.size, 1), jnp.float32)
-    right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key)
+    right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
     out = _multiply(lhs.qvalue, right.qvalue, sizes, _DRHS, static, matmul.accumulator, "HIGHEST")
     return scaled(static.recipe, static.out_dtype, out, scale[:, :, None], right.scale[:, None, :])
 
@@ -234,17 +221,26 @@ def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Ar
 # -- operands ----------------------------------------------------------------------------------------------------------
 
 
-def _delayed_rows(static: _Static, x: Array, spec: TensorSpec, ids: Array, state: delayed.TensorState):
+def _delayed_rows(
+    static: _Static,
+    x: Array,
+    spec: TensorSpec,
+    ids: Array,
+    state: delayed.TensorState,
+    floor: float = SMALLEST_SCALE,
+):
     """Quantize rows with the scale of their group's history. Returns them and (scale, amax) of each group."""
     amax = group_amax(x, ids, state["scale"].shape[0]).max(axis=1)
-    scale = _current_scale(static, state, amax, spec)
-    rows = quantize_with_scale(x, spec, of_rows(scale, ids), compute_dtype=compute_dtype(static.recipe, x.dtype.name))
+    scale = _current_scale(static, state, amax, spec, floor)
+    rows = quantize_with_scale(x, spec, of_rows(scale, ids), compute_dtype=scale_dtype(static.recipe, x.dtype.name))
     return Rows(rows.qvalue, scale, True), (scale, amax)
 
 
-def _current_scale(static: _Static, state: delayed.TensorState, amax: Array, spec: TensorSpec) -> Array:
+def _current_scale(
+    static: _Static, state: delayed.TensorState, amax: Array, spec: TensorSpec, floor: float = SMALLEST_SCALE
+) -> Array:
     assert static.recipe.delayed is not None
-    one = functools.partial(delayed.current_scale, element=element(spec.dtype), spec=static.recipe.delayed)
+    one = functools.partial(delayed.current_scale, element=element(spec.dtype), spec=static.recipe.delayed, floor=floor)
     return jax.vmap(one)(state, amax)
 
 
@@ -254,7 +250,7 @@ def _forward_rows(static: _Static, x: Array, ids: Array, sizes: Array, state: Qu
         return x, None
     if spec.scaling == "delayed":
         return _delayed_rows(static, x, spec, ids, state["input"])
-    return quantize_rows(x, spec, ids, sizes, False, operand_key(x, spec, key)), None
+    return quantize_rows(x, spec, ids, sizes, False, forward_key(x, spec, key)), None
 
 
 def _forward_weights(static: _Static, x: Array, state: QuantState, key: Array | None):
@@ -265,7 +261,7 @@ def _forward_weights(static: _Static, x: Array, state: QuantState, key: Array | 
         return quantize_weights(x, spec, 0, key), None
     amax = jnp.max(absolute(x), axis=(1, 2))
     scale = _current_scale(static, state["kernel"], amax, spec)
-    compute = compute_dtype(static.recipe, x.dtype.name)
+    compute = scale_dtype(static.recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), (scale, amax)
 
 
@@ -274,7 +270,7 @@ def _kept_rows(left, lhs: Array, operand: Operand, ids: Array, sizes: Array, key
     if operand is None:
         return lhs
     if isinstance(operand, TensorSpec):
-        left = quantize_rows(lhs, operand, ids, sizes, True, operand_key(lhs, operand, key))
+        left = quantize_rows(lhs, operand, ids, sizes, True, forward_key(lhs, operand, key))
     return _named(left)
 
 
