@@ -30,9 +30,10 @@ from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, varying_axes
+from jaxquant.ops import pieces
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import QuantState, initial_state
-from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+from jaxquant.ops.dot_general import QuantState, first_order, initial_state
+from jaxquant.ops.operand import forward_key, quantize_operand
 from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
 
 Array = jax.Array
@@ -158,25 +159,10 @@ def conv_general_dilated(
 
 def unsupported(recipe: Recipe) -> str:
     """Explain why a recipe's numbers make no sense for a convolution, "" where they do."""
-    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
-    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
-        return "tiles"
-    if any(not spec.calibration.is_symmetric for spec in specs):
-        return "an asymmetric range"
-    if any((spec.scale_rounding, spec.amax_bound) != ("exact", None) or spec.scaling == "static" for spec in specs):
-        return "rounded, bounded or static scales"
-    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
-        return "quantization_local_shard_count above 1"
-    if recipe.sparsity is not None:
-        return "weight sparsity"
     own = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     if any(spec.granularity != "per_tensor" and spec.calibration.method != "fixed" for spec in own):
         return "operands that are quantized per channel again for the backward pass"
-    forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
-    is_delayed = isinstance(recipe.dlhs.lhs, TensorSpec) and recipe.dlhs.lhs.scaling == "delayed"
-    if is_delayed and any(spec.granularity != "per_tensor" for spec in forward):
-        return "a delayed gradient beside operands that are not per tensor"
-    return ""
+    return pieces.unsupported(recipe)
 
 
 def _check(lhs: Array, rhs: Array, recipe: Recipe, batch_group_count: int) -> None:
@@ -226,8 +212,8 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
     kept = (
         _kept(left, lhs, recipe.drhs.lhs, key),
         _kept(right, rhs, recipe.dlhs.rhs, key),
-        clip_mask(lhs, recipe.fwd.lhs, left.scale if isinstance(left, QTensor) else None),
-        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
+        clip_mask(lhs, recipe.fwd.lhs, left if isinstance(left, QTensor) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right if isinstance(right, QTensor) else None),
     )
     without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     return out.astype(static.out_dtype), (kept, without_bins, lhs_seen, rhs_seen, key)
@@ -244,12 +230,7 @@ def _backward(static: _Static, residuals, grad: Array):
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
         shared, grad_seen = quantize_operand(
-            grad,
-            recipe.dlhs.lhs,
-            tuple(range(grad.ndim)),
-            recipe=recipe,
-            state=state["output_grad"],
-            floor=SMALLEST_GRADIENT_SCALE,
+            grad, recipe.dlhs.lhs, (), recipe=recipe, state=state["output_grad"], floor=SMALLEST_GRADIENT_SCALE
         )
 
     def gradient(
@@ -312,7 +293,12 @@ def _backward(static: _Static, residuals, grad: Array):
     return dlhs, drhs, observed, None
 
 
-_conv.defvjp(_forward, _backward)
+def _conv_bwd(static: _Static, residuals, grad: Array):
+    dlhs, drhs, *others = _backward(static, residuals, grad)
+    return *first_order(static.recipe.name, (dlhs, drhs)), *others
+
+
+_conv.defvjp(_forward, _conv_bwd)
 
 
 def _transposed(static: _Static, grad: Array, other: Array, of_lhs: bool, dtype: str, precision: Any) -> Array:
@@ -364,12 +350,11 @@ def _same_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
 
 def _quantize_forward(
     static: _Static, x: Array, spec: Operand, kept: int, state: delayed.TensorState | None, key: Array | None
-) -> tuple[QTensor | Array, Observation | None]:
+):
     if not isinstance(spec, TensorSpec):
         return x, None
-    return quantize_operand(
-        x, spec, _others(x.ndim, kept), recipe=static.recipe, state=state, key=forward_key(x, spec, key)
-    )
+    key = forward_key(x, spec, key)
+    return quantize_operand(x, spec, _others(x.ndim, kept), recipe=static.recipe, state=state, key=key)
 
 
 def _kept(forward: QTensor | Array, x: Array, operand: Operand, key: Array | None) -> QTensor | Array:

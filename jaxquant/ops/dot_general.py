@@ -184,16 +184,16 @@ def _dot_fwd(static, lhs, rhs, state, key):
 
 def _dot_bwd(static, residuals, grad):
     dlhs, drhs, observed, key = _backward(static, residuals, grad)
-    return *_first_order(static.recipe.name, (dlhs, drhs)), observed, key
+    return *first_order(static.recipe.name, (dlhs, drhs)), observed, key
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _first_order(name: str, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+def first_order(name: str, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return gradients that cannot be differentiated: autodiff would go through the rounding, which has no slope."""
     return gradients
 
 
-@_first_order.defjvp
+@first_order.defjvp
 def _refuse_second_order(name, primals, tangents):
     raise NotImplementedError(
         f"second derivatives through recipe {name!r} are not defined: the gradients are rounded; take a gradient "

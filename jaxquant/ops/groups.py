@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import absolute, compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.scales import SMALLEST_SCALE
+from jaxquant.core.scales import SMALLEST_SCALE, power_of_two_below
 from jaxquant.ops.operand import forward_key
 
 Array = jax.Array
@@ -61,33 +61,24 @@ def quantize_rows(
     key: Array | None,
     floor: float = SMALLEST_SCALE,
 ) -> Rows:
-    """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows).
-
-    Args:
-      x: rows of all groups.
-      spec: how.
-      ids: group of each row.
-      sizes: rows of each group.
-      contracts_rows: whether the matmul sums over rows.
-      key: random key, for stochastic rounding.
-      floor: scales below it become 1.
-    """
+    """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
     groups = sizes.size
     if spec.granularity == "per_channel" and not contracts_rows and spec.calibration.method != "fixed":
         tensor = quantize(x, spec, (1,), key=key, floor=floor)
         return Rows(tensor.qvalue, tensor.scale, False)
     by_column = spec.granularity == "per_channel" and contracts_rows and spec.calibration.method != "fixed"
+    amax = group_amax(x, ids, groups)
+    statistic = amax if by_column else amax.max(axis=1, keepdims=True)
     if spec.calibration.method == "rms":
-        total = jax.ops.segment_sum(jnp.square(x.astype(jnp.float32)), ids, groups + 1, indices_are_sorted=True)
-        total = total[:groups] if by_column else total[:groups].sum(axis=1, keepdims=True)
+        unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
+        squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
+        total = jax.ops.segment_sum(squares, ids, groups + 1, indices_are_sorted=True)[:groups]
+        total = total if by_column else total.sum(axis=1, keepdims=True)
         count = jnp.maximum(sizes, 1)[:, None] * (1 if by_column else x.shape[1])
-        statistic = jnp.sqrt(total / count)
-    else:
-        statistic = group_amax(x, ids, groups)
-        statistic = statistic if by_column else statistic.max(axis=1, keepdims=True)
+        statistic = jnp.sqrt(total / count) * unit
     # The statistic of one number is that number.
-    each = dataclasses.replace(spec, granularity="per_channel")
-    scale = jnp.broadcast_to(compute_scale(statistic, each, (1, 1), floor).scale, statistic.shape)
+    own = dataclasses.replace(spec, granularity="per_channel")
+    scale = compute_scale(statistic, own, (1, 1), floor).scale
     return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale, True)
 
 

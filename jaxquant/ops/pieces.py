@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
+from jaxquant.ops.dot_general import RESIDUAL_NAME
 from jaxquant.ops.operand import scale_dtype
-from jaxquant.ops.remat import RESIDUAL_NAME
 
 Array = jax.Array
 _EIGHT_BITS = {"int4": "int8", "float4_e2m1fn": "float8_e4m3fn"}
@@ -24,6 +24,28 @@ def eight_bits(qvalue: Array) -> Array:
     XLA has no ragged matmul and no convolution of 4-bit operands.
     """
     return qvalue.astype(_EIGHT_BITS.get(qvalue.dtype.name, qvalue.dtype))
+
+
+def unsupported(recipe: Recipe) -> str:
+    """Explain why a recipe's numbers make no sense without a plain matrix product, "" where they do."""
+    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
+    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
+        return "tiles or blocks"
+    if any(not spec.calibration.is_symmetric for spec in specs):
+        return "an asymmetric range"
+    if any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs):
+        return "rounded scales"
+    if any(spec.scaling == "static" for spec in specs):
+        return "static scales"
+    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
+        return "quantization_local_shard_count above 1"
+    if recipe.sparsity is not None:
+        return "weight sparsity"
+    forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
+    is_delayed = isinstance(recipe.dlhs.lhs, TensorSpec) and recipe.dlhs.lhs.scaling == "delayed"
+    if is_delayed and any(spec.granularity != "per_tensor" for spec in forward):
+        return "a delayed gradient beside operands that are not per tensor"
+    return ""
 
 
 def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:
@@ -39,11 +61,11 @@ def named(kept: Any) -> Any:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
 
 
-def clip_mask(x: Array, operand: Operand, scale: Array | None) -> Array | None:
+def clip_mask(x: Array, operand: Operand, tensor: QTensor | None) -> Array | None:
     """Pack which elements a clipping calibration cut off, eight to a byte along the last axis."""
-    if scale is None or not (isinstance(operand, TensorSpec) and operand.clips):
+    if tensor is None or not (isinstance(operand, TensorSpec) and operand.clips):
         return None
-    return named(jnp.packbits(outside_range(x, operand, QTensor(x, scale)), axis=-1))
+    return named(jnp.packbits(outside_range(x, operand, tensor), axis=-1))
 
 
 def masked(gradient: Array, mask: Array | None, dtype: Any) -> Array:

@@ -30,10 +30,10 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import TENSORS, QuantState
+from jaxquant.ops.dot_general import TENSORS, QuantState, first_order
 from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, quantize_rows, quantize_weights
 from jaxquant.ops.operand import forward_key, scale_dtype
-from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
+from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, unsupported
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _DLHS = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -103,30 +103,6 @@ def ragged_dot(
     return _ragged(static, lhs, rhs, group_sizes, state or {}, key)
 
 
-def unsupported(recipe: Recipe) -> str:
-    """Explain why a recipe's numbers make no sense for groups of rows, "" where they do."""
-    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
-    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
-        return "tiles along rows of unknown groups"
-    if any(not spec.calibration.is_symmetric for spec in specs):
-        return "an asymmetric range"
-    if any((spec.scale_rounding, spec.amax_bound) != ("exact", None) or spec.scaling == "static" for spec in specs):
-        return "rounded, bounded or static scales"
-    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
-        return "quantization_local_shard_count above 1"
-    if recipe.sparsity is not None:
-        return "weight sparsity"
-    grad = recipe.dlhs.lhs
-    forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
-    if (
-        isinstance(grad, TensorSpec)
-        and grad.scaling == "delayed"
-        and {s.granularity for s in forward} != {"per_tensor"}
-    ):
-        return "a delayed gradient beside operands that are not per tensor"
-    return ""
-
-
 def _check(lhs: Array, rhs: Array, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
@@ -166,8 +142,8 @@ def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: Quant
     kept = (
         _kept_rows(left, lhs, recipe.drhs.lhs, ids, sizes, key),
         _kept_weights(right, rhs, recipe.dlhs.rhs, key),
-        clip_mask(lhs, recipe.fwd.lhs, left.spread(ids) if isinstance(left, Rows) else None),
-        clip_mask(rhs, recipe.fwd.rhs, right.scale if isinstance(right, QTensor) else None),
+        clip_mask(lhs, recipe.fwd.lhs, QTensor(left.qvalue, left.spread(ids)) if isinstance(left, Rows) else None),
+        clip_mask(rhs, recipe.fwd.rhs, right if isinstance(right, QTensor) else None),
     )
     without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     return out, (kept, sizes, without_bins, lhs_seen, rhs_seen, key)
@@ -196,7 +172,12 @@ def _backward(static: _Static, residuals, grad: Array):
     return dlhs, drhs, None, observed, None
 
 
-_ragged.defvjp(lambda static, *args: _forward(static, *args), _backward)
+def _ragged_bwd(static: _Static, residuals, grad: Array):
+    dlhs, drhs, *others = _backward(static, residuals, grad)
+    return *first_order(static.recipe.name, (dlhs, drhs)), *others
+
+
+_ragged.defvjp(_forward, _ragged_bwd)
 
 
 def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Array, key: Array | None) -> Array:

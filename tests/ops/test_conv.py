@@ -141,3 +141,10 @@ def test_what_does_not_run_is_refused():
         ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", recipe=RECIPES["fp8"])
     with pytest.raises(TypeError, match="rhs has dtype int32"):
         ops.conv_general_dilated(lhs, rhs.astype(int), (1, 1), "SAME", recipe=RECIPES["int8"])
+
+
+def test_second_derivatives_are_an_error():
+    conv_of = lambda x: ops.conv_general_dilated(x, jnp.ones((6, 4, 3, 3)), (1, 1), "SAME", recipe=RECIPES["int8"])  # noqa: E731
+    loss = lambda x: jnp.sum(conv_of(x) ** 2)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="second derivatives through recipe 'int8'"):
+        jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))(jnp.ones((2, 4, 6, 6)))

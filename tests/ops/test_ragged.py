@@ -123,3 +123,9 @@ def test_what_does_not_run_is_refused():
         ops.ragged_dot(lhs, rhs[:2], sizes, recipe=RECIPES["int8"])
     with pytest.raises(TypeError, match="lhs has dtype int32"):
         ops.ragged_dot(lhs.astype(int), rhs, sizes, recipe=RECIPES["int8"])
+
+
+def test_second_derivatives_are_an_error():
+    loss = lambda x: jnp.sum(ops.ragged_dot(x, operands()[1], jnp.array(SIZES), recipe=RECIPES["int8"]) ** 2)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="second derivatives through recipe 'int8'"):
+        jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))(operands()[0])
