@@ -1,19 +1,49 @@
-"""Quantized training in JAX: one config string, real low-precision matmuls, forward and backward."""
+"""Quantized training in JAX: one config string, real low-precision matmuls, forward and backward.
 
-import jax as _jax
+``import jaxquant`` loads nothing else. Each public name, and each subpackage, is loaded when it is first asked for.
+"""
 
-from jaxquant import audit, ops, serving, state
-from jaxquant.audit.coverage import coverage
-from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import RECIPES
-from jaxquant.inject.handle import configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
-from jaxquant.inject.model import describe_layers, linear_layers, maybe_quantize_model
-from jaxquant.ops.dot_general import RESIDUAL_NAME as _RESIDUAL_NAME
-from jaxquant.serving import calibrate, convert
-from jaxquant.serving.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
+from __future__ import annotations
 
-save_quantized = _jax.checkpoint_policies.save_only_these_names(_RESIDUAL_NAME)
-"""Remat policy that keeps what quantized layers save for backward (one byte an element) and recomputes the rest."""
+import importlib
+import importlib.util
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getattr__`` loads these
+    from jaxquant import ops, serving, state
+    from jaxquant.aot.compile import audit
+    from jaxquant.audit.coverage import coverage
+    from jaxquant.config.quant_config import QuantConfig
+    from jaxquant.config.recipes import RECIPES
+    from jaxquant.inject.handle import configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
+    from jaxquant.inject.model import describe_layers, linear_layers, maybe_quantize_model
+    from jaxquant.ops.remat import save_quantized
+    from jaxquant.serving.calibration import calibrate
+    from jaxquant.serving.conversion import convert
+    from jaxquant.serving.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
+
+_DEFINED_IN = {
+    "RECIPES": "jaxquant.config.recipes",
+    "QuantConfig": "jaxquant.config.quant_config",
+    "calibrate": "jaxquant.serving.calibration",
+    "configure_quantization": "jaxquant.inject.handle",
+    "convert": "jaxquant.serving.conversion",
+    "coverage": "jaxquant.audit.coverage",
+    "describe_layers": "jaxquant.inject.model",
+    "get_quant_mode": "jaxquant.inject.handle",
+    "in_convert_mode": "jaxquant.inject.handle",
+    "in_serve_mode": "jaxquant.inject.handle",
+    "linear_layers": "jaxquant.inject.model",
+    "match_aqt_and_unquantized_param": "jaxquant.serving.maxtext",
+    "maybe_quantize_model": "jaxquant.inject.model",
+    "remove_quantized_params": "jaxquant.serving.maxtext",
+    "save_quantized": "jaxquant.ops.remat",
+}
+"""The module of each public name that is not a subpackage."""
+
+_COMPILE = "jaxquant.aot.compile"
 
 __all__ = [
     "RECIPES",
@@ -36,3 +66,51 @@ __all__ = [
     "serving",
     "state",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name or a subpackage.
+
+    Raises:
+      AttributeError: there is no such name.
+    """
+    if name in _DEFINED_IN:
+        value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _CallableAudit(types.ModuleType):
+    """The subpackage ``jaxquant.audit``, which is also the function that audits a step for a chip that is not here.
+
+    Calling it is ``jaxquant.aot.compile.audit``; that is a layer above it, so what makes it callable is here.
+    """
+
+    def __call__(self, step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Any:
+        """Compile a step with the real compiler of an absent chip and report what it made: ``aot.compile.audit``."""
+        audit = importlib.import_module(_COMPILE).audit
+        return audit(step, *shapes, target=target, topology=topology, name=name)
+
+
+class _Face(types.ModuleType):
+    """This module: Python sets a subpackage as its attribute once it has imported it, from wherever that was."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "audit" and isinstance(value, types.ModuleType):
+            value.__class__ = _CallableAudit
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
+
+
+def _audit_command() -> int:
+    """Run the command of ``python -m jaxquant.audit``, which is that of ``python -m jaxquant.aot``."""
+    return importlib.import_module("jaxquant.aot.__main__").main()

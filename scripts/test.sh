@@ -33,7 +33,8 @@ step() {
   fi
 }
 
-tests=(python -m pytest -q -n 2 --dist worksteal --durations 15)
+# A worker takes whole files, so that what a file shares is made once; the longest come first (tests/conftest.py).
+tests=(python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 15)
 if $all; then
   step "lint" ruff check .
   step "formatting" ruff format --check .

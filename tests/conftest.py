@@ -1,37 +1,115 @@
-"""Skips what this environment cannot run, with the reason."""
+"""How the tests compile, what is compiled once for all of them, and what this environment cannot run."""
 
+from __future__ import annotations
+
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+ROOT = Path(__file__).parent
 COMPILERS = ("jax_cuda12_plugin", "libtpu", "flatbuffers")
+UNCACHED = ("audit", "aot")
+"""Folders whose programs are compiled anew: they are for chips that are not here, and are read, not run."""
+LONGEST = (
+    "audit/test_absent.py",
+    "train/test_mesh.py",
+    "train/test_processes.py",
+    "train/test_conversion.py",
+    "inject/test_linen.py",
+    "serving/test_convert.py",
+    "train/test_frameworks.py",
+    "train/test_run.py",
+    "train/test_generate.py",
+    "must_hold/test_state.py",
+    "train/test_health.py",
+    "backends/test_handle.py",
+    "backends/test_translation.py",
+    "audit/test_coverage.py",
+    "audit/test_coverage_of_gradients.py",
+    "audit/test_health.py",
+    "train/test_pairs.py",
+    "train/test_step.py",
+    "inject/test_nnx.py",
+    "twins/test_aqt_qwix.py",
+    "backends/test_bands.py",
+    "serving/test_convert_optimized.py",
+    "train/test_conversion_memory.py",
+    "train/test_evaluation.py",
+    "train/test_parameters.py",
+    "scripts/test_readme.py",
+)
+"""Files that take long, longest first: workers take whole files, in this order, so that they end together."""
+
+# Tracing makes millions of objects and few cycles; at Python's thresholds a tenth of the time goes to looking for them.
+gc.set_threshold(200_000, 20, 100)
 
 
-def reason_against_aot():
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each program once for all tests, workers and subprocesses of a session: most of their time is that."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    options = {
+        "jax_compilation_cache_dir": str(folder / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.02,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in options}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> None:
+    """Compile with little optimization where the bits of optimized programs are not what a module is about.
+
+    Programs and subprocesses alike. That is so in ``tests/train`` and where a module says ``OPTIMIZED = False``; what
+    says ``OPTIMIZED = True`` and all other tests compile as users do.
+    """
+    folder = request.path.relative_to(ROOT).parts[0]
+    is_cached = folder not in UNCACHED
+    if jax.config.values["jax_enable_compilation_cache"] != is_cached:
+        jax.config.update("jax_enable_compilation_cache", is_cached)
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(is_cached))
+        reset_cache()  # it remembers whether it is on
+    optimize_little(not getattr(request.module, "OPTIMIZED", folder != "train"))
+
+
+def optimize_little(is_little: bool) -> bool:
+    """Choose how programs are compiled from here on, and return what was chosen before."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    if before != is_little:
+        jax.config.update("jax_disable_most_optimizations", is_little)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_little))
+        jax.clear_caches()
+    return before
+
+
+def reason_against_aot() -> str:
     if os.environ.get("JAXQUANT_SKIP_AOT"):
         return "compiles for an absent chip; scripts/test.sh --all runs it"
     missing = [name for name in COMPILERS if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed; pip install '.[audit-gpu,audit-tpu]'" if missing else ""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def optimization(request):
-    """Compile the programs of ``tests/train`` with little optimization, as compiling is most of their time.
-
-    Programs and subprocesses alike. A module whose tests are about the bits of optimized programs says
-    ``OPTIMIZED = True``, and all other tests compile as users do.
-    """
-    is_little = "/tests/train/" in str(request.path) and not getattr(request.module, "OPTIMIZED", False)
-    if jax.config.values["jax_disable_most_optimizations"] != is_little:
-        jax.config.update("jax_disable_most_optimizations", is_little)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_little))
-        jax.clear_caches()
-
-
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = reason_against_aot()
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(ROOT).as_posix(), len(order)))
     for item in items:
         if reason and item.get_closest_marker("aot"):
             item.add_marker(pytest.mark.skip(reason=reason))

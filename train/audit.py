@@ -16,7 +16,7 @@ from train.tokenizer import open_tokenizer
 
 
 def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Give the jitted training step of a configuration and the shapes of its arguments, on a mesh of ``devices``.
+    """Return the jitted training step of a configuration and the shapes of its arguments, on a mesh of ``devices``.
 
     No text is read: where ``vocab_size`` is given, that is the vocabulary, else the tokenizer's.
 
@@ -33,5 +33,5 @@ def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tupl
     shape = (config.batch_size, config.sequence_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(built.mesh, BATCH))
     batch = {name: tokens for name in ("inputs", "targets", "segment_ids", "positions")}
-    healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(built.mesh, PartitionSpec()))
-    return built.step, (built.abstract_state, batch, healthy)
+    is_healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(built.mesh, PartitionSpec()))
+    return built.step, (built.abstract_state, batch, is_healthy)

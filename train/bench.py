@@ -99,7 +99,16 @@ def measure_losses(chosen: Sequence[Scheme], steps: int, folder: Path) -> list[R
 
 
 def train_run(run: Path, scheme: Scheme, steps: int) -> None:
-    """Train the quickstart model into a run's folder, in a process of its own, unless it is there already."""
+    """Train the quickstart model into a run's folder, in a process of its own, unless it is there already.
+
+    Args:
+      run: folder.
+      scheme: to train with.
+      steps: how many.
+
+    Raises:
+      RuntimeError: the run failed.
+    """
     if (run / "summary.json").is_file():
         return
     tell(f"training {run.name}")

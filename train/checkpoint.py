@@ -15,6 +15,7 @@ from jaxquant.serving.arrays import save_args_of
 from train import processes
 from train.config import RUN_CONTROL, TrainConfig
 from train.step import TrainState
+from train.stored import from_stored, stored_shapes, to_stored
 
 
 def _is_unreadable(error: Exception) -> bool:
@@ -80,11 +81,12 @@ class Checkpoints:
         """Save in the background, unless this step is saved already."""
         if step in self._manager.all_steps():
             return
+        stored = to_stored(state)
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
-                state=ocp.args.StandardSave(state._asdict(), save_args=save_args_of(state._asdict())),
+                state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
                 data=ocp.args.JsonSave(_to_json(data_state)),
             ),
             force=True,
@@ -108,11 +110,10 @@ class Checkpoints:
         for step in steps:
             found, failure = None, None
             try:
+                shapes = stored_shapes(self._folder / str(step) / "state", abstract_state)
                 found = self._manager.restore(
                     step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(abstract_state._asdict()), data=ocp.args.JsonRestore()
-                    ),
+                    args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), data=ocp.args.JsonRestore()),
                 )
             except Exception as error:
                 if not _is_unreadable(error):
@@ -125,7 +126,7 @@ class Checkpoints:
                 say(f"checkpoint {step} does not load ({_first_line(error)}); trying the one before it")
                 continue
             self._discard([step for step, _ in broken], say)
-            return TrainState(**found["state"]), _from_json(found["data"])
+            return from_stored(found["state"], abstract_state), _from_json(found["data"])
         if broken:
             raise ValueError(
                 f"none of the checkpoints {[step for step, _ in broken]} in {self._folder} loads "

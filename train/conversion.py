@@ -18,7 +18,8 @@ from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.qtensor import QTensor, nbytes
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.model import choose_recipes
 from jaxquant.serving.manifest import sha256_of
@@ -55,7 +56,7 @@ class Conversion:
 
 
 def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Give the configuration that a run is to be served with.
+    """Return the configuration that a run is to be served with.
 
     Args:
       config: of the run.
@@ -78,7 +79,12 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
 
 
 def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
-    """Name what a run's quantization sets beside its string and ``served_config`` takes from neither it nor changes."""
+    """List the fields of a run's quantization, its string aside, that ``served_config`` drops for another string.
+
+    Args:
+      config: of the run.
+      changes: as ``served_config`` takes them.
+    """
     if "quantization" not in changes:
         return []
     defaults = quantization_of(QuantConfig())
@@ -95,14 +101,18 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 
 def sums_of_files(config: TrainConfig) -> dict[str, str]:
-    """Give the SHA-256 of each file that a configuration names and a served model reads."""
+    """Return the SHA-256 of each file that a configuration names and a served model reads."""
     names = ("quant_cfg_path", "tokenizer_path")
     paths = {name: Path(getattr(config, name)) for name in names if getattr(config, name)}
     return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
 
 
 def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
-    """Refuse a converted checkpoint whose recipes or tokenizer have changed since.
+    """Check that the recipes and the tokenizer of a converted checkpoint have not changed since.
+
+    Args:
+      folder: of the checkpoint.
+      extra: what ``convert_run`` wrote beside the parameters.
 
     Raises:
       ValueError: a file that its configuration names is gone or another.
@@ -117,7 +127,7 @@ def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
-    """Give the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
+    """Return the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
     every = to_mapping(config)
     return {field.name: every[field.name] for field in dataclasses.fields(QuantConfig) if field.init}
 
@@ -169,8 +179,9 @@ def convert_run(
     state: dict[tuple[str, ...], Any] = {}
     if _needs_calibration(layers, _as_trained(trained), shape, tokens):
         found = _calibrate(stored, layers, shape, calibration_batches, say)
-        state = dict(_flat(found, (quantization_state.OVERWRITE_WITH_GRADIENT,)))
-        shapes[quantization_state.OVERWRITE_WITH_GRADIENT] = found
+        collection = quantization_state.OVERWRITE_WITH_GRADIENT
+        state = {(collection, *path.split("/")): leaf for path, leaf in leaves_by_path(found).items()}
+        shapes[collection] = found
     sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
@@ -184,13 +195,18 @@ def convert_run(
     extra = {"train": to_mapping(served), "step": stored.step, "files": sums_of_files(served)}
     serving.save(out, tree, quantization_of(served), extra=extra)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
-    quantized = sum(_nbytes(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_tensor))
     recipes = {path: site.recipe.name for path, site in sites.items()}
-    return Conversion(served, stored.step, 4 * floats, 2 * floats, quantized, recipes)
+    return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
-    """Give the tree of parameters that a converted decoder has, as shapes."""
+    """Return the tree of parameters that a converted decoder has, as shapes.
+
+    Args:
+      config: of the run.
+      shape: of the decoder.
+      tokens: an example input.
+    """
     trained = _as_trained(config)
     linen = dataclasses.replace(trained, framework="linen")
     decoder = Decoder(shape)
@@ -221,10 +237,10 @@ def _converted(
 
 
 def _as_read(params: Any, shape: DecoderConfig) -> Any:
-    def read(path: Any, leaf: Any) -> Any:
-        return leaf if _is_tensor(leaf) else _as_read_leaf(tuple(key.key for key in path), leaf, shape)
+    def read(path: str, leaf: Any) -> Any:
+        return leaf if _is_tensor(leaf) else _as_read_leaf(tuple(path.split("/")), leaf, shape)
 
-    return jax.tree_util.tree_map_with_path(read, params, is_leaf=_is_tensor)
+    return map_by_path(read, params, is_leaf=_is_tensor)
 
 
 def _as_read_leaf(path: tuple[str, ...], leaf: Any, shape: DecoderConfig) -> Any:
@@ -238,12 +254,8 @@ def _is_tensor(node: Any) -> bool:
     return isinstance(node, QTensor)
 
 
-def _nbytes(leaf: Any) -> int:
-    return nbytes(leaf) if _is_tensor(leaf) else leaf.nbytes
-
-
 def _shapes(stored: Parameters) -> dict[str, Any]:
-    """Give a run's variables as shapes."""
+    """Return a run's variables as shapes."""
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
@@ -261,7 +273,7 @@ def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: Decoder
 
 
 def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
-    """Make quant state for a run's float parameters, all of which are in memory meanwhile."""
+    """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf.read()), stored.params, is_leaf=lambda x: isinstance(x, Leaf))
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
 
@@ -272,11 +284,3 @@ def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, ba
 
     variables = serving.calibrate({"params": params}, config, inputs(), model=Decoder(shape))
     return quantization_state.split(variables)[1]
-
-
-def _flat(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, (*path, name))
-        else:
-            yield (*path, name), value

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant import state as quantization_state
+from jaxquant.core.trees import leaves_by_path, map_by_path
 from train import processes
 from train.model import EXECUTION_ORDER
 from train.step import Batch, Program, TrainState
@@ -25,7 +26,7 @@ STACK = "layers"
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
-    """Say where the first non-finite number of a step appears.
+    """Find where the first non-finite number of a step appears.
 
     The forward pass is run again on the batch with every module's output kept, and the outputs are read in the order
     in which the modules finish. If all are finite, the gradients are read in the order of the backward pass.
@@ -80,27 +81,23 @@ def _jit(program: Program) -> Callable[[Callable[..., Any]], Any]:
 def _amaxes(tree: Any) -> Any:
     """Reduce each floating array in a tree to its amax, one per layer where layers are stacked; drop the others."""
 
-    def reduce(path: Any, leaf: jax.Array) -> jax.Array | None:
+    def reduce(path: str, leaf: jax.Array) -> jax.Array | None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        return _amax(leaf, axis=tuple(range(1, leaf.ndim)) if _names(path)[0] == STACK else None)
+        return _amax(leaf, axis=tuple(range(1, leaf.ndim)) if path.split("/")[0] == STACK else None)
 
-    return jax.tree_util.tree_map_with_path(reduce, tree)
+    return map_by_path(reduce, tree)
 
 
 def _findings(amaxes: Any, name: Callable[[str], str]) -> Iterable[Finding]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(amaxes):
-        full = name("/".join(_names(path)))
+    for path, leaf in leaves_by_path(amaxes).items():
+        full = name(path)
         module = full.split("/")[0]
         if module == STACK:
             yield from ((full, layer, float(amax)) for layer, amax in enumerate(np.asarray(leaf)))
         else:
             layer = int(module.removeprefix("layers_")) if module.startswith("layers_") else None
             yield full, layer, float(leaf)
-
-
-def _names(path: Any) -> list[str]:
-    return [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
 
 
 def _amax(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:

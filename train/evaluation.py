@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.trees import tree_bytes
 from train.config import TrainConfig
 from train.conversion import quantization_of
 from train.data import make_iterators
@@ -31,6 +32,10 @@ class Contender:
 
 def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contender]:
     """Open a run's checkpoint in float and as it was trained, and checkpoints that were converted from runs.
+
+    Args:
+      run: folder of the run.
+      converted: folders of the checkpoints.
 
     Raises:
       FileNotFoundError, ValueError, TypeError: from ``open_served``; ``run`` is no run.
@@ -90,7 +95,7 @@ def evaluate(models: Sequence[Contender], *, batches: int | None = None) -> list
             "agreement": f"{100 * total[2] / total[1]:.2f}%",
             "max |Δ logit| to first": float(f"{total[3]:.3g}"),
             "to the one before": float(f"{total[4]:.3g}"),
-            "MB": round(_bytes(each.served.params) / 1e6, 3),
+            "MB": round(tree_bytes(each.served.params) / 1e6, 3),
         }
         for each, total in zip(models, totals, strict=True)
     ]
@@ -104,7 +109,3 @@ def _program(served: Served) -> Any:
         return *token_losses(logits, batch), logits
 
     return run
-
-
-def _bytes(params: Any) -> int:
-    return sum(-(-leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(params))

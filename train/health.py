@@ -62,7 +62,7 @@ class Health:
 
 
 def build_health(program: Program) -> Health:
-    """Make the health pass of a program; that of an NNX decoder runs on its Linen twin.
+    """Build the health pass of a program; that of an NNX decoder runs on its Linen twin.
 
     Raises:
       ValueError: ``health_sequences`` does not divide the batch, or devices or shards do not divide it.
@@ -143,7 +143,12 @@ class HealthLog:
         self._told: set[tuple[int, str]] = set()
 
     def write(self, step: int, values: dict[str, jax.Array]) -> None:
-        """Write a pass, which waits for it."""
+        """Write a pass, which waits for it.
+
+        Args:
+          step: that it was made at.
+          values: what ``Health.measure`` returned.
+        """
         table = {name: np.asarray(value) for name, value in values.items()}
         if self._is_writer:
             with self._path.open("a") as file:
@@ -158,10 +163,15 @@ class HealthLog:
 
 
 def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Give a line of ``health.jsonl``: layers by name and, by tensor and statistic, one number a layer.
+    """Return a line of ``health.jsonl``: layers by name and, by tensor and statistic, one number a layer.
 
     A number that there is none of (the scale of a float tensor) is null, and so is an infinite one, which JSON does not
     have: the SQNR of a tensor that quantization leaves as it is, the amax of one whose ``nonfinite`` is above 0.
+
+    Args:
+      step: that the pass was made at.
+      health: the pass.
+      table: statistic -> [rows, 3].
     """
 
     def column(statistic: str, place: int) -> list[float | None]:
@@ -175,7 +185,7 @@ def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str
 
 
 def worst(table: dict[str, np.ndarray]) -> dict[str, float]:
-    """Give the lowest SQNR and the largest shares over all tensors; nothing where no tensor is quantized."""
+    """Return the lowest SQNR and the largest shares over all tensors; nothing where no tensor is quantized."""
     found: dict[str, float] = {}
     if not np.isnan(table["sqnr"]).all():
         found["lowest_sqnr_db"] = float(np.nanmin(table["sqnr"]))
@@ -186,7 +196,11 @@ def worst(table: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list[tuple[tuple[int, str], str]]:
-    """Name the tensors that are not finite, saturate or fall under the SQNR of their format; worst first.
+    """List the tensors that are not finite, saturate or fall under the SQNR of their format; worst first.
+
+    Args:
+      rows: the layers.
+      table: statistic -> [rows, 3].
 
     Returns:
       ((row, tensor), text) each.

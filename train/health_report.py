@@ -28,7 +28,7 @@ _MOST_TICKS = 7
 
 
 def health_maps(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Give the maps of the runs that measured health, as plain data.
+    """Return the maps of the runs that measured health, as plain data.
 
     Returns:
       A dict a run: ``name``, ``steps``, ``layers`` (labels), ``names`` (full), ``sequences`` and ``maps``: by tensor

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
-from jaxquant.ops.dot_general import RESIDUAL_NAME
+from jaxquant.ops.remat import save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
 
 REMAT_POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "quantized": jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME),
+    "quantized": save_quantized,
 }
 """What the backward pass keeps, by the name of a ``remat_policy``; "none" keeps everything."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
 
 KINDS = ("params", "quant_state")
@@ -89,11 +90,14 @@ class Parameters:
     @property
     def leaves(self) -> dict[str, Leaf]:
         """Path -> leaf, of both trees."""
-        pairs = ((kind, getattr(self, kind)) for kind in KINDS)
-        return {leaf.path: leaf for kind, tree in pairs for _, leaf in _walk(kind, tree)}
+        return leaves_by_path({kind: getattr(self, kind) for kind in KINDS})
 
     def read(self, path: str, *index: int | slice) -> np.ndarray:
         """Read one leaf, or the part of it that an index of its leading axes names.
+
+        Args:
+          path: of the leaf, "params/…" or "quant_state/…".
+          index: as ``Leaf.read`` takes it.
 
         Raises:
           KeyError: no such leaf.
@@ -148,7 +152,7 @@ def _open(folder: Path, step: int) -> Parameters:
         if not list_arrays(state):
             raise ValueError(f"there are no arrays in {state}")
         tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
-        trees = {kind: _map(kind, tree[kind], lambda path, node: _leaf(state, path, node)) for kind in KINDS}
+        trees = map_by_path(lambda path, node: _leaf(state, path, node), {kind: tree[kind] for kind in KINDS})
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"checkpoint {step} in {folder} does not open ({_first_line(error)})") from error
     return Parameters(step, **trees)
@@ -158,20 +162,6 @@ def _leaf(state: Path, path: str, metadata: Any) -> Leaf:
     store = open_array(state, metadata.name, chunks_at_once=1)
     chunk: Any = store.chunk_layout.read_chunk.shape
     return Leaf(path, *shape_and_dtype(store), tuple(chunk or ()), store, state)
-
-
-def _map(path: str, node: Any, make: Callable[[str, Any], Any]) -> Any:
-    if isinstance(node, Mapping):
-        return {key: _map(f"{path}/{key}", child, make) for key, child in node.items()}
-    return make(path, node)
-
-
-def _walk(path: str, node: Any) -> Iterator[tuple[str, Leaf]]:
-    if isinstance(node, Mapping):
-        for key, child in node.items():
-            yield from _walk(f"{path}/{key}", child)
-    else:
-        yield path, node
 
 
 def _first_line(error: Exception) -> str:

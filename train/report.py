@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from jaxquant.core.matmul_dtypes import MatmulDtypes
 from train.health_report import STATISTICS, health_maps
 from train.report_coverage import coverage_table
 from train.runs import Run, differing_fields, find_baseline
@@ -24,7 +25,7 @@ BYTES = {
 
 
 def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Give the table of a comparison, ready to print, one row a run."""
+    """Return the table of a comparison, ready to print, one row a run."""
     baseline = find_baseline(runs)
     return [
         {
@@ -42,7 +43,7 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Say what limits the comparison."""
+    """Describe what limits the comparison."""
     found = []
     if find_baseline(runs) is None:
         found.append("No unquantized run was given, so there is no gap and no ratio.")
@@ -54,7 +55,12 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 
 def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
-    """Return the page."""
+    """Build the page.
+
+    Args:
+      runs: in the order of the table's rows.
+      title: of the page.
+    """
     fill = {
         "TITLE": html.escape(title),
         "SUBTITLE": html.escape(_subtitle(runs)),
@@ -86,7 +92,7 @@ def _health_sections() -> str:
 
 
 def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Give every chart as plain data: its place, titles and traces; the page adds colours of light and dark mode."""
+    """Return every chart as plain data: where it goes, titles and traces; the page adds light and dark colours."""
     baseline = find_baseline(runs)
     colour = {run.name: index for index, run in enumerate([*_quantized(runs, baseline)])}
 
@@ -205,19 +211,19 @@ def _layer_row(path: str, layers: Sequence[dict[str, Any] | None]) -> str:
             cells.append("<td colspan=3 class='first missing'>not in this run</td>")
         elif layer.get("recipe") is None:
             reason = html.escape(layer.get("reason") or "not quantized")
-            cells.append(f"<td colspan=3 class='first float'>{html.escape(layer['fwd'])}<small>{reason}</small></td>")
+            cells.append(f"<td colspan=3 class='first float'>float<small>{reason}</small></td>")
         else:
-            cells += [_dtype_cell(layer[name], name) for name in MATMULS]
+            cells += [_layer_cell(layer, name) for name in MATMULS]
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _dtype_cell(dtypes: str, matmul: str) -> str:
-    is_kind: dict[str, Callable[[str], bool]] = {
-        "int": lambda text: "int8" in text or "int4" in text,
-        "low": lambda text: "float8" in text or "float4" in text,
-    }
-    # "float (int8 dequantized)" is a float matmul.
-    kind = next(
-        (name for name, matches in is_kind.items() if not dtypes.startswith("float (") and matches(dtypes)), "float"
-    )
-    return f"<td class='{kind}{' first' if matmul == 'fwd' else ''}'>{html.escape(dtypes)}</td>"
+def _layer_cell(layer: Mapping[str, Any], matmul: str) -> str:
+    if "dtypes" not in layer:  # a run of an older version, which stored text alone
+        return _dtype_cell(layer[matmul], (), matmul)
+    dtypes = MatmulDtypes.from_json(layer["dtypes"].get(matmul))
+    return _dtype_cell(str(dtypes), [dtypes], matmul)
+
+
+def _dtype_cell(text: str, dtypes: Sequence[MatmulDtypes], matmul: str) -> str:
+    kind = next((each.kind for each in dtypes if each.is_low), "float")
+    return f"<td class='{kind}{' first' if matmul == 'fwd' else ''}'>{html.escape(text)}</td>"

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from jaxquant.core.matmul_dtypes import MatmulDtypes
 from train.runs import Run
 
 MATMULS = ("fwd", "dlhs", "drhs")
+DtypeCell = Callable[[str, Sequence[MatmulDtypes], str], str]
 
 
-def coverage_table(runs: Sequence[Run], dtype_cell: Callable[[str, str], str]) -> str:
-    """Give one HTML row a module path: its three matmuls in every run, times a step, and why a float one is float.
+def coverage_table(runs: Sequence[Run], dtype_cell: DtypeCell) -> str:
+    """Build one HTML row a module path: its three matmuls in every run, times a step, and why a float one is float.
 
     Args:
       runs: those without a ``coverage.json`` are left out.
-      dtype_cell: makes a table cell of (dtypes, matmul).
+      dtype_cell: builds a table cell of (text, dtypes, matmul).
     """
     runs = [run for run in runs if run.coverage]
     if not runs:
@@ -32,7 +35,7 @@ def coverage_table(runs: Sequence[Run], dtype_cell: Callable[[str, str], str]) -
     )
 
 
-def _row(path: str, layers: Sequence[dict[str, str] | None], dtype_cell: Callable[[str, str], str]) -> str:
+def _row(path: str, layers: Sequence[dict[str, Any] | None], dtype_cell: DtypeCell) -> str:
     cells = [f"<td class=path>{html.escape(path or '(no module)')}</td>"]
     for layer in layers:
         if layer is None:
@@ -43,6 +46,8 @@ def _row(path: str, layers: Sequence[dict[str, str] | None], dtype_cell: Callabl
                 f"<td colspan=3 class='first float'>float<small>{reason}</small></td><td>{layer['times']}</td>"
             )
         else:
-            cells += [dtype_cell(layer[name], name) for name in MATMULS]
+            for name in MATMULS:
+                stored = layer.get("dtypes", {}).get(name, ())  # a run of an older version stored text alone
+                cells.append(dtype_cell(layer[name], [MatmulDtypes.from_json(each) for each in stored], name))
             cells.append(f"<td>{layer['times']}</td>")
     return f"<tr>{''.join(cells)}</tr>"

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant import serving
+from jaxquant import state as quantization_state
 from jaxquant.config.loader import build, load_yaml
 from jaxquant.serving.kv_cache import quantization_of
 from train.config import TrainConfig
@@ -104,8 +105,10 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     example = jnp.zeros((1, config.sequence_length), jnp.int32)
     model = make_model(of_layers(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
-    step, found = _read_run(folder, {"params": params, "quant_state": quant_state})
-    return Served(model, found["params"], found["quant_state"], tokenizer, config, shape, step)
+    stored = {"params": params, "quant_state": quantization_state.strip_bins(quant_state)}
+    step, found = _read_run(folder, stored)
+    quant_state = quantization_state.with_bins(found["quant_state"], quant_state)
+    return Served(model, found["params"], quant_state, tokenizer, config, shape, step)
 
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:

@@ -1,23 +1,17 @@
-"""Reports on what a quantized function costs, and on what the compiler of a chip that is not here makes of it."""
+"""What a function runs: the coverage of its matmuls, the health of its layers, the size of its program."""
 
-from __future__ import annotations
-
-import sys
-import types
+import importlib
 from typing import Any
 
+_MODULES = ("cost", "coverage", "health", "statistics")
 
-class _Audit(types.ModuleType):
-    """This package, callable: ``jaxquant.audit(step, *shapes, target="h200")`` is ``absent.audit``.
 
-    Both the call and ``python -m jaxquant.audit`` are the public names, so the package is the function.
+def __getattr__(name: str) -> Any:
+    """Load a module of this package when it is asked for.
+
+    Raises:
+      AttributeError: there is no such module.
     """
-
-    def __call__(self, step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Any:
-        """Compile a step with the real compiler of an absent chip and report what it made: ``absent.audit``."""
-        from jaxquant.audit.absent import audit
-
-        return audit(step, *shapes, target=target, topology=topology, name=name)
-
-
-sys.modules[__name__].__class__ = _Audit
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

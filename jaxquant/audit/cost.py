@@ -21,6 +21,9 @@ def program_lines(text: str) -> int:
 def inlined_lines(text: str) -> int:
     """Count the operations' lines of a StableHLO module as if every call were replaced by the body of its function.
 
+    Args:
+      text: of the module, as ``lowered.as_text()`` returns it.
+
     Raises:
       ValueError: there is no function ``main``.
     """

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 
 from jaxquant.audit.dataflow import Value, ancestors, contractions
-from jaxquant.audit.places import Placed, place, weight_side
+from jaxquant.audit.labels import LabeledContraction, label_contractions, weight_side
 from jaxquant.audit.rows import MATMULS, Coverage, Row
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.dtypes import element
-from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
-from jaxquant.inject.layers import LayerReport
+from jaxquant.core.matmul_dtypes import MatmulDtypes
+from jaxquant.core.trees import key_names
+from jaxquant.inject.layers import LayerReport, matmul_dtypes
 
 _JITTED = type(jax.jit(lambda: None))
 
@@ -42,7 +43,8 @@ def coverage(
       layers: what ``describe_layers`` says of the model, which knows the layers better than ``config`` alone.
 
     Raises:
-      TypeError: fn cannot be called.
+      TypeError: fn cannot be called, or config is of no kind that ``QuantConfig.from_any`` takes.
+      ValueError: config has a value that ``QuantConfig`` refuses.
     """
     if not callable(fn):
         raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}")
@@ -52,27 +54,32 @@ def coverage(
 
 
 def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerReport] | None = None) -> Coverage:
-    """List the contractions of a traced function, ``jax.jit(fn).trace(*args)``; else as ``coverage``."""
+    """List the contractions of a function that is traced already; otherwise as ``coverage``.
+
+    Args:
+      traced: ``jax.jit(fn).trace(*args)``.
+      config, layers: as ``coverage`` takes them.
+    """
     paths = jax.tree_util.tree_flatten_with_path(traced.args_info)[0]
-    names = [tuple(_key(key) for key in path[1:]) for path, _ in paths]  # the first key tells args from kwargs
+    names = [key_names(path[1:]) for path, _ in paths]  # the first key tells args from kwargs
     decide = _decider(config, layers)
-    placed = place(contractions(traced.jaxpr, names), decide.reports)
-    rows = tuple(_row(each, decide) for each in placed)
-    return Coverage(rows, tuple(_missing(placed, decide)))
+    labeled = label_contractions(contractions(traced.jaxpr, names), decide.reports)
+    rows = tuple(_row(each, decide) for each in labeled)
+    return Coverage(rows, tuple(_missing(labeled, decide)))
 
 
-def _missing(placed: Sequence[Placed], decide: _Decider) -> Iterator[str]:
-    """Name the layers to quantize that are not there, and of those that are there the backward matmuls that are not.
+def _missing(labeled: Sequence[LabeledContraction], decide: _Decider) -> Iterator[str]:
+    """List the layers to quantize that are not there, and of those that are there the backward matmuls that are not.
 
     The gradient of a layer's input is asked for where a layer that is trained itself comes before it.
     """
-    layers: dict[str, list[Placed]] = {path: [] for path, report in decide.reports.items() if report.recipe}
-    for each in placed:
+    layers: dict[str, list[LabeledContraction]] = {path: [] for path, report in decide.reports.items() if report.recipe}
+    for each in labeled:
         if each.path in layers or ((decision := decide(each)) is not None and any(decision.wanted.values())):
             layers.setdefault(each.path, []).append(each)
-    trained = {each.path for each in placed if each.is_backward and each.path}
-    results = {each.contraction.out for each in placed if not each.is_backward and each.path in trained}
-    has_backward = any(each.is_backward for each in placed)
+    trained = {each.path for each in labeled if each.is_backward and each.path}
+    results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
+    has_backward = any(each.is_backward for each in labeled)
     for path, own in layers.items():
         name = path or "the model itself"
         if not own:
@@ -80,12 +87,12 @@ def _missing(placed: Sequence[Placed], decide: _Decider) -> Iterator[str]:
         elif has_backward:
             found = Counter(each.matmul for each in own if each.is_backward)
             wanted = ("drhs",) if found["dlhs"] or not _comes_after(own, results) else ("dlhs", "drhs")
-            absent = [matmul for matmul in wanted if not found[matmul]]
-            if len(absent) > found["bwd"]:
-                yield from (f"{name} {matmul}" for matmul in absent)
+            lacking = [matmul for matmul in wanted if not found[matmul]]
+            if len(lacking) > found["bwd"]:
+                yield from (f"{name} {matmul}" for matmul in lacking)
 
 
-def _comes_after(layer: Sequence[Placed], results: set[Value]) -> bool:
+def _comes_after(layer: Sequence[LabeledContraction], results: set[Value]) -> bool:
     """Whether the activation of a layer is computed from some of these results."""
     activations = [
         (each.contraction.lhs, each.contraction.rhs)[1 - side]
@@ -93,13 +100,6 @@ def _comes_after(layer: Sequence[Placed], results: set[Value]) -> bool:
         if not each.is_backward and (side := weight_side(each)) is not None
     ]
     return not results.isdisjoint(ancestors(activations))
-
-
-def _key(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +120,11 @@ class _Decider:
     def is_off(self) -> bool:
         return self.has_config and not self.reports and self.resolver is None
 
-    def __call__(self, each: Placed) -> _Decision | None:
-        """Decide, or give None for what is no linear layer."""
+    def __call__(self, each: LabeledContraction) -> _Decision | None:
+        """Decide about a contraction; None for what is no linear layer."""
         if each.path in self.reports:
             report = self.reports[each.path]
-            wanted = {name: _dtypes_of(getattr(report, name)) for name in MATMULS}
+            wanted = {name: report.dtypes[name].elements for name in MATMULS}
             return _Decision(wanted, _reason(report.recipe, report.reason))
         forward = each.forward
         if self.reports or self.resolver is None or forward is None or not _has_kernel(forward):
@@ -133,7 +133,7 @@ class _Decider:
         recipe = decision.recipe
         if recipe is None:
             return _Decision(dict.fromkeys(MATMULS, ()), decision.reason)
-        wanted = {name: _recipe_dtypes(recipe, name) for name in MATMULS}
+        wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
         return _Decision(wanted, _reason(recipe.name, decision.reason))
 
 
@@ -147,11 +147,11 @@ def _decider(config: Any, layers: Iterable[LayerReport] | None) -> _Decider:
     return _Decider(reports, resolver, config is not None or layers is not None)
 
 
-def _has_kernel(each: Placed) -> bool:
+def _has_kernel(each: LabeledContraction) -> bool:
     return any(name and name[-1] in ("kernel", "value") for name in each.parameters)
 
 
-def _out_features(forward: Placed) -> int:
+def _out_features(forward: LabeledContraction) -> int:
     """Count the outputs of a layer: the free axes of its weight."""
     side, numbers = weight_side(forward), forward.contraction.dimension_numbers
     if side is None or numbers is None:
@@ -161,42 +161,26 @@ def _out_features(forward: Placed) -> int:
     return math.prod(size for axis, size in enumerate(shape) if axis not in used)
 
 
-def _dtypes_of(text: str) -> tuple[str, ...]:
-    """Read "int8 × int8" of a ``LayerReport``; () for float."""
-    return () if text.startswith("float (") or text == "float" else tuple(text.split(" × "))
-
-
-def _recipe_dtypes(recipe: Recipe, name: str) -> tuple[str, ...]:
-    matmul = getattr(recipe, name)
-    specs = [
-        (forward if spec == FORWARD else spec)
-        for spec, forward in ((matmul.lhs, recipe.fwd.lhs), (matmul.rhs, recipe.fwd.rhs))
-    ]
-    found = tuple(spec.dtype for spec in specs if isinstance(spec, TensorSpec))
-    return found if len(found) == 2 else ()
-
-
-def _row(each: Placed, decide: _Decider) -> Row:
+def _row(each: LabeledContraction, decide: _Decider) -> Row:
     contraction = each.contraction
     sides = [(contraction.lhs, each.origins[0]), (contraction.rhs, each.origins[1])]
     if each.swapped:
         sides.reverse()
     (lhs, left), (rhs, right) = sides
-    found = (left.element, right.element)
-    is_low = all(found)
+    dtypes = MatmulDtypes(left.dtype, right.dtype)
     decision = decide(each)
     wanted: tuple[str, ...] = ()
     fault = ""
     if decision is not None:
         wanted = decision.wanted["dlhs" if each.matmul == "bwd" else each.matmul]
         choices = [decision.wanted["dlhs"], decision.wanted["drhs"]] if each.matmul == "bwd" else [wanted]
-        if not any(_fits(found, choice) for choice in choices):
-            got = " × ".join((left.dtype, right.dtype))
-            fault = f"{' × '.join(wanted) or 'float'} is wanted ({decision.reason}) and {got} is there"
+        if not any(_fits(dtypes.elements, choice) for choice in choices):
+            wish = " × ".join(wanted) or "float"
+            fault = f"{wish} is wanted ({decision.reason}) and {left.dtype} × {right.dtype} is there"
         reason = decision.reason
-        if not is_low and not wanted and any(decision.wanted.values()):
+        if not dtypes.is_low and not wanted and any(decision.wanted.values()):
             reason = f"{each.matmul} stays float in {decision.reason}"
-    elif is_low:
+    elif dtypes.is_low:
         reason = "" if not decide.has_config else "no layer that the config knows"
         if decide.has_config:
             fault = f"float is wanted (no linear layer of the model) and {left.dtype} × {right.dtype} is there"
@@ -205,41 +189,39 @@ def _row(each: Placed, decide: _Decider) -> Row:
         if each.is_stray and decide.has_config and not decide.is_off:
             fault = f"a weight gradient in {left.dtype} × {right.dtype}, and nothing tells of which layer"
     return Row(
-        each.path,
-        each.matmul,
-        contraction.operation,
-        lhs.shape,
-        rhs.shape,
-        left.dtype,
-        right.dtype,
-        contraction.out.dtype,
-        left.scale,
-        right.scale,
-        contraction.times,
-        contraction.flops,
-        each.is_recomputed,
-        is_low,
-        wanted,
-        fault or reason,
-        fault,
+        path=each.path,
+        matmul=each.matmul,
+        operation=contraction.operation,
+        lhs_shape=lhs.shape,
+        rhs_shape=rhs.shape,
+        dtypes=dtypes,
+        result_dtype=contraction.out.dtype,
+        lhs_scale=left.scale,
+        rhs_scale=right.scale,
+        times=contraction.times,
+        flops=contraction.flops,
+        is_recomputed=each.is_recomputed,
+        wanted=wanted,
+        reason=fault or reason,
+        fault=fault,
     )
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
     """Whether operands have the dtypes that are wanted; a wider integer holds the values of a narrower one."""
-    if not wanted:
-        return not all(found)
+    if not wanted or not found:
+        return not wanted and not found
     return all(map(_holds, found, wanted))
 
 
 def _holds(found: str, wanted: str) -> bool:
-    if found == wanted or not found:
-        return found == wanted
+    if found == wanted:
+        return True
     a, b = element(found), element(wanted)
     return a.kind == b.kind == "int" and a.bits > b.bits
 
 
-def _float_reason(each: Placed, decide: _Decider) -> str:
+def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
     names = [name for name in (each.forward or each).parameters if name]
     if any(name[-1] == "embedding" for name in names):
         return "embeddings stay float"

@@ -93,20 +93,23 @@ def ancestors(
     conditions: Mapping[Value, Sequence[Value]] | None = None,
     stop: Callable[[Value], bool] | None = None,
 ) -> set[Value]:
-    """Give values and all that they were computed from.
+    """Collect values and all that they were computed from.
 
     Args:
       values: where to start.
       conditions: values that one depends on beside its inputs.
       stop: whether to look no further than a value.
+
+    Returns:
+      The values that were reached, those given included.
     """
-    seen: set[Value] = set()
+    visited: set[Value] = set()
     queue = list(values)
     while queue:
         value = queue.pop()
-        if value in seen:
+        if value in visited:
             continue
-        seen.add(value)
+        visited.add(value)
         if stop is not None and stop(value):
             continue
         if value.operation == "optimization_barrier":
@@ -114,7 +117,7 @@ def ancestors(
         else:
             queue += value.inputs
         queue += (conditions or {}).get(value, ())
-    return seen
+    return visited
 
 
 def _value(
@@ -221,7 +224,7 @@ class _Walk:
         return self._close(given[consts : consts + carries], results, eqn.outvars)
 
     def _close(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
-        """Tie a loop's carry to what its last step made of it, and give the loop's results."""
+        """Tie a loop's carry to what its last step made of it, and return the loop's results."""
         for value, result in zip(carried, results, strict=False):
             value.inputs = (*value.inputs, result)
         kinds = ["scan_result"] * len(carried) + ["scan_stack"] * (len(results) - len(carried))
@@ -262,7 +265,7 @@ def _open(jaxpr: Any) -> Any:
 
 
 def _programs(params: dict[str, Any]) -> Iterator[Any]:
-    """Give the programs among a primitive's parameters."""
+    """Yield the programs among a primitive's parameters."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(_open(item), "eqns"):

@@ -25,21 +25,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
+from jaxtyping import Float
 
 from jaxquant.audit.statistics import WIDTH, read, record
 from jaxquant.backends._linen import layers_apart
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core import delayed
-from jaxquant.core.dtypes import element
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
+from jaxquant.core.trees import subtree
 from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import TENSORS, align
 from jaxquant.ops.einsum import plan_einsum
+from jaxquant.ops.operand import quantize_operand
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
@@ -56,7 +57,7 @@ class HealthRow:
 
     Attributes:
       path: "/"-joined module path.
-      index: place along the stacked axes, () where there are none.
+      index: position along the stacked axes, () where there are none.
       dtypes: element type by tensor (``input``, ``kernel``, ``output_grad``), None for one that stays float.
     """
 
@@ -113,14 +114,21 @@ class HealthMonitor:
         self._shapes: dict[str, tuple[int, ...]] = {path: _probe_of(params, path).shape for path in self._recipes}
         self._order, self.rows = self._make_rows()
 
-    def __call__(self, params: Mapping[str, Any], *args: Any) -> dict[str, Array]:
+    def __call__(self, params: Mapping[str, Any], *args: Any) -> dict[str, Float[Array, "rows 3"]]:
+        """Return the statistics of every layer's tensors.
+
+        Args:
+          params: of the model, without quant state.
+          args: further arguments of the loss.
+        """
+
         def tapped(probes: dict[str, Array]) -> Array:
             with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept):
                 return self._loss(_with_probes(params, probes), *args)
 
         probes = {path: jnp.zeros(shape, jnp.float32) for path, shape in self._shapes.items()}
-        seen = jax.grad(tapped)(probes)
-        stacked = [_records_last(seen[path]).reshape(-1, len(TENSORS), WIDTH) for path in self._recipes]
+        cotangents = jax.grad(tapped)(probes)
+        stacked = [_records_last(cotangents[path]).reshape(-1, len(TENSORS), WIDTH) for path in self._recipes]
         return read(jnp.concatenate(stacked)[self._order])
 
     @property
@@ -129,17 +137,17 @@ class HealthMonitor:
         return math.lcm(*(recipe.drhs.shards for recipe in self._recipes.values() if recipe))
 
     def _make_rows(self) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-        """Order the rows layer by layer where layers are stacked; also give each row's place in stacked order."""
+        """Order the rows layer by layer where layers are stacked; also return each row's index in stacked order."""
         found = []
         block = -1
-        before = None
-        for place, (path, recipe) in enumerate(self._recipes.items()):
+        previous = None
+        for position, (path, recipe) in enumerate(self._recipes.items()):
             stack = _stack_of(self._shapes[path])
-            here = (path.split("/")[0], stack) if stack else None
-            block += here is None or here != before
-            before = here
+            current = (path.split("/")[0], stack) if stack else None
+            block += current is None or current != previous
+            previous = current
             dtypes = {name: spec and spec.dtype for name, spec in _specs(recipe).items()}
-            found += [(block, index, place, HealthRow(path, index, dtypes)) for index in np.ndindex(stack)]
+            found += [(block, index, position, HealthRow(path, index, dtypes)) for index in np.ndindex(stack)]
         order = sorted(range(len(found)), key=lambda i: found[i][:3])
         return np.array(order), tuple(found[i][3] for i in order)
 
@@ -181,18 +189,18 @@ class _Static:
 
 
 def _specs(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
-    """Give the spec of each tensor, None for a float one."""
+    """Return the spec of each tensor, None for a float one."""
     specs = {name: recipe.specs[operand] if recipe else None for name, operand in TENSORS.items()}
     return {name: spec if isinstance(spec, TensorSpec) else None for name, spec in specs.items()}
 
 
 def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: dict[str, Array]):
-    """Record input and kernel; also give what the output gradient's quantization reads."""
+    """Record input and kernel; also return what the output gradient's quantization reads."""
     specs = _specs(static.recipe)
     if (mask := state.get("sparsity_mask")) is not None:
         rhs = jnp.where(mask > 0, rhs, 0)
-    q_lhs = _quantize(static, "input", lhs, static.dims.lhs_contract, state)
-    q_rhs = _quantize(static, "kernel", rhs, static.dims.rhs_contract, state)
+    q_lhs = _quantize(static, "input", lhs, (static.dims.lhs_contract, static.dims.lhs_batch), state)
+    q_rhs = _quantize(static, "kernel", rhs, (static.dims.rhs_contract, static.dims.rhs_batch), state)
     records = jnp.concatenate([record(lhs, specs["input"], q_lhs), record(rhs, specs["kernel"], q_rhs)])
     reuses = static.recipe is not None and static.recipe.dlhs.rhs == FORWARD
     # The qvalues are kept for their scale; what is not read of them, XLA drops.
@@ -208,22 +216,40 @@ def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, stat
     aligned = grad
     if kernel is not None:
         aligned, _ = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
-    tensor = _quantize(static, "output_grad", aligned, dims.lhs_contract, state)
+    tensor = _quantize(static, "output_grad", aligned, (dims.lhs_contract, dims.lhs_batch), state)
     return record(aligned, spec, tensor, original=grad)
 
 
-def _quantize(static: _Static, name: str, x: Array, axes: tuple[int, ...], state: dict[str, Array]) -> QTensor | None:
-    """Quantize as the recipe says, with the delayed scale of this step where there is one."""
+def _quantize(
+    static: _Static, name: str, x: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], state: dict[str, Array]
+) -> QTensor | None:
+    """Quantize as the recipe says, with the delayed scale of this step where there is one.
+
+    Args:
+      static: of the layer's call.
+      name: of the tensor.
+      x: the tensor.
+      dims: its contraction and batch axes.
+      state: quant state of the layer.
+    """
     recipe, spec = static.recipe, _specs(static.recipe)[name]
     if recipe is None or spec is None:
         return None
+    own = None
     if spec.scaling == "delayed":
-        assert recipe.delayed is not None
-        tensor_state = {field: state[f"{name}_{field}"] for field in ("scale", "amax_history")}
-        scale = delayed.current_scale(tensor_state, jnp.max(absolute(x)), element(spec.dtype), recipe.delayed)
-        dtype = x.dtype.name if recipe.is_flax else "float32"
-        return quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=dtype)
-    return quantize(x, spec, axes, key=content_key(x) if spec.rounding == "stochastic" else None)
+        own = {field: state[f"{name}_{field}"] for field in ("scale", "amax_history")}
+    is_gradient = name == "output_grad"
+    tensor, _ = quantize_operand(
+        x,
+        spec,
+        dims[0],
+        recipe=recipe,
+        batch=dims[1],
+        state=own,
+        key=content_key(x) if spec.rounding == "stochastic" else None,
+        floor=SMALLEST_GRADIENT_SCALE if is_gradient else SMALLEST_SCALE,
+    )
+    return tensor
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -247,7 +273,7 @@ _tap.defvjp(_tap_fwd, _tap_bwd)
 def _contraction(
     module: nn.Module, lhs: Array, rhs: Array, args: Any, kwargs: Any
 ) -> tuple[Array, Array, Dimensions, tuple[int, ...]]:
-    """Bring a linear layer into ``lax.dot_general``'s form: operands, dimensions, transposition of the output."""
+    """Convert a linear layer to ``lax.dot_general``'s form: operands, dimensions, transposition of the output."""
     numbers: DotDimensionNumbers
     if isinstance(module, nn.Einsum):
         plan = plan_einsum(einsum_equation(module, args, kwargs), lhs.ndim, rhs.ndim)
@@ -273,21 +299,15 @@ def _as_tuple(axes: Any) -> tuple[int, ...]:
 
 
 def _find_state(variables: Mapping[str, Any]) -> dict[str, Array]:
-    """Give the quant state of the one op below a layer, by flax's names."""
+    """Return the quant state of the one op below a layer, by flax's names."""
     found: dict[str, Array] = {}
     for name, value in variables.items():
         found |= _find_state(value) if isinstance(value, Mapping) else {name: value}
     return found
 
 
-def _parts(path: str) -> list[str]:
-    return path.split("/") if path else []  # the model may be a linear layer itself
-
-
 def _probe_of(params: Mapping[str, Any], path: str) -> Any:
-    for part in (*_parts(path), PROBE):
-        params = params[part]
-    return params
+    return subtree(params, path)[PROBE]
 
 
 def _with_probes(params: Mapping[str, Any], probes: Mapping[str, Array]) -> dict[str, Any]:
@@ -296,15 +316,12 @@ def _with_probes(params: Mapping[str, Any], probes: Mapping[str, Array]) -> dict
         name: _with_probes(value, {}) if isinstance(value, Mapping) else value for name, value in params.items()
     }
     for path, probe in probes.items():
-        layer = new
-        for part in _parts(path):
-            layer = layer[part]
-        layer[PROBE] = probe
+        subtree(new, path)[PROBE] = probe
     return new
 
 
 def _stack_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the stacked axes of a probe; where they lie is the model's choice."""
+    """Return the stacked axes of a probe; where they lie is the model's choice."""
     rest = list(shape)
     rest.remove(len(TENSORS) * WIDTH)
     return tuple(rest)

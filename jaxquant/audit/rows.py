@@ -8,7 +8,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxquant.core.dtypes import ELEMENTS
+from rich.console import Console
+from rich.table import Table
+
+from jaxquant.core.matmul_dtypes import MatmulDtypes
 
 MATMULS = ("fwd", "dlhs", "drhs")
 _BACKWARD = ("dlhs", "drhs", "bwd")
@@ -26,14 +29,13 @@ class Row:
       matmul: "fwd", "dlhs", "drhs", or "bwd" for a backward matmul of which it cannot be told.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
       lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
-      lhs_dtype, rhs_dtype: "float32 (int8 dequantized)" is a float operand that was rounded to int8.
+      dtypes: of both operands; ``str`` of it spells them as ``LayerReport`` does.
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
         itself, delayed: from quant state, static: a constant) of an operand that was quantized, else "".
       times: how often one call of the function runs it; see ``dataflow.Contraction``.
       flops: of one time.
       is_recomputed: a forward matmul that the backward pass does again.
-      is_low: it multiplies low-precision operands.
       wanted: operand dtypes that the config asks for, () for float or where no config says.
       reason: why it has these dtypes.
       fault: "" or what is wrong with them.
@@ -44,31 +46,35 @@ class Row:
     operation: str
     lhs_shape: tuple[int, ...]
     rhs_shape: tuple[int, ...]
-    lhs_dtype: str
-    rhs_dtype: str
+    dtypes: MatmulDtypes
     result_dtype: str
     lhs_scale: str
     rhs_scale: str
     times: int
     flops: int
     is_recomputed: bool
-    is_low: bool
     wanted: tuple[str, ...]
     reason: str
     fault: str
 
     @property
-    def dtypes(self) -> str:
-        """Operand dtypes in one word, as ``LayerReport`` spells them."""
-        if self.is_low:
-            return f"{self.lhs_dtype} × {self.rhs_dtype}"
-        dtypes = (self.lhs_dtype, self.rhs_dtype)
-        held = [dtype.partition("(")[2][:-1] or dtype for dtype in dtypes if "(" in dtype or dtype in ELEMENTS]
-        return f"float ({', '.join(held)})" if held else "float"
+    def is_low(self) -> bool:
+        """Whether it multiplies low-precision operands."""
+        return self.dtypes.is_low
+
+    @property
+    def lhs_dtype(self) -> str:
+        """Text of the left operand's dtype: "float32 (int8 dequantized)" is a float that was rounded to int8."""
+        return str(self.dtypes.lhs)
+
+    @property
+    def rhs_dtype(self) -> str:
+        """Text of the right operand's dtype, as ``lhs_dtype``."""
+        return str(self.dtypes.rhs)
 
     @property
     def scales(self) -> str:
-        """Scales of the quantized operands in one word."""
+        """Text of the scales of the quantized operands."""
         found = [scale for scale in (self.lhs_scale, self.rhs_scale) if scale]
         return " × ".join(dict.fromkeys(found))
 
@@ -87,13 +93,13 @@ class Coverage:
     missing: tuple[str, ...] = ()
 
     def share(self, *matmuls: str) -> float:
-        """Give the share of the FLOPs of these matmuls (default: all) that run on operands of at most 8 bits."""
+        """Return the share of the FLOPs of these matmuls (default: all) that run on operands of at most 8 bits."""
         rows = [row for row in self.rows if not matmuls or row.matmul in matmuls]
         total = sum(row.times * row.flops for row in rows)
         return sum(row.times * row.flops for row in rows if row.is_low) / total if total else 0.0
 
     def summary(self) -> str:
-        """Say in one line how much of the function runs in low precision."""
+        """Describe in one line how much of the function runs in low precision."""
         low = sum(row.times for row in self.rows if row.is_low)
         text = f"{low} of {sum(row.times for row in self.rows)} matmuls in at most 8 bits"
         if self.rows:
@@ -103,22 +109,17 @@ class Coverage:
         return text
 
     def layers(self) -> list[dict[str, Any]]:
-        """Give one entry a path: the dtypes of its three matmuls, scales, times and the reason."""
+        """Return one entry a path, ready to print: the dtypes of its three matmuls, scales, times and the reason.
+
+        ``dtypes`` has the dtypes as data: lists of ``MatmulDtypes`` by "fwd", "dlhs" and "drhs".
+        """
         paths: dict[str, list[Row]] = {}
         for row in self.rows:
             paths.setdefault(row.path, []).append(row)
         return [_layer(path, rows) for path, rows in paths.items()]
 
     def table(self) -> Any:
-        """Make a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn.
-
-        Raises:
-          ImportError: rich is not installed.
-        """
-        try:
-            from rich.table import Table
-        except ImportError:
-            raise ImportError("Coverage.table needs the package rich; run pip install 'jaxquant[train]'") from None
+        """Build a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn."""
         columns = ("path", *MATMULS, "scales", "times", "reason")
         table = Table(box=None, caption=self.summary(), caption_justify="left", caption_style="", pad_edge=False)
         for name in columns:
@@ -128,15 +129,13 @@ class Coverage:
         return table
 
     def text(self, width: int = 140) -> str:
-        """Give ``table`` as plain text.
+        """Format ``table`` as plain text.
 
         Args:
           width: columns of the page.
         """
         table = self.table()
         table.caption = None  # it would be wrapped to the table's width
-        from rich.console import Console
-
         file = io.StringIO()
         Console(file=file, width=width).print(table)
         return "\n".join([*(line.rstrip() for line in file.getvalue().rstrip().splitlines()), self.summary()])
@@ -154,10 +153,11 @@ class Coverage:
                 "rows": rows,
             },
             indent=1,
+            default=dataclasses.asdict,
         )
 
     def check(self, without: Sequence[str] = ()) -> None:
-        """Refuse a function in which a layer does not run in the dtypes that its recipe says.
+        """Raise an error if a layer does not run in the dtypes that its recipe says.
 
         Args:
           without: entries of ``missing`` that are meant to be missing: "mlp/wi drhs" of a frozen layer, "head dlhs" of
@@ -196,15 +196,15 @@ def _short(text: str) -> str:
 
 
 def _layer(path: str, rows: Sequence[Row]) -> dict[str, Any]:
-    def dtypes(*matmuls: str) -> str:
-        return ", ".join(dict.fromkeys(row.dtypes for row in rows if row.matmul in matmuls))
-
+    dtypes = {
+        name: list(dict.fromkeys(row.dtypes for row in rows if row.matmul in matmuls))
+        for name, matmuls in (("fwd", ("fwd",)), ("dlhs", ("dlhs", "bwd")), ("drhs", ("drhs", "bwd")))
+    }
     return {
         "path": path,
-        "fwd": dtypes("fwd"),
-        "dlhs": dtypes("dlhs", "bwd"),
-        "drhs": dtypes("drhs", "bwd"),
+        **{name: ", ".join(dict.fromkeys(map(str, found))) for name, found in dtypes.items()},
         "scales": "; ".join(dict.fromkeys(row.scales for row in rows if row.scales)),
         "times": sum(row.times for row in rows),
         "reason": "; ".join(dict.fromkeys(row.reason for row in rows if row.reason)),
+        "dtypes": dtypes,
     }

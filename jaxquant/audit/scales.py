@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from jaxquant.audit.dataflow import Value
 from jaxquant.core.dtypes import ELEMENTS
+from jaxquant.core.matmul_dtypes import OperandDtype
 
 # Values that hold the elements of their first input, in another place, shape or number.
 _MOVES = frozenset(
@@ -27,14 +28,12 @@ class Origin:
 
     Attributes:
       source: the value before quantization, casts and changes of shape.
-      dtype: of the operand; a float operand that was dequantized is "float32 (int8 dequantized)".
-      element: low-precision dtype that the matmul runs on; "" for a float operand.
+      dtype: of the operand, and of the elements that a float operand was dequantized from.
       scale: such as "per tensor, delayed"; "" for a float operand that was never quantized.
     """
 
     source: Value
-    dtype: str
-    element: str
+    dtype: OperandDtype
     scale: str
 
 
@@ -42,13 +41,13 @@ def origin(value: Value) -> Origin:
     """Follow an operand back to what it was made from."""
     if value.dtype in ELEMENTS:
         element, source, scale = _quantized(value)
-        return Origin(source, element, element, scale)
+        return Origin(source, OperandDtype(element), scale)
     plain = _moved(value, through_casts=True)
     low = _dequantized(plain)
     if low is not None:
         element, source, scale = _quantized(low)
-        return Origin(source, f"{value.dtype} ({element} dequantized)", "", scale)
-    return Origin(plain, value.dtype, "", "")
+        return Origin(source, OperandDtype(value.dtype, element), scale)
+    return Origin(plain, OperandDtype(value.dtype), "")
 
 
 def argument(value: Value) -> Value | None:
@@ -56,13 +55,13 @@ def argument(value: Value) -> Value | None:
 
     Sums are not followed: the residual stream of a model starts at its input, and is not that input.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     queue = [value]
     while queue:
         value = _moved(queue.pop(0), through_casts=True)
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if value.operation == "argument" or (value.operation == "constant" and value.size > 1):
             return value
         if value.operation in ("mul", "div", "select_n", "clamp"):
@@ -85,7 +84,7 @@ def _moved(value: Value, through_casts: bool = False) -> Value:
 
 
 def _quantized(value: Value) -> tuple[str, Value, str]:
-    """Give (element, source, scale) of a low-precision value."""
+    """Return (element, source, scale) of a low-precision value."""
     element = value.dtype
     while True:
         value = _moved(value)
@@ -153,7 +152,7 @@ def _is_spread(value: Value) -> bool:
 
 
 def _spread(value: Value) -> Value:
-    """Give what a broadcast repeats."""
+    """Return what a broadcast repeats."""
     while value.operation in ("broadcast_in_dim", "reshape", "expand_dims", "squeeze", "convert_element_type"):
         if value.inputs[0].dtype in ELEMENTS:
             break
@@ -162,7 +161,7 @@ def _spread(value: Value) -> Value:
 
 
 def _sharing(x: Value, scale: Value) -> str:
-    """Say who shares a scale."""
+    """Describe who shares a scale: "per tensor", "per tile" or "per channel"."""
     if _spread(scale).size == 1:
         return "per tensor"
     kept = _varying(scale)
@@ -173,7 +172,7 @@ def _sharing(x: Value, scale: Value) -> str:
 
 
 def _varying(scale: Value) -> set[int]:
-    """Give the axes of a division along which its scale varies."""
+    """Return the axes of a division along which its scale varies."""
     if scale.operation != "broadcast_in_dim":
         return {axis for axis, size in enumerate(scale.shape) if size > 1}
     places = scale.params["broadcast_dimensions"]
@@ -181,7 +180,7 @@ def _varying(scale: Value) -> set[int]:
 
 
 def _cuts(x: Value) -> Iterator[tuple[int, int]]:
-    """Give pairs of neighbouring axes of x that a reshape cut out of one axis."""
+    """Yield pairs of neighbouring axes of x that a reshape cut out of one axis."""
     while x.operation == "convert_element_type":
         x = x.inputs[0]
     place = list(range(len(x.shape)))  # where the axes of what we look at stand in x
@@ -204,8 +203,8 @@ def _cuts(x: Value) -> Iterator[tuple[int, int]]:
 
 
 def _made(scale: Value, source: Value) -> str:
-    """Say what a scale is computed from: an argument (delayed), else the tensor itself (dynamic), else static."""
-    seen: set[int] = set()
+    """Describe what a scale is computed from: an argument (delayed), else the tensor itself (dynamic), else static."""
+    visited: set[int] = set()
     queue, is_dynamic = [scale], False
     while queue:
         value = queue.pop()
@@ -213,7 +212,7 @@ def _made(scale: Value, source: Value) -> str:
             is_dynamic = True
         elif value.operation == "argument":
             return "delayed"
-        elif id(value) not in seen:
-            seen.add(id(value))
+        elif id(value) not in visited:
+            visited.add(id(value))
             queue += value.inputs
     return "dynamic" if is_dynamic else "static"

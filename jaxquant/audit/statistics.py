@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
+from jaxquant.core.blocks import apply_blocks
 from jaxquant.core.delayed import BINS, bin_of, bin_value
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import absolute
 from jaxquant.core.recipe import TensorSpec
 
 Array = jax.Array
 STATISTICS = ("amax", "scale", "saturated", "flushed", "sqnr", "nonfinite")
-"""What ``read`` gives of a tensor, in order."""
+"""What ``read`` returns of a tensor, in order."""
 
 _SUMS = ("uses", "quantized", "elements", "nonzero", "saturated", "flushed", "nonfinite", "signal", "noise")
 _PEAK = 1 + BINS
@@ -30,7 +32,12 @@ WIDTH = 2 * _PEAK + len(_SUMS)
 _ROUNDING = 1 + 2.0**-22
 
 
-def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: Array | None = None) -> Array:
+def record(
+    x: Float[Array, "*shape"],
+    spec: TensorSpec | None,
+    tensor: QTensor | None,
+    original: Float[Array, "*shape"] | None = None,
+) -> Float[Array, " WIDTH"]:
     """Count what became of a tensor's elements.
 
     Args:
@@ -40,7 +47,7 @@ def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: 
       original: the tensor whose amax is meant, where that is not ``x``.
 
     Returns:
-      A float32 vector of ``WIDTH`` numbers, for ``read``.
+      A float32 vector, for ``read``.
     """
     amax = jnp.max(absolute(x if original is None else original)).astype(jnp.float32)
     values = x.astype(jnp.float32)
@@ -50,7 +57,7 @@ def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: 
         assert tensor is not None
         back, nonzero = dequantize(tensor), values != 0
         # A channel of zeros has scale 1, which says nothing of the others.
-        filled = jnp.max(apply_scaled(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.scale))
+        filled = jnp.max(apply_blocks(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.full_scale(), tensor.blocks))
         scale = jnp.where(filled > 0, filled, 1.0)
         sums |= {
             "quantized": 1,
@@ -64,7 +71,7 @@ def record(x: Array, spec: TensorSpec | None, tensor: QTensor | None, original: 
     return jnp.concatenate([_peak(amax), _peak(scale), counts])
 
 
-def read(records: Array) -> dict[str, Array]:
+def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"]]:
     """Turn records, or sums of them, into the statistics of their tensors.
 
     With x the elements, x̂ what their quantized values stand for, and several uses counted together:
@@ -80,7 +87,7 @@ def read(records: Array) -> dict[str, Array]:
     All but amax and nonfinite are NaN for a float tensor, and all six for one that no backward pass reached.
 
     Args:
-      records: float32 [..., WIDTH].
+      records: float32, of ``record``.
     """
     amax, scale = records[..., :_PEAK], records[..., _PEAK : 2 * _PEAK]
     sums = dict(zip(_SUMS, jnp.moveaxis(records[..., 2 * _PEAK :], -1, 0), strict=True))
@@ -99,11 +106,11 @@ def read(records: Array) -> dict[str, Array]:
 
 def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     bound = element(spec.dtype).bound * _ROUNDING
-    scaled = apply_scaled(jnp.divide, values, tensor.scale)
+    scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
     if tensor.zero_point is None:
         return jnp.abs(scaled) > bound
     # Every code of the integer is used, -qmax - 1 included, and the zero point is rounded by up to half a code.
-    shifted = apply_scaled(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
+    shifted = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
     return (shifted > bound) | (shifted < -bound - 1)
 
 

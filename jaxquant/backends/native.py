@@ -14,9 +14,10 @@ from jaxquant.backends.base import RANDOM_STREAM, chosen
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.qtensor import QTensor, Weight
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.ops import served, sparsity
+from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
 from jaxquant.ops.einsum import einsum
+from jaxquant.ops.operand import input_scale, quantize_kernel
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
@@ -42,8 +43,8 @@ class _Quantized(nn.Module):
                 f"recipe {self.recipe.name!r} at {at_layer(join_path(self.path[:-1]))} keeps state in the collection "
                 f"'{OVERWRITE_WITH_GRADIENT}', and this call has no {missing[0]!r} there: pass the collection to apply "
                 f"beside 'params', and where the layer is under nn.scan, give it "
-                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}; state of flax's own ops goes through "
-                "jaxquant.state.from_flax"
+                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}; state that was stored, or of flax's "
+                "own ops, goes through jaxquant.state.with_bins"
             )
         return {
             name: self.variable(OVERWRITE_WITH_GRADIENT, full, lambda value=value: value).value
@@ -86,8 +87,7 @@ def convert_kernel(
     """
     if recipe.sparsity is not None:
         kernel = jnp.where(state["sparsity"]["mask"] > 0, kernel, 0)
-    tensor = served.quantize_weight(kernel, axes, recipe=recipe, state=state)  # pyright: ignore[reportArgumentType]
-    return tensor, served.input_scale(recipe, state)  # pyright: ignore[reportArgumentType]
+    return quantize_kernel(kernel, axes, recipe=recipe, state=state), input_scale(recipe, state)
 
 
 class DotGeneral(_Quantized):

@@ -168,16 +168,13 @@ def _shapes(recipe: Recipe, kernel: Array, *, axes: tuple[int, ...]) -> tuple[QT
 def _named(tensor: QTensor, mesh_axes: tuple[str | None, ...], replicate_scale: bool) -> Any:
     """Name the axes of a stored kernel as those of the float one; a scale has no name where it is shared."""
 
-    def scale_names(scale: Array) -> tuple[str | None, ...]:
-        sizes = zip(mesh_axes, scale.shape, strict=True)
+    def names(part: str, array: Array) -> tuple[str | None, ...]:
+        if part == "qvalue":
+            return mesh_axes
+        sizes = zip(mesh_axes, array.shape, strict=True)
         return tuple(None if replicate_scale or size == 1 else name for name, size in sizes)
 
-    box = nn.LogicallyPartitioned
-    return QTensor(
-        box(tensor.qvalue, mesh_axes),  # pyright: ignore[reportArgumentType]
-        box(tensor.scale, scale_names(tensor.scale)),  # pyright: ignore[reportArgumentType]
-        None if tensor.zero_point is None else box(tensor.zero_point, scale_names(tensor.zero_point)),  # pyright: ignore[reportArgumentType]
-    )
+    return tensor.replace(lambda part, array: nn.LogicallyPartitioned(array, names(part, array)))
 
 
 def dot_general_cls(

@@ -134,6 +134,7 @@ def _operand(bits: int | None, scale: float, tile_size: int) -> TensorSpec | Non
         Calibration("absmax", min(scale, 1.0)),
         tile_size=tile_size if tiled else None,
         reciprocal=True,  # AQT's rounding
+        tiling="each_axis" if tiled else "nested",
     )
 
 

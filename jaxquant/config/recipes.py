@@ -80,6 +80,12 @@ def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str
     return Recipe(name, fwd=MatmulSpec(forward, forward, accumulator), dlhs=grad, drhs=grad)
 
 
+def _microscaling(name: str, dtype: str, tile_size: int) -> Recipe:
+    """Quantize each operand in tiles along its own contraction, with scales that are powers of two."""
+    spec = TensorSpec(dtype, "per_tile", tile_size=tile_size, scale_dtype="float8_e8m0fnu", scale_rounding="up")
+    return _everywhere(name, spec, spec, "float32")
+
+
 # AQT multiplies by 1/scale and rounds the gradient alone stochastically.
 _INT8 = _reusing(
     "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
@@ -93,6 +99,16 @@ _AQT_FP8_FULL = _everywhere(
     "bfloat16",
 )
 _FP8_FULL = _reusing("fp8_full", TensorSpec("float8_e4m3fn"), TensorSpec("float8_e5m2"))
+
+_BLOCK_TILE = TensorSpec("float8_e4m3fn", "per_tile", tile_size=128)
+_BLOCK_WEIGHT = TensorSpec("float8_e4m3fn", "per_block", tile_size=128, free_size=128)
+# The weight's blocks tile either contraction; the activation is tiled along the tokens for its own gradient.
+_FP8_BLOCK = Recipe(
+    "fp8_block",
+    fwd=MatmulSpec(_BLOCK_TILE, _BLOCK_WEIGHT, "float32"),
+    dlhs=MatmulSpec(_BLOCK_TILE, FORWARD, "float32"),
+    drhs=MatmulSpec(_BLOCK_TILE, _BLOCK_TILE, "float32"),
+)
 
 _ALL, _AQT, _QWIX, _NATIVE = tuple(BACKENDS), ("aqt", "native"), ("qwix", "native"), ("native",)
 
@@ -117,6 +133,14 @@ _CURRENT = RecipeRow(
     _NATIVE,
     frozenset(),
     "this step's amax per tensor: e4m3 operands, e5m2 output gradient",
+)
+
+_MXFP8 = RecipeRow(
+    _microscaling("mxfp8", "float8_e4m3fn", 32),
+    "native",
+    _NATIVE,
+    frozenset(),
+    "e4m3 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
 )
 
 RECIPES: dict[str, RecipeRow] = {
@@ -160,6 +184,22 @@ RECIPES: dict[str, RecipeRow] = {
     ),
     "fp8_current": _CURRENT,
     "te_fp8_currentscaling": _CURRENT,
+    "fp8_block": RecipeRow(
+        _FP8_BLOCK,
+        "native",
+        _NATIVE,
+        frozenset(),
+        "e4m3 everywhere: tiles of 128 of activations and gradients, blocks of 128 by 128 of weights",
+    ),
+    "mxfp8": _MXFP8,
+    "te_mxfp8": _MXFP8,
+    "mxfp4": RecipeRow(
+        _microscaling("mxfp4", "float4_e2m1fn", 32),
+        "native",
+        _NATIVE,
+        frozenset(),
+        "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
+    ),
     "int8w": RecipeRow(
         _weight_only("int8w", "int8"), "native", _NATIVE, frozenset(), "int8 weights only, straight-through gradient"
     ),
@@ -170,13 +210,9 @@ RECIPES: dict[str, RecipeRow] = {
 """Every config string that runs."""
 
 REFUSED: dict[str, str] = {
-    "fp8_block": "fp8_full",
-    "mxfp8": "fp8_current",
-    "te_mxfp8": "fp8_current",
-    "mxfp4": "fp4",
-    "nvfp4": "fp4",
-    "te_nvfp4": "fp4",
-    "te_nvfp4_no_rht": "fp4",
+    "nvfp4": "mxfp4",
+    "te_nvfp4": "mxfp4",
+    "te_nvfp4_no_rht": "mxfp4",
 }
 """Block-scaled config strings, known but not implemented, and the string that comes closest."""
 

@@ -4,52 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key, Shaped
 
+from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, apply_scaled, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import asymmetric_cast, saturating_cast, stochastic_cast
-from jaxquant.core.sharding import over_devices, split_axes
-
-# A scale below this flushes the reciprocal to a value whose square is not normal; such tensors are all but zero.
-SMALLEST_SCALE = math.sqrt(float(jnp.finfo(jnp.float32).tiny))
-
-
-def scale_counts(shape: tuple[int, ...], spec: TensorSpec, axes: Sequence[int], shards: int = 1) -> tuple[int, ...]:
-    """Count the scales along each axis of a tensor whose contraction axes are ``axes``.
-
-    Args:
-      shape: shape of the tensor.
-      spec: its granularity and tile size.
-      axes: contraction axes; along these a scale is shared, by all (per channel) or by a tile.
-      shards: blocks of the first contraction axis that are quantized by themselves.
-
-    Raises:
-      ValueError: a tile or a number of shards that does not divide its axis.
-    """
-    if spec.granularity == "per_tensor" or spec.calibration.method == "fixed":
-        counts = [1] * len(shape)
-    else:
-        counts = [1 if axis in axes else size for axis, size in enumerate(shape)]
-    if spec.granularity == "per_tile" and spec.tile_size is not None:
-        for axis in axes:
-            if shape[axis] % spec.tile_size:
-                raise ValueError(
-                    f"tile_size {spec.tile_size} does not divide contraction axis {axis} of size {shape[axis]} "
-                    f"(shape {shape}); choose a divisor of {shape[axis]} or -1 for no tiles"
-                )
-            counts[axis] = shape[axis] // spec.tile_size
-    if shards > 1 and axes and spec.calibration.method != "fixed":
-        if shape[axes[0]] % shards:
-            raise ValueError(
-                f"quantization_local_shard_count {shards} does not divide contraction axis {axes[0]} of size "
-                f"{shape[axes[0]]} (shape {shape}); choose a divisor of {shape[axes[0]]}, or 0 for a float gradient"
-            )
-        counts[axes[0]] = math.lcm(counts[axes[0]], shards)
-    return tuple(counts)
+from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, power_of_two_below, scale_of_amax
 
 
 def absolute(x: jax.Array) -> jax.Array:
@@ -63,38 +29,36 @@ def absolute(x: jax.Array) -> jax.Array:
     )
 
 
-def _reduce(x: jax.Array, counts: tuple[int, ...], reduction, collective=None) -> jax.Array:
-    """Reduce x to the shape ``counts``, with a collective also over the devices that hold other parts of x."""
-    tiled = {axis: n for axis, n in enumerate(counts) if n not in (1, x.shape[axis])}
-    axes: list[int] = []
-    position = 0
-    for axis, n in enumerate(counts):
-        position += axis in tiled
-        if n == 1 or axis in tiled:
-            axes.append(position)
-        position += 1
-    statistic = reduction(split_axes(x, tiled), axis=tuple(axes)).reshape(counts)
-    return statistic if collective is None else over_devices(collective, statistic, x)
+class Scales(NamedTuple):
+    """What a statistic gives: scales in their dtype, a zero point or None, an outer scale or None."""
+
+    scale: Float[Array, "*counts"]
+    zero_point: Shaped[Array, "*counts"] | None = None
+    outer_scale: Float[Array, "*ones"] | None = None
 
 
-def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
-    """Compute the scale, and the zero point of an asymmetric range, from this tensor's statistic.
+def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, floor: float = SMALLEST_SCALE) -> Scales:
+    """Compute the scales, and the zero points of an asymmetric range, from this tensor's statistic.
 
-    ``scale = statistic · factor / bound`` in float32, 1 where it falls below sqrt(tiny). Inside ``jax.shard_map`` a
-    scale of the whole tensor is one for all devices; a finer one is that of the device's own part.
+    ``scale = statistic · factor / bound`` in float32, 1 where it falls below ``floor``, then rounded as the spec says.
+    Inside ``jax.shard_map`` a scale of the whole tensor is one for all devices; a finer one is that of the device's own
+    part.
 
     Args:
       x: the tensor, any float dtype.
-      spec: calibration and element type.
-      counts: shape of the result, from ``scale_counts``.
+      spec: calibration, element type, and dtype and rounding of scales.
+      block: shape of the blocks that share a scale, from ``block_shape``.
+      floor: scales below it become 1.
 
     Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value).
     """
     calibration, kind = spec.calibration, element(spec.dtype)
+    counts = scale_shape(x.shape, block)
     whole = spec.granularity == "per_tensor" and math.prod(counts) == 1
-    lowest, highest, mean = (jax.lax.pmin, jax.lax.pmax, jax.lax.pmean) if whole else (None, None, None)
+    lowest, highest = (jax.lax.pmin, jax.lax.pmax) if whole else (None, None)
     if calibration.method == "fixed" and calibration.is_symmetric:
-        return jnp.full(counts, _floor(calibration.maximum / kind.bound), jnp.float32), None
+        scale = calibration.maximum / kind.bound
+        return Scales(jnp.full(counts, 1.0 if scale < floor else scale, jnp.float32))
     if calibration.method == "fixed":
         low, high = (
             jnp.full(counts, calibration.minimum, jnp.float32),
@@ -102,69 +66,106 @@ def compute_scale(x: jax.Array, spec: TensorSpec, counts: tuple[int, ...]) -> tu
         )
     elif calibration.method == "minmax":
         known = jnp.where(jnp.isnan(x), jnp.inf, x)
-        low = jnp.minimum(_reduce(known, counts, jnp.min, lowest).astype(jnp.float32), 0) * calibration.factor
-        high = jnp.maximum(_reduce(known, counts, jnp.max, highest).astype(jnp.float32), 0) * calibration.factor
+        low = jnp.minimum(reduce_blocks(known, block, jnp.min, lowest).astype(jnp.float32), 0) * calibration.factor
+        high = jnp.maximum(reduce_blocks(known, block, jnp.max, highest).astype(jnp.float32), 0) * calibration.factor
     elif calibration.method == "rms":
-        squares = _reduce(jnp.square(x.astype(jnp.float32)), counts, jnp.mean, mean)
-        low, high = None, jnp.sqrt(squares) * calibration.factor
+        low, high = None, _root_mean_square(x, block, whole) * calibration.factor
     else:
-        high = _reduce(absolute(x), counts, jnp.max, highest).astype(jnp.float32)
+        high = reduce_blocks(absolute(x), block, jnp.max, highest).astype(jnp.float32)
         low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
-        # XLA turns a division by a constant into this multiplication under jit, but not outside it.
-        return _floor_scale(high * (1 / kind.bound)), None
+        if spec.amax_bound is not None:
+            high = jnp.minimum(high, spec.amax_bound)
+        scale, outer = scale_of_amax(high, kind.bound, spec, floor)
+        return Scales(scale, None, outer)
     assert low is not None
     # Asymmetric ranges use every code of the integer, -max - 1 included.
-    scale = _floor_scale((high - low) * (1 / (2 * kind.max + 1)))
-    return scale, asymmetric_cast(-kind.max - 1 - low / scale, kind)
+    scale = floor_scale((high - low) * (1 / (2 * kind.max + 1)), floor)
+    return Scales(scale, asymmetric_cast(-kind.max - 1 - low / scale, kind))
 
 
-def _floor(scale: float) -> float:
-    return 1.0 if scale < SMALLEST_SCALE else scale
+def _root_mean_square(x: jax.Array, block: Shape, whole: bool) -> jax.Array:
+    """Compute the root mean square of each block, in units of a power of two near its amax: no square overflows."""
+    highest, mean = (jax.lax.pmax, jax.lax.pmean) if whole else (None, None)
+    amax = reduce_blocks(absolute(x), block, jnp.max, highest).astype(jnp.float32)
+    unit = power_of_two_below(amax)  # it costs no bit
+    scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
+    squares = reduce_blocks(jnp.square(scaled), block, jnp.mean, mean)
+    return jnp.sqrt(squares * _fill(x.shape, block)) * unit
 
 
-def _floor_scale(scale: jax.Array) -> jax.Array:
-    return jnp.where(scale < SMALLEST_SCALE, 1.0, scale)
+def _fill(shape: Shape, block: Shape) -> jax.Array | float:
+    """Return what turns the mean over a padded block into that over its elements."""
+    if is_even(shape, block):
+        return 1.0
+    factors = jnp.ones((1,) * len(shape), jnp.float32)
+    for axis, (size, step) in enumerate(zip(shape, block, strict=True)):
+        n = scale_shape((size,), (step,))[0]
+        own = jnp.ones(n).at[-1].set(1.0 if n == 1 else step / (size - (n - 1) * step))
+        factors = factors * own.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return factors
 
 
 def quantize_with_scale(
-    x: jax.Array,
+    x: Float[Array, "*shape"],
     spec: TensorSpec,
-    scale: jax.Array,
-    zero_point: jax.Array | None = None,
-    key: jax.Array | None = None,
+    scale: Float[Array, "*counts"],
+    zero_point: Shaped[Array, "*counts"] | None = None,
+    key: Key[Array, ""] | None = None,
     compute_dtype: str = "float32",
+    *,
+    outer_scale: Float[Array, "*ones"] | None = None,
+    block: Shape | None = None,
 ) -> QTensor:
     """Quantize with a given scale: ``qvalue = cast(x / scale + zero_point)``, saturating.
 
     Args:
       x: the tensor.
       spec: element type, rounding, and whether to multiply by the reciprocal.
-      scale, zero_point: from ``compute_scale`` or from quant state.
+      scale, zero_point, outer_scale: from ``compute_scale`` or from quant state.
       key: random key, for stochastic rounding.
       compute_dtype: dtype of the division (float32, or flax's: the operand's own).
+      block: shape of the blocks that share a scale; None where the shapes tell.
 
     Raises:
-      ValueError: stochastic rounding without a key.
+      ValueError: stochastic rounding without a key, or zero points in blocks of different sizes.
     """
     kind = element(spec.dtype)
-    divisor = scale.astype(compute_dtype)
+    if block is not None and is_even(x.shape, block):
+        block = None
+    tensor = QTensor(x, scale, zero_point, outer_scale, block)  # for its scales; the elements follow
+    divisor = tensor.full_scale() if spec.scale_rounding != "exact" or outer_scale is not None else scale
+    if spec.scale_dtype == "float8_e4m3fn":
+        divisor = jnp.where(divisor > 0, divisor, 1.0)  # a block that rounds to the scale 0 is zeros
+    divisor = divisor.astype(compute_dtype)
     if spec.reciprocal:
-        scaled = apply_scaled(jnp.multiply, x.astype(compute_dtype), 1 / divisor)
+        scaled = apply_blocks(jnp.multiply, x.astype(compute_dtype), 1 / divisor, block)
     else:
-        scaled = apply_scaled(jnp.divide, x.astype(compute_dtype), divisor)
+        scaled = apply_blocks(jnp.divide, x.astype(compute_dtype), divisor, block)
     if zero_point is not None:
-        scaled = apply_scaled(jnp.add, scaled, zero_point.astype(compute_dtype))
+        if block is not None:
+            raise ValueError(
+                f"calibration {spec.calibration} has zero points, and tile_size {spec.tile_size} cuts shape {x.shape} "
+                "unevenly; use a symmetric calibration, or a tile_size that divides"
+            )
+        scaled = apply_blocks(jnp.add, scaled, zero_point.astype(compute_dtype))
         return QTensor(asymmetric_cast(scaled, kind), scale, zero_point)
     if spec.rounding == "stochastic":
         if key is None:
             raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
-        return QTensor(stochastic_cast(scaled, kind, key), scale)
-    return QTensor(saturating_cast(scaled, kind), scale)
+        return QTensor(stochastic_cast(scaled, kind, key), scale, None, outer_scale, block)
+    return QTensor(saturating_cast(scaled, kind), scale, None, outer_scale, block)
 
 
 def quantize(
-    x: jax.Array, spec: TensorSpec, axes: Sequence[int], *, key: jax.Array | None = None, shards: int = 1
+    x: Float[Array, "*shape"],
+    spec: TensorSpec,
+    axes: Sequence[int],
+    *,
+    key: Key[Array, ""] | None = None,
+    shards: int = 1,
+    batch: Sequence[int] = (),
+    floor: float = SMALLEST_SCALE,
 ) -> QTensor:
     """Quantize an operand by this tensor's own statistic.
 
@@ -174,25 +175,42 @@ def quantize(
       axes: its contraction axes, along which a scale is shared.
       key: random key, for stochastic rounding.
       shards: blocks of the first contraction axis with a scale of their own.
+      batch: its batch axes, which no block of several elements covers.
+      floor: scales below it become 1.
 
     Raises:
       ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
     """
-    scale, zero_point = compute_scale(x, spec, scale_counts(x.shape, spec, axes, shards))
-    return quantize_with_scale(x, spec, scale, zero_point, key)
+    block = block_shape(x.shape, spec, axes, shards, batch)
+    scales = compute_scale(x, spec, block, floor)
+    return quantize_with_scale(
+        x, spec, scales.scale, scales.zero_point, key, outer_scale=scales.outer_scale, block=block
+    )
 
 
-def fake_quantize(x: jax.Array, spec: TensorSpec, axes: Sequence[int], *, key: jax.Array | None = None) -> jax.Array:
-    """Quantize and dequantize, returning x's dtype."""
+def fake_quantize(
+    x: Float[Array, "*shape"], spec: TensorSpec, axes: Sequence[int], *, key: Key[Array, ""] | None = None
+) -> Float[Array, "*shape"]:
+    """Quantize and dequantize, returning x's dtype.
+
+    Args:
+      x, spec, axes, key: as in ``quantize``.
+    """
     return dequantize(quantize(x, spec, axes, key=key), x.dtype.name)
 
 
-def outside_range(x: jax.Array, spec: TensorSpec, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
-    """Mark elements that a clipping calibration cut off; they get no gradient."""
-    kind = element(spec.dtype)
-    if zero_point is None:
-        return apply_scaled(lambda a, s: jnp.abs(a) > s * kind.bound, x.astype(jnp.float32), scale)
-    offset = zero_point.astype(jnp.float32)
+def outside_range(x: Float[Array, "*shape"], spec: TensorSpec, tensor: QTensor) -> Bool[Array, "*shape"]:
+    """Mark elements that a clipping calibration cut off; they get no gradient.
+
+    Args:
+      x: the tensor before quantization.
+      spec: its element type.
+      tensor: the tensor after quantization.
+    """
+    kind, block, scale = element(spec.dtype), tensor.blocks, tensor.full_scale()
+    if tensor.zero_point is None:
+        return apply_blocks(lambda a, s: jnp.abs(a) > s * kind.bound, x.astype(jnp.float32), scale, block)
+    offset = tensor.zero_point.astype(jnp.float32)
     low, high = (-kind.max - 1 - offset) * scale, (kind.max - offset) * scale
-    above = apply_scaled(lambda a, s: a > s, x.astype(jnp.float32), high)
-    return above | apply_scaled(lambda a, s: a < s, x.astype(jnp.float32), low)
+    above = apply_blocks(lambda a, s: a > s, x.astype(jnp.float32), high, block)
+    return above | apply_blocks(lambda a, s: a < s, x.astype(jnp.float32), low, block)

@@ -13,7 +13,8 @@ from typing import Final, Literal
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
 
-Granularity = Literal["per_tensor", "per_channel", "per_tile"]
+Granularity = Literal["per_tensor", "per_channel", "per_tile", "per_block"]
+ScaleDtype = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
 FORWARD: Final = "forward"
 
 
@@ -24,35 +25,98 @@ class TensorSpec:
     Attributes:
       dtype: element type by name, a key of ``ELEMENTS``.
       granularity: who shares a scale. ``per_tensor``: all elements. ``per_channel``: elements along the contraction.
-        ``per_tile``: ``tile_size`` neighbours along every contraction axis.
+        ``per_tile``: ``tile_size`` neighbours along the contraction. ``per_block``: ``tile_size`` neighbours along the
+        contraction by ``free_size`` along the free axes. The last tile or block of an axis may be smaller and has a
+        scale of its own.
       calibration: statistic that gives the scale.
-      scaling: ``dynamic`` (this step's statistic; a ``fixed`` calibration is static by itself) or ``delayed``
-        (amax history, needs state and ``per_tensor``).
+      scaling: ``dynamic`` (this step's statistic; a ``fixed`` calibration is static by itself), ``delayed`` (amax
+        history, needs state and ``per_tensor``) or ``static`` (a scale that is handed to the op).
       rounding: ``nearest`` (ties to even) or ``stochastic``.
-      tile_size: elements that share a scale, for ``per_tile``.
+      tile_size: elements along the contraction that share a scale, for ``per_tile`` and ``per_block``.
       reciprocal: multiply by 1/scale instead of dividing by scale. AQT multiplies, Qwix and flax divide; the last
         bit of a qvalue depends on it.
+      free_size: elements along the free axes that share a scale, for ``per_block``.
+      tiling: what a tile is where a contraction has several axes. ``nested``: neighbours in the flattened order, as far
+        as axes nest: with a tile of 128, axes (32, 64) have blocks of 2 by 64. ``each_axis``: ``tile_size`` along each
+        axis, which it must divide (AQT's ``intmp``).
+      scale_dtype: dtype in which scales are kept: float32, float8_e8m0fnu (powers of two) or float8_e4m3fn.
+      scale_rounding: ``exact`` (as computed), ``up`` (to the next power of two) or ``nearest`` (to a neighbour in
+        ``scale_dtype``; with float32, to a power of two).
+      outer_scale: whether the tensor has one float32 scale above those of its tiles, as NVFP4 has.
+      amax_bound: largest amax that a scale may follow, None for no bound; what lies above is clipped and gets no
+        gradient. ``activation_scale_ub`` of checkpoints.
     """
 
     dtype: str
     granularity: Granularity = "per_channel"
     calibration: Calibration = Calibration()
-    scaling: Literal["dynamic", "delayed"] = "dynamic"
+    scaling: Literal["dynamic", "delayed", "static"] = "dynamic"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     tile_size: int | None = None
     reciprocal: bool = False
+    free_size: int | None = None
+    tiling: Literal["nested", "each_axis"] = "nested"
+    scale_dtype: ScaleDtype = "float32"
+    scale_rounding: Literal["exact", "up", "nearest"] = "exact"
+    outer_scale: bool = False
+    amax_bound: float | None = None
 
     def __post_init__(self) -> None:
         element(self.dtype)
-        if (self.granularity == "per_tile") != (self.tile_size is not None):
-            raise ValueError(
-                f"TensorSpec granularity {self.granularity!r} with tile_size {self.tile_size!r}: "
-                "a tile_size belongs to per_tile and per_tile needs one"
-            )
+        for name, size, wanted in (
+            ("tile_size", self.tile_size, self.granularity in ("per_tile", "per_block")),
+            ("free_size", self.free_size, self.granularity == "per_block"),
+        ):
+            if wanted != (size is not None):
+                owners = "per_tile and per_block" if name == "tile_size" else "per_block"
+                raise ValueError(
+                    f"TensorSpec granularity {self.granularity!r} with {name} {size!r}: "
+                    f"a {name} belongs to {owners}, which {'need' if ' ' in owners else 'needs'} one"
+                )
+            if size is not None and size < 1:
+                raise ValueError(f"TensorSpec {name} must be at least 1, got {size}")
         if self.scaling == "delayed" and self.granularity != "per_tensor":
             raise ValueError(f"TensorSpec scaling 'delayed' needs granularity 'per_tensor', got {self.granularity!r}")
         self.calibration.check_dtype(self.dtype)
+        self._check_scale()
 
+    def _check_scale(self) -> None:
+        allowed = _SCALE_ROUNDINGS.get(self.scale_dtype)
+        if allowed is None:
+            raise ValueError(
+                f"TensorSpec scale_dtype must be one of {', '.join(_SCALE_ROUNDINGS)}, got {self.scale_dtype!r}"
+            )
+        if self.scale_rounding not in allowed:
+            raise ValueError(
+                f"TensorSpec scale_rounding {self.scale_rounding!r} does not give a {self.scale_dtype}; "
+                f"use {' or '.join(map(repr, allowed))}"
+            )
+        is_plain = (self.scale_dtype, self.scale_rounding, self.outer_scale) == ("float32", "exact", False)
+        if not is_plain and (self.scaling != "dynamic" or not self.calibration.is_symmetric):
+            raise ValueError(
+                f"TensorSpec scale_dtype {self.scale_dtype}, scale_rounding {self.scale_rounding!r} and outer_scale "
+                f"{self.outer_scale} need dynamic scaling and a symmetric calibration, got {self.scaling!r} and "
+                f"{self.calibration}"
+            )
+        if self.outer_scale and (self.tile_size is None or self.scale_dtype != "float8_e4m3fn"):
+            raise ValueError(
+                f"TensorSpec outer_scale belongs to tiles with scales in float8_e4m3fn, got granularity "
+                f"{self.granularity!r} and scale_dtype {self.scale_dtype}"
+            )
+        if self.amax_bound is not None and not self.amax_bound > 0:
+            raise ValueError(f"TensorSpec amax_bound must be above 0, got {self.amax_bound}")
+
+    @property
+    def clips(self) -> bool:
+        """Whether values can lie outside the covered range, so that their gradient is zero."""
+        return self.calibration.clips or self.amax_bound is not None
+
+
+_SCALE_ROUNDINGS = {
+    "float32": ("exact", "up", "nearest"),
+    "float8_e8m0fnu": ("up", "nearest"),
+    "float8_e4m3fn": ("nearest",),
+}
 
 Operand = TensorSpec | Literal["forward"] | None
 """A backward operand: its own spec, the forward's quantized tensor (``FORWARD``), or the float original (None)."""
@@ -134,6 +198,13 @@ class Recipe:
             for matmul in ("fwd", "dlhs", "drhs")
             for side in ("lhs", "rhs")
         }
+
+    def resolve(self, matmul: Literal["fwd", "dlhs", "drhs"], side: Literal["lhs", "rhs"]) -> TensorSpec | None:
+        """Return the spec behind an operand, that of the forward operand where it is reused; None for a float one."""
+        operand = getattr(getattr(self, matmul), side)
+        if operand == FORWARD:
+            operand = self.fwd.rhs if matmul == "dlhs" else self.fwd.lhs
+        return operand if isinstance(operand, TensorSpec) else None
 
     @property
     def is_stochastic(self) -> bool:

@@ -1,9 +1,10 @@
-"""Four-bit elements two to a byte: what they take in memory and on disk, on every platform."""
+"""Elements of four and six bits in bytes: what they take in memory and on disk, on every platform."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, UInt8
 
 PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn")
 """Element types that ``pack`` takes, all of four bits."""
@@ -56,6 +57,38 @@ def unpack(packed: jax.Array, dtype: str, size: int, axis: int = -1) -> jax.Arra
     nibbles = jnp.stack([moved & 0xF, moved >> 4], axis=-1).reshape(*moved.shape[:-1], 2 * moved.shape[-1])
     elements = jax.lax.bitcast_convert_type(nibbles[..., :size].astype(jnp.uint4), dtype)
     return jnp.moveaxis(elements, -1, axis)
+
+
+def pack_codes(codes: UInt8[Array, "... K"], bits: int) -> UInt8[Array, "... B"]:
+    """Pack the low ``bits`` of bytes into a stream, along the last axis: 8 as they are, 4 two and 6 four thirds a byte.
+
+    Element i takes the bits from ``i · bits`` on, counted from the lowest bit of the first byte.
+
+    Args:
+      codes: values below ``2**bits``, with a last axis that fills whole bytes.
+      bits: 4, 6 or 8.
+    """
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return codes[..., 0::2] | codes[..., 1::2] << 4
+    a, b, c, d = (codes[..., index::4] for index in range(4))
+    return _interleave(a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2)
+
+
+def unpack_codes(packed: UInt8[Array, "... B"], bits: int) -> UInt8[Array, "... K"]:
+    """Unpack what ``pack_codes`` packed."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return _interleave(packed & 0xF, packed >> 4)
+    a, b, c = (packed[..., index::3] for index in range(3))
+    return _interleave(a & 0x3F, a >> 6 | (b & 0xF) << 2, b >> 4 | (c & 3) << 4, c >> 2)
+
+
+def _interleave(*parts: jax.Array) -> jax.Array:
+    stacked = jnp.stack(parts, axis=-1)
+    return stacked.reshape(*stacked.shape[:-2], stacked.shape[-2] * stacked.shape[-1])
 
 
 def _check(dtype: str) -> None:

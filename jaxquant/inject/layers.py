@@ -15,8 +15,9 @@ from flax.core import meta
 from jaxquant.backends import RANDOM_STREAM, load
 from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.config.rules import Resolver
+from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.core.paths import join_path, layer_name
-from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, TensorSpec
+from jaxquant.core.recipe import FORWARD, Operand, Recipe, TensorSpec
 from jaxquant.ops.einsum import plan_einsum
 
 
@@ -56,8 +57,8 @@ class LayerReport:
       path, kernel_shape: as in ``Layer``.
       recipe: its config string, None where the layer stays float.
       backend: "aqt", "qwix" or "native", None for float.
-      fwd, dlhs, drhs: operand dtypes of the three matmuls, such as "int8 × int8"; "float (int8 dequantized)" is a float
-        matmul on values that were rounded to int8.
+      dtypes: operand dtypes of the three matmuls, by "fwd", "dlhs" and "drhs", which are also properties with their
+        text, such as "int8 × int8"; "float (int8 dequantized)" is a float matmul on values that were rounded to int8.
       reason: which rule or default decided.
     """
 
@@ -65,10 +66,20 @@ class LayerReport:
     recipe: str | None
     backend: str | None
     kernel_shape: tuple[int, ...]
-    fwd: str
-    dlhs: str
-    drhs: str
+    dtypes: dict[str, MatmulDtypes]
     reason: str
+
+    @property
+    def fwd(self) -> str:
+        return str(self.dtypes["fwd"])
+
+    @property
+    def dlhs(self) -> str:
+        return str(self.dtypes["dlhs"])
+
+    @property
+    def drhs(self) -> str:
+        return str(self.dtypes["drhs"])
 
 
 def out_features(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -198,36 +209,26 @@ def describe(layers: Iterable[Layer], resolver: Resolver | None, backend: str | 
         decision = None if resolver is None else resolver(layer.path, layer.out_features)
         recipe = None if decision is None else decision.recipe
         reason = "quantization is off" if decision is None else decision.reason
-        if recipe is None:
-            reports.append(LayerReport(layer.path, None, None, layer.kernel_shape, "float", "float", "float", reason))
-            continue
-        fwd = recipe.fwd
-        reports.append(
-            LayerReport(
-                layer.path,
-                recipe.name,
-                backend,
-                layer.kernel_shape,
-                _matmul_text(fwd, fwd.lhs, fwd.rhs),
-                _matmul_text(recipe.dlhs, None, fwd.rhs),
-                _matmul_text(recipe.drhs, fwd.lhs, None),
-                reason,
-            )
-        )
+        name = None if recipe is None else recipe.name
+        kept = backend if recipe is not None else None
+        reports.append(LayerReport(layer.path, name, kept, layer.kernel_shape, matmul_dtypes(recipe), reason))
     return reports
 
 
-def _matmul_text(matmul: MatmulSpec, forward_lhs: Operand, forward_rhs: Operand) -> str:
-    """Spell the operand dtypes of a matmul that runs in low precision, "float" for one that does not.
+def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
+    """Return the operand dtypes that a recipe asks for, by "fwd", "dlhs" and "drhs"; None is a float layer."""
+    if recipe is None:
+        return {name: MatmulDtypes() for name in ("fwd", "dlhs", "drhs")}
 
-    With one float operand it runs in float, on the other's dequantized values.
-    """
-    lhs = forward_lhs if matmul.lhs == FORWARD else matmul.lhs
-    rhs = forward_rhs if matmul.rhs == FORWARD else matmul.rhs
-    names = [spec.dtype for spec in (lhs, rhs) if isinstance(spec, TensorSpec)]
-    if len(names) == 1:
-        return f"float ({names[0]} dequantized)"
-    return " × ".join(names) or "float"
+    def dtype(operand: Operand, forward: Operand) -> str | None:
+        spec = forward if operand == FORWARD else operand
+        return spec.dtype if isinstance(spec, TensorSpec) else None
+
+    lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
+    return {
+        name: MatmulDtypes.of_specs(dtype(matmul.lhs, lhs), dtype(matmul.rhs, rhs))
+        for name, matmul in (("fwd", recipe.fwd), ("dlhs", recipe.dlhs), ("drhs", recipe.drhs))
+    }
 
 
 @contextlib.contextmanager

@@ -43,9 +43,8 @@ class Kernel(nnx.Module):
 
     def __init__(self, tensor: QTensor, input_scale: Array | None, dtype: str):
         self.dtype = dtype
-        parts = {"qvalue": tensor.qvalue, "scale": tensor.scale, "zero_point": tensor.zero_point}
-        parts[INPUT_SCALE] = input_scale
-        self.names = tuple(name for name, value in parts.items() if value is not None)
+        parts = tensor.parts | ({} if input_scale is None else {INPUT_SCALE: input_scale})
+        self.names, self.block = tuple(parts), tensor.block
         for name in self.names:
             setattr(self, name, Quantized(parts[name]))
 
@@ -57,7 +56,7 @@ class Kernel(nnx.Module):
         assert index is Ellipsis, "a converted kernel is read whole"
         part = {name: getattr(self, name)[...] for name in self.names}
         scale = part.pop(INPUT_SCALE, None)
-        return Weight(QTensor(**part), self.dtype, scale)
+        return Weight(QTensor.of_parts(part, self.block), self.dtype, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +170,8 @@ def nnx_params(model: nnx.Module) -> dict[str, Any]:
     Args:
       model: from ``jaxquant.convert``.
     """
-    return _as_in_linen(_kept(model))
+    blocks = {path: module.block for path, module in nnx.iter_modules(model) if isinstance(module, Kernel)}
+    return _as_in_linen(_kept(model), blocks)
 
 
 def _kept(model: nnx.Module) -> dict[Any, Any]:
@@ -200,15 +200,18 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     nnx.update(model, given)
 
 
-def _as_in_linen(tree: Mapping[Any, Any]) -> dict[str, Any]:
+def _as_in_linen(
+    tree: Mapping[Any, Any], blocks: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...] = ()
+) -> dict[str, Any]:
     new: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping) and "qvalue" in value:
+        here = (*path, name)
+        if here in blocks:
             parts = dict(value)
             scale = parts.pop(INPUT_SCALE, None)
-            new |= {str(name): QTensor(**parts)} | ({} if scale is None else {INPUT_SCALE: scale})
+            new |= {str(name): QTensor.of_parts(parts, blocks[here])} | ({} if scale is None else {INPUT_SCALE: scale})
         else:
-            new[str(name)] = _as_in_linen(value) if isinstance(value, Mapping) else value
+            new[str(name)] = _as_in_linen(value, blocks, here) if isinstance(value, Mapping) else value
     return new
 
 
@@ -217,9 +220,8 @@ def _as_in_nnx(tree: Mapping[str, Any]) -> dict[Any, Any]:
     for name, value in tree.items():
         key = int(name) if name.isdigit() else name  # a place in an nnx.List
         if isinstance(value, QTensor):
-            parts = {"qvalue": value.qvalue, "scale": value.scale, "zero_point": value.zero_point}
-            parts[INPUT_SCALE] = tree.get(INPUT_SCALE)
-            new[key] = {part: array for part, array in parts.items() if array is not None}
+            scale = tree.get(INPUT_SCALE)
+            new[key] = value.parts | ({} if scale is None else {INPUT_SCALE: scale})
         elif isinstance(value, Mapping):
             new[key] = _as_in_nnx(value)
         elif name != INPUT_SCALE or not any(isinstance(other, QTensor) for other in tree.values()):

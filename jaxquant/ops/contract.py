@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxquant.core.blocks import pad_blocks, spread
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, split_axes
 from jaxquant.ops.dimensions import Dimensions
+from jaxquant.ops.implementation import choose_implementation
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
@@ -35,6 +38,7 @@ def contract(
     default_precision: Precision = None,
     scale_dtype: str = "float32",
     out_sharding: NamedSharding | None = None,
+    implementation: str | None = None,
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
@@ -50,7 +54,12 @@ def contract(
       default_precision: what None means for a quantized matmul.
       scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own).
       out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
+      implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
+
+    Raises:
+      ValueError: an implementation that is not known.
     """
+    choose_implementation("dot_general", implementation)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         if isinstance(lhs, QTensor):
             lhs = dequantize(lhs, rhs.dtype.name)  # pyright: ignore[reportAttributeAccessIssue]
@@ -78,7 +87,7 @@ def contract(
     )
     if scale_dtype == "float32" or out.dtype == jnp.int32:
         out = out.astype(jnp.float32)
-    out = _rescale(out, lhs.scale, rhs.scale, dims, scale_dtype)
+    out = _rescale(out, lhs, rhs, dims, scale_dtype)
     return (out.sum(axis=tuple(range(tiles))) if tiles else out).astype(out_dtype)
 
 
@@ -128,20 +137,27 @@ def _multiply(
 def _dot_sub_byte(
     a: Array, b: Array, dims: Dimensions, precision: Precision, dtype: str, place: NamedSharding | None
 ) -> Array:
-    """Multiply 4-bit operands with one more free axis, of size 1.
+    """Multiply 4-bit operands with two free axes or more on the left and one on the right, of size 1 where missing.
 
-    XLA:CPU fails on a plain matrix product of 4-bit types ("does not support custom element sizes", jax 0.10 and 0.12)
-    and takes the same product where it has to be reshaped first. The axis costs nothing.
+    XLA:CPU fails on a plain product of matrices or vectors of 4-bit types ("does not support custom element sizes", jax
+    0.10 and 0.12) and takes the same product where it has to be reshaped first. The axes cost nothing.
     """
-    up = lambda axes: tuple(axis + 1 for axis in axes)  # noqa: E731
+    added, last = max(1, 2 - len(dims.lhs_free)), int(not dims.rhs_free)
+    up = lambda axes: tuple(axis + added for axis in axes)  # noqa: E731
     numbers = ((up(dims.lhs_contract), dims.rhs_contract), (up(dims.lhs_batch), dims.rhs_batch))
-    axis = len(dims.lhs_batch)
+    batch = len(dims.lhs_batch)
     if place is not None:
-        place = NamedSharding(place.mesh, PartitionSpec(*place.spec[:axis], None, *place.spec[axis:]))
+        entries = [*place.spec[:batch], *[None] * added, *place.spec[batch:], *[None] * last]
+        place = NamedSharding(place.mesh, PartitionSpec(*entries))
     out = jax.lax.dot_general(
-        a[None], b, numbers, precision=precision, preferred_element_type=dtype, out_sharding=place
+        jnp.expand_dims(a, range(added)),
+        b[..., None] if last else b,
+        numbers,
+        precision=precision,
+        preferred_element_type=dtype,
+        out_sharding=place,
     )
-    return out.squeeze(axis)
+    return out.squeeze((*range(batch, batch + added), *([out.ndim - 1] if last else [])))
 
 
 def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -150,15 +166,24 @@ def _along(zero_point: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
     return jnp.broadcast_to(zero_point, target)
 
 
-def _rescale(out: Array, lhs_scale: Array, rhs_scale: Array, dims: Dimensions, dtype: str) -> Array:
+def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: str) -> Array:
     """Multiply a result by the scales of both operands, laid out as the result."""
+    lhs_scale, rhs_scale = lhs.full_scale(), rhs.full_scale()
     if lhs_scale.size == 1 and rhs_scale.size == 1:
         # One rounding of the product of scalars, then one multiplication of the result.
         return out * (lhs_scale * rhs_scale).reshape(()).astype(dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
-    left = _layout(lhs_scale, dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
-    right = _layout(rhs_scale, dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
+    left = _layout(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
+    right = _layout(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())
     return out * broadcastable(left, out).astype(dtype) * broadcastable(right, out).astype(dtype)
+
+
+def _each_free(scale: Array, tensor: QTensor, free: tuple[int, ...]) -> Array:
+    """Repeat the scales of blocks over free axes, which the result has element by element."""
+    for axis in free:
+        if scale.shape[axis] not in (1, tensor.shape[axis]):
+            scale = spread(scale, axis, tensor.shape[axis], tensor.blocks[axis])
+    return scale
 
 
 def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before, after) -> Array:
@@ -172,17 +197,20 @@ def _layout(scale: Array, batch: tuple[int, ...], free: tuple[int, ...], before,
 
 
 def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor, QTensor, Dimensions, int]:
-    """Turn the tiles of each contraction axis into leading batch axes; return how many there are."""
-    lhs_cuts, rhs_cuts = {}, {}
+    """Turn the tiles of each contraction axis into leading batch axes; return how many such axes there are.
+
+    Where the tiles of the operands differ, an axis is cut into pieces that lie within one tile of either.
+    """
+    lhs_steps, rhs_steps = {}, {}
     for left, right in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
-        count = math.lcm(lhs.scale.shape[left], rhs.scale.shape[right])
-        if count > 1:
-            lhs_cuts[left], rhs_cuts[right] = count, count
-    if not lhs_cuts:
+        tiled = [t.blocks[a] for t, a in ((lhs, left), (rhs, right)) if t.scale.shape[a] > 1]
+        if tiled:
+            lhs_steps[left] = rhs_steps[right] = math.gcd(*tiled)
+    if not lhs_steps:
         return lhs, rhs, dims, 0
-    new_lhs, lhs_place, lhs_tiles = _cut(lhs, lhs_cuts)
-    new_rhs, rhs_place, rhs_tiles = _cut(rhs, rhs_cuts)
-    pairs = [(a, b) for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True) if a in lhs_cuts]
+    new_lhs, lhs_place, lhs_tiles = _cut(lhs, lhs_steps)
+    new_rhs, rhs_place, rhs_tiles = _cut(rhs, rhs_steps)
+    pairs = [(a, b) for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True) if a in lhs_steps]
     new_dims = Dimensions(
         tuple(lhs_place[axis] for axis in dims.lhs_contract),
         tuple(rhs_place[axis] for axis in dims.rhs_contract),
@@ -194,24 +222,33 @@ def _split_tiles(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> tuple[QTensor,
     return new_lhs, new_rhs, new_dims, len(pairs)
 
 
-def _cut(tensor: QTensor, cuts: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
-    """Split axes in tiles. Returns the tensor, where each old axis went, and where the tile axes stand."""
+def _cut(tensor: QTensor, steps: dict[int, int]) -> tuple[QTensor, dict[int, int], dict[int, int]]:
+    """Split axes in pieces of a step. Return the tensor, where each old axis went, and where the axes of pieces stand.
+
+    A last piece that is smaller is filled with zeros, which add nothing to a sum of products.
+    """
     place, tiles, position = {}, {}, 0
     for axis in range(tensor.ndim):
-        if axis in cuts:
+        if axis in steps:
             tiles[axis] = position
             position += 1
         place[axis] = position
         position += 1
+    counts = {axis: -(-tensor.shape[axis] // step) for axis, step in steps.items()}
 
     def cut_scale(scale: Array) -> Array:
         shape: list[int] = []
-        for axis, count in cuts.items():
+        for axis, count in counts.items():
             if scale.shape[axis] not in (1, count):
-                scale = jnp.repeat(scale, count // scale.shape[axis], axis=axis)
+                scale = spread(scale, axis, count, tensor.blocks[axis] // steps[axis])
         for axis, size in enumerate(scale.shape):
-            shape += [size, 1] if axis in cuts else [size]
+            shape += [size, 1] if axis in steps else [size]
         return scale.reshape(shape)
 
-    zero = None if tensor.zero_point is None else cut_scale(tensor.zero_point)
-    return QTensor(split_axes(tensor.qvalue, cuts), cut_scale(tensor.scale), zero), place, tiles
+    block: list[int] = []
+    for axis, size in enumerate(tensor.blocks):
+        block += [1, steps[axis]] if axis in steps else [size]
+    parts = tensor.replace(
+        lambda name, part: split_axes(pad_blocks(part, steps), counts) if name == "qvalue" else cut_scale(part)
+    )
+    return dataclasses.replace(parts, block=tuple(block)), place, tiles

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
+from jaxtyping import Float, Key
 
 from jaxquant.core import delayed
-from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, Weight, dequantize
-from jaxquant.core.quantize import absolute, outside_range, quantize, quantize_with_scale
+from jaxquant.core.quantize import outside_range, quantize
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import (
     Place,
     Sharding,
@@ -34,13 +35,14 @@ from jaxquant.core.sharding import (
     device_key,
     fit_varying,
     named,
-    over_devices,
     varying_axes,
     whole_axis,
 )
-from jaxquant.ops import served
+from jaxquant.ops import converted
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
+from jaxquant.ops.implementation import choose_implementation
+from jaxquant.ops.operand import Observation, forward_key, quantize_operand, scale_dtype
 
 Array = jax.Array
 QuantState = dict[str, delayed.TensorState]
@@ -62,28 +64,22 @@ class _Static:
     lhs_place: Place
     rhs_place: Place
     out_sharding: NamedSharding | None
-
-    @property
-    def is_flax(self) -> bool:
-        return self.recipe.is_flax
-
-    def compute_dtype(self, x: Array) -> str:
-        """flax divides and multiplies by scales in the operand's dtype, we in float32."""
-        return x.dtype.name if self.is_flax else "float32"
+    implementation: str | None
 
 
 def dot_general(
-    lhs: Array,
-    rhs: Array | Weight,
+    lhs: Float[Array, "*lhs"],
+    rhs: Float[Array, "*rhs"] | Weight,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Array | None = None,
+    key: Key[Array, ""] | None = None,
     out_sharding: Sharding = None,
-) -> Array:
+    implementation: str | None = None,
+) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
     Takes the arguments of ``jax.lax.dot_general``; lhs is the activation, rhs the weight. The operands are quantized
@@ -97,7 +93,8 @@ def dot_general(
 
     Args:
       lhs: activation, any float dtype.
-      rhs: weight, any float dtype; or a converted one, for which the result is the same to the bit and has no gradient.
+      rhs: weight, any float dtype; or a converted one, for which the result is the same to the bit. The gradient with
+        respect to lhs is then that of the dequantized weight, which has none itself.
       dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
       precision: passed to the matmuls; None means DEFAULT forward and HIGHEST backward, which on GPUs turns fast fp8
         accumulation on and off.
@@ -108,22 +105,27 @@ def dot_general(
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
       out_sharding: as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients lie as
         their operands do.
+      implementation: what computes the casts and matmuls, None to pick; see ``ops.choose_implementation``.
 
     Raises:
-      ValueError: missing state, tiles or shards that do not divide.
+      ValueError: missing state, tiles or shards that do not divide, an implementation that is not known.
       TypeError: operands that are not float.
+      NotImplementedError: a derivative of the gradients.
     """
+    for piece in ("dot_general", "quantize"):
+        choose_implementation(piece, implementation)
     if isinstance(rhs, Weight):
         _check_float("lhs", lhs)
-        return served.dot_general(
+        return converted.dot_general(
             lhs,
             rhs,
             Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim),
             _hashable(precision),
             preferred_element_type,
             recipe=recipe,
-            key=_operand_key(lhs, recipe.fwd.lhs, key),
+            key=key,
             out_sharding=named(out_sharding, lhs),
+            implementation=implementation,
         )
     _check_float("lhs", lhs)
     _check_float("rhs", rhs)
@@ -144,6 +146,7 @@ def dot_general(
         Place.of(lhs, rhs),
         Place.of(rhs, lhs),
         named(out_sharding, lhs),
+        implementation,
     )
     return _dot(static, lhs, rhs, state or {}, key)
 
@@ -180,7 +183,22 @@ def _dot_fwd(static, lhs, rhs, state, key):
 
 
 def _dot_bwd(static, residuals, grad):
-    return _backward(static, residuals, grad)
+    dlhs, drhs, observed, key = _backward(static, residuals, grad)
+    return *_first_order(static.recipe.name, (dlhs, drhs)), observed, key
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _first_order(name: str, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return gradients that cannot be differentiated: autodiff would go through the rounding, which has no slope."""
+    return gradients
+
+
+@_first_order.defjvp
+def _refuse_second_order(name, primals, tangents):
+    raise NotImplementedError(
+        f"second derivatives through recipe {name!r} are not defined: the gradients are rounded; take a gradient "
+        "penalty or a Hessian product in the unquantized model, or leave the layers that it reaches in float with rules"
+    )
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
@@ -189,8 +207,8 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None):
     recipe, dims = static.recipe, static.dims
-    q_lhs, lhs_seen = _quantize_forward(static, "input", lhs, recipe.fwd.lhs, dims.lhs_contract, state, key)
-    q_rhs, rhs_seen = _quantize_forward(static, "kernel", rhs, recipe.fwd.rhs, dims.rhs_contract, state, key)
+    q_lhs, lhs_seen = _quantize_forward(static, "input", lhs, dims.lhs_contract, dims.lhs_batch, state, key)
+    q_rhs, rhs_seen = _quantize_forward(static, "kernel", rhs, dims.rhs_contract, dims.rhs_batch, state, key)
     out = contract(
         q_lhs,
         q_rhs,
@@ -199,12 +217,13 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         accumulator=recipe.fwd.accumulator,
         precision=static.precision,
         default_precision=jax.lax.Precision.DEFAULT,
-        scale_dtype=static.out_dtype if static.is_flax else "float32",
+        scale_dtype=scale_dtype(recipe, static.out_dtype),
         out_sharding=static.out_sharding,
+        implementation=static.implementation,
     )
     residuals = (
-        _save(lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0].rhs_contract, key),
-        _save(rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0].rhs_contract, key),
+        _save(static, lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0], key),
+        _save(static, rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0], key),
         _clip_mask(lhs, q_lhs, recipe.fwd.lhs),
         _clip_mask(rhs, q_rhs, recipe.fwd.rhs),
         {name: delayed.without_bins(tensor) for name, tensor in state.items()},
@@ -226,83 +245,93 @@ def _backward(static: _Static, residuals, grad: Array):
     q_grad, grad_seen = None, None
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
-        q_grad, grad_seen = _quantize_delayed(static, grad, recipe.dlhs.lhs, state["output_grad"])
+        q_grad, grad_seen = quantize_operand(
+            grad,
+            recipe.dlhs.lhs,
+            static.dims.for_dlhs()[0].lhs_contract,
+            recipe=recipe,
+            state=state["output_grad"],
+            floor=SMALLEST_GRADIENT_SCALE,
+            implementation=static.implementation,
+        )
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
     dims, order = static.dims.for_dlhs()
     place = static.lhs_place.sharding_before(order)
-    dlhs = _gradient(static, recipe.dlhs, recipe.dlhs.lhs, recipe.fwd.rhs, grad, q_grad, rhs, dims, place, keys[0])
+    dlhs = _gradient(static, "dlhs", grad, q_grad, rhs, dims, place, keys[0])
     dlhs = _finish(dlhs, order, lhs_mask, static.lhs_dtype, static.lhs_place)
     dims, order = static.dims.for_drhs()
     place = static.rhs_place.sharding_before(order)
-    drhs = _gradient(static, recipe.drhs, recipe.drhs.rhs, recipe.fwd.lhs, grad, q_grad, lhs, dims, place, keys[1])
+    drhs = _gradient(static, "drhs", grad, q_grad, lhs, dims, place, keys[1])
     drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype, static.rhs_place)
-    seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
+    observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {}
     for name, old in state.items():
+        observation = observations[name]
         assert recipe.delayed is not None
-        scale, amax = seen[name]
-        new = delayed.observe(old, scale, amax, recipe.delayed)
+        assert observation is not None
+        new = delayed.observe(old, observation.scale, observation.amax, recipe.delayed)
         observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
     return dlhs, drhs, observed, None
-
-
-def _operand_key(x: Array, operand: Operand, key: Array | None) -> Array | None:
-    """Give a forward operand a key of its own, from its values and the caller's key."""
-    if not (isinstance(operand, TensorSpec) and operand.rounding == "stochastic"):
-        return None
-    own = content_key(x)
-    return own if key is None else jax.random.fold_in(device_key(key, x), jax.random.bits(own))
 
 
 def _quantize_forward(
     static: _Static,
     name: str,
     x: Array,
-    operand: Operand,
     axes: tuple[int, ...],
+    batch: tuple[int, ...],
     state: QuantState,
     key: Array | None,
-):
-    """Quantize a forward operand. Returns it and, for delayed scaling, the (scale, amax) that were used and seen."""
-    if operand is None:
+) -> tuple[QTensor | Array, Observation | None]:
+    """Quantize a forward operand. Return it and, for delayed scaling, what it took and saw."""
+    spec = static.recipe.resolve("fwd", "lhs" if name == "input" else "rhs")
+    if spec is None:
         return x, None
-    assert isinstance(operand, TensorSpec), "a forward operand has its own spec"
-    if operand.scaling == "delayed":
-        return _quantize_delayed(static, x, operand, state[name])
-    return quantize(x, operand, axes, key=_operand_key(x, operand, key)), None
-
-
-def _quantize_delayed(static: _Static, x: Array, spec: TensorSpec, state: delayed.TensorState):
-    assert static.recipe.delayed is not None
-    # flax takes the maximum as it comes, NaN or not.
-    amax = jnp.max(jnp.abs(x) if static.is_flax else absolute(x))
-    amax = over_devices(jax.lax.pmax, amax, x, but=varying_axes(state["scale"]))
-    scale = delayed.current_scale(state, amax, element(spec.dtype), static.recipe.delayed)
-    tensor = quantize_with_scale(x, spec, scale.reshape((1,) * x.ndim), compute_dtype=static.compute_dtype(x))
-    return tensor, (scale, amax)
+    return quantize_operand(
+        x,
+        spec,
+        axes,
+        recipe=static.recipe,
+        batch=batch,
+        state=state.get(name),
+        key=forward_key(x, spec, key),
+        implementation=static.implementation,
+    )
 
 
 def _save(
-    x: Array, forward: QTensor | Array, operand: Operand, axes: tuple[int, ...], key: Array | None
+    static: _Static, x: Array, forward: QTensor | Array, operand: Operand, dims: Dimensions, key: Array | None
 ) -> QTensor | Array:
-    """Choose what backward keeps of a forward operand.
+    """Choose what backward keeps of a forward operand, the rhs of ``dims`` there.
 
     The forward's qvalues (``FORWARD``), a quantization along the backward's contraction axes made now so that the float
     tensor can go, or the float tensor (a float backward matmul).
     """
     if operand is None:
         return x
-    kept = forward if operand == FORWARD else quantize(x, operand, axes, key=_operand_key(x, operand, key))
+    if operand == FORWARD:
+        kept = forward
+    else:
+        assert isinstance(operand, TensorSpec)
+        kept, _ = quantize_operand(
+            x,
+            operand,
+            dims.rhs_contract,
+            recipe=static.recipe,
+            batch=dims.rhs_batch,
+            key=forward_key(x, operand, key),
+            implementation=static.implementation,
+        )
     if not isinstance(kept, QTensor):
         return kept
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
+    return kept.replace(lambda _, part: checkpoint_name(part, RESIDUAL_NAME))
 
 
 def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | None:
     """Pack which elements a clipping calibration cut off, eight to a byte along the last axis."""
-    if not (isinstance(operand, TensorSpec) and operand.calibration.clips and isinstance(tensor, QTensor)):
+    if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor)):
         return None
-    outside = outside_range(x, operand, tensor.scale, tensor.zero_point)
+    outside = outside_range(x, operand, tensor)
     return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
@@ -317,9 +346,7 @@ def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: 
 
 def _gradient(
     static: _Static,
-    matmul: MatmulSpec,
-    grad_spec: Operand,
-    forward_spec: Operand,
+    name: Literal["dlhs", "drhs"],
     grad: Array,
     q_grad: QTensor | None,
     residual: QTensor | Array,
@@ -328,16 +355,29 @@ def _gradient(
     key: Array | None,
 ) -> Array:
     """Contract the output gradient with what was kept of an operand; ``place`` is the sharding of the result."""
-    out_dtype = grad.dtype.name
+    recipe, out_dtype = static.recipe, grad.dtype.name
+    matmul: MatmulSpec = getattr(recipe, name)
+    grad_spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
     left: QTensor | Array = grad
     if isinstance(grad_spec, TensorSpec):
-        if isinstance(residual, QTensor):
+        if isinstance(residual, QTensor) and kept == FORWARD:
+            forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
             left, residual = align(grad, residual, dims, forward_spec, is_delayed=grad_spec.scaling == "delayed")
         if grad_spec.scaling == "delayed":
             assert q_grad is not None
             left = q_grad
         else:
-            left = quantize(left, grad_spec, dims.lhs_contract, key=key, shards=matmul.shards)
+            left, _ = quantize_operand(
+                left,
+                grad_spec,
+                dims.lhs_contract,
+                recipe=recipe,
+                batch=dims.lhs_batch,
+                key=key,
+                shards=matmul.shards,
+                floor=SMALLEST_GRADIENT_SCALE,
+                implementation=static.implementation,
+            )
     elif isinstance(residual, QTensor):
         residual = dequantize(residual, out_dtype)
     return contract(
@@ -348,8 +388,9 @@ def _gradient(
         accumulator=matmul.accumulator,
         precision=static.precision,
         default_precision=jax.lax.Precision.HIGHEST,
-        scale_dtype=out_dtype if static.is_flax else "float32",
+        scale_dtype=scale_dtype(recipe, out_dtype),
         out_sharding=place,
+        implementation=static.implementation,
     )
 
 
@@ -358,13 +399,27 @@ def align(
 ) -> tuple[Array, QTensor]:
     """Make a residual's scale fit the backward contraction.
 
-    A scale that is shared along the backward's contraction axes stays. One that varies along them but not along the
-    others (per channel in the forward) is multiplied into the gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s)[m,n]
-    q[k,n]``. Any other (forward tiles) is dequantized and quantized again, in the forward's dtype and tiles, along the
-    backward's contraction.
+    A scale that is shared along the backward's contraction axes stays, and so do those of blocks, which tile either
+    contraction. One that varies along them but not along the others (per channel in the forward) is multiplied into the
+    gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s/u)[m,n] q[k,n] · u``, where u, the power of two below the largest s,
+    keeps a small gradient from becoming smaller. Any other (forward tiles) is dequantized and quantized again, in the
+    forward's dtype and tiles, along the backward's contraction.
+
+    Args:
+      grad: the output gradient, lhs of ``dims``.
+      residual: the operand that the forward kept, rhs of ``dims``.
+      dims: the backward contraction.
+      forward_spec: how the forward quantized the residual.
+      is_delayed: whether the gradient is quantized once, before it meets a residual.
+
+    Returns:
+      The gradient and the residual to contract.
     """
     shape = residual.scale.shape
     if all(shape[axis] == 1 for axis in dims.rhs_contract):
+        return grad, residual
+    assert isinstance(forward_spec, TensorSpec)
+    if forward_spec.granularity == "per_block":
         return grad, residual
     if all(shape[axis] == 1 for axis in dims.rhs_free) and not is_delayed and residual.zero_point is None:
         places = dict(zip(dims.rhs_contract + dims.rhs_batch, dims.lhs_contract + dims.lhs_batch, strict=True))
@@ -373,9 +428,10 @@ def align(
             target[ours] = shape[theirs]
         kept = sorted(places, key=lambda axis: places[axis])
         others = [axis for axis in range(residual.ndim) if axis not in places]
-        factor = residual.scale.transpose(kept + others).reshape(target)
+        scale = residual.full_scale()
+        unit = power_of_two_below(jnp.max(scale))
+        factor = (scale / unit).transpose(kept + others).reshape(target)
         folded = grad.astype(jnp.float32) * broadcastable(factor, grad)
-        return folded, QTensor(residual.qvalue, jnp.ones((1,) * residual.ndim, jnp.float32))
-    assert isinstance(forward_spec, TensorSpec)
+        return folded, QTensor(residual.qvalue, unit.reshape((1,) * residual.ndim))
     again = dataclasses.replace(forward_spec, rounding="nearest")
-    return grad, quantize(dequantize(residual), again, dims.rhs_contract)
+    return grad, quantize(dequantize(residual), again, dims.rhs_contract, batch=dims.rhs_batch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Key
 
 from jaxquant.core.qtensor import Weight
 from jaxquant.core.recipe import Recipe
@@ -105,18 +106,19 @@ def _expand(labels: str, ndim: int, equation: str) -> list[str]:
 
 def einsum(
     equation: str,
-    lhs: Array | Weight,
-    rhs: Array | Weight,
+    lhs: Float[Array, "*lhs"] | Weight,
+    rhs: Float[Array, "*rhs"] | Weight,
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Array | None = None,
+    key: Key[Array, ""] | None = None,
     precision: Any = None,
     preferred_element_type: Any = None,
     weight: int = 1,
     out_sharding: Sharding = None,
     transform: Callable[[Array, tuple[int, ...]], Array] | None = None,
-) -> Array:
+    implementation: str | None = None,
+) -> Float[Array, "*out"]:
     """Contract an activation with a weight by an einsum equation, in the low precision of a recipe.
 
     Args:
@@ -126,6 +128,7 @@ def einsum(
       weight: which operand is the weight, 0 or 1. The other is the activation, whatever order the equation has.
       out_sharding: of the result, as in ``dot_general``.
       transform: applied to the weight with its contraction axes before quantization (sparsity).
+      implementation: as in ``dot_general``.
 
     Raises:
       ValueError, NotImplementedError: as ``plan_einsum``; weight is neither 0 nor 1.
@@ -156,5 +159,6 @@ def einsum(
         state=state,
         key=key,
         out_sharding=transposed(named(out_sharding, lhs), plan.permutation),
+        implementation=implementation,
     )
     return jnp.transpose(out, plan.permutation)

@@ -24,7 +24,7 @@ from jax.sharding import Sharding
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.serving.arrays import open_array, read_sharded, save_args, shape_and_dtype
-from jaxquant.serving.leaves import PARTS, Leaf, Stored, check_like, check_width, describe, flatten, unflatten
+from jaxquant.serving.leaves import Stored, check_like, check_width, describe, flatten, unflatten
 from jaxquant.serving.manifest import (
     ARRAYS,
     Manifest,
@@ -191,7 +191,7 @@ def load(
     done = 0
     for leaf in manifest.leaves:
         arrays = {path: _read(directory, stored[path], stores[path], shardings[path]) for path in leaf.arrays()}
-        leaves[leaf.path] = _assemble(leaf, arrays)
+        leaves[leaf.path] = leaf.assemble(arrays)
         done += leaf.bytes
         if progress is not None:
             progress(done, manifest.bytes, "loading")
@@ -204,15 +204,7 @@ def _wait(name: str) -> None:
 
 
 def _parts(leaf: Any) -> list[Any]:
-    if not isinstance(leaf, QTensor):
-        return [leaf]
-    return [array for array in (getattr(leaf, part) for part in PARTS) if array is not None]
-
-
-def _assemble(leaf: Leaf, arrays: Mapping[str, jax.Array]) -> Any:
-    if leaf.role == "array":
-        return arrays[leaf.path]
-    return QTensor(*(arrays.get(f"{leaf.path}/{part}") for part in PARTS))  # pyright: ignore[reportArgumentType]
+    return list(leaf.parts.values()) if isinstance(leaf, QTensor) else [leaf]
 
 
 def _open_arrays(directory: Path, expected: Iterable[Stored]) -> dict[str, ts.TensorStore]:

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, check
 from jaxquant.formats.packing import PACKED_DTYPES
 
-PARTS = ("qvalue", "scale", "zero_point")
 _LONGEST_NAME = 200
 _WIDE = ("int64", "uint64", "float64", "complex128")
 
@@ -32,6 +31,8 @@ class Leaf:
       bytes: on disk, before the few that the storage adds.
       scale_shape, scale_dtype: of a ``QTensor``.
       zero_point: whether there is one, in ``dtype`` and ``scale_shape``.
+      outer_scale: whether there is one, float32 with every axis 1.
+      block: of a ``QTensor`` whose shapes do not tell it.
     """
 
     path: str
@@ -42,20 +43,37 @@ class Leaf:
     scale_shape: tuple[int, ...] | None = None
     scale_dtype: str | None = None
     zero_point: bool = False
+    outer_scale: bool = False
+    block: tuple[int, ...] | None = None
 
     def arrays(self) -> dict[str, Stored]:
-        """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has two or three."""
+        """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has two to four."""
         if self.role == "array":
             return {self.path: Stored(self.path, self.shape, self.dtype)}
+        parts = {name: Stored(f"{self.path}/{name}", *of) for name, of in self._parts().items()}
+        return {stored.path: stored for stored in parts.values()}
+
+    def as_row(self) -> dict[str, Any]:
+        """Return its fields for the manifest; what only some formats have is left out where it is not."""
+        row = dataclasses.asdict(self)
+        return {name: value for name, value in row.items() if value or name not in ("outer_scale", "block")}
+
+    def _parts(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of each part of a ``QTensor``, in their order there."""
         assert self.scale_shape is not None
         assert self.scale_dtype is not None
-        found = [
-            Stored(f"{self.path}/qvalue", self.shape, self.dtype),
-            Stored(f"{self.path}/scale", self.scale_shape, self.scale_dtype),
-        ]
+        parts = {"qvalue": (self.shape, self.dtype), "scale": (self.scale_shape, self.scale_dtype)}
         if self.zero_point:
-            found.append(Stored(f"{self.path}/zero_point", self.scale_shape, self.dtype))
-        return {stored.path: stored for stored in found}
+            parts["zero_point"] = (self.scale_shape, self.dtype)
+        if self.outer_scale:
+            parts["outer_scale"] = ((1,) * len(self.shape), "float32")
+        return parts
+
+    def assemble(self, arrays: Mapping[str, Any]) -> Any:
+        """Build the leaf from its arrays by path."""
+        if self.role == "array":
+            return arrays[self.path]
+        return QTensor.of_parts({name: arrays[f"{self.path}/{name}"] for name in self._parts()}, self.block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,15 +167,19 @@ def describe(path: str, leaf: Any) -> Leaf:
     if not is_quantized:
         described = Leaf(path, "array", dtype, shape, 0)
     else:
-        scale, zero_point = leaf.scale, leaf.zero_point
+        check(leaf, path)
         described = Leaf(
-            path, "quantized", dtype, shape, 0, tuple(scale.shape), _dtype_name(path, scale), zero_point is not None
+            path,
+            "quantized",
+            dtype,
+            shape,
+            0,
+            tuple(leaf.scale.shape),
+            _dtype_name(path, leaf.scale),
+            leaf.zero_point is not None,
+            leaf.outer_scale is not None,
+            leaf.block,
         )
-        if zero_point is not None and (zero_point.dtype.name, zero_point.shape) != (dtype, scale.shape):
-            raise ValueError(
-                f"{path} has a zero_point of {zero_point.dtype.name}{zero_point.shape}; a QTensor has it in the dtype "
-                f"of qvalue and the shape of scale, {dtype}{tuple(scale.shape)}"
-            )
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
             raise ValueError(f"{array.path} is a single {array.dtype}, which does not pack; give it an axis")
@@ -212,7 +234,7 @@ def _differences(stored: Leaf, expected: Leaf) -> list[str]:
     names = ["role"] if stored.role != expected.role else []
     names += [name for name in ("shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
     if not stored.role == expected.role == "array" and "role" not in names:
-        more = ("scale_shape", "scale_dtype", "zero_point")
+        more = ("scale_shape", "scale_dtype", "zero_point", "outer_scale", "block")
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [
         f"{name} {getattr(stored, name)} in the checkpoint, {getattr(expected, name)} in the model" for name in names

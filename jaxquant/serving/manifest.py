@@ -89,6 +89,7 @@ def list_files(directory: Path, progress: Progress | None = None) -> dict[str, F
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write ``jaxquant.json``; it makes the directory a checkpoint."""
     contents = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    contents["leaves"] = [leaf.as_row() for leaf in manifest.leaves]
     contents["checksum"] = _checksum(contents)
     with (directory / NAME).open("w", encoding="utf-8", newline="") as file:
         file.write(_dump(contents))
@@ -143,7 +144,7 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
     try:
         leaves = [
-            row | {name: tuple(row[name]) for name in ("shape", "scale_shape") if row[name] is not None}
+            row | {name: tuple(row[name]) for name in ("shape", "scale_shape", "block") if row.get(name) is not None}
             for row in contents["leaves"]
         ]
         return Manifest(

@@ -1,4 +1,4 @@
-"""Quant state in a training loop: split it from the parameters, and apply what a backward pass says of it."""
+"""Quant state in a training loop: split it from the parameters, and apply what a backward pass observed."""
 
 from jaxquant.state.nnx import (
     TRAINED,
@@ -12,7 +12,18 @@ from jaxquant.state.nnx import (
     value_and_grad,
 )
 from jaxquant.state.optimizer import Optimizer, OptimizerState, TrainState
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, accumulate, from_flax, merge, nothing_seen, split, update
+from jaxquant.state.tree import (
+    OVERWRITE_WITH_GRADIENT,
+    accumulate,
+    from_flax,
+    merge,
+    no_observation,
+    nothing_seen,
+    split,
+    strip_bins,
+    update,
+    with_bins,
+)
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
@@ -30,8 +41,11 @@ __all__ = [
     "frozen",
     "grad",
     "merge",
+    "no_observation",
     "nothing_seen",
     "split",
+    "strip_bins",
     "update",
     "value_and_grad",
+    "with_bins",
 ]

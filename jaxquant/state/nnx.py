@@ -4,9 +4,10 @@
     loss, grads = value_and_grad(loss_fn)(model, batch)
     apply_gradients(model, optimizer, grads)
 
-The "gradient" of the state is what a step saw (see ``jaxquant.state.tree``), so a step must differentiate with respect
-to it beside the parameters, and hand it on. A quantized layer raises where a gradient is taken in another way, and
-``optimizer.update(model, grads)`` alone does not take these gradients: a history that silently stands still is worse.
+The "gradient" of the state is what a step observed (see ``jaxquant.state.tree``), so a step must differentiate with
+respect to it beside the parameters, and hand it on. A quantized layer raises where a gradient is taken in another way,
+and ``optimizer.update(model, grads)`` alone does not take these gradients: a history that silently stands still is
+worse.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flax import nnx
 
 from jaxquant.core.paths import join_path, layer_name
 from jaxquant.state.optimizer import have_stepped, multi_steps
-from jaxquant.state.tree import update, with_bins, with_waiting
+from jaxquant.state.tree import hold_observation, update, with_waiting
 
 Array = jax.Array
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -44,9 +45,9 @@ Answer = Literal["advances", "stands still"] | None
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Let quant state stand still where gradients are taken, on purpose: as for saliency maps, or a model that teaches.
+    """Keep quant state as it is where gradients are taken, on purpose: as for saliency maps, or a model that teaches.
 
-    To be held around the function that differentiates, or around the call of one model in a loss of several.
+    Hold it around the function that differentiates, or around the call of one model in a loss of several.
     """
     with _answer("stands still"):
         yield
@@ -54,9 +55,9 @@ def frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_hand() -> Iterator[None]:
-    """Let quant state be differentiated without ``value_and_grad``, as by ``jax.grad`` of what nnx.split gave.
+    """Allow quant state to be differentiated without ``value_and_grad``, as by ``jax.grad`` of what nnx.split gave.
 
-    Whoever holds it hands the gradient of the state to ``update``, ``advance`` or ``apply_gradients``: nothing can
+    Who holds it hands the gradient of the state to ``update``, ``advance`` or ``apply_gradients``: nothing can
     check that. What it does not allow is a gradient that leaves the state out.
     """
     with _answer(_answer.value or "advances"):
@@ -73,19 +74,24 @@ class Gradients:
 
     Attributes:
       params: the parameters' gradients, an ``nnx.State``.
-      seen: what the step saw of quant state, an ``nnx.State``.
+      observation: what the step observed of quant state, an ``nnx.State``.
     """
 
     params: Any
-    seen: Any
+    observation: Any
+
+    @property
+    def seen(self) -> Any:
+        """Alias of ``observation``."""
+        return self.observation
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        """Be a pytree; the first key is there to be read in the error of an ``nnx.Optimizer``."""
-        return ((_REFUSAL, self.params), (jax.tree_util.GetAttrKey("seen"), self.seen)), None
+        """Return the two parts; the first key is there to be read in the error of an ``nnx.Optimizer``."""
+        return ((_REFUSAL, self.params), (jax.tree_util.GetAttrKey("observation"), self.observation)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Gradients:
-        """Be a pytree."""
+        """Return gradients of these two parts."""
         return cls(*children)
 
 
@@ -94,7 +100,11 @@ _REFUSAL = jax.tree_util.GetAttrKey("these gradients are for jaxquant.state.appl
 
 
 def grad(f: Callable[..., Any], *, argnums: Argnums = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
-    """Be ``nnx.grad`` that also differentiates quant state; see ``value_and_grad``."""
+    """Return a function as ``nnx.grad`` does, which also differentiates quant state.
+
+    Args:
+      f, argnums, has_aux, options: as in ``value_and_grad``.
+    """
     both = value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
 
     @functools.wraps(f)
@@ -108,7 +118,7 @@ def grad(f: Callable[..., Any], *, argnums: Argnums = 0, has_aux: bool = False, 
 def value_and_grad(
     f: Callable[..., Any], *, argnums: Argnums = 0, has_aux: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """Be ``nnx.value_and_grad`` that also differentiates quant state.
+    """Return a function as ``nnx.value_and_grad`` does, which also differentiates quant state.
 
     Args:
       f: loss of (model, ...).
@@ -136,7 +146,7 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
     """Update a model's parameters by its optimizer and advance its quant state, in place.
 
     Under ``optax.MultiSteps`` the quant state waits for the optimizer: over k micro-batches it records the largest amax
-    and changes once, when the parameters do. What they have seen so far lies in the state's ``amax_bins``.
+    and changes once, when the parameters do. What they have observed so far lies in the state's ``amax_bins``.
 
     Args:
       model: the model that was differentiated.
@@ -145,27 +155,32 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, **o
       options: keyword arguments of ``optimizer.update``.
 
     Raises:
-      ValueError: the gradients lack the model's quant state.
+      ValueError: the gradients lack quant state of the model, or the optimizer was made to update it too.
       NotImplementedError: ``MultiSteps`` with weight sparsity or flax's amax protocol.
     """
-    old, seen = _quant_states(model, grads)
+    old, observation = _quant_states(model, grads)
+    if both := nnx.to_pure_dict(nnx.state(model, nnx.All(optimizer.wrt, QuantState))):
+        raise ValueError(
+            f"the optimizer updates quant state, as at {_first_path(both)!r}, which is no parameter; make it with "
+            "wrt=nnx.Param"
+        )
     before = [count[...] for count in multi_steps(optimizer.opt_state)]
-    waiting = with_bins(old, seen) if before else old
+    waiting = hold_observation(old, observation) if before else old
     optimizer.update(model, _parts(grads).params, **options)
     if not old:
         return
     if not before:
-        nnx.update(model, update(old, seen))
+        nnx.update(model, update(old, observation))
         return
     ended = have_stepped(before, [count[...] for count in multi_steps(optimizer.opt_state)])
-    new = update(old, seen)
+    new = update(old, observation)
     nnx.update(model, jax.tree.map(lambda stepped, kept: jnp.where(ended, stepped, kept), new, waiting))
 
 
 def advance(model: nnx.Module, grads: Any) -> None:
     """Replace a model's quant state by the one after the step, in place; parameters are left alone.
 
-    What ``apply_gradients`` left waiting for the end of ``optax.MultiSteps`` counts as seen in this step.
+    What ``apply_gradients`` left waiting for the end of ``optax.MultiSteps`` counts as observed in this step.
 
     Args:
       model: the model that was differentiated.
@@ -174,9 +189,9 @@ def advance(model: nnx.Module, grads: Any) -> None:
     Raises:
       ValueError: the gradients lack the model's quant state.
     """
-    old, seen = _quant_states(model, grads)
+    old, observation = _quant_states(model, grads)
     if old:
-        nnx.update(model, update(old, seen))
+        nnx.update(model, update(old, observation))
 
 
 def _parts(grads: Any) -> Gradients:
@@ -184,18 +199,19 @@ def _parts(grads: Any) -> Gradients:
 
 
 def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give a model's quant state and what has been seen of it, in these gradients and before them."""
-    old, seen = (nnx.to_pure_dict(nnx.state(tree, QuantState)) for tree in (model, _parts(grads).seen))
-    if old and not seen:
+    """Return a model's quant state and what has been observed of it, in these gradients and before them."""
+    trees = (model, _parts(grads).observation)
+    old, observation = (nnx.to_pure_dict(nnx.state(tree, QuantState)) for tree in trees)
+    if old and not observation:
         raise ValueError(
             f"the gradients have no quant state and the model has some, as at {_first_path(old)!r}; "
             "differentiate with jaxquant.state.value_and_grad"
         )
-    return old, with_waiting(seen, old)
+    return old, with_waiting(observation, old)
 
 
 def require_state_gradient(path: str, operands: Sequence[Array], state: Any) -> Any:
-    """Pass quant state through, and raise where a gradient is taken after which the state would not advance.
+    """Return quant state as it is, and raise where a gradient is taken after which the state would not advance.
 
     Args:
       path: of the layer, for the error.
@@ -217,8 +233,8 @@ def _watched(path: str, answer: Answer, operands: tuple[Array, ...], state: Any)
 
 def _watched_fwd(path: str, answer: Answer, operands: Any, state: Any) -> tuple[Any, None]:
     through, kernel = (x.perturbed for x in operands)
-    seen = [x.perturbed for x in jax.tree.leaves(state)]
-    if (through or kernel) and not all(seen):
+    taken = [x.perturbed for x in jax.tree.leaves(state)]
+    if (through or kernel) and not all(taken):
         train = "take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients"
         if kernel:
             which, fix = "its gradient is taken without that of the state", f"{train}; where it is to stand still, "
@@ -228,7 +244,7 @@ def _watched_fwd(path: str, answer: Answer, operands: Any, state: Any) -> tuple[
             which, fix = "a gradient passes through it that is of neither its kernel nor the state", "where the model "
             fix += f"is not being trained, call it under jaxquant.state.frozen(); where it is, {train}"
         raise ValueError(f"{layer_name(path)} has quant state and {which}, which would never advance; {fix}")
-    if any(seen) and answer is None:
+    if any(taken) and answer is None:
         raise ValueError(
             f"{layer_name(path)} has quant state and its gradient is taken outside jaxquant.state.value_and_grad, "
             "where an optimizer would drop it without a word; use that and jaxquant.state.apply_gradients, or hold "

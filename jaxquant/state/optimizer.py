@@ -1,4 +1,4 @@
-"""Optimizers beside quant state: gradients go to the optimizer, what was seen to the state, and never crosswise."""
+"""Optimizers beside quant state: gradients go to the optimizer, what was observed to the state, and never crosswise."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
+from jaxtyping import Array, Bool, Int
 
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, Tree, accumulate, merge, nothing_seen, split, update
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, Tree, accumulate, merge, no_observation, split, update
 
 
 class OptimizerState(NamedTuple):
@@ -18,15 +19,21 @@ class OptimizerState(NamedTuple):
 
     Attributes:
       inner: that of the wrapped optimizer, over the parameters.
-      seen: under ``optax.MultiSteps``, what was seen of the quant state since its last update; else None.
+      seen: under ``optax.MultiSteps``, what was observed of the quant state since its last update; else None.
+        Checkpoints have it by this name; here it is ``observation``.
     """
 
     inner: Any
     seen: Any
 
+    @property
+    def observation(self) -> Any:
+        """What was observed since the last update."""
+        return self.seen
+
 
 class Optimizer:
-    """Step a model's variables, parameters by an optax optimizer and quant state by what the backward pass saw.
+    """Step a model's variables, parameters by an optax optimizer and quant state by what the backward pass observed.
 
     Clipping, weight decay, EMA and casts inside ``tx`` are handed the parameters and their gradients alone. Under
     ``optax.MultiSteps`` the quant state waits for the optimizer: over k micro-batches it records the largest amax and
@@ -47,7 +54,7 @@ class Optimizer:
         """Make the optimizer's state for a model's variables, as ``model.init`` gives them."""
         params, quant_state = split(variables)
         inner = self._tx.init(params)
-        return OptimizerState(inner, nothing_seen(quant_state) if quant_state and multi_steps(inner) else None)
+        return OptimizerState(inner, no_observation(quant_state) if quant_state and multi_steps(inner) else None)
 
     def step(
         self, grads: Tree, state: OptimizerState, variables: Tree, **extra: Any
@@ -63,8 +70,8 @@ class Optimizer:
         Raises:
           ValueError: the gradient has no quant state while the variables have, or the other way round.
         """
-        (params, quant_state), (param_grads, seen) = split(variables), split(grads)
-        if bool(quant_state) != bool(seen):
+        (params, quant_state), (param_grads, observation) = split(variables), split(grads)
+        if bool(quant_state) != bool(observation):
             has, lacks = ("variables", "gradient") if quant_state else ("gradient", "variables")
             raise ValueError(
                 f"the {has} have {OVERWRITE_WITH_GRADIENT!r} and the {lacks} have not; "
@@ -72,19 +79,20 @@ class Optimizer:
             )
         updates, inner = self._tx.update(param_grads, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)
-        if state.seen is None:
-            return merge(params, update(quant_state, seen)), OptimizerState(inner, None)
-        seen = accumulate(state.seen, seen)
+        if state.observation is None:
+            return merge(params, update(quant_state, observation)), OptimizerState(inner, None)
+        observation = accumulate(state.observation, observation)
         ended = have_stepped(multi_steps(state.inner), multi_steps(inner))
-        quant_state = jax.tree.map(_choose(ended), update(quant_state, seen), quant_state)
-        return merge(params, quant_state), OptimizerState(inner, jax.tree.map(_choose(ended), nothing_seen(seen), seen))
+        quant_state = jax.tree.map(_choose(ended), update(quant_state, observation), quant_state)
+        waiting = jax.tree.map(_choose(ended), no_observation(observation), observation)
+        return merge(params, quant_state), OptimizerState(inner, waiting)
 
 
 def _choose(condition: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda chosen, other: jnp.where(condition, chosen, other)
 
 
-def multi_steps(state: Any) -> list[jax.Array]:
+def multi_steps(state: Any) -> list[Int[Array, ""]]:
     """List the counts of optimizer steps that each ``optax.MultiSteps`` within an optimizer's state keeps."""
 
     def is_multi(node: Any) -> bool:
@@ -93,8 +101,12 @@ def multi_steps(state: Any) -> list[jax.Array]:
     return [node.gradient_step for node in jax.tree.leaves(state, is_leaf=is_multi) if is_multi(node)]
 
 
-def have_stepped(before: list[jax.Array], after: list[jax.Array]) -> jax.Array:
-    """Say from two lists of ``multi_steps`` whether the parameters were updated in between."""
+def have_stepped(before: list[Int[Array, ""]], after: list[Int[Array, ""]]) -> Bool[Array, ""]:
+    """Return whether the optimizer updated the parameters.
+
+    Args:
+      before, after: from ``multi_steps``, of the optimizer's state before a call of its update and after it.
+    """
     return jnp.all(jnp.stack([new != old for old, new in zip(before, after, strict=True)]))
 
 

@@ -1,30 +1,35 @@
-"""Quant state in a training loop: split it from the parameters, and apply what a backward pass says of it.
+"""Quant state in a training loop: split it from the parameters, and apply what a backward pass observed.
 
 Quant state (amax histories, scales, sparsity masks) lives in the collection ``_overwrite_with_gradient``, under flax's
-names. It is no parameter: its "gradient" is the new state, and whatever is done to gradients (clipping, weight decay, a
-cast) must not touch it. The loop is
+names. It is no parameter: its "gradient" is what was observed of it, and whatever is done to gradients (clipping,
+weight decay, a cast) must not touch it. The loop is
 
     params, quant_state = split(model.init(key, x))
-    loss, (grads, seen) = jax.value_and_grad(lambda p, s: loss_fn(merge(p, s)), argnums=(0, 1))(params, quant_state)
-    params, quant_state = optimizer_step(params, grads), update(quant_state, seen)
+    grads = jax.grad(lambda p, s: loss_fn(merge(p, s)), argnums=(0, 1))
+    param_grads, observation = grads(params, quant_state)
+    params, quant_state = optimizer_step(params, param_grads), update(quant_state, observation)
 
-``seen`` may be a sum or a mean over uses of a layer, micro-batches or devices: ``update`` takes the maximum out of it.
+``observation`` may be a sum or a mean over uses of a layer, micro-batches or devices: ``update`` takes the maximum out
+of it. What is stored on disk need not hold the state's bins: ``strip_bins`` and ``with_bins``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jaxquant.core import delayed
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
-Tree = Mapping[str, Any]
+Tree = Mapping[Any, Any]
+"""Nested by module name; the leaves are ``TENSOR_scale``, ``TENSOR_amax_history``, ``TENSOR_amax_bins``, …"""
 _FIELDS = ("scale", "amax_history", "amax_bins")
 _HISTORY_SUFFIX, _BINS_SUFFIX = "_amax_history", "_amax_bins"
 _USES = "sparsity_uses"
@@ -43,107 +48,237 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
         raise ValueError(f"variables have collections {others} beside parameters and quant state; split them off first")
-    return variables["params"], dict(variables.get(OVERWRITE_WITH_GRADIENT, {}))
+    return variables["params"], _as_dicts(variables.get(OVERWRITE_WITH_GRADIENT, {}))
 
 
 def merge(params: Any, quant_state: Tree) -> dict[str, Any]:
-    """Put parameters and quant state together again, for ``model.apply``."""
+    """Merge parameters and quant state into a model's variables, for ``model.apply``.
+
+    Args:
+      params: the collection "params".
+      quant_state: {} where a recipe has none.
+    """
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if quant_state else {})
 
 
-def from_flax(quant_state: Tree) -> dict[str, Any]:
-    """Complete the state of flax's fp8 ops, as from a checkpoint, for recipes that do not run in flax mode.
+def strip_bins(quant_state: Tree) -> dict[Any, Any]:
+    """Return quant state as it is to be stored: without ``amax_bins``, which are zeros between two steps.
 
-    Adds the empty ``amax_bins`` beside each amax history; ``amax_init: flax`` takes flax's state as it is. Leading
-    axes, as of layers under ``nn.scan``, are kept.
+    What is left has the layout of flax's fp8 ops and loses no bit; ``with_bins`` restores the rest. Takes arrays or
+    their shapes, of Linen's collection or, as ``nnx.to_pure_dict``, of NNX's ``QuantState``.
+
+    Raises:
+      ValueError: bins hold what micro-batches observed, as of an NNX model amid ``optax.MultiSteps``. (Under
+        ``jax.jit`` nothing can check that.)
     """
-    new: dict[str, Any] = {}
+    new: dict[Any, Any] = {}
     for name, value in quant_state.items():
-        new[name] = from_flax(value) if isinstance(value, Mapping) else value
-        if name.endswith(_HISTORY_SUFFIX) and not isinstance(value, Mapping):
-            bins = name.removesuffix(_HISTORY_SUFFIX) + _BINS_SUFFIX
-            new[bins] = quant_state.get(bins, delayed.empty_bins(value.shape[:-1]))
+        if isinstance(value, Mapping):
+            new[name] = strip_bins(value)
+        elif not _ends_with(name, _BINS_SUFFIX):
+            new[name] = value
+        elif _holds_numbers(value):
+            raise ValueError(
+                f"quant state {name!r} holds what micro-batches observed since the optimizer's last step, which "
+                "strip_bins would lose; store it after that step, or store the whole state"
+            )
     return new
 
 
-def update(old: Tree, seen: Tree) -> dict[str, Any]:
-    """Return the quant state after a step.
+def with_bins(quant_state: Tree, like: Tree | None = None) -> dict[Any, Any]:
+    """Return quant state that was stored without ``amax_bins``, or by flax's fp8 ops, with empty ones.
+
+    Bins that are there are kept. All comes back in float32. ``amax_init: flax`` needs no bins: it takes flax's state as
+    it is. Leading axes, as of layers under ``nn.scan``, are kept.
 
     Args:
-      old: the state that the step used.
-      seen: its "gradient", from one backward pass or summed or averaged over several (all with this ``old``).
-
-    A tensor's history takes the largest amax of all uses, exactly, unless different amaxes lie within an eighth of the
-    largest one in the same sum; then it is rounded up by at most 12.5 % (``core.delayed``). One that was not used, or
-    whose amax was not finite, keeps its state. State in flax mode is overwritten as flax does it, but for a tensor that
-    was not used.
+      quant_state: arrays or their shapes.
+      like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do.
 
     Raises:
-      ValueError: the two trees differ.
+      ValueError: ``like`` lacks a module or variable of the state.
     """
-    return _pairwise(old, seen, _advance, "quant state", "its gradient")
+    if like is not None and (unknown := [name for name in quant_state if name not in like]):
+        raise ValueError(
+            f"quant state has {unknown[0]!r} and the model's has {', '.join(map(str, like)) or 'nothing'}; restore it "
+            "into the model that it belongs to"
+        )
+    new: dict[Any, Any] = {
+        name: with_bins(value, None if like is None else like[name]) if isinstance(value, Mapping) else value
+        for name, value in quant_state.items()
+    }
+    for tensor in _tensors(quant_state):
+        bins = f"{tensor}{_BINS_SUFFIX}"
+        if like is not None and bins not in like:
+            continue
+        new |= {f"{tensor}_{field}": _in_float32(value) for field, value in _fields(new, tensor).items()}
+        if bins not in new:
+            new[bins] = _bins_beside(new[f"{tensor}{_HISTORY_SUFFIX}"], None if like is None else like[bins])
+    return new
 
 
-def accumulate(total: Tree, seen: Tree) -> dict[str, Any]:
-    """Combine what two backward passes saw of the same quant state, as micro-batches: the maximum of every amax.
+from_flax = with_bins
+"""Alias of ``with_bins``."""
 
-    Gradients are added, this is not: ``grads = grads + new_grads``, ``total = accumulate(total, seen)``. The order does
-    not matter, and ``nothing_seen(quant_state)`` is where to begin. (A sum or mean is right too, but for the rounding
-    that ``update`` tells of.)
+
+def _ends_with(name: Any, suffix: str) -> bool:
+    return isinstance(name, str) and name.endswith(suffix)
+
+
+def _as_dicts(tree: Any) -> Any:
+    """Return nested dicts for nested mappings, so that what ``update`` returns has the same structure."""
+    return {name: _as_dicts(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Check whether an array that can be read here is not all zeros; shapes and tracers cannot."""
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        return any(np.any(np.asarray(shard.data)) for shard in value.addressable_shards)
+    return isinstance(value, np.ndarray) and bool(value.any())
+
+
+def _in_float32(value: Any) -> Any:
+    if value.dtype == jnp.float32:
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, jnp.float32, sharding=value.sharding)
+    return value.astype(jnp.float32)
+
+
+def _bins_beside(history: Any, like: Any) -> Any:
+    leading = tuple(history.shape[:-1])
+    if isinstance(history, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda: delayed.empty_bins(leading))
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(history, Tracer):
+        return delayed.empty_bins(leading)
+    return jax.jit(delayed.empty_bins, static_argnums=0, out_shardings=sharding)(leading)
+
+
+def update(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
+    """Return the quant state after a step.
+
+    A tensor's history takes the largest amax of all uses, exactly, unless different amaxes of the same sum lie within
+    an eighth of the largest one, or more than 2^25 below it; then it may be rounded up, by at most 12.5 %
+    (``core.delayed``). It is never rounded down, whatever the weights of the sum. One that was not used, or whose amax
+    was not finite, keeps its state. State in flax mode is overwritten as flax does it, except that of a tensor that was
+    not used.
+
+    Args:
+      quant_state: the state that the step used.
+      observation: its "gradient", from one backward pass or summed or averaged with positive weights over several (all
+        with this ``quant_state``).
 
     Raises:
-      ValueError: the two trees differ.
+      ValueError: the two trees differ, in names or shapes.
     """
-    return _pairwise(total, seen, _combine, "what was seen", "what is added")
+    return _pairwise(quant_state, observation, _advance, "quant state", "its gradient")
 
 
-def nothing_seen(quant_state: Any) -> Any:
+def accumulate(total: Tree, observation: Tree) -> dict[Any, Any]:
+    """Combine what two backward passes observed of the same quant state, as micro-batches: the maximum of every amax.
+
+    Gradients are added, this is not: ``grads = grads + new_grads``, ``total = accumulate(total, observation)``. The
+    order does not matter. (A sum or mean is right too, apart from the rounding up that ``update`` describes.)
+
+    Args:
+      total: what was observed so far; ``no_observation(quant_state)`` is where to begin.
+      observation: what the next backward pass observed.
+
+    Raises:
+      ValueError: the two trees differ, in names or shapes.
+    """
+    return _pairwise(total, observation, _combine, "the total", "what is added")
+
+
+def no_observation(quant_state: Any) -> Any:
     """Make the observation of a step that used no tensor; ``update`` with it changes nothing."""
     return jax.tree.map(jnp.zeros_like, quant_state)
 
 
-def with_bins(tree: Tree, source: Tree) -> dict[str, Any]:
-    """Give a tree of quant state the bins of another: so a state can hold what was seen until it advances.
+nothing_seen = no_observation
+"""Alias of ``no_observation``."""
+
+
+def hold_observation(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
+    """Return quant state whose bins are those of an observation, so that it keeps this until it advances.
+
+    Args:
+      quant_state: the state that the step used.
+      observation: its "gradient".
 
     Raises:
       NotImplementedError: state without bins, of flax mode or sparsity.
+      ValueError: the two trees differ, in names or shapes.
     """
-    return _pairwise(tree, source, _take_bins, "quant state", "the source of its bins")
+    return _pairwise(quant_state, observation, _take_bins, "quant state", "its gradient")
 
 
-def with_waiting(seen: Tree, quant_state: Tree) -> dict[str, Any]:
-    """Add to what was seen what waits in the bins of a state (``with_bins``); where none does, no bit changes.
+def with_waiting(observation: Tree, quant_state: Tree) -> dict[Any, Any]:
+    """Add to an observation what waits in the bins of a state (``hold_observation``); where none does, no bit changes.
 
     State without bins, of flax mode or sparsity, has nothing that waits.
+
+    Args:
+      observation: the "gradient" of the state.
+      quant_state: the state.
+
+    Raises:
+      ValueError: the two trees differ, in names or shapes.
     """
-    return _pairwise(seen, quant_state, _add_waiting, "what was seen", "quant state")
+    return _pairwise(observation, quant_state, _add_waiting, "the gradient", "quant state")
 
 
 def _pairwise(
-    first: Tree, second: Tree, combine: Callable[[Tree, Tree], dict[str, Any]], *names: str
-) -> dict[str, Any]:
-    """Apply ``combine`` to the variables of every module, pairing two trees of one structure."""
-    if set(first) != set(second):
-        raise ValueError(f"{names[0]} has {sorted(first)} and {names[1]} has {sorted(second)}; they must be one tree")
+    first: Tree, second: Tree, combine: Callable[[Tree, Tree], dict[Any, Any]], *names: str, path: tuple[Any, ...] = ()
+) -> dict[Any, Any]:
+    """Apply ``combine`` to the variables of every module, pairing two trees of one structure.
+
+    Args:
+      first, second: the trees.
+      combine: of one module's variables in each.
+      names: what the trees are, for errors.
+      path: of the module.
+    """
+    if difference := next(_differences(first, second, path), None):
+        where, has, other = difference
+        raise ValueError(
+            f"{names[0]} has {has} at {where!r} and {names[1]} has {other}; they must be one tree, so differentiate "
+            "with respect to the whole quant state, or combine just the part that both have"
+        )
     inner = {name: value for name, value in first.items() if isinstance(value, Mapping)}
-    new = {name: _pairwise(value, second[name], combine, *names) for name, value in inner.items()}
+    new = {name: _pairwise(value, second[name], combine, *names, path=(*path, name)) for name, value in inner.items()}
     leaves = [{name: tree[name] for name in first if name not in inner} for tree in (first, second)]
     return new | (combine(*leaves) if leaves[0] else {})
 
 
+def _differences(first: Tree, second: Tree, path: tuple[Any, ...]) -> Iterator[tuple[str, str, str]]:
+    """Describe each name, of two modules' variables, that one lacks or that has another shape."""
+
+    def describe(tree: Tree, name: Any) -> str:
+        if name not in tree:
+            return "nothing"
+        return "a module" if isinstance(tree[name], Mapping) else f"shape {jnp.shape(tree[name])}"
+
+    for name in [*first, *(name for name in second if name not in first)]:
+        has, other = (describe(tree, name) for tree in (first, second))
+        if has != other:
+            yield "/".join(map(str, (*path, name))), has, other
+
+
 def _tensors(variables: Tree) -> list[str]:
-    """Name the tensors with delayed scaling among a module's variables."""
-    return [name.removesuffix(_HISTORY_SUFFIX) for name in variables if name.endswith(_HISTORY_SUFFIX)]
+    """List the tensors with delayed scaling among a module's variables."""
+    return [name.removesuffix(_HISTORY_SUFFIX) for name in variables if _ends_with(name, _HISTORY_SUFFIX)]
 
 
 def _fields(variables: Tree, tensor: str) -> dict[str, jax.Array]:
     return {name: variables[f"{tensor}_{name}"] for name in _FIELDS if f"{tensor}_{name}" in variables}
 
 
-def _advance(old: Tree, seen: Tree) -> dict[str, Any]:
-    new = dict(seen)
+def _advance(old: Tree, observation: Tree) -> dict[str, Any]:
+    new = dict(observation)
     for tensor in _tensors(old):
-        before, after = _fields(old, tensor), _fields(seen, tensor)
+        before, after = _fields(old, tensor), _fields(observation, tensor)
         if "amax_bins" in before:
             fields = delayed.advance(before, after)
         else:
@@ -151,43 +286,44 @@ def _advance(old: Tree, seen: Tree) -> dict[str, Any]:
             used = after["scale"] != 0
             fields = {name: jnp.where(used, after[name], before[name]) for name in before}
         new |= {f"{tensor}_{name}": value for name, value in fields.items()}
-    return new | (_update_sparsity(old, seen) if _USES in old else {})
+    return new | (_update_sparsity(old, observation) if _USES in old else {})
 
 
 def _take_bins(tree: Tree, source: Tree) -> dict[str, Any]:
     if _USES in tree or any("amax_bins" not in _fields(tree, tensor) for tensor in _tensors(tree)):
         raise NotImplementedError(
             "optax.MultiSteps on an NNX model with weight sparsity or amax_init 'flax': their state has no place for "
-            "what micro-batches saw; add up the gradients of the micro-batches with jaxquant.state.accumulate"
+            "what micro-batches observed; add up the gradients of the micro-batches with jaxquant.state.accumulate"
         )
-    return {name: source[name] if name.endswith(_BINS_SUFFIX) else value for name, value in tree.items()}
+    return {name: source[name] if _ends_with(name, _BINS_SUFFIX) else value for name, value in tree.items()}
 
 
-def _add_waiting(seen: Tree, state: Tree) -> dict[str, Any]:
-    new = dict(seen)
-    for tensor in _tensors(seen):
-        fields = _fields(seen, tensor)
+def _add_waiting(observation: Tree, state: Tree) -> dict[str, Any]:
+    new = dict(observation)
+    for tensor in _tensors(observation):
+        fields = _fields(observation, tensor)
         if "amax_bins" in fields:
-            waiting = nothing_seen(fields) | {"amax_bins": state[f"{tensor}{_BINS_SUFFIX}"]}
+            waiting = no_observation(fields) | {"amax_bins": state[f"{tensor}{_BINS_SUFFIX}"]}
             new |= {f"{tensor}_{name}": value for name, value in delayed.larger(fields, waiting).items()}
     return new
 
 
-def _combine(total: Tree, seen: Tree) -> dict[str, Any]:
-    new = {name: total[name] + seen[name] for name in total}  # sparsity: sums, divided by their uses in the update
+def _combine(total: Tree, observation: Tree) -> dict[str, Any]:
+    # Sparsity: sums, divided by their uses in the update.
+    new = {name: total[name] + observation[name] for name in total}
     for tensor in _tensors(total):
-        fields = delayed.larger(_fields(total, tensor), _fields(seen, tensor))
+        fields = delayed.larger(_fields(total, tensor), _fields(observation, tensor))
         new |= {f"{tensor}_{name}": value for name, value in fields.items()}
     return new
 
 
-def _update_sparsity(old: Tree, seen: Tree) -> dict[str, jax.Array]:
-    uses = seen[_USES]
+def _update_sparsity(old: Tree, observation: Tree) -> dict[str, jax.Array]:
+    uses = observation[_USES]
     used = uses > 0
     new: dict[str, jax.Array] = {_USES: jnp.zeros_like(uses)}
     for name in ("sparsity_step", "sparsity_mask"):
         trailing = (1,) * (old[name].ndim - uses.ndim)
         shape = uses.shape + trailing
-        mean = seen[name] / jnp.where(used, uses, 1.0).reshape(shape).astype(seen[name].dtype)
+        mean = observation[name] / jnp.where(used, uses, 1.0).reshape(shape).astype(observation[name].dtype)
         new[name] = jnp.where(used.reshape(shape), jnp.round(mean), old[name])
     return new

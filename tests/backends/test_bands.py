@@ -12,15 +12,14 @@ from tests.numerics import BAND_RTOL
 pytest.importorskip("aqt")
 pytest.importorskip("qwix")
 
+OPTIMIZED = False
 RANGE = {f"{tensor}_quantization_calibration_method": "fixed,-224,224" for tensor in ("weight", "act")}
 BANDS = [
-    # string, options, logits, gradients; int8 was measured on AQT and on Qwix
+    # string (of each row one), options, logits, gradients; int8 was measured on AQT and on Qwix
     ("int8", {}, {"aqt": 0.0186, "qwix": 0.0176, "native": 0.0186}, {"aqt": 0.0301, "qwix": 0.0285, "native": 0.0301}),
     ("fp8", {}, 0.0603, 0.1181),
-    ("fp8_gpu", {}, 0.0603, 0.1181),
     ("fp8", {"amax_init": "flax"}, 0.0603, 0.1181),
     ("nanoo_fp8", {}, 0.0609, 0.1101),
-    ("fp8_nanoo", {}, 0.0609, 0.1101),
     ("fp8_e4m3", {}, 0.0569, 0.0968),
     ("fp8_full", {}, 0.0569, 0.1061),
     ("fp8_full", RANGE, 0.0609, 0.1085),

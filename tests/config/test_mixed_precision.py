@@ -24,6 +24,7 @@ def spec(bits, factor=1.0, tile=None):
         Calibration("absmax", factor),
         tile_size=tile,
         reciprocal=True,
+        tiling="each_axis" if tile else "nested",
     )
 
 

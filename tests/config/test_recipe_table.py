@@ -22,7 +22,8 @@ ROWS = {  # string: (auto, backends)
     "fp8_nanoo": ("native", NATIVE), "fp8_full": ("qwix", QWIX), "fp8_e4m3": ("qwix", QWIX), "fp8_e5m2": ("qwix", QWIX),
     "fp4": ("qwix", QWIX), "fp4_e2m1": ("qwix", QWIX), "aqt_fp8": ("aqt", AQT), "aqt_fp8_full": ("aqt", AQT),
     "fp8_current": ("native", NATIVE), "te_fp8_currentscaling": ("native", NATIVE), "int8w": ("native", NATIVE),
-    "int4w": ("native", NATIVE),
+    "int4w": ("native", NATIVE), "fp8_block": ("native", NATIVE), "mxfp8": ("native", NATIVE),
+    "te_mxfp8": ("native", NATIVE), "mxfp4": ("native", NATIVE),
 }  # fmt: skip
 
 
@@ -40,8 +41,23 @@ def delayed(dtype):
     return TensorSpec(dtype, "per_tensor", scaling="delayed")
 
 
+def mx(name, dtype):
+    spec = TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
+    both = MatmulSpec(spec, spec, "float32")
+    return Recipe(name, both, both, both)
+
+
+TILE = TensorSpec(E4, "per_tile", tile_size=128)
 AQT_E5 = TensorSpec(E5, "per_tensor", reciprocal=True)
 EXPECTED = {
+    "mxfp8": mx("mxfp8", E4),
+    "mxfp4": mx("mxfp4", F4),
+    "fp8_block": Recipe(
+        "fp8_block",
+        MatmulSpec(TILE, TensorSpec(E4, "per_block", tile_size=128, free_size=128), "float32"),
+        MatmulSpec(TILE, FORWARD, "float32"),
+        MatmulSpec(TILE, TILE, "float32"),
+    ),
     "int8": reused(
         "int8", TensorSpec(I8, reciprocal=True), TensorSpec(I8, rounding="stochastic", reciprocal=True), "int32"
     ),
@@ -67,7 +83,7 @@ EXPECTED = {
 }
 ALIASES = {
     "fp8_gpu": "fp8", "te_fp8_delayedscaling": "fp8", "fp8_nanoo": "nanoo_fp8", "fp4_e2m1": "fp4",
-    "te_fp8_currentscaling": "fp8_current",
+    "te_fp8_currentscaling": "fp8_current", "te_mxfp8": "mxfp8",
 }  # fmt: skip
 
 

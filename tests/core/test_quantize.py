@@ -100,7 +100,7 @@ def test_shards_have_scales_of_their_own():
     ("kwargs", "message"),
     [
         (
-            {"spec": TensorSpec("int8", "per_tile", tile_size=7)},
+            {"spec": TensorSpec("int8", "per_tile", tile_size=7, tiling="each_axis")},
             r"tile_size 7 does not divide contraction axis 1 of size 32",
         ),
         (
@@ -131,9 +131,7 @@ def test_outside_range_is_what_lies_beyond_the_covered_range(text):
     calibration = parse_calibration(text)
     x = normal((4, 64), seed=3)
     tensor = quantize(jnp.asarray(x), TensorSpec("int8", calibration=calibration), (1,))
-    outside = outside_range(
-        jnp.asarray(x), TensorSpec("int8", calibration=calibration), tensor.scale, tensor.zero_point
-    )
+    outside = outside_range(jnp.asarray(x), TensorSpec("int8", calibration=calibration), tensor)
     if text == "fixed,-0.5,1":
         # The zero point rounds to an integer, which moves the range by up to half a step.
         step = float(tensor.scale.max())

@@ -18,6 +18,7 @@ from jaxquant.backends import native as native_backend
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.delayed import NON_FINITE_BIN
 
+OPTIMIZED = False
 OWG = state.OVERWRITE_WITH_GRADIENT
 # Aliases share a recipe; one string for each will do.
 NATIVE = list(

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
 from pathlib import Path
 from typing import Any
 
+from jaxquant.core.matmul_dtypes import MatmulDtypes
+
 SHAPES = {"self_attention/query": (128, 8, 32), "self_attention/out": (8, 32, 128), "mlp/wi_0": (128, 384)}
 DTYPES = {
-    "": ("float32 × float32",) * 3,
-    "int8": ("int8 × int8", "int8 × int8", "float32 × float32"),
-    "fp8": ("float8_e4m3fn × float8_e4m3fn", "float8_e5m2 × float8_e4m3fn", "float8_e4m3fn × float8_e5m2"),
+    "": ((None, None),) * 3,
+    "int8": (("int8", "int8"), ("int8", "int8"), (None, None)),
+    "fp8": (("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2")),
 }
 
 
 def layers(quantization: str) -> list[dict[str, Any]]:
     """Reports of the layers of a small decoder, its head in float."""
-    fwd, dlhs, drhs = DTYPES[quantization]
+    dtypes = _dtypes(quantization)
     found = [
         {
             "path": f"layers/{path}",
             "recipe": quantization or None,
             "backend": "native" if quantization else None,
             "kernel_shape": shape,
-            "fwd": fwd,
-            "dlhs": dlhs,
-            "drhs": drhs,
+            "dtypes": dtypes,
             "reason": "base recipe" if quantization else "quantization is ''",
         }
         for path, shape in SHAPES.items()
     ]
-    plain = "float32 × float32"
     head = {"path": "logits_dense", "recipe": None, "backend": None, "kernel_shape": (128, 256)}
-    return [*found, head | {"fwd": plain, "dlhs": plain, "drhs": plain, "reason": "output head"}]
+    return [*found, head | {"dtypes": _dtypes(""), "reason": "output head"}]
+
+
+def _dtypes(quantization: str) -> dict[str, Any]:
+    pairs = zip(("fwd", "dlhs", "drhs"), DTYPES[quantization], strict=True)
+    return {name: dataclasses.asdict(MatmulDtypes.of_specs(*pair)) for name, pair in pairs}
 
 
 def _health(step: int, quantization: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jaxquant.core.matmul_dtypes import MatmulDtypes
 from scripts.compare import main
 from tests.scripts.synthetic import write_run
 from train.health_report import STATISTICS, health_maps
@@ -138,9 +139,19 @@ def test_what_was_not_finite_has_a_map_and_no_colour(tmp_path):
 
 
 def test_a_matmul_with_one_float_operand_is_coloured_as_float():
-    assert _dtype_cell("int8 × int8", "dlhs") == "<td class='int'>int8 × int8</td>"
-    for text in ("float (int8 dequantized)", "float (float8_e4m3fn dequantized)"):
-        assert _dtype_cell(text, "dlhs") == f"<td class='float'>{text}</td>"
+    low, held = MatmulDtypes.of_specs("int8", "int8"), MatmulDtypes.of_specs(None, "float8_e4m3fn")
+    assert _dtype_cell(str(low), [low], "dlhs") == "<td class='int'>int8 × int8</td>"
+    assert _dtype_cell(str(held), [held], "dlhs") == "<td class='float'>float (float8_e4m3fn dequantized)</td>"
+    assert _dtype_cell("float, int8 × int8", [MatmulDtypes(), low], "fwd").startswith("<td class='int first'>")
+
+
+def test_a_run_of_an_older_version_shows_its_text(runs):
+    summary = json.loads((runs / "int8" / "summary.json").read_text())
+    for layer in summary["layers"]:
+        del layer["dtypes"]
+        layer |= dict.fromkeys(("fwd", "dlhs", "drhs"), "int8 × int8")
+    (runs / "int8" / "summary.json").write_text(json.dumps(summary))
+    assert "<td class='float'>int8 × int8</td>" in render(load_runs([runs / "int8"]))
 
 
 def test_names_are_escaped(tmp_path):

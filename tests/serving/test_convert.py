@@ -18,10 +18,10 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.serving import convert_each, find_kernels
 from tests.serving.models import D, Linen, Nnx, filled, schemes
 
+OPTIMIZED = False  # as users compile: test_convert_optimized.py
 SERVES = {"checkpoint_is_quantized": True}
 X = jax.random.normal(jax.random.key(0), (2, 5, D))
 RNGS = {"params": jax.random.key(1), "quant": jax.random.key(2)}
-IN_BFLOAT16 = ("int8", "fp8", "fp8_current", "int4w", "aqt_fp8_full")
 KERNELS = [("layers", "query"), ("layers", "mix"), ("layers", "wo"), ("twice",)]
 
 
@@ -52,16 +52,7 @@ def check_linen(string, backend, dtype, axis, **options):
     return variables, converted
 
 
-@pytest.mark.parametrize(
-    ("string", "backend", "dtype", "axis"),
-    # In bfloat16 one recipe of each kind; NNX runs all of them in it.
-    [(*pair, "float32", 0) for pair in schemes()]
-    + [(*pair, "bfloat16", 1) for pair in schemes() if pair[0] in IN_BFLOAT16],
-)
-def test_linen_serves_what_it_trained(string, backend, dtype, axis):
-    if backend != "native":
-        pytest.importorskip(backend)
-    variables, converted = check_linen(string, backend, dtype, axis)
+def check_what_is_converted(string, variables, converted):
     assert set(converted) == {"params"}
     spec = RECIPES[string].recipe.fwd.rhs
     for path in KERNELS:
@@ -71,6 +62,14 @@ def test_linen_serves_what_it_trained(string, backend, dtype, axis):
         assert set(layer) - set(before) <= {"input_scale"}
         assert layer["kernel"].scale.size < before["kernel"].size
     assert not is_tensor(converted["params"]["logits"]["kernel"])
+
+
+@pytest.mark.parametrize(("string", "backend"), schemes())
+def test_linen_serves_what_it_trained(string, backend):
+    """In bfloat16, and as users compile: ``test_convert_optimized.py``."""
+    if backend != "native":
+        pytest.importorskip(backend)
+    check_what_is_converted(string, *check_linen(string, backend, "float32", 0))
 
 
 @pytest.mark.parametrize(("string", "backend"), [pair for pair in schemes() if pair[1] != "aqt"])

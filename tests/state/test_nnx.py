@@ -140,6 +140,41 @@ def test_gradients_without_the_state_are_an_error_and_change_nothing():
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
 
 
+def test_an_optimizer_of_quant_state_is_an_error_that_names_its_filter():
+    model, _ = setup()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=state.TRAINED)
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    with pytest.raises(ValueError, match=r"updates quant state, as at 'layers/0', which is no parameter; .*wrt=nnx"):
+        state.apply_gradients(model, optimizer, state.grad(loss)(model, XS[0]))
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
+
+
+def test_a_gradient_of_some_layers_by_hand_names_the_others_and_changes_nothing():
+    model = maybe_quantize_model(nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))), FP8)
+    last = nnx.All(nnx.Any(*state.TRAINED), nnx.PathContains(1))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.All(nnx.Param, nnx.PathContains(1)))
+    with state.by_hand():
+        grads = nnx.grad(loss, argnums=nnx.DiffState(0, last))(model, XS[0])
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    with pytest.raises(ValueError, match=r"has nothing at 'layers/0' and quant state has a module; .*the whole"):
+        state.apply_gradients(model, optimizer, grads)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
+
+
+def test_training_some_layers_advances_the_state_of_all():
+    model = maybe_quantize_model(nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))), FP8)
+    first = nnx.All(nnx.Param, nnx.PathContains(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=first)
+    kernels = [np.asarray(layer.kernel[...]) for layer in model.layers]
+    hidden = model.layers[0](XS[0])
+    grads = nnx.jit(state.grad(loss, argnums=nnx.DiffState(0, first)))(model, XS[0])
+    state.apply_gradients(model, optimizer, grads)
+    assert (model.layers[0].kernel[...] != kernels[0]).any()
+    np.testing.assert_array_equal(model.layers[1].kernel[...], kernels[1])
+    recorded = [float(layer.dot_general.input_amax_history[0]) for layer in model.layers]
+    assert recorded == [float(jnp.abs(XS[0]).max()), float(jnp.abs(hidden).max())]
+
+
 TRANSFORMATIONS = {
     "sgd": optax.sgd(0.1),
     "adamw and clipping": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +91,52 @@ def test_update_reaches_into_nested_trees_and_checks_them():
     assert float(new["b"]["input_amax_history"][0]) == float(jnp.abs(XS[0]).max())
     with pytest.raises(ValueError, match="must be one tree"):
         state.update({"a": START}, {"b": seen})
+
+
+def test_trees_that_differ_are_refused_where_they_do():
+    seen = state.no_observation(START)
+    lacks = {name: value for name, value in seen.items() if name != "kernel_scale"}
+    for other, match in (
+        ({"a": {"op": seen}}, "quant state has a module at 'b' and its gradient has nothing"),
+        ({"a": {"op": lacks}, "b": seen}, r"has shape \(1,\) at 'a/op/kernel_scale' and its gradient has nothing"),
+        ({"a": {"op": seen}, "b": seen, 3: seen}, "quant state has nothing at '3' and its gradient has a module"),
+        (
+            {"a": {"op": jax.tree.map(lambda leaf: leaf[None], seen)}, "b": seen},
+            r"has shape \(1,\) at 'a/op/input_scale' and its gradient has shape \(1, 1\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match + ".*must be one tree"):
+            state.update({"a": {"op": START}, "b": START}, other)
+
+
+def test_names_that_changed_keep_an_alias():
+    assert state.nothing_seen is state.no_observation
+    assert state.from_flax is state.with_bins
+    assert state.Gradients(1, 2).seen == state.Gradients(1, 2).observation == 2
+    assert state.OptimizerState(1, 2).seen == state.OptimizerState(1, 2).observation == 2
+
+
+def test_frozen_dicts_come_out_as_dicts():
+    frozen = flax.core.freeze({"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"a": {"op": START}}})
+    _, quant = state.split(frozen)
+    assert jax.tree.structure(quant) == jax.tree.structure(state.update(quant, state.no_observation(quant)))
+
+
+def test_output_gradients_of_1e20th_are_not_flushed_with_a_history_or_without():
+    """Activations of 0.01 and 1e-20 are the amaxes of their tensors: their products are exact but for a rounding."""
+    x, w = jnp.full((4, 8), 0.01), jnp.full((8, 8), 0.5)
+
+    @jax.jit
+    def step(quant):
+        run = lambda x, w, quant: 1e-20 * dot_general(x, w, NUMBERS, recipe=RECIPE, state=nested(quant)).sum()  # noqa: E731
+        dx, dw, seen = jax.grad(run, argnums=(0, 1, 2))(x, w, quant)
+        return dx, dw, state.update(quant, seen)
+
+    quant = START
+    for _ in range(2):
+        dx, dw, quant = step(quant)
+        np.testing.assert_allclose(dx, 8 * 0.5 * 1e-20, rtol=1e-6)
+        np.testing.assert_allclose(dw, 4 * 0.01 * 1e-20, rtol=1e-6)
 
 
 def test_split_and_merge():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxquant.config.loader import build, load_yaml
+from tests.conftest import optimize_little
 from train.config import TrainConfig
 from train.loop import prepare
 
@@ -22,37 +23,36 @@ CI_CONFIG = ROOT / "configs/models/ci.yml"
 STEPS = 24
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile each program once for all tests, workers and subprocesses: compiling is most of their time."""
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that all workers of the session see."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    options = {
-        "jax_compilation_cache_dir": str(folder / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0.2,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in options}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in options.items():
-            patch.setenv(name.upper(), str(value))
-            jax.config.update(name, value)
-        reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    reset_cache()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+def made_once(folder: Path, make: Callable[[Path], Any]) -> Path:
+    """Let the first of all workers that asks make a folder, while the others wait for it; a failed one is made anew."""
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            new = folder.with_name(f"{folder.name}.new")
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            make(new)
+            new.rename(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(shared: Path) -> Path:
     """Forty documents of counted words: easy to learn, no two alike."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for document in range(40):
-        words = [f"item {number * (document + 3) % 97} of {document}" for number in range(30)]
-        (folder / f"{document:02}.txt").write_text("\n".join(words))
-    return folder
+
+    def write(folder: Path) -> None:
+        for document in range(40):
+            words = [f"item {number * (document + 3) % 97} of {document}" for number in range(30)]
+            (folder / f"{document:02}.txt").write_text("\n".join(words))
+
+    return made_once(shared / "corpus", write)
 
 
 @pytest.fixture(scope="session")
@@ -62,16 +62,22 @@ def tiny(corpus: Path) -> TrainConfig:
 
 
 @pytest.fixture(scope="session")
-def finished(tiny: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return quantization -> folder of a run that was not interrupted, made once with the optimization of its user."""
-    folders: dict[tuple[str, bool], Path] = {}
+def finished(tiny: TrainConfig, shared: Path) -> Any:
+    """Return quantization -> folder of a run that was not interrupted, made once, with little optimization.
+
+    Nobody writes to it: who wants to, copies it.
+    """
+
+    def make(quantization: str, folder: Path) -> None:
+        before = optimize_little(True)
+        try:
+            train(quantized(tiny, quantization), folder / "run")
+        finally:
+            optimize_little(before)
 
     def get(quantization: str) -> Path:
-        key = (quantization, jax.config.values["jax_disable_most_optimizations"])
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp("finished") / "run"
-            train(quantized(tiny, quantization), folders[key])
-        return folders[key]
+        folder = shared / f"finished-{quantization or 'float'}"
+        return made_once(folder, lambda new: make(quantization, new)) / "run"
 
     return get
 

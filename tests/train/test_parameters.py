@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxquant.serving.arrays import CHUNK_BYTES, save_args
+from jaxquant.state import strip_bins
 from tests.train.conftest import ROOT, STEPS
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
@@ -39,7 +41,7 @@ def state(finished: Any, tiny: TrainConfig) -> TrainState:
 
 
 def _flat(state: TrainState) -> dict[str, np.ndarray]:
-    trees = {"params": state.params, "quant_state": state.quant_state}
+    trees = {"params": state.params, "quant_state": strip_bins(state.quant_state)}
     leaves = jax.tree_util.tree_leaves_with_path(trees)
     return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
 
@@ -50,11 +52,29 @@ def test_every_leaf_is_listed_and_read_bit_for_bit(finished: Any, state: TrainSt
     assert parameters.step == STEPS
     assert parameters.leaves.keys() == expected.keys()
     assert jax.tree.structure(parameters.params) == jax.tree.structure(state.params)
-    assert jax.tree.structure(parameters.quant_state) == jax.tree.structure(state.quant_state)
+    assert jax.tree.structure(parameters.quant_state) == jax.tree.structure(strip_bins(state.quant_state))
     for path, leaf in parameters.leaves.items():
         assert (leaf.shape, leaf.dtype) == (expected[path].shape, expected[path].dtype.name), path
         assert leaf.nbytes == expected[path].nbytes
         assert parameters.read(path).tobytes() == expected[path].tobytes(), path
+
+
+def test_a_checkpoint_holds_no_bins_and_one_that_does_still_loads(
+    finished: Any, tiny: TrainConfig, state: TrainState, tmp_path: Path
+):
+    stored = [path for path in open_parameters(finished("fp8")).leaves if path.startswith("quant_state")]
+    assert stored
+    assert not any(path.endswith("amax_bins") for path in stored)
+    older = Path(shutil.copytree(finished("fp8"), tmp_path / "run"))
+    folder = older / "checkpoints" / str(STEPS) / "state"
+    shutil.rmtree(folder)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state._asdict())
+    with Checkpoints(older, tiny) as checkpoints:
+        found = checkpoints.restore(build(dataclasses.replace(tiny, quantization="fp8"), 320).abstract_state)
+    assert found is not None
+    jax.tree.map(np.testing.assert_array_equal, found[0], state)
+    assert int(found[0].step) == STEPS
 
 
 @pytest.mark.parametrize(

@@ -84,5 +84,5 @@ def test_a_flax_checkpoint_goes_on_in_either_mode():
         history = state.update(quant, seen)["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
         np.testing.assert_array_equal(history[jnp.array([0, -1])], jnp.abs(x).max())
     model = maybe_quantize_model(Model(), {"quantization": "fp8"}, x)
-    with pytest.raises(ValueError, match=r"no 'input_amax_bins' there.*jaxquant\.state\.from_flax"):
+    with pytest.raises(ValueError, match=r"no 'input_amax_bins' there.*jaxquant\.state\.with_bins"):
         model.apply(state.merge(params, saved), x)

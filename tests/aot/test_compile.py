@@ -14,9 +14,9 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
-from jaxquant.audit import __main__ as command
-from jaxquant.audit import topology, worker
-from jaxquant.audit.chips import chip
+from jaxquant.aot import __main__ as command
+from jaxquant.aot import topology, worker
+from jaxquant.aot.chips import chip
 
 ROOT = Path(__file__).parents[2]
 STRINGS = ("fp8", "fp8_current", "fp8_full", "int8")
@@ -66,10 +66,10 @@ def test_every_matmul_of_every_layer_is_in_8_bits(target):
         return found
 
     found = jaxquant.audit(step, shapes, target=target)
-    assert found.fate.fell_back == []
+    assert found.outcome.fell_back == []
     assert found.is_low_precision
-    assert sum(found.fate.asked.values()) == sum(found.counts.values()) == 12 * len(STRINGS)
-    assert found.fate.merged == found.fate.removed == []
+    assert sum(found.outcome.asked.values()) == sum(found.counts.values()) == 12 * len(STRINGS)
+    assert found.outcome.merged == found.outcome.removed == []
     for string in STRINGS:
         rows = [row for row in found.matmuls if f"string_{string}/" in row["layer"]]
         assert len(rows) == 12
@@ -89,7 +89,7 @@ def test_a_fallback_is_reported():
         return jax.lax.dot(lhs, rhs, preferred_element_type=jnp.bfloat16)
 
     found = jaxquant.audit(step, lhs, rhs, target="h200")
-    assert len(found.fate.fell_back) == 1
+    assert len(found.outcome.fell_back) == 1
     assert not found.is_low_precision
     assert "FELL BACK: 1 of 1" in str(found)
 
@@ -101,7 +101,7 @@ def test_a_mesh_of_absent_chips_shows_what_is_sent_and_what_does_not_fit_is_an_a
     found = jaxquant.audit(jax.jit(step, donate_argnums=0), params, state, x, target="h200", topology="8")
     assert found.devices == 8
     assert {row["kind"] for row in found.collectives} == {"all-reduce"}
-    assert found.fate.removed == found.fate.fell_back == []
+    assert found.outcome.removed == found.outcome.fell_back == []
     assert found.memory["peak"] < found.memory["capacity"]
 
     huge = jax.ShapeDtypeStruct((400_000, 200_000), jnp.bfloat16)
@@ -121,7 +121,7 @@ def test_the_command_audits_a_training_step_and_writes_it_down(tmp_path):
     assert "All 21 matmuls asked for in 8 bits are 8-bit ones" in done.stdout
     written = json.loads((tmp_path / "out" / "audit-tiny-fp8-h200-8.json").read_text())
     assert written["counts"]["f8e4m3fn"] == 2 * 7  # layers in a scan count as often as it runs
-    assert written["unquantized"]["fate"]["asked"] == {}
+    assert written["unquantized"]["outcome"]["asked"] == {}
     assert (tmp_path / "out" / "audit-tiny-unquantized-h200-8.json").is_file()
     gathered = [row["dtype"] for row in written["collectives"] if row["kind"] == "all-gather"]
     assert "f8e4m3fn" in gathered

@@ -1,6 +1,6 @@
 """worker: compile one step for an absent chip and read the result, in a process of its own (``topology.environment``).
 
-``python -m jaxquant.audit.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an
+``python -m jaxquant.aot.worker REQUEST.json ANSWER.json``. A request names a target, a topology and either an
 exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds the step (``program``, ``config``,
 ``overrides``).
 """
@@ -19,17 +19,22 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxquant.audit import report
-from jaxquant.audit.chips import Chip, chip
-from jaxquant.audit.fate import fate
-from jaxquant.audit.program import Program, read_program
-from jaxquant.audit.topology import devices
+from jaxquant.aot import report
+from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.outcome import compare
+from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.topology import devices
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
 
 def main(request_path: str, answer_path: str) -> int:
-    """Answer a request; an error that the user can act on is part of the answer."""
+    """Answer a request; an error that the user can act on is part of the answer.
+
+    Args:
+      request_path: JSON file to read.
+      answer_path: JSON file to write.
+    """
     request = json.loads(Path(request_path).read_text())
     try:
         answer: dict[str, Any] = {"audit": _answer(request)}
@@ -53,7 +58,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list[Any]]:
-    """Bring an exported function to the absent devices. Its inputs are one flat tuple."""
+    """Prepare an exported function for the absent devices. Its inputs are one flat tuple."""
     exported = jax.export.deserialize(bytearray(Path(request["exported"]).read_bytes()))
     count = exported.nr_devices
     if count > len(given):
@@ -73,7 +78,19 @@ def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list
 
 
 def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict[str, Any]) -> report.Audit:
-    """Compile a jitted step and read what came out."""
+    """Compile a jitted step and read what came out.
+
+    Args:
+      step: jitted function.
+      shapes: of its arguments, on devices of the target.
+      target: the chip.
+      count: number of devices.
+      request: its ``name``, ``target`` and ``topology`` go into the report.
+
+    Raises:
+      NotImplementedError: the installed libtpu compiles programs that this jax cannot read.
+      jax.errors.JaxRuntimeError: the compiler failed, other than for want of memory.
+    """
     began = time.perf_counter()
     lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
@@ -101,7 +118,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         memory=memory,
         matmuls=report.matmul_rows(made),
         counts=None if program is None else program.count(),
-        fate=fate(asked, asked, 1) if program is None else fate(asked, program, count),
+        outcome=compare(asked, asked, 1) if program is None else compare(asked, program, count),
         moved=None if program is None else program.moved,
         big_moves=None if program is None else program.big_moves,
         moves=None if program is None else sum(move.times for move in program.moves),
@@ -115,7 +132,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
 
 
 def _unreadable(target: str) -> str:
-    """Say why jaxlib cannot read a program that libtpu made: the two are of different ages."""
+    """Explain why jaxlib cannot read a program that libtpu made: the two are of different ages."""
     jax_version, libtpu = (importlib.metadata.version(name) for name in ("jax", "libtpu"))
     wanted = next((each.split(";")[0] for each in importlib.metadata.requires("jax") or () if "libtpu" in each), "")
     return (

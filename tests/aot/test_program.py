@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxquant.audit import hlo, report, worker
-from jaxquant.audit.chips import CHIPS, chip, gpu_target
-from jaxquant.audit.fate import Fate, fate, layer
-from jaxquant.audit.program import Collective, Program, read_program
+from jaxquant.aot import hlo, report, worker
+from jaxquant.aot.chips import CHIPS, chip, gpu_target
+from jaxquant.aot.outcome import Outcome, compare, layer
+from jaxquant.aot.program import Collective, Matmul, Program, read_program
 
 GPU = """HloModule jit_step, is_scheduled=true
 
@@ -191,8 +191,8 @@ def test_a_fallback_is_found_by_its_path():
     asked, emitted = read_program(TRACED, is_optimized=False), read_program(FELL_BACK)
     path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
     assert asked.count() == {"f8e5m2": 1}
-    assert fate(asked, emitted) == Fate({path: 1}, [f"{path}: f16"], [], [])
-    assert fate(asked, asked).fell_back == []
+    assert compare(asked, emitted) == Outcome({path: 1}, [f"{path}: f16"], [], [])
+    assert compare(asked, asked).fell_back == []
 
 
 NO_PATH = FELL_BACK.replace("jit(step)/jvp(M)/layer/jit(_forward)/dot_general", "")
@@ -218,7 +218,7 @@ def audit_of(asked, emitted):
 def test_a_fallback_that_lost_its_path_is_not_taken_for_removed():
     found = audit_of(TRACED, NO_PATH)
     path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
-    assert found.fate == Fate({path: 1}, [f"{path}: fell back or unexplained, f16"], [], [])
+    assert found.outcome == Outcome({path: 1}, [f"{path}: fell back or unexplained, f16"], [], [])
     assert not found.is_low_precision
     assert report.verdict(found).startswith("FELL BACK: 1 of 1")
 
@@ -227,10 +227,10 @@ def test_a_wide_matmul_that_was_traced_explains_itself_and_what_is_gone_was_remo
     asked, wide = read_program(TRACED, is_optimized=False), read_program(WIDE, is_optimized=False)
     both = Program([*asked.matmuls, dataclasses.replace(wide.matmuls[0], path="other")])
     for text in (NO_PATH, FELL_BACK.replace("jvp(M)/layer/jit(_forward)/dot_general", "lost")):
-        became = fate(both, read_program(text))  # by its work
+        became = compare(both, read_program(text))  # by its work
         assert (became.fell_back, became.removed) == ([], [asked.matmuls[0].path])
     larger = [dataclasses.replace(wide.matmuls[0], path="other", flops=10**9)]
-    became = fate(both, Program(larger))  # by its path
+    became = compare(both, Program(larger))  # by its path
     assert (became.fell_back, became.removed) == ([], [asked.matmuls[0].path])
 
 
@@ -282,6 +282,37 @@ def test_layers_are_named_without_the_transformations():
     )
 
 
+WORK = 2 * 8192**3
+
+
+def seconds(target, lhs, rhs):
+    """Estimate one large matmul of operands of these dtypes."""
+    arrays = (hlo.Array(lhs, (8192, 8192)), hlo.Array(rhs, (8192, 8192)), hlo.Array("bf16", (8192, 8192)))
+    matmul = Matmul(*arrays, "dot", "", 1, WORK)
+    return report.estimate(chip(target), Program([matmul]))[0].matmul
+
+
+def test_four_bit_floats_are_priced_at_their_own_rate_where_there_is_a_unit_for_them():
+    assert seconds("b200", "f4e2m1fn", "f4e2m1fn") == WORK / 9000e12
+    assert seconds("b200", "f4e2m1fn", "f8e4m3fn") == seconds("b200", "f8e4m3fn", "f8e4m3fn") == WORK / 4500e12
+    for target in CHIPS:  # elsewhere the compiler converts them to bf16
+        if target != "b200":
+            bf16 = seconds(target, "bf16", "bf16")
+            assert seconds(target, "f4e2m1fn", "f4e2m1fn") == seconds(target, "f4e2m1fn", "f8e4m3fn") == bf16
+
+
+def test_wide_integers_are_not_priced_as_int8():
+    assert seconds("h200", "s4", "s4") == seconds("h200", "s8", "s8") == WORK / 1979e12
+    assert seconds("h200", "s32", "s32") == seconds("h200", "f32", "f32")
+
+
+def test_a_report_of_an_older_version_is_read():
+    found = audit_of(TRACED, FELL_BACK)
+    data = json.loads(found.to_json())
+    data["fate"] = data.pop("outcome")
+    assert report.from_json(data) == found
+
+
 def test_an_unknown_chip_is_refused():
     with pytest.raises(ValueError, match="target 'a100' is not a known chip; known are h100, h200"):
         chip("a100")
@@ -289,6 +320,6 @@ def test_an_unknown_chip_is_refused():
 
 def test_every_chip_has_its_peaks_and_every_gpu_its_description():
     for name, each in CHIPS.items():
-        assert set(each.peak) == {"bf16", "fp8", "int8", "f32"}, name
+        assert set(each.peak) == {"bf16", "fp8", "fp4", "int8", "f32"}, name
         assert (each.platform == "cuda") == (each.gpu is not None)
     assert "major: 10" in gpu_target(chip("b200"))

@@ -1,4 +1,4 @@
-"""fate: what became of the matmuls that a step asks for in 8 bits."""
+"""What became of the matmuls that a step asks for in 8 bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from jaxquant.audit.program import Matmul, Program
+from jaxquant.aot.program import Matmul, Program
 
 _NOISE = re.compile(
     r"^(jit\(\w+\)|call_exported|closed_call|checkpoint|rematted_computation|remat|while|body|cond|dot_general|transpose"
@@ -23,7 +23,7 @@ def layer(path: str) -> tuple[str, str]:
 
 
 @dataclasses.dataclass
-class Fate:
+class Outcome:
     """What became of the matmuls that a step asks for in 8 bits.
 
     Attributes:
@@ -44,13 +44,18 @@ NEARLY = 1.01
 """Works that differ by less are the same: a compiler pads, and a device's share is rounded down."""
 
 
-def fate(asked: Program, emitted: Program, devices: int = 1) -> Fate:
+def compare(asked: Program, emitted: Program, devices: int = 1) -> Outcome:
     """Compare a step as traced with what a compiler made of it.
 
     A matmul is followed by its path, which a compiler may lose. One that is gone was merged if an 8-bit matmul of the
     same pass does more work than its own path asks for, as much more as is missing. If not, it fell back where there is
     a wider matmul of at least its work that no traced one explains, neither by path nor by work; otherwise it was
     removed. What is asked for is the work of all ``devices``, what is emitted that of one.
+
+    Args:
+      asked: the step as traced.
+      emitted: the step as compiled.
+      devices: number of devices of the program.
     """
     wanted: dict[str, list[int]] = {}
     for matmul in asked.matmuls:
@@ -78,7 +83,7 @@ def fate(asked: Program, emitted: Program, devices: int = 1) -> Fate:
                 fell_back.append(f"{path}: fell back or unexplained, {wider[0].dtypes}")
             else:
                 removed.append(path)
-    return Fate({path: len(works) for path, works in wanted.items()}, fell_back, merged, removed)
+    return Outcome({path: len(works) for path, works in wanted.items()}, fell_back, merged, removed)
 
 
 def _gone(works: list[int], made: int) -> list[int]:

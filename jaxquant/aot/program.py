@@ -1,4 +1,4 @@
-"""program: say what a compiled step multiplies, moves and communicates.
+"""What a compiled step multiplies, moves and communicates, read from the compiler's text.
 
 Data flow: HLO text ── ``hlo.parse`` ──► computations ── ``read_program`` (loop bodies times their trip counts) ──►
 ``Matmul``, ``Move``, ``Collective``.
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jaxquant.audit.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
+from jaxquant.aot.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
 
 BIG = 1e6
 """A fusion or copy that moves more bytes than this is a big one."""
@@ -132,6 +132,13 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
     the loop's counter is compared with; once where there is neither, as ``while_loop`` has); every branch of a
     conditional counts once. A fusion around a matmul or a collective is that, and no move. A fusion that keeps only a
     slice of the all-reduce that it holds, as TPU compilers write it, is a reduce-scatter.
+
+    Args:
+      text: HLO.
+      is_optimized: whether it is what a compiler emitted, not what was given to it.
+
+    Raises:
+      ValueError: text without an entry, or a matmul that does not say what it contracts.
     """
     module = parse(text)
     program = Program()
@@ -140,7 +147,7 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
 
 
 def _trips(module: Module, instruction: Instruction) -> int:
-    """How often a loop runs its body."""
+    """Return how often a loop runs its body."""
     if found := _TRIPS.search(instruction.rest):
         return int(found[1])
     condition = next(name for role, name in CALLED.findall(instruction.rest) if role == "condition")
@@ -195,7 +202,7 @@ def _matmuls(module: Module, computation: Computation, instruction: Instruction,
 
 
 def _inside(module: Module, instruction: Instruction, path: str) -> Iterator[tuple[Computation, Instruction, str]]:
-    """Give the instructions of a fusion, each with its computation and path; nothing for another instruction."""
+    """Yield the instructions of a fusion, each with its computation and path; none for another instruction."""
     for called in instruction.called if instruction.opcode == "fusion" else ():
         inner = module.computations[called]
         for each in inner.values():
@@ -281,7 +288,7 @@ def _fused_collectives(module: Module, instruction: Instruction, path: str, time
 
 
 def _is_only_sliced(inner: Computation, name: str) -> bool:
-    """Say whether slices are all that is kept of a value of a fusion."""
+    """Check whether slices are all that is kept of a value of a fusion."""
     users = [each for each in inner.values() if name in each.operands]
     return bool(users) and all(each.opcode == "dynamic-slice" or _is_only_sliced(inner, each.name) for each in users)
 

@@ -33,7 +33,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The type of one array."""
+    """The type of one array: HLO's name of its dtype, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Array:
 
 
 def bits(dtype: str) -> int:
-    """Give the bits of an element of a dtype by HLO's name."""
+    """Return the bits of an element of a dtype by HLO's name."""
     if dtype not in BITS:
         # f8e4m3fn, f4e2m1fn: the digit after the f.
         BITS[dtype] = int(dtype[1])

@@ -1,4 +1,4 @@
-"""chips: what is known of each chip that an audit compiles for: its compiler's description, memory, peak rates.
+"""What is known of each chip that an audit compiles for: its compiler's description, memory, peak rates.
 
 Peak rates are dense (without structured sparsity), of the data sheets:
 
@@ -7,6 +7,19 @@ Peak rates are dense (without structured sparsity), of the data sheets:
 - v5e, v5p, v6e, v7x (Ironwood): Google Cloud's TPU system architecture pages, per chip. v5e, v5p and v6e have no fp8
   unit: their fp8 matmuls run at the rate of bf16. v7x has one, and no published int8 rate; bf16's is assumed. float32
   at default precision is one pass of bf16.
+
+Four-bit floats (``fp4``):
+
+- B200 has a unit for them: 9000, of the HGX B200 data sheet. It multiplies blocks with scales of their own, nvfp4 and
+  mxfp4; fp4 by fp8 runs at the rate of fp8 (PTX ISA, ``tcgen05.mma`` of kind ``mxf4``, ``mxf4nvf4`` and ``f8f6f4``).
+- H100 and H200 have none, and XLA converts such operands to bf16 first: e4m3 by e2m1 is compiled to a cuBLAS matmul of
+  bf16 (jax 0.10.2). bf16's rate is used.
+- No TPU here has one. The compiler takes e2m1 operands and converts them inside the matmul, at bf16's rate: its own
+  estimates of a 4096³ matmul, in thousands of cycles, are 1113 for e2m1 and 1083 for bf16 on v5e, 303 and 302 on v6e,
+  328 and 316 on v7x, where e4m3 takes 151 (libtpu 0.0.42.1). bf16's rate is used, v7x's too.
+
+Four-bit integers run at the rate of int8: on TPUs by the same estimates (v5e 541 and 542, v6e 224 and 227), on GPUs for
+want of a published rate.
 """
 
 from __future__ import annotations
@@ -24,7 +37,7 @@ class Chip:
     Attributes:
       platform: whose compiler.
       name: as the compiler calls it.
-      peak: dense operations per second by kind of matmul (``bf16``, ``fp8``, ``int8``, ``f32``).
+      peak: dense operations per second by kind of matmul (``bf16``, ``fp8``, ``fp4``, ``int8``, ``f32``).
       bandwidth: of the chip's memory, bytes/s.
       memory: bytes of the chip.
       link: bytes/s that a chip sends and receives to its neighbours together.
@@ -42,15 +55,24 @@ class Chip:
     gpu: tuple[int, int, float, int] | None = None
 
 
-def _peak(bf16: float, fp8: float, int8: float, f32: float) -> dict[str, float]:
-    return {"bf16": bf16 * 1e12, "fp8": fp8 * 1e12, "int8": int8 * 1e12, "f32": f32 * 1e12}
+def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
+    """Return rates of TFLOP/s by kind of matmul; without an ``fp4`` unit that is the rate of bf16."""
+    rates = {"bf16": bf16, "fp8": fp8, "fp4": fp4 or bf16, "int8": int8, "f32": f32}
+    return {kind: rate * 1e12 for kind, rate in rates.items()}
 
 
 CHIPS: dict[str, Chip] = {
     "h100": Chip("cuda", "NVIDIA H100", _peak(989, 1979, 1979, 494), 3.35e12, 80e9, 900e9, 1, (132, 52428800, 1.98, 9)),
     "h200": Chip("cuda", "NVIDIA H200", _peak(989, 1979, 1979, 494), 4.8e12, 141e9, 900e9, 1, (132, 62914560, 1.98, 9)),
     "b200": Chip(
-        "cuda", "NVIDIA B200", _peak(2250, 4500, 4500, 1125), 8.0e12, 180e9, 1800e9, 1, (148, 132644864, 1.965, 10)
+        "cuda",
+        "NVIDIA B200",
+        _peak(2250, 4500, 4500, 1125, 9000),
+        8.0e12,
+        180e9,
+        1800e9,
+        1,
+        (148, 132644864, 1.965, 10),
     ),
     "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197), 0.819e12, 16e9, 200e9),
     "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459), 2.765e12, 95e9, 600e9),
@@ -61,7 +83,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip(target: str) -> Chip:
-    """Look a target up.
+    """Return what is known of a target.
 
     Raises:
       ValueError: it is not known.

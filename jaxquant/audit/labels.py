@@ -1,4 +1,4 @@
-"""Which layer a contraction belongs to, and which of its three matmuls it is."""
+"""Labels for contractions: which layer each one belongs to, and which of its three matmuls it is."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 
 @dataclasses.dataclass(eq=False)
-class Placed:
-    """A contraction with its place.
+class LabeledContraction:
+    """A contraction with its layer and matmul.
 
     Attributes:
       contraction: as found.
       origins: of its operands, as executed.
       parameters: for each operand the path of the argument whose elements it holds, or None.
       scopes: module scopes and equations around it, without those of transformations and quantized ops.
-      label: "dlhs" or "drhs" where the quantized op's own scopes say so.
+      op_label: "dlhs" or "drhs" where the quantized op's own scopes say so.
       is_backward, is_recomputed: within the backward pass; a forward matmul done again there.
       path: "/"-joined module path.
       matmul: "fwd", "dlhs", "drhs", or "bwd" where it cannot be told which of the two.
@@ -41,13 +41,13 @@ class Placed:
     origins: tuple[Origin, Origin]
     parameters: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
     scopes: tuple[str, ...]
-    label: str
+    op_label: str
     is_backward: bool
     is_recomputed: bool
     path: str = ""
     matmul: str = "fwd"
     swapped: bool = False
-    forward: Placed | None = None
+    forward: LabeledContraction | None = None
     is_stray: bool = False
 
     @property
@@ -56,8 +56,8 @@ class Placed:
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
-def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
-    """Find path and matmul of contractions.
+def label_contractions(found: Iterable[Contraction], layers: Iterable[str]) -> list[LabeledContraction]:
+    """Label contractions with the path of their layer and with their matmul.
 
     A path is that of the known layer whose name stands in the name scopes; else that of the parameter, as far as it
     stands there too; else the scopes. Which backward matmul one is follows from the operand that it shares with the
@@ -67,9 +67,9 @@ def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
       found: contractions of a program.
       layers: paths of the layers that are known.
     """
-    placed = [_open(contraction) for contraction in found]
-    groups: dict[tuple[str, ...], list[Placed]] = {}
-    for each in placed:
+    labeled = [_open(contraction) for contraction in found]
+    groups: dict[tuple[str, ...], list[LabeledContraction]] = {}
+    for each in labeled:
         groups.setdefault(_without_repeats(each.scopes), []).append(each)
     known = [tuple(path.split("/")) for path in layers]
     for scopes, group in groups.items():
@@ -80,30 +80,30 @@ def place(found: Iterable[Contraction], layers: Iterable[str]) -> list[Placed]:
         else:  # no scopes around it: an NNX model, or none
             for each in group:
                 each.path = _path_of_parameter(each, known)
-    _place_by_operands(placed)
-    places: dict[tuple[tuple[str, ...], str], list[Placed]] = {}
-    for each in placed:
-        places.setdefault((_without_repeats(each.scopes), each.path), []).append(each)
-    for group in places.values():
+    _label_by_operands(labeled)
+    by_layer: dict[tuple[tuple[str, ...], str], list[LabeledContraction]] = {}
+    for each in labeled:
+        by_layer.setdefault((_without_repeats(each.scopes), each.path), []).append(each)
+    for group in by_layer.values():
         _find_matmuls(group)
-    _find_strays(placed)
-    return placed
+    _find_strays(labeled)
+    return labeled
 
 
-def _place_by_operands(placed: Sequence[Placed]) -> None:
-    """Place backward contractions without scopes and parameters, by a forward one that each shares an operand with.
+def _label_by_operands(labeled: Sequence[LabeledContraction]) -> None:
+    """Label backward contractions without scopes and parameters, by a forward one that each shares an operand with.
 
     Of several it is one of a shape that fits; then the one whose layer has the other gradient from the same output
     gradient already; then one that has none yet.
     """
-    forward = [each for each in placed if not each.is_backward]
+    forward = [each for each in labeled if not each.is_backward]
     paths: dict[Value, set[str]] = {}
-    for each in placed:
+    for each in labeled:
         if each.is_backward and each.path:
             for found in each.origins:
                 paths.setdefault(found.source, set()).add(each.path)
     taken: set[int] = set()
-    for each in placed:
+    for each in labeled:
         if not each.is_backward or each.path or each.scopes:
             continue
         choice = [other for other in forward if _same_source(each, other)]
@@ -123,7 +123,7 @@ def _is_gradient_of(backward: Contraction, forward: Contraction) -> bool:
     return any(_continues(backward, mine, forward, theirs) for mine in (0, 1) for theirs in (0, 1))
 
 
-def _open(contraction: Contraction) -> Placed:
+def _open(contraction: Contraction) -> LabeledContraction:
     scopes: list[str] = []
     is_backward = is_recomputed = False
     label = ""
@@ -140,11 +140,11 @@ def _open(contraction: Contraction) -> Placed:
     arguments = [argument(each.source) for each in origins]
     left, right = (None if value is None else value.name or _CAPTURED for value in arguments)
     is_backward &= not is_recomputed
-    return Placed(contraction, origins, (left, right), tuple(scopes), label, is_backward, is_recomputed)
+    return LabeledContraction(contraction, origins, (left, right), tuple(scopes), label, is_backward, is_recomputed)
 
 
 def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """Take leading scopes that stand twice once; the backward pass of a rematerialized block repeats the model's."""
+    """Drop the second of leading scopes that stand twice, as in the backward pass of a rematerialized block."""
     for size in range(1, len(scopes) // 2 + 1):
         while scopes[:size] == scopes[size : 2 * size]:
             scopes = scopes[size:]
@@ -164,11 +164,11 @@ def _split(text: str) -> list[str]:
 
 
 def contains(whole: Sequence[str], part: Sequence[str]) -> bool:
-    """Whether a path has another one in it, without gaps."""
+    """Return whether the names of ``part`` stand one behind the other somewhere in ``whole``."""
     return any(tuple(whole[i : i + len(part)]) == tuple(part) for i in range(len(whole) - len(part) + 1))
 
 
-def _path(group: Sequence[Placed], known: Sequence[tuple[str, ...]]) -> str:
+def _path(group: Sequence[LabeledContraction], known: Sequence[tuple[str, ...]]) -> str:
     modules = group[0].modules
     matches = [path for path in known if contains(modules, path)]
     if matches:
@@ -183,7 +183,7 @@ def _path(group: Sequence[Placed], known: Sequence[tuple[str, ...]]) -> str:
     return "/".join(modules[start:])
 
 
-def _path_of_parameter(each: Placed, known: Sequence[tuple[str, ...]]) -> str:
+def _path_of_parameter(each: LabeledContraction, known: Sequence[tuple[str, ...]]) -> str:
     for name in reversed([name for name in each.parameters if name and len(name) > 1]):
         matches = [path for path in known if contains(name, path)]
         if matches:
@@ -198,8 +198,8 @@ def _path_of_parameter(each: Placed, known: Sequence[tuple[str, ...]]) -> str:
     return ""
 
 
-def weight_side(each: Placed) -> int | None:
-    """Tell which operand of a forward contraction is a parameter: 0, 1, or None where none is."""
+def weight_side(each: LabeledContraction) -> int | None:
+    """Return which operand of a forward contraction is a parameter: 0, 1, or None where none is."""
     path = tuple(each.path.split("/")) if each.path else ()
     named = [side for side, name in enumerate(each.parameters) if name and path and contains(name, path)]
     if len(named) == 1:
@@ -208,7 +208,7 @@ def weight_side(each: Placed) -> int | None:
     return given[-1] if given else None
 
 
-def _find_matmuls(group: Sequence[Placed]) -> None:
+def _find_matmuls(group: Sequence[LabeledContraction]) -> None:
     forward = [each for each in group if not each.is_backward]
     for each in forward:
         each.swapped, each.forward = weight_side(each) == 0, each
@@ -221,12 +221,12 @@ def _find_matmuls(group: Sequence[Placed]) -> None:
             each.matmul, residual = _backward_matmul(each, first)
             each.swapped = residual == (1 if each.matmul == "drhs" else 0)
         else:
-            each.matmul = each.label or "bwd"
+            each.matmul = each.op_label or "bwd"
 
 
-def _find_strays(placed: Sequence[Placed]) -> None:
-    forward = [each for each in placed if not each.is_backward]
-    backward = [each for each in placed if each.is_backward]
+def _find_strays(labeled: Sequence[LabeledContraction]) -> None:
+    forward = [each for each in labeled if not each.is_backward]
+    backward = [each for each in labeled if each.is_backward]
     sources = {origin.source for each in forward for origin in each.origins}
     ends = {each.contraction.out for each in forward}
 
@@ -241,8 +241,8 @@ def _find_strays(placed: Sequence[Placed]) -> None:
         each.is_stray = not shares and not any(each.parameters) and each.contraction.out not in used
 
 
-def _shared(each: Placed, forward: Placed) -> tuple[int, int] | None:
-    """Give (side, side of the forward) of the one operand that a backward contraction shares with a forward one."""
+def _shared(each: LabeledContraction, forward: LabeledContraction) -> tuple[int, int] | None:
+    """Return (side, side of the forward) of the one operand that a backward contraction shares with a forward one."""
     pairs = _same_source(each, forward) or [
         (mine, theirs)
         for mine in (0, 1)
@@ -252,22 +252,22 @@ def _shared(each: Placed, forward: Placed) -> tuple[int, int] | None:
     return pairs[0] if len(pairs) == 1 else None
 
 
-def _same_source(each: Placed, forward: Placed) -> list[tuple[int, int]]:
+def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[tuple[int, int]]:
     sides = [(mine, theirs) for mine in (0, 1) for theirs in (0, 1)]
     return [pair for pair in sides if each.origins[pair[0]].source is forward.origins[pair[1]].source]
 
 
-def _backward_matmul(each: Placed, forward: Placed) -> tuple[str, int]:
-    """Give the matmul and which of its operands is the forward's, activation being lhs and weight rhs.
+def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
+    """Return the matmul and which of its operands is the forward's, activation being lhs and weight rhs.
 
     Where the side cannot be told it is the second: jax and the quantization libraries put the gradient first.
     """
     names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
     if shared := _shared(each, forward):
         return names[shared[1]], shared[0]
-    if each.label:
+    if each.op_label:
         # The op's own lhs and rhs are those of the executed forward matmul.
-        return names[0 if each.label == "drhs" else 1], 1
+        return names[0 if each.op_label == "drhs" else 1], 1
     weight = weight_side(forward)
     if weight is not None and forward.parameters[weight] not in each.parameters:
         return names[1 - weight], 1  # the weight is in neither operand, so the activation is: made again, under remat

@@ -1,4 +1,4 @@
-"""absent: audit a step on a chip that is not here."""
+"""Audit a step on a chip that is not here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxquant.audit.chips import chip
-from jaxquant.audit.report import Audit, from_json
-from jaxquant.audit.topology import environment, require_compiler
+from jaxquant.aot.chips import chip
+from jaxquant.aot.report import Audit, from_json
+from jaxquant.aot.topology import environment, require_compiler
 
 _ERRORS = {error.__name__: error for error in (ValueError, TypeError, NotImplementedError, OSError)}
 
@@ -24,7 +24,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     """Compile a step with the real compiler of an absent chip and report what it made.
 
     The step is exported (``jax.export``) here and compiled in a process of its own. Its 8-bit matmuls are followed from
-    the traced program into the compiler's: see ``fate.fate`` and, for what is counted, ``program.read_program``.
+    the traced program into the compiler's: see ``outcome.compare`` and, for what is counted, ``program.read_program``.
 
     Args:
       step: function or jitted function. Arguments that the jitted function donates are donated.
@@ -39,8 +39,8 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
       ModuleNotFoundError: the chip's compiler is not installed.
       RuntimeError: the compiler failed, other than for want of memory.
     """
-    it = chip(target)
-    require_compiler(it, "flatbuffers")  # which jax.export writes with
+    described = chip(target)
+    require_compiler(described, "flatbuffers")  # which jax.export writes with
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     leaves, tree = jax.tree.flatten(shapes)
     lowered = jitted.trace(*shapes)
@@ -50,7 +50,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         return jitted(*jax.tree.unflatten(tree, leaves))
 
     custom_calls = jax.export.DisabledSafetyCheck.custom_call
-    every_call = [custom_calls(each) for each in _KERNEL_CALLS]
+    kernel_calls = [custom_calls(each) for each in _KERNEL_CALLS]
     meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     if len(meshes) > 1:
         raise ValueError(f"the shapes lie on {len(meshes)} different meshes; give them shardings over one AbstractMesh")
@@ -59,13 +59,13 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         for each in meshes
         for (name, size), kind in zip(each.shape.items(), each.axis_types, strict=True)
     ]
-    exported = jax.export.export(jax.jit(flat), platforms=[it.platform], disabled_checks=every_call)(*leaves)
+    exported = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)(*leaves)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step"
         path.write_bytes(bytes(exported.serialize()))
         label = name or getattr(step, "__name__", "step")
         request = {"exported": str(path), "donated": donated, "mesh": mesh, "name": label}
-        return _ask(request | {"target": target, "topology": topology}, folder)
+        return _run_worker(request | {"target": target, "topology": topology}, folder)
 
 
 _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
@@ -74,7 +74,13 @@ _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
 def audit_program(
     program: str, config: str, overrides: Sequence[str], *, target: str, topology: str = "", name: str = ""
 ) -> Audit:
-    """Audit the step that a plug-in builds: ``MODULE:FUNCTION`` called with (config, overrides, devices) there.
+    """Audit the step that a plug-in builds, in the process that compiles it.
+
+    Args:
+      program: the plug-in, ``MODULE:FUNCTION``: (config, overrides, devices) -> (jitted step, shapes).
+      config, overrides: what it is called with.
+      target, topology: as ``audit`` takes them.
+      name: title of the report; empty is the config's stem.
 
     Raises:
       As ``audit``, and what the plug-in raises.
@@ -82,14 +88,14 @@ def audit_program(
     require_compiler(chip(target))
     request = {"program": program, "config": config, "overrides": list(overrides), "name": name or Path(config).stem}
     with tempfile.TemporaryDirectory() as folder:
-        return _ask(request | {"target": target, "topology": topology}, folder)
+        return _run_worker(request | {"target": target, "topology": topology}, folder)
 
 
-def _ask(request: dict[str, Any], folder: str) -> Audit:
+def _run_worker(request: dict[str, Any], folder: str) -> Audit:
     """Run a worker process and read its answer."""
     asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
     asked.write_text(json.dumps(request))
-    command = [sys.executable, "-m", "jaxquant.audit.worker", str(asked), str(answered)]
+    command = [sys.executable, "-m", "jaxquant.aot.worker", str(asked), str(answered)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode or not answered.is_file():
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]

@@ -1,4 +1,4 @@
-"""topology: devices of a chip that is not here, from the chip's own compiler.
+"""Devices of a chip that is not here, from the chip's own compiler.
 
 Only for a process of its own, which ``environment`` made: with a plug-in installed, JAX looks for its devices.
 """
@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from jaxquant.audit.chips import CHIPS, Chip, gpu_target
+from jaxquant.aot.chips import CHIPS, Chip, gpu_target
 
 NEEDED = {"cuda": ("audit-gpu", "jax_plugins.xla_cuda12"), "tpu": ("audit-tpu", "libtpu")}
 """Platform -> the extra that installs its compiler, and the module that shows that it is there."""
@@ -24,7 +24,7 @@ DEFAULT_TOPOLOGY = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 
 
 def environment() -> dict[str, str]:
-    """Make the environment of a process that compiles for absent chips.
+    """Return the environment of a process that compiles for absent chips.
 
     Triton matmuls are left out: choosing among them is timed on a device.
     """
@@ -41,6 +41,10 @@ def environment() -> dict[str, str]:
 
 def require_compiler(chip: Chip, *more: str) -> None:
     """Check that a chip's compiler is installed and fits jaxlib, and further modules of its extra.
+
+    Args:
+      chip: whose compiler.
+      more: names of further modules.
 
     Raises:
       ModuleNotFoundError: one is not installed.
@@ -74,7 +78,7 @@ def _name(chip: Chip) -> str:
 
 
 def devices(chip: Chip, topology: str = "") -> list[Any]:
-    """Give the devices of a slice of absent chips.
+    """Return the devices of a slice of absent chips.
 
     Args:
       chip: which.

@@ -22,9 +22,9 @@ from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quant_state
-from jaxquant.audit.chips import chip
-from jaxquant.audit.program import Program, read_program
-from jaxquant.audit.topology import devices
+from jaxquant.aot.chips import chip
+from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.topology import devices
 from jaxquant.inject.model import maybe_quantize_model
 
 
@@ -95,7 +95,12 @@ on h200, where a bfloat16 activation of the hidden layer is 67 MB):
 
 
 def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
-    """Give the measured function of an entry and the shapes of its arguments."""
+    """Return the measured function of an entry and the shapes of its arguments.
+
+    Args:
+      entry: whose layers.
+      tokens, width, hidden: rows of x, features of x and y, features between the layers.
+    """
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
@@ -114,7 +119,12 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
 
 
 def measure(entry: Entry, target: str) -> tuple[Program, str]:
-    """Compile an entry for a chip that is not here. Returns what the compiler made of it, and its text."""
+    """Compile an entry for a chip that is not here, and return what the compiler made of it, and its text.
+
+    Args:
+      entry: what to compile.
+      target: chip, one of ``CHIPS``.
+    """
     mesh = Mesh(devices(chip(target))[:1], ("x",))
     where = NamedSharding(mesh, PartitionSpec())
     function, shapes = step(entry)
@@ -126,6 +136,10 @@ def measure(entry: Entry, target: str) -> tuple[Program, str]:
 
 def rows(target: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Measure the entries whose name holds one of ``names`` (all of them by default), as rows of a table.
+
+    Args:
+      target: chip, one of ``CHIPS``.
+      names: parts of entries' names.
 
     Raises:
       ValueError: no entry is named so.
@@ -145,12 +159,12 @@ def rows(target: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    """Compare a row with its peer's, if that was measured."""
+    """Return the difference of a row from its peer's, "" where that was not measured."""
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 
 def row(name: str, program: Program) -> dict[str, Any]:
-    """Say of a program what the table shows."""
+    """Summarize a program as a row of the table."""
     matmuls = ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     return {

@@ -1,4 +1,4 @@
-"""report: what an audit found, as a value, as a table and as JSON."""
+"""What an audit found, as a value, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxquant.audit.chips import Chip, chip
-from jaxquant.audit.fate import Fate, layer
-from jaxquant.audit.program import Matmul, Program
+from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.hlo import bits
+from jaxquant.aot.outcome import Outcome, layer
+from jaxquant.aot.program import Program
 
 Row = dict[str, Any]
 
 
 def kind(dtype: str) -> str:
-    """Say by which peak rate a matmul of that operand dtype runs: fp8, int8, bf16 or f32."""
+    """Return the peak rate at which a matmul of that operand dtype runs: fp4, fp8, int8, bf16 or f32.
+
+    Integers of more than 8 bits have no unit of their own, and are priced as f32.
+
+    Args:
+      dtype: HLO's name.
+    """
+    if dtype.startswith("f4"):
+        return "fp4"
     if dtype.startswith("f8"):
         return "fp8"
     if dtype[0] in "su":
-        return "int8"
+        return "int8" if bits(dtype) <= 8 else "f32"
     return "f32" if dtype in ("f32", "f64") else "bf16"
-
-
-def _kind(matmul: Matmul) -> str:
-    kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}
-    return kinds.pop() if len(kinds) == 1 else max(kinds, key=["int8", "fp8", "bf16", "f32"].index)
 
 
 @dataclasses.dataclass
@@ -43,7 +47,8 @@ class Roofline:
 
 
 ASSUMPTIONS = (
-    "Every matmul runs at the chip's dense peak rate for its operands, or at its memory's speed where that is longer.",
+    "Every matmul runs at the chip's dense peak rate for its operands, the slower one's if they differ, or at its "
+    "memory's speed where that is longer.",
     "Everything else runs one after another at the memory's full bandwidth: operands plus results, no cache.",
     "Communication runs at the full rate of all links and hides behind the rest: the step is the longer of the two.",
     "float32 matmuls at default precision: TF32 on NVIDIA, one pass of bf16 on TPU.",
@@ -56,7 +61,7 @@ class Audit:
     """What the compiler of an absent chip made of a step. Counts, bytes and times are of one step on one device.
 
     Where the compiler refuses the step, what it would have made is not known: figures are None, tables and memory are
-    empty, and of the fate only what was asked for is told.
+    empty, and of the outcome only what was asked for is told.
 
     Attributes:
       target, topology, devices: chip, slice as given, number of devices of the program.
@@ -64,7 +69,7 @@ class Audit:
       memory: bytes: arguments, outputs (without those that share memory with arguments), temporaries, peak, capacity.
       matmuls: one row a matmul: layer, pass, dtypes, operands, times, flops.
       counts: matmuls of a step by operand dtypes.
-      fate: what became of the 8-bit ones.
+      outcome: what became of the 8-bit ones.
       moved, big_moves, moves: bytes, number over 1 MB and number of what is no matmul (see ``program.read_program``).
       largest_moves: the ten that move most in a step.
       collectives: one row a kind and dtype: times, bytes.
@@ -81,7 +86,7 @@ class Audit:
     memory: dict[str, int]
     matmuls: list[Row]
     counts: dict[str, int] | None
-    fate: Fate
+    outcome: Outcome
     moved: int | None
     big_moves: int | None
     moves: int | None
@@ -96,7 +101,7 @@ class Audit:
     @property
     def is_low_precision(self) -> bool:
         """Whether something was asked for in 8 bits, the compiler took the step, and nothing of it fell back."""
-        return bool(self.fate.asked) and not self.refusal and not self.fate.fell_back
+        return bool(self.outcome.asked) and not self.refusal and not self.outcome.fell_back
 
     def to_json(self) -> str:
         """Write everything, the unquantized step's audit included, as JSON; ``from_json`` reads it."""
@@ -111,12 +116,14 @@ class Audit:
 
 
 def from_json(data: Row) -> Audit:
-    """Read what ``Audit.to_json`` wrote."""
+    """Read what ``Audit.to_json`` wrote, as ``json.loads`` returns it."""
     below = data.get("unquantized")
+    data = dict(data)
+    outcome = data.pop("fate", None) or data["outcome"]  # "fate" is its name in older files
     return Audit(
         **data
         | {
-            "fate": Fate(**data["fate"]),
+            "outcome": Outcome(**outcome),
             "roofline": None if data["roofline"] is None else Roofline(**data["roofline"]),
             "unquantized": None if below is None else from_json(below),
         }
@@ -124,13 +131,19 @@ def from_json(data: Row) -> Audit:
 
 
 def estimate(chip: Chip, program: Program) -> tuple[Roofline, float]:
-    """Estimate a step from peak rates; also the time of its matmuls if the 8-bit ones were in bf16."""
+    """Estimate a step from peak rates; also the time of its matmuls if the 8-bit ones were in bf16.
+
+    Args:
+      chip: that runs it.
+      program: as its compiler made it.
+    """
     seconds, bf16 = 0.0, 0.0
     for matmul in program.matmuls:
         size = sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out)) / chip.bandwidth
-        name = _kind(matmul)
-        seconds += matmul.times * max(matmul.flops / chip.peak[name], size)
-        slow = "f32" if name == "f32" else "bf16"
+        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}
+        rate = min(chip.peak[each] for each in kinds)  # two kinds run at the slower one's rate
+        seconds += matmul.times * max(matmul.flops / rate, size)
+        slow = "f32" if "f32" in kinds else "bf16"
         bf16 += matmul.times * max(matmul.flops / chip.peak[slow], size)
     communication = sum(each.times * each.bytes for each in program.collectives) / chip.link
     devices = chip.devices
@@ -176,12 +189,12 @@ def largest_moves(program: Program) -> list[Row]:
 
 
 def layer_rows(audit: Audit) -> list[Row]:
-    """Say of each layer in which dtypes its matmuls run, by pass."""
+    """List for each layer the dtypes in which its matmuls run, by pass."""
     found: dict[str, dict[str, collections.Counter[str]]] = {}
     for row in audit.matmuls:
         passes = found.setdefault(row["layer"], {})
         passes.setdefault(row["pass"], collections.Counter())[row["dtypes"]] += 1
-    merged = {tuple(each.split(" → ")) for each in audit.fate.merged}
+    merged = {tuple(each.split(" → ")) for each in audit.outcome.merged}
     for path, host in merged:
         name, phase = layer(path)
         found.setdefault(name, {}).setdefault(phase, collections.Counter())[f"in {host}"] += 1
@@ -231,7 +244,7 @@ _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
 
 
 def summary_rows(audit: Audit) -> list[Row]:
-    """Give the figures of an audit beside those of the unquantized step; "–" is one that a refused step has not."""
+    """List the figures of an audit beside those of the unquantized step; "–" is one that a refused step lacks."""
     columns = {"quantized" if audit.unquantized else "step": audit}
     if audit.unquantized:
         columns["unquantized"] = audit.unquantized
@@ -252,17 +265,18 @@ def _memory(audit: Audit) -> str:
 
 
 def verdict(audit: Audit) -> str:
-    """Say in a sentence whether the 8-bit matmuls are there."""
+    """Describe in a sentence whether the 8-bit matmuls are there."""
     if audit.refusal:
         return f"The compiler for {audit.target} refuses this step: {audit.refusal}"
-    asked = sum(audit.fate.asked.values())
+    asked = sum(audit.outcome.asked.values())
     if not asked:
         return "Nothing was asked for in 8 bits."
-    if audit.fate.fell_back:
-        return f"FELL BACK: {len(audit.fate.fell_back)} of {asked} matmuls asked for in 8 bits are not: " + "; ".join(
-            audit.fate.fell_back
+    if audit.outcome.fell_back:
+        return (
+            f"FELL BACK: {len(audit.outcome.fell_back)} of {asked} matmuls asked for in 8 bits are not: "
+            + "; ".join(audit.outcome.fell_back)
         )
-    removed, merged = len(audit.fate.removed), len(audit.fate.merged)
+    removed, merged = len(audit.outcome.removed), len(audit.outcome.merged)
     share = f"{asked - removed} of {asked}" if removed else f"All {asked}"
     ends = [f"{merged} inside another"] if merged else []
     ends += [f"{removed} not needed and removed"] if removed else []
@@ -290,11 +304,15 @@ def speedup(audit: Audit) -> str:
 
 def assumptions(target: str) -> list[str]:
     """List what the estimate assumes, with the chip's figures."""
-    it = chip(target)
-    rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in it.peak.items())
-    memory = f"memory {it.bandwidth / 1e12:.2f} TB/s, {it.memory / 1e9:.0f} GB"
-    figures = f"{target}, per chip: peak TFLOP/s {rates}; {memory}; links {it.link / 1e9:.0f} GB/s."
-    shared = [f"A device is one of {it.devices} of a chip and has its share of these."] if it.devices > 1 else []
+    described = chip(target)
+    rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in described.peak.items())
+    memory = f"memory {described.bandwidth / 1e12:.2f} TB/s, {described.memory / 1e9:.0f} GB"
+    figures = f"{target}, per chip: peak TFLOP/s {rates}; {memory}; links {described.link / 1e9:.0f} GB/s."
+    shared = (
+        [f"A device is one of {described.devices} of a chip and has its share of these."]
+        if described.devices > 1
+        else []
+    )
     return [figures, *shared, *ASSUMPTIONS]
 
 

@@ -1,0 +1,81 @@
+"""MAX's QuantizationEncoding: GGML's block formats by name, with the sizes of their blocks."""
+
+from __future__ import annotations
+
+import enum
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from jaxquant.formats import BlockParameters, block_parameters, codec
+
+
+class QuantizationEncoding(enum.Enum):
+    """How a quantized weight lies in bytes."""
+
+    Q4_0 = "Q4_0"
+    Q4_K = "Q4_K"
+    Q5_K = "Q5_K"
+    Q6_K = "Q6_K"
+    GPTQ = "GPTQ"
+
+    @property
+    def name(self) -> str:
+        """Lower-case, as in ``q4_k``."""
+        return self.value.lower()
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a format of GGUF files."""
+        return self is not QuantizationEncoding.GPTQ
+
+    @property
+    def block_parameters(self) -> BlockParameters:
+        """Elements and bytes of a block.
+
+        Raises:
+          NotImplementedError: GPTQ, which has no blocks of bytes.
+        """
+        self._check("has no block parameters")
+        return block_parameters(self.name)
+
+    @property
+    def elements_per_block(self) -> int:
+        return self.block_parameters.elements_per_block
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of a block."""
+        return self.block_parameters.block_size
+
+    def quantize(self, tensor: Float[Array, "... K"]) -> UInt8[Array, "... B"]:
+        """Encode float arrays along the last axis, row by row: K elements become ``K / elements · bytes`` bytes.
+
+        Raises:
+          ValueError: K is no multiple of the block.
+          NotImplementedError: GPTQ.
+        """
+        self._check("cannot be encoded")
+        return codec(self.name).encode(jnp.asarray(tensor))["blocks"]
+
+    def dequantize(self, data: UInt8[Array, "... B"]) -> Float[Array, "... K"]:
+        """Decode what ``quantize`` encoded to float32.
+
+        Raises:
+          ValueError: the last axis is no multiple of the block's bytes.
+          TypeError: not bytes.
+        """
+        self._check("cannot be decoded")
+        data = jax.numpy.asarray(data)
+        if data.dtype != jnp.uint8:
+            raise TypeError(f"{self.name} blocks are uint8, got {data.dtype.name}; view the bytes as uint8")
+        if data.ndim == 0 or data.shape[-1] % self.block_size:
+            raise ValueError(
+                f"last axis of shape {data.shape} is no multiple of the {self.block_size} bytes of a block"
+            )
+        return codec(self.name).decode({"blocks": data})
+
+    def _check(self, condition: str) -> None:
+        if not self.is_gguf:
+            raise NotImplementedError(f"quantization encoding gptq {condition}; use one of q4_0, q4_k, q5_k, q6_k")

@@ -1,0 +1,103 @@
+"""Which modules a config means: the three dialects of exclusion lists, each turned into regexes on dotted names."""
+
+from __future__ import annotations
+
+import re
+
+REGEX = "re:"
+_ANY_CLASS = "Linear"
+_WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+_MLP = "(?:mlp|block_sparse_moe)"
+_ROUTER_GLOB = "gate*"
+
+
+def transformers_pattern(key: str, place: str) -> str:
+    """Return the regex of a ``modules_to_not_convert`` key, for ``re.fullmatch`` on a module's dotted name.
+
+    A key is a regex that matches from the start up to a boundary between name parts, or a plain ending of the name.
+
+    Args:
+      key: the entry.
+      place: where it stands, for the error.
+
+    Raises:
+      ValueError: not a regex.
+
+    Source: ``should_convert_module`` of transformers.
+    """
+    if not key:
+        raise ValueError(f"{place} is empty; it must name a module")
+    return checked(rf"{_group(key)}(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(key)}", key, place)
+
+
+def compressed_tensors_pattern(target: str, place: str) -> str:
+    """Return the regex of an ``ignore`` or ``targets`` entry, for ``re.fullmatch`` on a module's dotted name.
+
+    ``re:PATTERN`` matches from the start (``re.match``), ``Linear`` is every linear layer, anything else a name.
+
+    Source: ``match_named_modules`` of compressed-tensors.
+    """
+    if target.startswith(REGEX):
+        return checked(f"{_group(target[len(REGEX) :])}.*", target, place)
+    return ".*" if target == _ANY_CLASS else re.escape(target)
+
+
+def modelopt_pattern(glob: str, place: str) -> str:
+    """Return the regex of a modelopt exclusion, for ``re.fullmatch`` on a module's dotted name.
+
+    A glob (``fnmatch``) that matches a module, or a module above it. Wrapper prefixes such as ``language_model.`` and
+    ``model.`` make no difference, nor does ``block_sparse_moe`` for ``mlp``; a last part ``gate*`` is the router and
+    never ``gate_proj``.
+
+    Source: ``read_modelopt_quantized_layers`` of MAX 26.7; ``is_layer_excluded`` of vLLM's modelopt.
+    """
+    if not glob:
+        raise ValueError(f"{place} is empty; it must name a module")
+    stripped = glob
+    for wrapper in _WRAPPERS:
+        stripped = stripped.removeprefix(wrapper)
+    stripped = stripped.removesuffix(".*")
+    parts = stripped.split(".")
+    router = parts[-1] == _ROUTER_GLOB
+    body = r"\.".join(_MLP if part in ("mlp", "block_sparse_moe") else _from_glob(part) for part in parts[:-1])
+    last = parts[-1]
+    end = (
+        _MLP if last in ("mlp", "block_sparse_moe") else r"gate(?!_proj|_up_proj)[^.]*" if router else _from_glob(last)
+    )
+    wrappers = "".join(f"(?:{re.escape(wrapper)})?" for wrapper in ("model.", "language_model.", "model."))
+    if body:
+        body += r"\."
+    return checked(rf"{wrappers}{body}{end}(?:\..*)?", glob, place)
+
+
+def _group(regex: str) -> str:
+    """Return a regex as a group; flags at its start, such as ``(?i)``, hold within it."""
+    flags = re.match(r"\(\?([aimsux]+)\)", regex)
+    return f"(?:{regex})" if flags is None else f"(?{flags[1]}:{regex[flags.end() :]})"
+
+
+def _from_glob(part: str) -> str:
+    """Return the regex of one part of a glob; ``*`` crosses dots, as in ``fnmatch``."""
+    pieces = re.split(r"(\*|\?|\[!?[^\]]+\])", part)
+    known = {"*": ".*", "?": "."}
+    return "".join(
+        known[piece]
+        if piece in known
+        else piece.replace("[!", "[^")
+        if piece.startswith("[") and len(piece) > 2
+        else re.escape(piece)
+        for piece in pieces
+    )
+
+
+def checked(pattern: str, written: str, place: str) -> str:
+    """Return a regex after compiling it.
+
+    Raises:
+      ValueError: not a regex; names what was written and where.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{place} {written!r} is not a regular expression: {error}") from None
+    return pattern

@@ -1,0 +1,47 @@
+"""The methods ``mxfp4`` (gpt-oss: experts only) and ``quark``."""
+
+from __future__ import annotations
+
+from jaxquant.config.hf.exclusions import compressed_tensors_pattern
+from jaxquant.config.hf.fp8 import EXPERTS, exclusions
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule
+from jaxquant.config.hf.section import Section
+from jaxquant.config.hf.spec import mx_layer
+
+_QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
+
+
+def read_mxfp4(config: Section) -> CheckpointQuantization:
+    """Read gpt-oss's ``quantization_config``: MXFP4 weights of the experts, inputs in float."""
+    experts = LayerRule(EXPERTS, mx_layer("float4_e2m1fn", "gpt-oss", with_input=False), config.where("quant_method"))
+    return CheckpointQuantization("mxfp4", (*exclusions(config), experts))
+
+
+def read_quark(config: Section) -> CheckpointQuantization:
+    """Read AMD Quark's ``quantization_config`` in one of the MX element types; ``exclude`` has ``re:`` entries."""
+    whole = config.section("global_quant_config")
+    weight = whole.section("weight")
+    dtype, scale = weight.text("dtype"), weight.text("scale_format", "")
+    if dtype not in _QUARK or scale != "e8m0":
+        raise NotImplementedError(
+            f"{weight.where('dtype')} {dtype!r} with scale_format {scale!r} is not supported; supported are "
+            f"{', '.join(_QUARK)} with scale_format 'e8m0'"
+        )
+    if weight.integer("group_size", 32) != 32:
+        raise ValueError(f"{weight.where('group_size')} must be 32 for MX, got {weight.data['group_size']}")
+    if config.has("layer_quant_config") and config.section("layer_quant_config").data:
+        raise NotImplementedError(f"{config.where('layer_quant_config')} is not supported; quantize all layers alike")
+    inputs = whole.data.get("input_tensors")
+    if inputs is not None:
+        inputs = whole.section("input_tensors")
+        if inputs.text("dtype") != dtype:
+            raise NotImplementedError(f"{inputs.where('dtype')} must be that of the weights, {dtype!r}")
+    rules = [
+        LayerRule(
+            compressed_tensors_pattern(name, f"{config.where('exclude')}[{index}]"), None, config.where("exclude")
+        )
+        for index, name in enumerate(config.texts("exclude"))
+    ]
+    spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
+    rules.append(LayerRule(".*", spec, weight.place))
+    return CheckpointQuantization("quark", tuple(rules), algorithm=f"mx{dtype}")

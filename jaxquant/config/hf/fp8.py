@@ -1,0 +1,94 @@
+"""The methods ``fp8`` (DeepSeek's blocks, per tensor), ``fbgemm_fp8`` and ``mxfp8``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxquant.config.hf import modelopt
+from jaxquant.config.hf.exclusions import modelopt_pattern, transformers_pattern
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers
+from jaxquant.config.hf.section import Section
+from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer
+
+EXCLUSION_KEYS = ("modules_to_not_convert", "ignored_layers")
+EXPERTS = r".*\.experts(?:\..*)?"
+_FMT = {
+    "e4m3": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "float8_e5m2": "float8_e5m2",
+}
+
+
+def exclusions(config: Section) -> list[LayerRule]:
+    """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, in transformers' dialect."""
+    return [
+        LayerRule(transformers_pattern(name, f"{config.where(key)}[{index}]"), None, config.where(key))
+        for key in EXCLUSION_KEYS
+        for index, name in enumerate(config.texts(key))
+    ]
+
+
+def read_fp8(config: Section) -> CheckpointQuantization:
+    """Read a ``quantization_config`` of the method ``fp8``: blocks where it has a block size, else per tensor.
+
+    ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means scales that are
+    powers of two. A config that names a ``moe_quant_algo`` besides has experts of that algorithm.
+    """
+    scheme = config.text("activation_scheme", "")
+    if not scheme:
+        raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(
+            f"Unsupported activation_scheme for tensorwise FP8: {scheme!r} "
+            f"({config.where('activation_scheme')} must be 'dynamic' or 'static')"
+        )
+    origin = ScaleOrigin(scheme)
+    fmt, scale_fmt = config.text("fmt", "e4m3"), config.text("scale_fmt", "")
+    if fmt not in _FMT:
+        raise ValueError(f"{config.where('fmt')} {fmt!r} is not known; known ones are {', '.join(_FMT)}")
+    if scale_fmt not in ("", "ue8m0", "float"):
+        raise ValueError(f"{config.where('scale_fmt')} must be 'ue8m0', got {scale_fmt!r}")
+    ue8m0 = scale_fmt == "ue8m0"
+    size = config.pair("weight_block_size")
+    if size is None:
+        weight = OperandSpec(_FMT[fmt], ScaleGranularity.TENSOR, power_of_two_scale=ue8m0)
+        spec = LayerSpec(weight, dataclasses.replace(weight, origin=origin))
+    else:
+        weight = block(_FMT[fmt], *size, power_of_two_scale=ue8m0)
+        spec = LayerSpec(weight, block(_FMT[fmt], 1, size[1], origin, power_of_two_scale=ue8m0))
+    rules = [*exclusions(config), *head_and_routers()]
+    algorithm = config.text("moe_quant_algo", "") or None
+    if algorithm is not None:
+        experts = modelopt.layer(algorithm, config, config.where("moe_quant_algo"))
+        # ``ignore`` is of the experts' algorithm: what it lists keeps the scheme of the method.
+        for index, glob in enumerate(config.texts("ignore")):
+            pattern = modelopt_pattern(glob, f"{config.where('ignore')}[{index}]")
+            rules.append(LayerRule(pattern, spec, config.where("ignore")))
+        rules.append(LayerRule(EXPERTS, experts, config.where("moe_quant_algo")))
+    rules.append(LayerRule(".*", spec, config.where("quant_method")))
+    return CheckpointQuantization("fp8", tuple(rules), algorithm=algorithm)
+
+
+def read_fbgemm(config: Section) -> CheckpointQuantization:
+    """Read the method ``fbgemm_fp8``: weights per row, inputs per token with an upper bound on their scale."""
+    bound = config.number("activation_scale_ub")
+    weight = OperandSpec("float8_e4m3fn", ScaleGranularity.ROWWISE)
+    inputs = OperandSpec("float8_e4m3fn", ScaleGranularity.COLWISE, ScaleOrigin.DYNAMIC, scale_bound=bound)
+    last = LayerRule(".*", LayerSpec(weight, inputs), config.where("quant_method"))
+    return CheckpointQuantization("fbgemm_fp8", (*exclusions(config), *head_and_routers(), last))
+
+
+def read_mxfp8(config: Section) -> CheckpointQuantization:
+    """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` are exact names."""
+    names = frozenset(config.texts("ignored_layers"))
+    size = config.pair("weight_block_size")
+    if size not in (None, (1, 32)):
+        raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")
+    rules = [LayerRule("(?!)", None, config.where("ignored_layers"), names)] if names else []
+    rules += [
+        LayerRule(transformers_pattern(name, f"{config.where('modules_to_not_convert')}[{index}]"), None, "exclusion")
+        for index, name in enumerate(config.texts("modules_to_not_convert"))
+    ]
+    last = LayerRule(".*", mx_layer("float8_e4m3fn", "plain"), config.where("quant_method"))
+    return CheckpointQuantization("mxfp8", (*rules, *head_and_routers(), last))

@@ -1,0 +1,109 @@
+"""What a checkpoint says about its quantization: ordered rules, each with a frozen spec."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+from jaxquant.config.hf.spec import LayerSpec
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that a model may fuse, and those of the checkpoint that they are made of."""
+
+HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
+ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerRule:
+    """One rule of a checkpoint.
+
+    Attributes:
+      pattern: regex, matched in full against a module's dotted name; of a rule with names, matches none other.
+      spec: how these layers are quantized; None leaves them in float.
+      origin: the config key that it comes from.
+      names: modules by their exact names, in place of a pattern.
+    """
+
+    pattern: str
+    spec: LayerSpec | None
+    origin: str
+    names: frozenset[str] = frozenset()
+
+    def matches(self, module: str) -> bool:
+        return module in self.names if self.names else re.fullmatch(self.pattern, module) is not None
+
+    @property
+    def path(self) -> str:
+        """The same as a regex on a "/"-joined path, as ``config.rules`` matches it."""
+        if self.names:
+            return "|".join(re.escape(name.replace(".", "/")) for name in sorted(self.names))
+        return self.pattern.replace(r"\.", "/").replace("[^.]", "[^/]")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointQuantization:
+    """How a checkpoint is quantized.
+
+    Attributes:
+      method: quantization method by name, such as ``compressed-tensors``.
+      rules: in order; the first that matches a module decides.
+      kv_cache: dtype of the KV cache by name, or None.
+      algorithm: modelopt's name for the scheme, or None.
+    """
+
+    method: str
+    rules: tuple[LayerRule, ...]
+    kv_cache: str | None = None
+    algorithm: str | None = None
+
+    def decide(self, module: str) -> LayerRule | None:
+        """Return the rule that decides a linear layer, or None where none does, which leaves it in float.
+
+        A fused layer that no rule names is decided by those that it is made of.
+
+        Args:
+          module: dotted name as the checkpoint spells it, without ``.weight``.
+
+        Raises:
+          ValueError: the parts of a fused layer are quantized differently.
+        """
+        stem, _, last = module.rpartition(".")
+        shards = [f"{stem}.{part}" if stem else part for part in FUSED.get(last, ())]
+        if not shards:
+            return self._first(module)
+        named = self._first(module)
+        if named is not None and (named.names or named.pattern == re.escape(module)):
+            return named
+        decisions = [self._first(shard) for shard in shards]
+        if len({rule and rule.spec for rule in decisions}) > 1:
+            raise ValueError(
+                f"{module} fuses {', '.join(shards)}, which the checkpoint quantizes differently; "
+                "keep these layers apart"
+            )
+        return decisions[0]
+
+    def spec(self, module: str) -> LayerSpec | None:
+        """Return how a linear layer is quantized, or None for float; see ``decide``."""
+        rule = self.decide(module)
+        return rule.spec if rule is not None else None
+
+    def is_quantized(self, module: str) -> bool:
+        return self.spec(module) is not None
+
+    @functools.cached_property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """The different specs, in the order of the rules."""
+        return tuple(dict.fromkeys(rule.spec for rule in self.rules if rule.spec is not None))
+
+    def _first(self, module: str) -> LayerRule | None:
+        return next((rule for rule in self.rules if rule.matches(module)), None)
+
+
+def head_and_routers() -> tuple[LayerRule, ...]:
+    """Return the rules of methods that never quantize the output head and routers, without saying so in the config."""
+    return (
+        LayerRule(HEAD_PATTERN, None, "output head, never quantized by this method"),
+        LayerRule(ROUTER_PATTERN, None, "router, never quantized by this method"),
+    )

@@ -1,0 +1,68 @@
+"""From a checkpoint's frozen specs to recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity
+from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+
+_WHOLE_CONTRACTION = {"weight": ScaleGranularity.ROWWISE, "input": ScaleGranularity.COLWISE}
+
+
+def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
+    """Return the fields of a ``TensorSpec`` that say the same; those at their defaults are left out.
+
+    Args:
+      operand: the spec.
+      side: ``weight`` or ``input``.
+
+    Raises:
+      NotImplementedError: a zero point or a scale along the contraction, which no matmul can take out.
+    """
+    fields: dict[str, Any] = {"dtype": operand.dtype}
+    if not operand.symmetric:
+        raise NotImplementedError(f"an asymmetric {side} (a zero point) is not supported; export it symmetric")
+    if operand.granularity is ScaleGranularity.TENSOR:
+        fields["granularity"] = "per_tensor"
+    elif operand.granularity is _WHOLE_CONTRACTION[side]:
+        fields["granularity"] = "per_channel"
+    elif operand.block_size is None:
+        raise NotImplementedError(f"a {side} scale that is {operand.granularity} changes along the contraction")
+    else:
+        free, tile = operand.block_size
+        fields |= {"granularity": "per_tile" if free == 1 else "per_block", "tile_size": tile}
+        if free > 1:
+            fields["free_size"] = free
+    if operand.scale_dtype != "float32":
+        fields["scale_dtype"] = operand.scale_dtype
+    elif operand.power_of_two_scale:
+        fields["scale_rounding"] = "up"
+    if operand.outer_scale:
+        fields["outer_scale"] = True
+    if side == "input" and operand.origin.is_static:
+        fields["scaling"] = "static"
+    if operand.scale_bound is not None:
+        fields["scale_bound"] = operand.scale_bound
+    return fields
+
+
+def to_recipe(layer: LayerSpec, name: str) -> Recipe:
+    """Return a layer's spec as a recipe with a quantized forward matmul and float gradients.
+
+    Args:
+      layer: the frozen spec.
+      name: of the recipe, for reports.
+
+    Raises:
+      NotImplementedError: what a ``TensorSpec`` cannot say; names the fields.
+    """
+    weight = tensor_fields(layer.weight, "weight")
+    inputs = None if layer.input is None else tensor_fields(layer.input, "input")
+    known = {field.name for field in dataclasses.fields(TensorSpec)}
+    missing = sorted({*weight, *(inputs or {})} - known)
+    if missing:
+        raise NotImplementedError(f"recipe {name!r} needs {', '.join(missing)}, which a TensorSpec does not have")
+    lhs = None if inputs is None else TensorSpec(**inputs)
+    return Recipe(name, MatmulSpec(lhs=lhs, rhs=TensorSpec(**weight)))

@@ -1,0 +1,109 @@
+"""A part of a JSON config, read with errors that name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """A mapping and where it stands, as errors name it.
+
+    Attributes:
+      data: the mapping.
+      place: such as ``quantization_config.config_groups.group_0``.
+    """
+
+    data: Mapping[str, Any]
+    place: str
+
+    def where(self, key: str) -> str:
+        return f"{self.place}.{key}" if self.place else key
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.data.get(key) is not None
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string; ``default`` where the key is missing or null, which is an error if there is none."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise TypeError(f"{self.where(key)} must be a string, got {_shown(value)}")
+        return value
+
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """Return a whole number above 0 and at most ``most``."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise ValueError(f"{self.where(key)} must be a whole number from 1 to {most}, got {_shown(value)}")
+        return value
+
+    def number(self, key: str) -> float | None:
+        """Return a finite number above 0, or None where it is missing or null."""
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(f"{self.where(key)} must be a finite number above 0, got {_shown(value)}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise TypeError(f"{self.where(key)} must be true or false, got {_shown(value)}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings; empty where the key is missing or null."""
+        value = self.data.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, str) or not isinstance(value, (list, tuple)):
+            raise TypeError(f"{self.where(key)} must be a list of strings, got {_shown(value)}")
+        for index, item in enumerate(value):
+            if not isinstance(item, str):
+                raise TypeError(f"{self.where(key)}[{index}] must be a string, got {_shown(item)}")
+        return tuple(value)
+
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Return two whole numbers above 0, written as a list or as "128x128"; None where missing or null."""
+        value = self.data.get(key)
+        if value is None:
+            return None
+        words = value.split("x") if isinstance(value, str) else value
+        if isinstance(words, (list, tuple)) and len(words) == 2:
+            first, second = (_whole(word) for word in words)
+            if first and second:
+                return first, second
+        raise ValueError(f"{self.where(key)} must be two whole numbers above 0, got {_shown(value)}")
+
+    def section(self, key: str) -> Section:
+        """Return the mapping under a key; an empty one where it is missing or null."""
+        value = self.data.get(key)
+        if value is None:
+            return Section({}, self.where(key))
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{self.where(key)} must be a mapping, got {_shown(value)}")
+        return Section(value, self.where(key))
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.data.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{self.where(key)} must be specified")
+        return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _whole(word: object) -> int | None:
+    """Return a number above 0, written as one or in decimal digits; None for anything else."""
+    if isinstance(word, str) and word.isascii() and word.isdigit() and len(word) < 10:
+        word = int(word)
+    return word if isinstance(word, int) and not isinstance(word, bool) and 0 < word < 2**31 else None

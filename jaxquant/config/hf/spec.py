@@ -1,0 +1,218 @@
+"""How a checkpoint's weights and inputs are quantized: MAX's words for it, and the frozen spec of a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class ScaleGranularity(enum.Enum):
+    """Who shares a scale. ``ROWWISE``: an output row of a weight; ``COLWISE``: a token of an input."""
+
+    TENSOR = "tensor"
+    ROWWISE = "rowwise"
+    COLWISE = "colwise"
+    BLOCK = "block"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class ScaleOrigin(enum.Enum):
+    """Whether a scale is stored with the weights (``STATIC``) or computed at run time (``DYNAMIC``)."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_static(self) -> bool:
+        return self is ScaleOrigin.STATIC
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self is ScaleOrigin.DYNAMIC
+
+
+class QuantFormat(enum.Enum):
+    """The family of a quantized checkpoint, as MAX tells them apart."""
+
+    COMPRESSED_TENSORS_FP8 = "compressed-tensors-fp8"
+    FBGEMM_FP8 = "fbgemm-fp8"
+    BLOCKSCALED_FP8 = "blockscaled-fp8"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+    MXFP8 = "mxfp8"
+    MXFP6 = "mxfp6"
+    INT8_W8A8 = "int8-w8a8"
+    MODELOPT_FP8 = "modelopt-fp8"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class _Granular:
+    granularity: ScaleGranularity
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.granularity is ScaleGranularity.TENSOR
+
+    @property
+    def is_rowwise(self) -> bool:
+        return self.granularity is ScaleGranularity.ROWWISE
+
+    @property
+    def is_colwise(self) -> bool:
+        return self.granularity is ScaleGranularity.COLWISE
+
+    @property
+    def is_block(self) -> bool:
+        return self.granularity is ScaleGranularity.BLOCK
+
+
+def check_block_size(granularity: ScaleGranularity, block_size: tuple[int, int] | None) -> None:
+    """Refuse a block-wise scale without two block sizes.
+
+    Raises:
+      ValueError: in MAX's words.
+    """
+    if granularity is ScaleGranularity.BLOCK:
+        if block_size is None:
+            raise ValueError("block_size must be specified for block-wise scaling")
+        if len(block_size) != 2:
+            raise ValueError(f"block_size must be a tuple of two integers, got {block_size}")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightScaleSpec(_Granular):
+    """Scales of a weight.
+
+    Attributes:
+      granularity: who shares one.
+      dtype: name of the scales' dtype.
+      block_size: rows and columns of a block.
+    """
+
+    granularity: ScaleGranularity
+    dtype: str
+    block_size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_block_size(self.granularity, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputScaleSpec(_Granular):
+    """Scales of an activation.
+
+    Attributes:
+      granularity: who shares one.
+      origin: stored or computed.
+      dtype: name of the scales' dtype.
+      activation_scale_ub: upper bound of the largest magnitude that a scale covers.
+      block_size: tokens and features of a block.
+    """
+
+    granularity: ScaleGranularity
+    origin: ScaleOrigin
+    dtype: str
+    activation_scale_ub: float | None = None
+    block_size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_block_size(self.granularity, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperandSpec:
+    """How one operand is quantized.
+
+    Attributes:
+      dtype: element type by name.
+      granularity: who shares a scale.
+      origin: of the scale; weights have ``STATIC`` ones.
+      scale_dtype: name.
+      block_size: (free axis, contraction), for ``BLOCK``.
+      outer_scale: whether one float32 scale of the tensor stands above those of the blocks, as in NVFP4.
+      scale_bound: the largest magnitude that a dynamic scale covers (``activation_scale_ub``).
+      power_of_two_scale: whether scales are rounded up to a power of two (``scale_fmt: ue8m0``, E8M0 scales).
+      symmetric: whether there is no zero point.
+    """
+
+    dtype: str
+    granularity: ScaleGranularity
+    origin: ScaleOrigin = ScaleOrigin.STATIC
+    scale_dtype: str = "float32"
+    block_size: tuple[int, int] | None = None
+    outer_scale: bool = False
+    scale_bound: float | None = None
+    power_of_two_scale: bool = False
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        check_block_size(self.granularity, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """How a quantized linear layer of a checkpoint computes.
+
+    Attributes:
+      weight: its weight.
+      input: its activation; None leaves that in float (weight only).
+      packing: how the checkpoint stores the weight: ``plain`` or the name of a packed layout.
+    """
+
+    weight: OperandSpec
+    input: OperandSpec | None
+    packing: str = "plain"
+
+
+def block(
+    dtype: str,
+    free: int,
+    tile: int,
+    origin: ScaleOrigin = ScaleOrigin.STATIC,
+    *,
+    power_of_two_scale: bool = False,
+    symmetric: bool = True,
+) -> OperandSpec:
+    """Return the spec of an operand with a float32 scale for each ``free × tile`` block."""
+    return OperandSpec(
+        dtype,
+        ScaleGranularity.BLOCK,
+        origin,
+        block_size=(free, tile),
+        power_of_two_scale=power_of_two_scale,
+        symmetric=symmetric,
+    )
+
+
+_DYNAMIC = ScaleOrigin.DYNAMIC
+
+
+def mx_layer(dtype: str, packing: str, with_input: bool = True) -> LayerSpec:
+    """Return a layer in MX: tiles of 32, E8M0 scales."""
+    weight = OperandSpec(
+        dtype,
+        ScaleGranularity.BLOCK,
+        scale_dtype="float8_e8m0fnu",
+        block_size=(1, 32),
+        power_of_two_scale=True,
+    )
+    return LayerSpec(weight, dataclasses.replace(weight, origin=_DYNAMIC) if with_input else None, packing)
+
+
+def nvfp4_layer(packing: str, with_input: bool = True) -> LayerSpec:
+    """Return a layer in NVFP4: tiles of 16, e4m3 scales below a float32 one that is stored, for the input too."""
+    weight = OperandSpec(
+        "float4_e2m1fn",
+        ScaleGranularity.BLOCK,
+        scale_dtype="float8_e4m3fn",
+        block_size=(1, 16),
+        outer_scale=True,
+    )
+    return LayerSpec(weight, weight if with_input else None, packing)

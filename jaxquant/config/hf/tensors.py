@@ -1,0 +1,84 @@
+"""The tensors of a checkpoint by name, shape and dtype: a safetensors header is enough."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+_SAFETENSORS = {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "BOOL": "bool",
+}
+_SAFETENSORS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+_DTYPES = frozenset((*_SAFETENSORS.values(), "int4", "uint4"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape, dtype by name, and the one value of a scalar where it is known."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: float | None = None
+
+
+def dtype_name(dtype: Any, place: str) -> str:
+    """Return a dtype's name from a name, a safetensors name, ``torch.…`` or a dtype.
+
+    Raises:
+      TypeError: not a dtype.
+    """
+    text = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
+    text = _SAFETENSORS.get(text, str(text).removeprefix("torch."))
+    if text == "float4_e2m1fnx2":
+        text = "uint8"
+    if text in _DTYPES:
+        return text
+    try:
+        return np.dtype(dtype).name if not isinstance(dtype, str) else jax.numpy.dtype(text).name
+    except TypeError:
+        raise TypeError(f"{place} has the dtype {dtype!r}, which is not known") from None
+
+
+def read_tensors(tensors: Mapping[str, Any] | None) -> dict[str, TensorInfo]:
+    """Return the tensors of a checkpoint.
+
+    Args:
+      tensors: names to arrays, to ``(shape, dtype)``, or to a safetensors header's ``{"shape": …, "dtype": …}``.
+
+    Raises:
+      TypeError: a value of another kind; names the tensor.
+    """
+    if tensors is None:
+        return {}
+    return {name: _info(name, value) for name, value in tensors.items() if name != "__metadata__"}
+
+
+def _info(name: str, value: Any) -> TensorInfo:
+    if isinstance(value, TensorInfo):
+        return value
+    if isinstance(value, Mapping):
+        shape, dtype = value.get("shape"), value.get("dtype")
+    elif isinstance(value, tuple) and len(value) == 2:
+        shape, dtype = value
+    else:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if not isinstance(name, str) or dtype is None or not isinstance(shape, (list, tuple)):
+        raise TypeError(f"tensor {name!r} must be an array, (shape, dtype) or a header with both, got {value!r:.80}")
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in shape):
+        raise TypeError(f"tensor {name!r} has the shape {shape!r:.80}, which is not whole numbers")
+    single = None
+    if int(np.prod(shape, dtype=object)) == 1 and hasattr(value, "__array__"):
+        single = float(np.asarray(value, np.float32).reshape(()))
+    return TensorInfo(tuple(shape), dtype_name(dtype, f"tensor {name!r}"), single)

@@ -1,0 +1,142 @@
+"""Blocks: which neighbours of a tensor share a scale, and arithmetic between a tensor and scales of its blocks.
+
+A tensor of shape (n₁, …) with blocks of shape (b₁, …) has scales of shape (⌈n₁ / b₁⌉, …): the last block of an axis may
+be smaller, and has a scale of its own. ``b = n`` shares one scale along an axis, ``b = 1`` has one for each element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.sharding import broadcastable, merge_axes, over_devices, split_axes
+
+Array = jax.Array
+Shape = tuple[int, ...]
+
+
+def block_shape(
+    shape: Shape, spec: TensorSpec, axes: Sequence[int], shards: int = 1, batch: Sequence[int] = ()
+) -> Shape:
+    """Compute the blocks of a tensor that share a scale.
+
+    Args:
+      shape: shape of the tensor.
+      spec: its granularity and sizes.
+      axes: contraction axes, the fastest last.
+      shards: blocks of the first contraction axis that are quantized by themselves.
+      batch: batch axes, along which blocks have size 1 unless one scale covers the whole tensor.
+
+    Raises:
+      ValueError: a tile with ``tiling`` "each_axis", or a number of shards, that does not divide its axis.
+    """
+    if spec.granularity == "per_tensor" or spec.calibration.method == "fixed":
+        block = list(shape)
+    else:
+        block = [size if axis in axes else 1 for axis, size in enumerate(shape)]
+    if spec.tile_size is not None and spec.calibration.method != "fixed":
+        if spec.tiling == "each_axis":
+            for axis in axes:
+                _check_tile(spec.tile_size, axis, shape)
+                block[axis] = spec.tile_size
+        else:
+            _nest(block, shape, axes, spec.tile_size)
+    if spec.free_size is not None and spec.calibration.method != "fixed":
+        free = [axis for axis in range(len(shape)) if axis not in axes and axis not in batch]
+        _nest(block, shape, free, spec.free_size)
+    if shards > 1 and axes and spec.calibration.method != "fixed":
+        first = axes[0]
+        if shape[first] % shards:
+            raise ValueError(
+                f"quantization_local_shard_count {shards} does not divide contraction axis {first} of size "
+                f"{shape[first]} (shape {shape}); choose a divisor of {shape[first]}, or 0 for a float gradient"
+            )
+        block[first] = math.gcd(block[first], shape[first] // shards)
+    return tuple(block)
+
+
+def _check_tile(size: int, axis: int, shape: Shape) -> None:
+    if shape[axis] % size:
+        raise ValueError(
+            f"tile_size {size} does not divide contraction axis {axis} of size {shape[axis]} "
+            f"(shape {shape}); choose a divisor of {shape[axis]} or -1 for no tiles"
+        )
+
+
+def _nest(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
+    """Lay ``size`` neighbours along axes, the last one first; an axis that they cover wholly passes on the rest."""
+    for axis in reversed(axes):
+        block[axis] = max(1, min(size, shape[axis]))
+        size = size // block[axis] if block[axis] == shape[axis] else 1
+
+
+def scale_shape(shape: Shape, block: Shape) -> Shape:
+    """Count the blocks along each axis; an empty axis that shares a scale has one."""
+    return tuple(1 if step >= size else -(-size // step) for size, step in zip(shape, block, strict=True))
+
+
+def is_even(shape: Shape, block: Shape) -> bool:
+    """Return whether the shapes of tensor and scales alone tell the blocks."""
+    counts = scale_shape(shape, block)
+    return all(n == 1 or size == n * step for size, n, step in zip(shape, counts, block, strict=True))
+
+
+def reduce_blocks(x: Array, block: Shape, reduction: Callable[..., Array], collective=None) -> Array:
+    """Reduce each block of x to one element.
+
+    Args:
+      x: the tensor; where a block is smaller than the others, the reduction sees zeros in its place.
+      block: shape of a block.
+      reduction: such as ``jnp.max``.
+      collective: ``jax.lax.pmax`` or its like, to reduce also over the devices that hold other parts of x.
+    """
+    counts = scale_shape(x.shape, block)
+    tiled = {axis: n for axis, n in enumerate(counts) if n not in (1, x.shape[axis])}
+    padded = pad_blocks(x, {axis: block[axis] for axis in tiled})
+    axes: list[int] = []
+    position = 0
+    for axis, n in enumerate(counts):
+        position += axis in tiled
+        if (n == 1 and x.shape[axis] != 0) or axis in tiled:
+            axes.append(position)
+        position += 1
+    statistic = reduction(split_axes(padded, tiled), axis=tuple(axes)) if x.size else jnp.zeros(counts, x.dtype)
+    statistic = statistic.reshape(counts)
+    return statistic if collective is None else over_devices(collective, statistic, x)
+
+
+def pad_blocks(x: Array, steps: dict[int, int]) -> Array:
+    """Append zeros along axes until each is a multiple of its step."""
+    missing = [-x.shape[axis] % steps.get(axis, 1) for axis in range(x.ndim)]
+    return jnp.pad(x, [(0, n) for n in missing]) if any(missing) else x
+
+
+def spread(scale: Array, axis: int, size: int, step: int) -> Array:
+    """Repeat the scales of an axis so that each element of the axis has its own."""
+    return jax.lax.slice_in_dim(jnp.repeat(scale, step, axis=axis), 0, size, axis=axis)
+
+
+def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block: Shape | None = None) -> Array:
+    """Compute ``operation(x, scale)`` elementwise, each element with the scale of its block.
+
+    Args:
+      operation: such as ``jnp.multiply``.
+      x: the tensor.
+      scale: of x's rank.
+      block: shape of a block; None where the shapes tell.
+    """
+    counts = {axis: n for axis, (size, n) in enumerate(zip(x.shape, scale.shape, strict=True)) if n not in (1, size)}
+    if not counts:
+        return operation(x, scale)
+    steps = {axis: -(-x.shape[axis] // n) if block is None else block[axis] for axis, n in counts.items()}
+    padded = pad_blocks(x, steps)
+    expanded: list[int] = []
+    for axis, n in enumerate(scale.shape):
+        expanded += [n, 1] if axis in counts else [n]
+    split = split_axes(padded, counts)
+    result = merge_axes(operation(split, broadcastable(scale.reshape(expanded), split)), padded)
+    return result if padded is x else jax.lax.slice(result, (0,) * x.ndim, x.shape)

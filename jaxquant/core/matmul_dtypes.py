@@ -1,0 +1,94 @@
+"""The dtypes of a matmul's operands, as data; text is made of them where they are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxquant.core.dtypes import ELEMENTS, element
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperandDtype:
+    """The dtype of one operand.
+
+    Attributes:
+      dtype: name of the dtype that is multiplied; "float" where nothing tells which float dtype it is.
+      rounded_to: the low-precision dtype that the values of a float operand were rounded to, None where they were not.
+    """
+
+    dtype: str = "float"
+    rounded_to: str | None = None
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the elements that are multiplied are of a low-precision dtype."""
+        return self.dtype in ELEMENTS
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({self.rounded_to} dequantized)" if self.rounded_to else self.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatmulDtypes:
+    """The dtypes of both operands of a matmul, which is a low-precision one where both are."""
+
+    lhs: OperandDtype = OperandDtype()
+    rhs: OperandDtype = OperandDtype()
+
+    @property
+    def is_low(self) -> bool:
+        return self.lhs.is_low and self.rhs.is_low
+
+    @property
+    def elements(self) -> tuple[str, ...]:
+        """Both dtypes of a low-precision matmul, () for a float one."""
+        return (self.lhs.dtype, self.rhs.dtype) if self.is_low else ()
+
+    @property
+    def kind(self) -> str:
+        """Which arithmetic multiplies: "int", "low" for floats of at most 8 bits, or "float"."""
+        if not self.is_low:
+            return "float"
+        return "int" if all(element(dtype).kind == "int" for dtype in self.elements) else "low"
+
+    def __str__(self) -> str:
+        """Spell it "int8 × int8", "float (int8 dequantized)" or "float"."""
+        if self.is_low:
+            return f"{self.lhs} × {self.rhs}"
+        held = [f"{each.rounded_to} dequantized" for each in (self.lhs, self.rhs) if each.rounded_to]
+        held += [each.dtype for each in (self.lhs, self.rhs) if each.is_low]
+        return f"float ({', '.join(held)})" if held else "float"
+
+    @classmethod
+    def of_specs(cls, lhs: str | None, rhs: str | None) -> MatmulDtypes:
+        """Describe a matmul by what its operands are quantized to.
+
+        With one float operand it is a float matmul, on the other's dequantized values.
+
+        Args:
+          lhs, rhs: low-precision dtype of each operand, None for one that is not quantized.
+        """
+        if lhs is not None and rhs is not None:
+            return cls(OperandDtype(lhs), OperandDtype(rhs))
+        return cls(OperandDtype(rounded_to=lhs), OperandDtype(rounded_to=rhs))
+
+    @classmethod
+    def from_json(cls, data: Any) -> MatmulDtypes:
+        """Read what ``dataclasses.asdict`` made of one.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        given = data if isinstance(data, Mapping) else {}
+        sides = [given.get(side) for side in ("lhs", "rhs")]
+        if not all(map(_is_operand, sides)):
+            raise ValueError(f"{data!r} does not give the dtypes of a matmul; write the file anew")
+        return cls(*(OperandDtype(**given[side]) for side in ("lhs", "rhs")))
+
+
+def _is_operand(data: Any) -> bool:
+    if not isinstance(data, Mapping) or data.keys() != {"dtype", "rounded_to"}:
+        return False
+    return isinstance(data["dtype"], str) and isinstance(data["rounded_to"], str | None)

@@ -1,0 +1,96 @@
+"""Scales: from the amax of a block to the scale that is kept, in float32, powers of two or float8, and back."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant.core.recipe import TensorSpec
+
+Array = jax.Array
+
+# A scale below this flushes the reciprocal to a value whose square is not normal; such tensors are all but zero.
+SMALLEST_SCALE = math.sqrt(float(jnp.finfo(jnp.float32).tiny))
+# Output gradients have a floor of their own: in late layers 1e-20 is a gradient, not noise.
+SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
+_MANTISSA_BITS = 23
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+_LARGEST_E4M3 = 448.0
+
+
+def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:
+    """Replace a scale below ``floor`` by 1."""
+    return jnp.where(scale < floor, 1.0, scale)
+
+
+def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> tuple[Array, Array | None]:
+    """Compute the scales that map amaxes to ``bound``.
+
+    float32, exact: ``amax / bound``. Up: the least power of two that is not below it. e4m3 with an outer scale:
+    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor.
+
+    Args:
+      amax: of each block, float32.
+      bound: largest magnitude of the element.
+      spec: dtype and rounding of scales.
+      floor: scales below it become 1.
+
+    Returns:
+      The scales in ``spec.scale_dtype``, and the outer scale (float32, every axis 1) or None.
+
+    Source: OCP Microscaling Formats (MX) v1.0, section 6.3, with the exponent rounded up as TransformerEngine and
+    torchao do; NVFP4 as in TransformerEngine.
+    """
+    # XLA turns a division by a constant into this multiplication under jit, but not outside it.
+    scale = floor_scale(amax * (1 / bound), floor)
+    if spec.scale_rounding == "exact":
+        return scale, None
+    if spec.scale_dtype == "float8_e4m3fn":
+        outer = jnp.ones((1,) * amax.ndim, jnp.float32)
+        if spec.outer_scale:
+            outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * _LARGEST_E4M3)), floor)
+        rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -_LARGEST_E4M3, _LARGEST_E4M3)
+        return rounded.astype(spec.scale_dtype), outer if spec.outer_scale else None
+    exponent = _exponent_up(amax, bound) if spec.scale_rounding == "up" else _exponent_nearest(scale)
+    exponent = jnp.where(amax * (1 / bound) < floor, 127, exponent)
+    if spec.scale_dtype == "float32":
+        return jax.lax.bitcast_convert_type(exponent << _MANTISSA_BITS, jnp.float32), None
+    return jax.lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.dtype(spec.scale_dtype)), None
+
+
+def power_of_two_below(x: Array) -> Array:
+    """Return the largest power of two that is not above a positive float32; 1 for what is not finite or not normal."""
+    power = jax.lax.bitcast_convert_type(_bits(x) & (0xFF << _MANTISSA_BITS), jnp.float32)
+    return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
+
+
+def _bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def _exponent_up(amax: Array, bound: float) -> Array:
+    """Find the biased exponent of the least power of two that is not below ``amax / bound``, without rounding."""
+    bits, of_bound = _bits(amax), int(np.float32(bound).view(np.int32))
+    above = ((bits & _MANTISSA) > (of_bound & _MANTISSA)).astype(jnp.int32)
+    exponent = (bits >> _MANTISSA_BITS) - (of_bound >> _MANTISSA_BITS) + 127 + above
+    # 255 is not a number, as it is in e8m0; 0 would be a subnormal number.
+    return jnp.where(jnp.isfinite(amax), jnp.clip(exponent, 1, 254), 255).astype(jnp.int32)
+
+
+def _exponent_nearest(scale: Array) -> Array:
+    """Find the biased exponent of the nearest power of two; half way is up."""
+    bits = _bits(scale)
+    exponent = (bits >> _MANTISSA_BITS) + ((bits & _MANTISSA) >= 1 << (_MANTISSA_BITS - 1)).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(scale), jnp.clip(exponent, 1, 254), 255).astype(jnp.int32)
+
+
+def decode_scale(scale: Array) -> Array:
+    """Return scales of any scale dtype in float32; e8m0's 255 is NaN, and its 0, 2⁻¹²⁷, is 0."""
+    if scale.dtype != jnp.float8_e8m0fnu:
+        return scale.astype(jnp.float32)
+    exponent = jax.lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+    power = jax.lax.bitcast_convert_type(exponent << _MANTISSA_BITS, jnp.float32)
+    return jnp.where(exponent == 255, jnp.nan, power)

@@ -1,0 +1,69 @@
+"""Trees of arrays: the path of a leaf as rules and reports spell it, and how many bytes a tree takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.tree_util import KeyPath
+
+IsLeaf = Callable[[Any], bool]
+
+
+def key_names(path: KeyPath) -> tuple[str, ...]:
+    """Return the names along a key path of JAX: dict keys, attributes and indices as strings."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def path_name(path: KeyPath) -> str:
+    """Return a key path of JAX joined by "/"; the root is ""."""
+    return "/".join(key_names(path))
+
+
+def leaves_by_path(tree: Any, is_leaf: IsLeaf | None = None) -> dict[str, Any]:
+    """Return path -> leaf, in the order of ``jax.tree.leaves``.
+
+    Args:
+      tree: any tree.
+      is_leaf: whether to go no further into a node.
+    """
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+
+
+def map_by_path(function: Callable[[str, Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
+    """Apply a function of (path, leaf) to every leaf, and return a tree of the same structure.
+
+    Args:
+      function: (path, leaf) -> new leaf.
+      tree: any tree.
+      is_leaf: whether to go no further into a node.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(path_name(path), leaf), tree, is_leaf=is_leaf)
+
+
+def subtree(tree: Mapping[str, Any], path: str) -> Any:
+    """Return the node of nested mappings at a path.
+
+    Args:
+      tree: nested mappings.
+      path: keys joined by "/"; "" is the tree itself.
+
+    Raises:
+      KeyError: there is no such node.
+    """
+    node: Any = tree
+    for name in path.split("/") if path else ():
+        node = node[name]
+    return node
+
+
+def array_bytes(array: Any) -> int:
+    """Count the bytes of an array or of a shape and dtype, elements of less than a byte packed."""
+    return math.ceil(math.prod(array.shape) * jax.dtypes.itemsize_bits(array.dtype) / 8)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Count the bytes of all arrays of a tree, as ``array_bytes`` does."""
+    return sum(map(array_bytes, jax.tree.leaves(tree)))

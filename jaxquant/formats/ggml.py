@@ -1,0 +1,109 @@
+"""GGML's block formats, decoded: what llama.cpp and GGUF files mean by their bytes.
+
+Blocks are bytes along the last axis, little endian. All products below are exact in float32 but the last of Q6_K, which
+rounds once, so that a fused multiply-add changes no bit.
+
+Source: ggml/src/ggml-common.h and ggml-quants.c of ggml; ``gguf.quants`` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from jaxquant.formats import ggml_encode
+from jaxquant.formats.codec import Codec, Parts, blocks_of, joined
+
+SUPER_BLOCK = 256
+
+
+def _floats(two_bytes: UInt8[Array, "... n 2"], dtype: str = "float16") -> Float[Array, "... n"]:
+    return jax.lax.bitcast_convert_type(two_bytes, dtype).astype(jnp.float32)
+
+
+def _shifted(data: UInt8[Array, "... n"], shifts: tuple[int, ...], mask: int) -> UInt8[Array, "... shifts n"]:
+    """Return the bit fields of each byte, fields first."""
+    return data[..., None, :] >> jnp.asarray(shifts, jnp.uint8)[:, None] & mask
+
+
+def _decode_bf16(data: UInt8[Array, "... 2"]) -> Float[Array, "... 1"]:
+    # By bits: a cast may flush subnormal numbers.
+    bits = data[..., 0].astype(jnp.uint32) << 16 | data[..., 1].astype(jnp.uint32) << 24
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
+
+
+def _decode_f16(data: UInt8[Array, "... 2"]) -> Float[Array, "... 1"]:
+    return _floats(data)[..., None]
+
+
+def _decode_q4_0(data: UInt8[Array, "... 18"]) -> Float[Array, "... 32"]:
+    """Return ``d · (q − 8)``: float16 d, then 16 bytes whose low nibbles are elements 0 to 15."""
+    nibbles = joined(_shifted(data[..., 2:], (0, 4), 0xF)).astype(jnp.float32)
+    return _floats(data[..., :2])[..., None] * (nibbles - 8)
+
+
+def _decode_q8_0(data: UInt8[Array, "... 34"]) -> Float[Array, "... 32"]:
+    """Return ``d · q``: float16 d, then 32 int8."""
+    values = jax.lax.bitcast_convert_type(data[..., 2:], jnp.int8).astype(jnp.float32)
+    return values * _floats(data[..., :2])[..., None]
+
+
+def unpack_scales(data: UInt8[Array, "... 12"]) -> tuple[UInt8[Array, "... 8"], UInt8[Array, "... 8"]]:
+    """Return the eight 6-bit scales and the eight 6-bit minimums of a Q4_K or Q5_K block."""
+    first, second, third = data[..., :4], data[..., 4:8], data[..., 8:]
+    scales = jnp.concatenate([first & 0x3F, third & 0xF | first >> 2 & 0x30], axis=-1)
+    minimums = jnp.concatenate([second & 0x3F, third >> 4 | second >> 2 & 0x30], axis=-1)
+    return scales, minimums
+
+
+def _decode_affine_k(data: UInt8[Array, "... bytes"], bits: int) -> Float[Array, "... 256"]:
+    """Return ``d · scale · q − dmin · minimum`` of Q4_K and Q5_K, with eight sub-blocks of 32.
+
+    float16 d and dmin, 12 bytes of scales and minimums, in Q5_K 32 bytes of fifth bits (bit j is that of sub-block j),
+    then 128 bytes: sub-blocks 2p and 2p + 1 are the low and high nibbles of bytes 32p on.
+    """
+    scales, minimums = unpack_scales(data[..., 4:16])
+    values = _shifted(blocks_of(data[..., -128:], 32), (0, 4), 0xF).reshape(*data.shape[:-1], 8, 32)
+    if bits == 5:
+        values = values | _shifted(data[..., 16:48], tuple(range(8)), 1) << 4
+    step = _floats(data[..., 0:2])[..., None] * scales.astype(jnp.float32)
+    offset = _floats(data[..., 2:4])[..., None] * minimums.astype(jnp.float32)
+    return joined(step[..., None] * values.astype(jnp.float32) - offset[..., None])
+
+
+def _decode_q6_k(data: UInt8[Array, "... 210"]) -> Float[Array, "... 256"]:
+    """Return ``d · scale · (q − 32)``, with sixteen sub-blocks of 16.
+
+    128 bytes of low nibbles, 64 of high bit pairs, 16 int8 scales, float16 d. In each half of 128 elements the four
+    groups of 32 are: low nibbles of 32 bytes, of the next 32, high nibbles of the first, of the second.
+    """
+    low = _shifted(blocks_of(data[..., :128], 64), (0, 4), 0xF)  # [..., half, nibble, 64]
+    high = _shifted(blocks_of(data[..., 128:192], 32), (0, 2, 4, 6), 3)  # [..., half, pair, 32]
+    quants = joined(joined(low)) | joined(joined(high)) << 4
+    scales = jax.lax.bitcast_convert_type(data[..., 192:208], jnp.int8).astype(jnp.float32)
+    step = _floats(data[..., 208:])[..., None] * scales
+    return joined(step[..., None] * (blocks_of(quants, 16).astype(jnp.float32) - 32))
+
+
+def _row(name: str, elements: int, size: int, encode_blocks, decode_blocks) -> Codec:
+    def encode_last(x: jax.Array) -> Parts:
+        return {"blocks": joined(encode_blocks(blocks_of(x.astype(jnp.float32), elements)))}
+
+    def decode_last(parts: Parts) -> jax.Array:
+        return joined(decode_blocks(blocks_of(parts["blocks"], size)))
+
+    return Codec(name.lower(), elements, size, encode_last, decode_last, encoding=name)
+
+
+ROWS = (
+    _row("F16", 1, 2, ggml_encode.encode_f16, _decode_f16),
+    _row("BF16", 1, 2, ggml_encode.encode_bf16, _decode_bf16),
+    _row("Q8_0", 32, 34, ggml_encode.encode_q8_0, _decode_q8_0),
+    _row("Q4_0", 32, 18, ggml_encode.encode_q4_0, _decode_q4_0),
+    _row("Q4_K", SUPER_BLOCK, 144, ggml_encode.encode_q4_k, functools.partial(_decode_affine_k, bits=4)),
+    _row("Q5_K", SUPER_BLOCK, 176, ggml_encode.encode_q5_k, functools.partial(_decode_affine_k, bits=5)),
+    _row("Q6_K", SUPER_BLOCK, 210, ggml_encode.encode_q6_k, _decode_q6_k),
+)

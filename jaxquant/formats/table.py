@@ -1,0 +1,63 @@
+"""The table of codecs: one row a tensor format."""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.formats import ggml, microscaling
+from jaxquant.formats.codec import Codec, Parts
+from jaxquant.formats.packing import PACKED_DTYPES, pack, unpack
+
+
+def _nibbles(dtype: str) -> Codec:
+    def encode_last(x: jax.Array) -> Parts:
+        if x.dtype.name != dtype:
+            limits = jnp.finfo(dtype) if "float" in dtype else jnp.iinfo(dtype)
+            x = jnp.clip(x.astype(jnp.float32), float(limits.min), float(limits.max))
+            x = (x if "float" in dtype else jnp.round(x)).astype(dtype)
+        return {"qvalue": pack(x)}
+
+    def decode_last(parts: Parts) -> jax.Array:
+        return unpack(parts["qvalue"], dtype, 2 * parts["qvalue"].shape[-1]).astype(jnp.float32)
+
+    return Codec(dtype, 2, 1, encode_last, decode_last)
+
+
+CODECS: dict[str, Codec] = {row.name: row for row in (*map(_nibbles, PACKED_DTYPES), *microscaling.ROWS, *ggml.ROWS)}
+"""Every tensor format by name. The first three are elements alone, two to a byte, without a scale."""
+
+
+def codec(name: str) -> Codec:
+    """Look up a codec by name, in any case.
+
+    Raises:
+      ValueError: no such codec; names the nearest.
+    """
+    row = CODECS.get(name.lower())
+    if row is None:
+        near = difflib.get_close_matches(name.lower(), CODECS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known ones are {', '.join(CODECS)}"
+        raise ValueError(f"{name!r} is not a tensor format; {hint}")
+    return row
+
+
+class BlockParameters(NamedTuple):
+    """Sizes of a block.
+
+    Attributes:
+      elements_per_block: elements that share it.
+      block_size: bytes that they take.
+    """
+
+    elements_per_block: int
+    block_size: int
+
+
+def block_parameters(name: str) -> BlockParameters:
+    """Return elements and bytes of a block of a format, such as ``(256, 144)`` for ``q4_k``."""
+    row = codec(name)
+    return BlockParameters(row.elements_per_block, row.bytes_per_block)

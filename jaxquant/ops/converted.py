@@ -1,0 +1,133 @@
+"""The contraction with a converted kernel: the forward numbers of ``dot_general``, without its float weight.
+
+lhs ── quantize_operand ──► qvalues ─┐
+Weight (QTensor, static scale) ──────┴─ contract ──► y, bit for bit what the training op computes
+grad ── contract with the dequantized kernel, in float ──► gradient of lhs; the kernel has none
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.recipe import Recipe
+from jaxquant.core.sharding import Place, fit_varying
+from jaxquant.ops.contract import contract
+from jaxquant.ops.dimensions import Dimensions
+from jaxquant.ops.operand import forward_key, quantize_operand, scale_dtype
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What of a call is fixed while tracing."""
+
+    recipe: Recipe
+    dims: Dimensions
+    out_dtype: str
+    precision: Any
+    out_sharding: NamedSharding | None
+    implementation: str | None
+
+
+def dot_general(
+    lhs: Array,
+    weight: Weight,
+    dims: Dimensions,
+    precision: Any,
+    preferred_element_type: Any,
+    *,
+    recipe: Recipe,
+    key: Array | None = None,
+    out_sharding: NamedSharding | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Contract an activation with a converted kernel; see ``ops.dot_general``, which calls it.
+
+    Raises:
+      ValueError: the kernel has no static scale for the activation, and the recipe asks for one.
+    """
+    spec = recipe.resolve("fwd", "lhs")
+    if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
+        raise ValueError(
+            f"recipe {recipe.name!r} scales activations by a static scale and the converted kernel of shape "
+            f"{weight.shape} has no input_scale beside it; convert the model with this recipe"
+        )
+    out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, weight.dtype)).name
+    static = _Static(recipe, dims, out_dtype, precision, out_sharding, implementation)
+    return with_input_gradient(functools.partial(_contract, static), dims, lhs, weight, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _contract(static: _Static, lhs: Array, weight: Weight, key: Array | None) -> Array:
+    recipe, spec = static.recipe, static.recipe.resolve("fwd", "lhs")
+    left: QTensor | Array = lhs
+    if spec is not None:
+        left, _ = quantize_operand(
+            lhs,
+            spec,
+            static.dims.lhs_contract,
+            recipe=recipe,
+            batch=static.dims.lhs_batch,
+            static_scale=None if spec.scaling == "dynamic" else weight.input_scale,
+            key=forward_key(lhs, spec, key),
+            implementation=static.implementation,
+        )
+    return contract(
+        left,
+        weight.tensor,
+        static.dims,
+        out_dtype=static.out_dtype,
+        accumulator=recipe.fwd.accumulator,
+        precision=static.precision,
+        default_precision=jax.lax.Precision.DEFAULT,
+        scale_dtype=scale_dtype(recipe, static.out_dtype),
+        out_sharding=static.out_sharding,
+        implementation=static.implementation,
+    )
+
+
+def with_input_gradient(run: Callable[..., Array], dims: Dimensions, lhs: Array, weight: Weight, *rest: Any) -> Array:
+    """Compute ``run(lhs, weight, *rest)``, whose gradient with respect to lhs is that of the dequantized kernel.
+
+    The rounding of the activation is passed straight through. The kernel and the rest get no gradient.
+
+    Args:
+      run: any backend's contraction of an activation with a converted kernel.
+      dims: what is contracted; lhs is the activation.
+      lhs: the activation.
+      weight: the converted kernel.
+      rest: more arguments, such as a random key.
+    """
+
+    @jax.custom_vjp
+    def call(lhs, weight, rest):
+        return run(lhs, weight, *rest)
+
+    def forward(lhs, weight, rest):
+        return run(lhs, weight, *rest), weight
+
+    dtype, place = lhs.dtype, Place.of(lhs, weight.tensor.qvalue)
+
+    def backward(weight, grad):
+        backward_dims, order = dims.for_dlhs()
+        out = contract(
+            grad,
+            weight.tensor,
+            backward_dims,
+            out_dtype=grad.dtype.name,
+            precision=jax.lax.Precision.HIGHEST,
+            out_sharding=place.sharding_before(order),
+        )
+        return fit_varying(out.transpose(order).astype(dtype), place.varying), None, None
+
+    call.defvjp(forward, backward)
+    return call(lhs, weight, rest)

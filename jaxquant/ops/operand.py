@@ -1,0 +1,165 @@
+"""One operand: the only way from an array, a spec and a state to a quantized operand and what was seen of the array.
+
+Training, serving, converting, calibration and health quantize through ``quantize_operand``.
+
+    x ── amax ──┬─► scale: of this step (dynamic), of past steps (delayed), or given (static)
+                │                     │
+                └─► Observation       └── cast ──► QTensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Key
+
+from jaxquant.core import delayed
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
+from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.rounding import content_key
+from jaxquant.core.scales import SMALLEST_SCALE
+from jaxquant.core.sharding import device_key, over_devices, varying_axes
+from jaxquant.ops.implementation import choose_implementation
+
+Array = jax.Array
+
+
+class Observation(NamedTuple):
+    """What a use of delayed scaling took and saw.
+
+    Attributes:
+      scale: that the operand was quantized with, float32 of shape (1,).
+      amax: largest magnitude of the operand, a scalar.
+    """
+
+    scale: Float[Array, 1]
+    amax: Float[Array, ""]
+
+
+def scale_dtype(recipe: Recipe, dtype: str) -> str:
+    """Return the dtype in which scales divide operands and multiply results: flax's are the operand's, ours float32.
+
+    Args:
+      recipe: whose delayed scaling decides.
+      dtype: name of the operand's or result's dtype.
+    """
+    return dtype if recipe.is_flax else "float32"
+
+
+def quantize_operand(
+    x: Float[Array, "*shape"],
+    spec: TensorSpec,
+    axes: Sequence[int],
+    *,
+    recipe: Recipe,
+    batch: Sequence[int] = (),
+    state: delayed.TensorState | None = None,
+    static_scale: Float[Array, 1] | None = None,
+    key: Key[Array, ""] | None = None,
+    shards: int = 1,
+    floor: float = SMALLEST_SCALE,
+    implementation: str | None = None,
+) -> tuple[QTensor, Observation | None]:
+    """Quantize an operand of a contraction.
+
+    Args:
+      x: the operand, any float dtype.
+      spec: how; one of the recipe's.
+      axes: its contraction axes, the fastest last.
+      recipe: parameters of delayed scaling.
+      batch: its batch axes.
+      state: of the operand before this step, where the spec scales by past steps.
+      static_scale: one scale for the whole operand; it takes the place of the spec's own, and nothing is observed.
+      key: random key, for stochastic rounding.
+      shards: blocks of the first contraction axis that are quantized by themselves.
+      floor: scales below it become 1.
+      implementation: what computes the cast, None to pick; see ``choose_implementation``.
+
+    Returns:
+      The quantized operand, and for delayed scaling what it took and saw.
+
+    Raises:
+      ValueError: the spec needs a scale that is not given; tiles or shards that do not divide; no key.
+    """
+    choose_implementation("quantize", implementation)
+    compute = scale_dtype(recipe, x.dtype.name)
+    if static_scale is not None:
+        return quantize_with_scale(x, spec, static_scale.reshape((1,) * x.ndim), key=key, compute_dtype=compute), None
+    if spec.scaling == "static":
+        raise ValueError(
+            f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
+            "convert or import the model with its scales"
+        )
+    if spec.scaling == "dynamic":
+        return quantize(x, spec, axes, key=key, shards=shards, batch=batch, floor=floor), None
+    if state is None or recipe.delayed is None:
+        raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
+    amax = _amax(x, recipe)
+    amax = over_devices(jax.lax.pmax, amax, x, but=varying_axes(state["scale"]))
+    scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
+    return quantize_operand(x, spec, axes, recipe=recipe, static_scale=scale, key=key, implementation=implementation)[
+        0
+    ], Observation(scale, amax)
+
+
+def _amax(x: Array, recipe: Recipe) -> Array:
+    if not x.size:
+        return jnp.zeros((), x.dtype)
+    return jnp.max(jnp.abs(x) if recipe.is_flax else absolute(x))  # flax takes the maximum as it comes, NaN or not
+
+
+def forward_key(x: Array, spec: TensorSpec | None, key: Array | None) -> Array | None:
+    """Return a random key for a forward operand, from its values and the caller's key; None where nothing is drawn.
+
+    Args:
+      x: the operand.
+      spec: its spec, None where it stays float.
+      key: the caller's.
+    """
+    if spec is None or spec.rounding != "stochastic":
+        return None
+    own = content_key(x)
+    return own if key is None else jax.random.fold_in(device_key(key, x), jax.random.bits(own))
+
+
+def quantize_kernel(
+    kernel: Array, axes: Sequence[int], *, recipe: Recipe, state: Mapping[str, Any] | None = None
+) -> QTensor:
+    """Quantize a kernel as the forward pass of ``dot_general`` does, for converting it.
+
+    Args:
+      kernel: the float kernel, in the dtype in which the op reads it; where the recipe has sparsity, with its mask
+        applied.
+      axes: its contraction axes.
+      recipe: all numbers; the recipe must quantize weights.
+      state: for a recipe with delayed scaling, the quant state of the layer.
+    """
+    spec = recipe.resolve("fwd", "rhs")
+    assert spec is not None
+    of_kernel = None if spec.scaling != "delayed" or state is None else state["kernel"]
+    return quantize_operand(kernel, spec, axes, recipe=recipe, state=of_kernel, key=forward_key(kernel, spec, None))[0]
+
+
+def input_scale(recipe: Recipe, state: Mapping[str, Any]) -> Array | None:
+    """Return the static scale of the activation, shape (1,), or None where the recipe scales it dynamically.
+
+    0 where the activation was never seen: training scales it by its own amax then, and that is no static scale.
+
+    Args:
+      recipe: all numbers.
+      state: the quant state of the layer.
+    """
+    spec = recipe.resolve("fwd", "lhs")
+    if spec is None or spec.scaling != "delayed":
+        return None
+    assert recipe.delayed is not None
+    scale = delayed.current_scale(state["input"], jnp.zeros(()), element(spec.dtype), recipe.delayed)
+    if recipe.is_flax:
+        return scale
+    history = state["input"]["amax_history"]
+    return jnp.where(jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True) > 0, scale, 0.0)

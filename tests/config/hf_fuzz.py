@@ -1,0 +1,224 @@
+"""Random and mutated configs of quantized checkpoints; ``python -m tests.config.hf_fuzz 20000`` tries many."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import random
+import sys
+import time
+from typing import Any
+
+from jaxquant.config.hf import parse_quant_config, read_mlc_quantization, read_quantization, to_recipe
+
+DOCUMENTED = (ValueError, TypeError, NotImplementedError)
+_ATTENTION = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+_SCHEME = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
+_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "group_size": None}
+SEEDS: list[dict[str, Any]] = [
+    {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _SCHEME, "input_activations": _TOKEN}},
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    },
+    {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["re:.*mlp.*"], "weights": _SCHEME | {"num_bits": 4, "group_size": 16}},
+            "group_1": {"targets": ["a.b"], "weights": _SCHEME | {"strategy": "block", "block_structure": [128, 128]}},
+        },
+    },
+    {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["model.layers.0.mlp"]},
+    {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+        "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate"],
+        "moe_quant_algo": "NVFP4",
+        "ignore": ["*.attn.*", "head"],
+    },
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["model.layers.0*", "*.mlp.gate*"]},
+    {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {name: {"quant_algo": "FP8", "group_size": None} for name in _ATTENTION},
+        "exclude_modules": ["lm_head"],
+        "kv_cache_scheme": "FP8",
+    },
+    {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    {"quant_method": "mxfp8", "ignored_layers": ["lm_head"], "weight_block_size": [1, 32]},
+    {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "e8m0", "group_size": 32}},
+        "exclude": ["re:.*attn.*"],
+    },
+    {"quant_method": "gptq", "bits": 4},
+]
+_TENSORS: dict[str, Any] = {
+    "layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32"),
+    "layers.0.mlp.gate_proj.weight_scale": {"shape": [8, 1], "dtype": "F32"},
+    "layers.0.mlp.up_proj.weight_scale": {"shape": [8, 1], "dtype": "F32"},
+    "layers.0.mlp.down_proj.bias": ((8,), "bfloat16"),
+    "embed_tokens.weight": ((8, 8), "bfloat16"),
+    "x.weight_scale_2": ((), "float32"),
+}
+_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    4,
+    16,
+    32,
+    2**70,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "Linear",
+    "tensor",
+    "block",
+    "group",
+    "static",
+    "dynamic",
+    "local",
+    "FP8",
+    "mxfp4-pack-quantized",
+    "pack-quantized",
+    "re:(",
+    "re:a{99999999999}",
+    "re:[",
+    "re:(?i)x",
+    "*",
+    "[",
+    "(?P<a>",
+    "\\",
+    "x\0\n",
+    "é.ß",
+    "128x128",
+    "²x1",
+    [],
+    {},
+    [None],
+    [128, 128],
+    [64],
+    ["a", 3],
+    {"a": 1},
+    {3: 4},
+    [[]],
+    (),
+    b"x",
+    {1, 2},
+]
+_KEYS = [
+    "strategy",
+    "num_bits",
+    "type",
+    "dynamic",
+    "group_size",
+    "block_structure",
+    "weights",
+    "targets",
+    "quant_algo",
+    "quantized_layers",
+    "quant_method",
+    "weight_block_size",
+    "actorder",
+    "format",
+    "scale_dtype",
+    "zero",
+]
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """Return a copy with a value replaced, dropped, added or taken from another config, somewhere inside."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
+        node: Any = value
+        while True:
+            inner = [
+                child
+                for child in (node.values() if isinstance(node, dict) else node)
+                if isinstance(child, (dict, list))
+            ]
+            if not inner or rng.random() < 0.35:
+                break
+            node = rng.choice(inner)
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = rng.choice(keys) if keys and rng.random() < 0.8 else None
+        new = copy.deepcopy(rng.choice(_VALUES if rng.random() < 0.8 else SEEDS))
+        if key is not None and rng.random() < 0.5:
+            # Half of the time a value of the same kind, which gets further.
+            alike = [other for other in _VALUES if type(other) is type(node[key])]
+            new = copy.deepcopy(rng.choice(alike or [new]))
+        if key is not None and rng.random() < 0.2:
+            del node[key]
+        elif key is not None:
+            node[key] = new
+        elif isinstance(node, dict):
+            node[rng.choice(_KEYS)] = new
+        else:
+            node.append(new)
+    return value
+
+
+def attempt(rng: random.Random) -> str:
+    """Read one config in every way; return what came of it, and let any other error than a documented one pass."""
+    quantization = mutated(rng, rng.choice(SEEDS))
+    config: dict[str, Any] = {"num_hidden_layers": 2, "quantization_config": quantization}
+    if rng.random() < 0.2:
+        config = {"text_config": config}
+    if rng.random() < 0.1:
+        config = mutated(rng, config)
+    tensors: Any = mutated(rng, _TENSORS) if rng.random() < 0.1 else _TENSORS
+    sidecar = (
+        mutated(rng, {"producer": {"name": "modelopt"}, "quantization": quantization}) if rng.random() < 0.1 else None
+    )
+    results = []
+    for call in (
+        lambda: _recipes(read_quantization(config, tensors, sidecar)),
+        lambda: parse_quant_config(config, tensors, rng.choice(["float8_e4m3fn", "uint8", "bfloat16", "int8"])),
+        lambda: read_mlc_quantization("fp8_e4m3fn_bf16_block_scale", config),
+    ):
+        try:
+            results.append("none" if call() is None else "read")
+        except DOCUMENTED as error:
+            message = str(error)
+            if len(message) < 10 or "\n" in message:
+                raise AssertionError(f"an error without a sentence: {message!r} of {config!r}") from error
+            results.append(type(error).__name__)
+    return results[0]
+
+
+def _recipes(quantization) -> Any:
+    if quantization is None:
+        return None
+    for module in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.qkv_proj", "lm_head", "a.experts.0.w1"):
+        spec = quantization.spec(module)
+        if spec is not None:
+            with contextlib.suppress(NotImplementedError):
+                to_recipe(spec, "fuzz")
+    return quantization
+
+
+def main(count: int, seed: int = 0) -> collections.Counter[str]:
+    found: collections.Counter[str] = collections.Counter()
+    for index in range(count):
+        rng = random.Random(seed * 10**9 + index)
+        start = time.perf_counter()
+        found[attempt(rng)] += 1
+        if time.perf_counter() - start > 1:
+            raise AssertionError(f"config {index} of seed {seed} took more than a second")
+    return found
+
+
+if __name__ == "__main__":
+    print(dict(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)))

@@ -1,0 +1,264 @@
+"""MAX's errors, and its views of a config."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.config import hf
+from jaxquant.config.hf import QuantFormat, parse_quant_config, read_quantization
+from tests.config.hf_published import (
+    _PROJECTIONS,
+    BF16,
+    BLOCK,
+    COLWISE,
+    CT_DYNAMIC,
+    CT_STATIC,
+    DEEPSEEK,
+    DYNAMIC,
+    FBGEMM,
+    FP8,
+    GLM_NVFP4,
+    GPT_OSS,
+    NVFP4_TENSORS,
+    ROWWISE,
+    SCALE_INV,
+    STATIC,
+    TENSOR,
+    compressed,
+    config,
+    parse,
+    scheme,
+    tensors,
+)
+
+ERRORS = {
+    "no config": (lambda: parse(None), "expected a `quantization_config` field in Hugging Face config"),
+    "unknown method": (lambda: parse({"quant_method": "foo"}), r"`quant_method` field \('foo'\) is provided but not"),
+    "awq": (lambda: parse({"quant_method": "awq"}), r"\('awq'\) is provided but not recognized; its weights"),
+    "gptq as fp8": (lambda: parse({"quant_method": "gptq"}), "Quant method: 'gptq'. Supported methods are"),
+    "CT input strategy": (
+        lambda: parse(compressed(scheme("channel"), scheme("row"))),
+        r"unsupported FP8 input activation strategy: row \(.*group_0.input_activations.strategy",
+    ),
+    "CT weight strategy": (
+        lambda: parse(compressed(scheme("row"), scheme("token", True))),
+        r"unsupported FP8 weight strategy: row \(.*group_0.weights.strategy",
+    ),
+    "CT dynamic weights": (
+        lambda: parse(compressed(scheme("channel", True), scheme("token", True))),
+        "weights.dynamic: dynamic weight scaling is not supported for compressed-tensors",
+    ),
+    "CT no scale": (
+        lambda: parse(CT_DYNAMIC, {"embed_tokens.weight": ((8, 8), BF16)}),
+        "no tensor is named layers.0.mlp.down_proj.weight_scale",
+    ),
+    "CT no group": (lambda: parse({"quant_method": "compressed-tensors"}), "config_groups must be specified"),
+    "fbgemm no scale": (lambda: parse(FBGEMM, {}), "could not find weight scale dtype for FBGEMM FP8"),
+    "fbgemm scale shape": (lambda: parse(FBGEMM, tensors(shape=(1, 2))), "only row-wise weight quantization"),
+    "fbgemm mixed scales": (
+        lambda: parse(FBGEMM, tensors(layers__1__mlp__up_proj__weight_scale=((8, 1), BF16))),
+        "uniform weight scale dtype is supported for FBGEMM FP8",
+    ),
+    "fp8 no scale": (lambda: parse(DEEPSEEK, {}), "could not find weight scale dtype for FP8 quantized weights"),
+    "fp8 no scheme": (
+        lambda: parse({"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        "activation_scheme must be specified",
+    ),
+    "fp8 static blocks": (
+        lambda: parse(DEEPSEEK | {"activation_scheme": "static"}),
+        "activation_scheme must be dynamic",
+    ),
+    "fp8 block size": (
+        lambda: parse(DEEPSEEK | {"weight_block_size": [64, 64]}),
+        r"weight_block_size must be \[128, 128\], got \[64, 64\]",
+    ),
+    "fp8 tensorwise scheme": (
+        lambda: parse({"quant_method": "fp8", "activation_scheme": "sometimes"}),
+        "Unsupported activation_scheme for tensorwise FP8: 'sometimes'",
+    ),
+    "partial MLP": (
+        lambda: parse(compressed(scheme("channel"), scheme("token", True), ["model.layers.1.mlp.up_proj"])),
+        "assumes uniform quantization for MLPs; layer 1 leaves out mlp.up_proj",
+    ),
+    "partial attention": (
+        lambda: parse(compressed(scheme("channel"), scheme("token", True), ["model.layers.1.self_attn.q_proj"])),
+        "uniform quantization for attention QKV and output projections; layer 1 leaves out self_attn.q_proj",
+    ),
+    "no dtype of the head": (
+        lambda: parse(CT_DYNAMIC, {"layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32")}),
+        "cannot determine original type from checkpoint",
+    ),
+    "biases": (
+        lambda: parse(CT_DYNAMIC, tensors(a__bias=((8,), BF16), b__bias=((8,), "float32"))),
+        "Inconsistent bias dtypes found: bfloat16, float32",
+    ),
+    "mixed modelopt": (
+        lambda: parse(
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}},
+            },
+            dtype="uint8",
+        ),
+        "quant_algo MIXED_PRECISION has no one QuantConfig",
+    ),
+    "too many layers": (lambda: parse(CT_DYNAMIC, layers=2**70), "num_hidden_layers must be a whole number from 1 to"),
+    "no layers": (
+        lambda: parse_quant_config({"quantization_config": CT_DYNAMIC}, tensors(), FP8),
+        "num_hidden_layers must be specified",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_where_max_raises_we_name_the_key(case):
+    call, message = ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [(CT_DYNAMIC, "float16"), ({"quant_method": "gptq"}, BF16), ({"quant_method": "gptq"}, "uint8"), (None, BF16)],
+)
+def test_a_config_that_does_not_apply_to_the_dtype_is_none(quantization, dtype):
+    assert parse(quantization, tensors(), dtype) is None
+
+
+def test_values_that_only_max_names():
+    result = parse(FBGEMM, layers=126)
+    assert result.input_scale.activation_scale_ub == 1200.0
+    assert (result.quant_method, result.mlp_in_float8) == ("fbgemm_fp8", result.mlp_quantized_layers)
+    assert parse(GLM_NVFP4, NVFP4_TENSORS, "uint8", 78).shared_experts_weight_dtype == "bfloat16"
+    assert parse(CT_DYNAMIC, tensors(a__bias=((8,), BF16))).bias_dtype == "bfloat16"
+    assert parse(CT_DYNAMIC).bias_dtype is None
+    assert hf.Float8Config is hf.QuantConfig
+    assert hf.Float8ScaleGranularity.BLOCK is BLOCK
+    assert (str(BLOCK), str(STATIC), str(QuantFormat.NVFP4)) == ("block", "static", "nvfp4")
+
+
+def test_prefixes_tell_the_decoder_from_other_towers():
+    names = {
+        "language_model.layers.0.mlp.down_proj.weight_scale": ((8, 1), BF16),
+        "layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32"),
+        "language_model.embed_tokens.weight": ((8, 8), "float16"),
+        "language_model.lm_head.weight": ((8, 8), "float32"),
+        "embed_tokens.weight": ((8, 8), BF16),
+    }
+    quantization = compressed(
+        scheme("channel"), scheme("token", True), [f"language_model.model.layers.1.{part}" for part in _PROJECTIONS]
+    )
+    result = parse_quant_config(
+        config(quantization, 2, nested=True), names, FP8, "language_model.", "language_model.model."
+    )
+    assert result.weight_scale.dtype == "bfloat16"
+    assert result.embedding_output_dtype == "float16"
+    assert result.mlp_quantized_layers == result.attn_quantized_layers == {0}
+
+
+def test_a_sidecar_is_read_beside_the_weights(tmp_path):
+    sidecar = {
+        "producer": {"name": "modelopt", "version": "0.30"},
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": ["*.self_attn.*", "model.layers.3.mlp*", "*.mlp.gate", "lm_head", "model.layers.61*"],
+        },
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(sidecar))
+    whole = config(None) | {"_name_or_path": str(tmp_path)}
+    result = parse_quant_config(whole, NVFP4_TENSORS, "uint8")
+    assert (result.format, result.mlp_quantized_layers, result.attn_quantized_layers) == (
+        QuantFormat.NVFP4,
+        {0, 1, 2},
+        frozenset(),
+    )
+    read = read_quantization(config(None), sidecar=sidecar)
+    assert (read.kv_cache, read.algorithm) == (FP8, "NVFP4")
+    sidecar["quantization"] = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    spec = read_quantization(config(None), sidecar=sidecar).spec("model.layers.0.mlp.up_proj")
+    assert (spec.weight.granularity, spec.input.origin) == (TENSOR, STATIC)
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"hf_quant_config.json is not JSON"):
+        parse_quant_config(whole, NVFP4_TENSORS, "uint8")
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "quantization", "fused"),
+    [
+        (np.ones((8, 1), np.float32), np.ones((4, 1), np.float32), CT_DYNAMIC, True),
+        (np.ones((8, 1), np.float32), np.ones((8, 2), np.float32), CT_DYNAMIC, False),
+        (np.ones((8, 1), np.float32), None, CT_DYNAMIC, False),
+        (np.float32([0.5]), np.float32([0.5]), CT_STATIC, True),
+        (np.float32([0.5]), np.float32([0.25]), CT_STATIC, False),
+        (np.float32([0.5]), np.float32([0.25]), compressed(scheme("tensor"), scheme("tensor", True)), True),
+        (((), "float32"), ((), "float32"), CT_STATIC, False),
+    ],
+)
+def test_gate_and_up_fuse_where_their_scales_join(gate, up, quantization, fused):
+    names = {"layers.1.mlp.gate_proj.weight_scale": gate, "layers.1.mlp.up_proj.weight_scale": up}
+    result = parse(quantization, tensors() | {name: value for name, value in names.items() if value is not None})
+    assert result.can_use_fused_mlp is fused
+
+
+def test_granularities_that_no_matmul_has():
+    def made(inputs, weight):
+        return hf.QuantConfig(inputs, weight, frozenset(), frozenset(), QuantFormat.FBGEMM_FP8)
+
+    row_input = hf.InputScaleSpec(ROWWISE, DYNAMIC, "float32")
+    column_input = hf.InputScaleSpec(COLWISE, DYNAMIC, "float32")
+    blocks = hf.WeightScaleSpec(BLOCK, "float32", (128, 128))
+    for config_, message in (
+        (made(row_input, blocks), "unsupported input scale granularity"),
+        (made(column_input, hf.WeightScaleSpec(COLWISE, "float32")), "unsupported weight scale granularity"),
+        (made(column_input, blocks), "k_input_granularity and k_weight_granularity must be the same, got -1 and 128"),
+        (made(None, blocks), "inputs are not quantized"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _ = config_.scales_granularity_mnk
+    with pytest.raises(ValueError, match="block_size must be specified for block-wise scaling"):
+        hf.WeightScaleSpec(BLOCK, "float32")
+    with pytest.raises(ValueError, match="block_size must be a tuple of two integers"):
+        hf.InputScaleSpec(BLOCK, DYNAMIC, "float32", None, (1, 2, 3))
+
+
+def test_types_of_the_scales_that_quantizing_yields():
+    nvfp4 = parse(GLM_NVFP4, NVFP4_TENSORS, "uint8", 78).quantized_scales_type((200, 1000))
+    assert (nvfp4.shape, nvfp4.dtype) == ((2, 16, 32, 4, 4), jnp.float8_e4m3fn)
+    mxfp4 = parse(GPT_OSS, {}, BF16).quantized_scales_type((3, 65))
+    assert (mxfp4.shape, mxfp4.dtype) == ((3, 3), jnp.float8_e8m0fnu)
+    block = parse(DEEPSEEK, SCALE_INV).quantized_scales_type((256, 512))
+    assert (block.shape, block.dtype) == ((4, 256), jnp.float32)
+    with pytest.raises(ValueError, match="Can not determine the quantized scales type"):
+        parse(CT_DYNAMIC).quantized_scales_type((1, 2))
+    assert hf.fp4_packed_k(64, parse(GPT_OSS, {}, BF16)) == 32
+    assert hf.fp4_packed_k(64, None) == 64
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e8m0fnu", "uint8", "float32"])
+@pytest.mark.parametrize("shape", [(128, 4), (200, 10), (1, 1)])
+def test_scales_interleave_as_defined_and_come_back(shape, dtype):
+    raw = np.random.default_rng(0).integers(1, 100, shape, np.uint8)
+    scales = jax.lax.bitcast_convert_type(jnp.asarray(raw), dtype) if dtype != "float32" else jnp.asarray(raw, dtype)
+    out = hf.interleave_scales(scales)
+    assert out.dtype == scales.dtype
+    assert out.shape == (-(-shape[0] // 128), -(-shape[1] // 4), 32, 4, 4)
+    bits = np.asarray(out if dtype == "float32" else jax.lax.bitcast_convert_type(out, jnp.uint8))
+    expected = np.zeros(out.shape)
+    for r, c in np.ndindex(shape):
+        expected[r // 128, c // 4, r % 32, r % 128 // 32, c % 4] = raw[r, c]
+    np.testing.assert_array_equal(bits, expected)
+    for stored in (out, out.reshape(-1, 4)):
+        back = hf.deinterleave_scales(stored, shape)
+        assert back.dtype == scales.dtype
+        back = back if dtype == "float32" else jax.lax.bitcast_convert_type(back, jnp.uint8)
+        np.testing.assert_array_equal(back, raw)
+    with pytest.raises(ValueError, match="do not hold scales of shape"):
+        hf.deinterleave_scales(out, (shape[0] + 128, shape[1]))

@@ -1,0 +1,60 @@
+"""Paths and bytes of trees, told by hand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxquant.core.qtensor import nbytes
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.trees import array_bytes, key_names, leaves_by_path, map_by_path, path_name, subtree, tree_bytes
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+TREE = {"layers": [{"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}, Pair(jnp.zeros(1), {"x": jnp.zeros(2)})]}
+
+
+def test_dict_keys_attributes_and_indices_are_names():
+    assert list(leaves_by_path(TREE)) == [
+        "layers/0/bias",
+        "layers/0/kernel",
+        "layers/1/first",
+        "layers/1/second/x",
+    ]
+    assert leaves_by_path(TREE)["layers/0/kernel"].shape == (2, 3)
+    assert leaves_by_path(jnp.ones(2)).keys() == {""}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(TREE)]
+    assert key_names(paths[2]) == ("layers", "1", "first")
+    assert path_name(()) == ""
+
+
+def test_a_map_sees_paths_and_keeps_the_structure():
+    named = map_by_path(lambda path, leaf: (path, leaf.ndim), TREE)
+    assert named["layers"][0] == {"kernel": ("layers/0/kernel", 2), "bias": ("layers/0/bias", 1)}
+    whole = map_by_path(lambda path, leaf: path, TREE, is_leaf=lambda node: isinstance(node, Pair))
+    assert whole["layers"][1] == "layers/1"
+
+
+def test_a_node_of_nested_mappings_is_found():
+    tree = {"a": {"b": {"c": 3}}}
+    assert subtree(tree, "a/b") == {"c": 3}
+    assert subtree(tree, "") is tree
+    with pytest.raises(KeyError):
+        subtree(tree, "a/x")
+
+
+def test_elements_of_less_than_a_byte_are_counted_packed():
+    assert array_bytes(jax.ShapeDtypeStruct((3, 5), jnp.int4)) == 8
+    assert array_bytes(jax.ShapeDtypeStruct((3, 5), jnp.float4_e2m1fn)) == 8
+    assert array_bytes(jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)) == 30
+    assert tree_bytes(TREE) == 4 * (6 + 3 + 1 + 2)
+    tensor = quantize(jnp.ones((4, 8)), TensorSpec("int4"), (1,))
+    assert tree_bytes({"kernel": tensor}) == nbytes(tensor) == 16 + 16

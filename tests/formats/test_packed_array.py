@@ -1,0 +1,138 @@
+"""Arrays held in a tensor format: decoding, the matmul that decodes as it goes, training for a format."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.formats import CODECS, PackedArray, fake_quantize, matmul, pack_array
+from tests.numerics import dot_bound
+
+FORMATS = ["q4_k", "q8_0", "mxfp6_e2m3", "nvfp4", "bf16"]
+
+
+def arrays(rows: int, depth: int = 256) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((3, depth)).astype(np.float32), rng.standard_normal((depth, rows)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_packed_array_is_a_pytree_of_what_the_codec_made(name):
+    x = jax.ShapeDtypeStruct((256, 8), jnp.float32)
+    packed = jax.eval_shape(lambda x: pack_array(x, name, 0), x)
+    assert isinstance(packed, PackedArray)
+    assert (packed.shape, packed.axis, packed.ndim) == ((256, 8), 0, 2)
+    assert jax.eval_shape(lambda packed: packed.decode("bfloat16"), packed) == jax.ShapeDtypeStruct(
+        (256, 8), jnp.bfloat16
+    )
+
+
+def test_decoding_puts_the_axis_back():
+    kernel = arrays(4)[1]
+    packed = pack_array(jnp.asarray(kernel), "q8_0", 0)
+    np.testing.assert_array_equal(packed.decode(), pack_array(jnp.asarray(kernel.T), "q8_0").decode().T)
+    assert packed.nbytes == 256 * 4 // 32 * 34
+
+
+@pytest.mark.parametrize("rows", [1, 8, 11])
+@pytest.mark.parametrize("name", FORMATS)
+def test_matmul_is_that_of_the_decoded_kernel(name, rows, monkeypatch):
+    monkeypatch.setattr("jaxquant.formats.packed_matmul.DECODED_ELEMENTS", 4 * 256)  # four rows at a time
+    x, kernel = arrays(rows)
+    packed = pack_array(jnp.asarray(kernel), name, 0)
+    decoded = np.asarray(packed.decode())
+    out, pullback = jax.vjp(lambda x: matmul(x, packed), jnp.asarray(x))
+    assert np.all(np.abs(out - x @ decoded) <= dot_bound(x, decoded))
+    grad = np.random.default_rng(1).standard_normal(out.shape).astype(np.float32)
+    assert np.all(np.abs(pullback(jnp.asarray(grad))[0] - grad @ decoded.T) <= dot_bound(grad, decoded.T))
+
+
+def test_matmul_takes_checkpoint_order_leading_axes_and_bfloat16():
+    x, kernel = arrays(8)
+    packed = pack_array(jnp.asarray(kernel.T), "q8_0")
+    x = jnp.asarray(x, jnp.bfloat16).reshape(1, 3, 256)
+    out = matmul(x, packed)
+    assert (out.shape, out.dtype) == ((1, 3, 8), jnp.bfloat16)
+    reference = np.asarray(x, np.float32) @ np.asarray(packed.decode("bfloat16"), np.float32).T
+    bound = dot_bound(np.asarray(x, np.float32), np.asarray(packed.decode("bfloat16"), np.float32).T)
+    assert np.all(np.abs(np.asarray(out, np.float32) - reference) <= bound + 2.0**-8 * np.abs(reference))
+    assert matmul(jnp.ones((0, 256)), packed).shape == (0, 8)
+
+
+def test_the_kernel_is_never_whole_in_float():
+    packed = jax.eval_shape(lambda x: pack_array(x, "q4_k"), jax.ShapeDtypeStruct((20000, 256), jnp.float32))
+
+    def loss(x, kernel):
+        return matmul(x, kernel).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((4, 256), jnp.float32), packed)
+    floats = [int(np.prod(shape)) for shape in _float_shapes(jaxpr.jaxpr)]
+    assert max(floats) <= 1 << 20 < 20000 * 256
+
+
+def _float_shapes(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (v.aval.shape for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _float_shapes(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["q4_0", "q5_k", "mxfp4", "nvfp4", "int4"])
+def test_fake_quantization_is_the_round_trip_with_a_straight_gradient(name, dtype):
+    x = jnp.asarray(arrays(4)[1], dtype)
+    expected = pack_array(x, name, 0).decode(dtype)
+    out, pullback = jax.vjp(lambda x: fake_quantize(x, name, 0), x)
+    np.testing.assert_array_equal(out, expected)
+    assert out.dtype == x.dtype
+    grad = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape), dtype)
+    np.testing.assert_array_equal(pullback(grad)[0], grad)
+
+
+def test_training_for_a_format_beats_quantizing_afterwards():
+    # Of inputs that have 8 directions only: with independent ones, rounding each weight to nearest is already best.
+    low_rank, target = arrays(8)[1][:, :8], arrays(8)[1]
+    x = np.random.default_rng(2).standard_normal((512, 8)).astype(np.float32) @ low_rank.T / 8**0.5
+    y = jnp.asarray(x @ target)
+
+    def loss(kernel, format):
+        kernel = fake_quantize(kernel, format, 0) if format else kernel
+        return jnp.mean((x @ kernel - y) ** 2)
+
+    kernel = jnp.asarray(target)
+    afterwards = float(loss(kernel, "q4_0"))
+    step = jax.jit(lambda kernel: kernel - 0.02 * jax.grad(loss)(kernel, "q4_0"))
+    best = afterwards
+    for _ in range(40):
+        kernel = step(kernel)
+        best = min(best, float(loss(kernel, "q4_0")))
+    assert best < 0.9 * afterwards
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: matmul(jnp.ones((2, 8)), p), r"x of shape \(2, 8\) does not contract with a packed kernel of shape"),
+        (lambda p: matmul(jnp.ones((2, 256)), p, implementation="pallas"), "implementation 'pallas' of this matmul"),
+        (
+            lambda p: pack_array(jnp.ones((2, 8)), "q4_0"),
+            r"axis -1 of shape \(2, 8\) does not divide into blocks of 32",
+        ),
+        (lambda p: fake_quantize(jnp.ones((2, 8)), "q4_00"), "'q4_00' is not a tensor format; did you mean 'q4_0'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    packed = pack_array(jnp.ones((256, 8)), "q8_0", 0)
+    with pytest.raises(ValueError, match=message):
+        call(packed)
+
+
+def test_a_tensor_scale_gets_no_gradient():
+    x, kernel = arrays(8)
+    packed = pack_array(jnp.asarray(kernel), "nvfp4", 0)
+    grad = jax.grad(lambda packed: matmul(jnp.asarray(x), packed).sum(), allow_int=True)(packed)
+    assert float(grad.parts["tensor_scale"]) == 0.0

@@ -1,0 +1,148 @@
+"""What float computes without a thought and quantization must too: tiny gradients, empty batches, derivatives."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import Weight, dequantize
+from jaxquant.ops import choose_implementation, dot_general, initial_state
+from jaxquant.ops.operand import input_scale, quantize_kernel
+from tests import numerics
+
+NUMBERS = (((1,), (0,)), ((), ()))
+DISTINCT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None}
+FOUR_BITS = ("int4", "fp4", "mxfp4")
+
+
+def normal(shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def gradients(recipe, x, w, grad, numbers=NUMBERS):
+    run = lambda a, b, s: dot_general(a, b, numbers, recipe=recipe, state=s)  # noqa: E731
+    out, pull = jax.vjp(run, x, w, initial_state(recipe))
+    return (out, *pull(grad * jnp.ones_like(out))[:2])
+
+
+def distance(ours, exact):
+    """Relative norm, in units of the largest number, since squares of 1e-20 are 0."""
+    top = jnp.abs(exact).max()
+    return float(jnp.linalg.norm(ours / top - exact / top) / jnp.linalg.norm(exact / top))
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_small_gradients_are_not_flushed(name):
+    """Output gradients down to 1e-20 with activations of 0.01, and activations of 1e-12."""
+    recipe = DISTINCT[name]
+    x, w, grad = normal((24, 32)), normal((32, 16), 1) * 0.1, normal((24, 16), 2)
+    run = jax.jit(lambda a, g: gradients(recipe, a, w, g)[1:])
+    usual = [distance(a, b) for a, b in zip(run(x * 0.01, grad), (grad @ w.T, x.T @ grad * 0.01), strict=True)]
+    for activation, size in ((0.01, 1e-11), (0.01, 1e-20), (1e-12, 1.0)):
+        dx, dw = run(x * activation, grad * size)
+        exact = (grad * size) @ w.T, (x * activation).T @ (grad * size)
+        # The error is relative, so it does not depend on the size; stochastic rounding draws anew.
+        for ours, theirs, error in zip((dx, dw), exact, usual, strict=True):
+            assert distance(ours, theirs) <= 1.5 * error + 1e-6
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_an_empty_batch_and_a_batch_of_one(name):
+    recipe, w = DISTINCT[name], normal((32, 16))
+    out, dx, dw = gradients(recipe, jnp.ones((0, 32)), w, 1.0)
+    assert (out.shape, dx.shape, dw.shape) == ((0, 16), (0, 32), (32, 16))
+    assert not dw.any()
+    for part in gradients(recipe, jnp.ones((1, 32)), w, 1.0):
+        assert bool(jnp.isfinite(part).all())
+
+
+@pytest.mark.parametrize("name", ["int8", *FOUR_BITS])
+@pytest.mark.parametrize(
+    ("lhs", "rhs"), [((1,), (1, 3)), ((8,), (8, 3)), ((8,), (8,)), ((3, 8), (8,)), ((1, 1), (1, 1))]
+)
+def test_vectors(name, lhs, rhs):
+    numbers = (((len(lhs) - 1,), (0,)), ((), ()))
+    x, w = jnp.ones(lhs), jnp.ones(rhs)
+    exact = jnp.tensordot(x, w, ((len(lhs) - 1,), (0,)))
+    out, dx, dw = gradients(DISTINCT[name], x, w, 1.0, numbers)
+    # int8 maps an amax to 127.5 steps and keeps 127 of them, four bits 7 of 7.5.
+    bound = 0.01 if name == "int8" else 0.2
+    assert np.abs(np.asarray(out) / exact - 1).max() < bound
+    assert (dx.shape, dw.shape) == (lhs, rhs)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8"])
+def test_second_derivatives_are_refused_by_name(name):
+    recipe, x, w = DISTINCT[name], normal((4, 32)), normal((32, 16), 1)
+
+    def penalty(w):
+        slope = jax.grad(lambda a: dot_general(a, w, NUMBERS, recipe=recipe, state=initial_state(recipe)).sum())(x)
+        return jnp.sum(jnp.square(slope))
+
+    jax.eval_shape(penalty, w)  # a gradient by itself is fine
+    with pytest.raises(NotImplementedError, match=f"second derivatives through recipe '{name}' are not defined"):
+        jax.eval_shape(jax.grad(penalty), w)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.eval_shape(jax.jit(jax.grad(penalty)), w)
+
+
+def converted(recipe, w):
+    state = initial_state(recipe)
+    for tensor in state.values():
+        tensor["amax_history"] = tensor["amax_history"].at[0].set(4.0)
+    return Weight(quantize_kernel(w, (0,), recipe=recipe, state=state), w.dtype.name, input_scale(recipe, state))
+
+
+@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "int4"])
+@pytest.mark.parametrize("numbers", [NUMBERS, (((0,), (0,)), ((), ()))])
+def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one(name, numbers):
+    recipe = DISTINCT[name]
+    w, x = normal((32, 16), 1), normal((24, 32))
+    x = x.T if numbers[0][0] == (0,) else x
+    weight = converted(recipe, w)
+    grad = normal((24, 16), 2)
+    run = lambda a, b: dot_general(a, b, numbers, recipe=recipe)  # noqa: E731
+    (dx,) = jax.vjp(lambda a: run(a, weight), x)[1](grad)
+    exact = lambda a: jax.lax.dot_general(a, dequantize(weight.tensor), numbers, precision="highest")  # noqa: E731
+    np.testing.assert_allclose(
+        dx, jax.vjp(exact, x)[1](grad)[0], rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL
+    )
+    # Under jit, the kernel one of the differentiated arguments.
+    both = jax.jit(lambda a, b: jax.vjp(run, a, b)[1](grad)[0])(x, weight)
+    np.testing.assert_allclose(both, dx, rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL)
+
+
+def test_wide_dtypes_and_strict_promotion():
+    """float64 operands under x64, and no silent promotion anywhere."""
+    for name in ("int8", "fp8_full", "mxfp8", "fp8_current"):
+        recipe = DISTINCT[name]
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+            x, w = jnp.asarray(np.ones((4, 32))), jnp.asarray(np.ones((32, 16)))
+            shapes = jax.eval_shape(lambda a, b, r=recipe: gradients(r, a, b, jnp.float64(1.0)), x, w)
+        assert [part.dtype.name for part in shapes] == ["float64"] * 3
+
+
+@pytest.mark.parametrize(("name", "casts"), [("fp8_full", 4), ("fp8_block", 5), ("mxfp8", 6), ("aqt_fp8_full", 6)])
+def test_no_operand_is_quantized_again(name, casts):
+    """Each of the operands that a recipe names is cast once, from the float tensor."""
+    jaxpr = jax.make_jaxpr(lambda x, w, g: gradients(DISTINCT[name], x, w, g))(
+        normal((300, 160)), normal((160, 200)), jnp.float32(1.0)
+    )
+    found = re.findall(r":f8_e[45]m[23]\w*\[\d[\d,]*\] = convert_element_type", str(jaxpr))  # a padding's 0 is a scalar
+    assert len(found) == casts
+
+
+def test_the_choice_of_an_implementation_can_be_asked_and_refused():
+    assert choose_implementation("dot_general").name == "xla"
+    assert "only implementation of dot_general" in choose_implementation("dot_general").reason
+    assert choose_implementation("quantize", "xla").reason == "asked for"
+    x, w = normal((4, 32)), normal((32, 16))
+    asked = dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"], implementation="xla")
+    np.testing.assert_array_equal(asked, dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"]))
+    with pytest.raises(ValueError, match="implementation 'xl' of dot_general is not known; did you mean 'xla'"):
+        dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"], implementation="xl")

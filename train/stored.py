@@ -1,0 +1,35 @@
+"""A training state as its checkpoints hold it: without the bins of quant state, which are zeros between two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxquant import state as quantization_state
+from train.step import TrainState
+
+
+def to_stored(state: TrainState) -> dict[str, Any]:
+    """Return what is written of a training state, of arrays or of their shapes."""
+    return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}
+
+
+def stored_shapes(folder: Path, abstract_state: TrainState) -> dict[str, Any]:
+    """Return the shapes to read from a checkpoint's ``state`` folder; those of older runs have the bins.
+
+    Raises:
+      ValueError, KeyError, TypeError, OSError: from orbax, for files that are missing or garbled.
+    """
+    found = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree["quant_state"]
+    has_bins = jax.tree.structure(found) != jax.tree.structure(quantization_state.strip_bins(found))
+    return abstract_state._asdict() if has_bins else to_stored(abstract_state)
+
+
+def from_stored(stored: dict[str, Any], abstract_state: TrainState) -> TrainState:
+    """Return the training state of what was read; its bins lie where those of ``abstract_state`` do."""
+    state = TrainState(**stored)
+    return state._replace(quant_state=quantization_state.with_bins(state.quant_state, abstract_state.quant_state))
