@@ -12,6 +12,8 @@ from jax.extend.core import Literal
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import Weight
 from jaxquant.core.recipe import Recipe
+from jaxquant.ops import converted
+from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
 
@@ -97,4 +99,32 @@ def never_seen(path: str, recipe: Recipe) -> ValueError:
     return ValueError(
         f"{layer_name(path)} has no amax history of its input, so {recipe.name!r} has no static scale for it; train "
         "the model, or calibrate it with jaxquant.calibrate"
+    )
+
+
+def with_input_gradient(
+    run: Callable[[Any, Array, Weight, Any, bool], Array],
+    recipe: Recipe,
+    lhs: Array,
+    weight: Weight,
+    dimension_numbers: Any,
+    is_swapped: bool,
+) -> Array:
+    """Run a backend's contraction with a converted kernel, whose input gradient is that of the dequantized kernel.
+
+    Args:
+      run: (recipe, activation, kernel, dimension numbers, whether the kernel is on the left) -> the contraction.
+      recipe: all numbers.
+      lhs: the activation.
+      weight: the converted kernel.
+      dimension_numbers: as for ``jax.lax.dot_general``, hashable.
+      is_swapped: whether the kernel is on the left.
+    """
+    ranks = (weight.ndim, lhs.ndim) if is_swapped else (lhs.ndim, weight.ndim)
+    return converted.with_input_gradient(
+        lambda lhs, weight: run(recipe, lhs, weight, dimension_numbers, is_swapped),
+        Dimensions.of(dimension_numbers, *ranks),
+        lhs,
+        weight,
+        side="rhs" if is_swapped else "lhs",
     )

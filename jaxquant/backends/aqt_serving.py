@@ -108,7 +108,7 @@ def dot_general(
       NotImplementedError: an option that AQT would ignore.
     """
     refuse_options(lhs.dtype, precision, preferred_element_type)
-    return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
+    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
 
 def einsum(
@@ -124,5 +124,9 @@ def einsum(
     refuse_options(lhs.dtype, precision, preferred_element_type)
     run = lambda equation, a, b, dot: aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
     return _weights.einsum(
-        run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
+        run,
+        equation,
+        lhs,
+        rhs,
+        lambda lhs, numbers, swapped: _weights.with_input_gradient(_dot, recipe, lhs, rhs, numbers, swapped),
     )

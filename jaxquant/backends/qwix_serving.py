@@ -72,7 +72,7 @@ def dot_general(
       NotImplementedError: an option that Qwix would drop.
     """
     _refuse_options(precision, preferred_element_type, out_sharding)
-    return _dot(recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
+    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
 
 def einsum(
@@ -89,5 +89,9 @@ def einsum(
     _refuse_options(precision, preferred_element_type, out_sharding)
     run = lambda equation, a, b, dot: jnp.einsum(equation, a, b, _dot_general=dot)  # noqa: E731
     return _weights.einsum(
-        run, equation, lhs, rhs, lambda lhs, numbers, swapped: _dot(recipe, lhs, rhs, numbers, swapped)
+        run,
+        equation,
+        lhs,
+        rhs,
+        lambda lhs, numbers, swapped: _weights.with_input_gradient(_dot, recipe, lhs, rhs, numbers, swapped),
     )

@@ -95,30 +95,33 @@ def _contract(static: _Static, lhs: Array, weight: Weight, key: Array | None) ->
     )
 
 
-def with_input_gradient(run: Callable[..., Array], dims: Dimensions, lhs: Array, weight: Weight, *rest: Any) -> Array:
-    """Compute ``run(lhs, weight, *rest)``, whose gradient with respect to lhs is that of the dequantized kernel.
+def with_input_gradient(
+    run: Callable[..., Array], dims: Dimensions, activation: Array, weight: Weight, *rest: Any, side: str = "lhs"
+) -> Array:
+    """Compute ``run(activation, weight, *rest)`` with the activation's gradient that the dequantized kernel gives.
 
     The rounding of the activation is passed straight through. The kernel and the rest get no gradient.
 
     Args:
       run: any backend's contraction of an activation with a converted kernel.
-      dims: what is contracted; lhs is the activation.
-      lhs: the activation.
+      dims: what is contracted, operands in the order of the contraction.
+      activation: any float dtype.
       weight: the converted kernel.
       rest: more arguments, such as a random key.
+      side: which operand of ``dims`` the activation is, "lhs" or "rhs".
     """
 
     @jax.custom_vjp
-    def call(lhs, weight, rest):
-        return run(lhs, weight, *rest)
+    def call(activation, weight, rest):
+        return run(activation, weight, *rest)
 
-    def forward(lhs, weight, rest):
-        return run(lhs, weight, *rest), weight
+    def forward(activation, weight, rest):
+        return run(activation, weight, *rest), weight
 
-    dtype, place = lhs.dtype, Place.of(lhs, weight.tensor.qvalue)
+    dtype, place = activation.dtype, Place.of(activation, weight.tensor.qvalue)
+    backward_dims, order = dims.for_dlhs() if side == "lhs" else dims.for_drhs()
 
     def backward(weight, grad):
-        backward_dims, order = dims.for_dlhs()
         out = contract(
             grad,
             weight.tensor,
@@ -130,4 +133,4 @@ def with_input_gradient(run: Callable[..., Array], dims: Dimensions, lhs: Array,
         return fit_varying(out.transpose(order).astype(dtype), place.varying), None, None
 
     call.defvjp(forward, backward)
-    return call(lhs, weight, rest)
+    return call(activation, weight, rest)

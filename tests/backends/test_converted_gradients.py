@@ -1,0 +1,55 @@
+"""The gradient with respect to the input of a served model is that of the dequantized model, on every backend."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxquant
+from jaxquant.core.qtensor import QTensor, dequantize
+from tests import numerics
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(24)(x)
+        return nn.Einsum((24, 2, 8), "bk,khd->bhd", use_bias=False)(x)
+
+
+X = jax.random.normal(jax.random.key(0), (6, 16))
+PAIRS = [("int8", "native"), ("int8", "aqt"), ("int8", "qwix"), ("fp8_full", "qwix"), ("fp8_current", "native")]
+
+
+def exact_gradient(params):
+    floats = jax.tree.map(
+        lambda leaf: dequantize(leaf) if isinstance(leaf, QTensor) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QTensor),
+    )
+    return jax.grad(lambda x: Model().apply({"params": floats}, x).sum())(X)
+
+
+@pytest.mark.parametrize(("string", "backend"), PAIRS)
+def test_linen(string, backend):
+    config = {"quantization": string, "quant_backend": backend}
+    variables = Model().init(jax.random.key(1), X)
+    served = jaxquant.convert(variables, config, X, model=Model())
+    model = jaxquant.maybe_quantize_model(Model(), config | {"checkpoint_is_quantized": True}, X)
+    gradient = jax.jit(jax.grad(lambda x: model.apply(served, x).sum()))(X)
+    np.testing.assert_allclose(
+        gradient, exact_gradient(served["params"]), rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL
+    )
+
+
+@pytest.mark.parametrize(("string", "backend"), [("int8", "native"), ("int8", "qwix")])
+def test_nnx(string, backend):
+    model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+    served = jaxquant.convert(model, {"quantization": string, "quant_backend": backend}, X)
+    gradient = jax.grad(lambda x: served(x).sum())(X)
+    weight = served.kernel[...]
+    exact = jax.grad(lambda x: (x @ dequantize(weight.tensor)).sum())(X)
+    np.testing.assert_allclose(gradient, exact, rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL)
