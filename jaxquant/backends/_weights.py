@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import Weight
+from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import converted
 from jaxquant.ops.dimensions import Dimensions
@@ -19,7 +19,11 @@ Array = jax.Array
 
 
 def einsum(
-    run: Callable[..., Any], equation: str, lhs: Array, weight: Weight, dot: Callable[[Array, Any, bool], Array]
+    run: Callable[..., Any],
+    equation: str,
+    lhs: Array,
+    weight: ConvertedKernel,
+    dot: Callable[[Array, Any, bool], Array],
 ) -> Array:
     """Run an einsum whose ``dot`` has the converted kernel already.
 
@@ -103,10 +107,10 @@ def never_seen(path: str, recipe: Recipe) -> ValueError:
 
 
 def with_input_gradient(
-    run: Callable[[Any, Array, Weight, Any, bool], Array],
+    run: Callable[[Any, Array, ConvertedKernel, Any, bool], Array],
     recipe: Recipe,
     lhs: Array,
-    weight: Weight,
+    weight: ConvertedKernel,
     dimension_numbers: Any,
     is_swapped: bool,
 ) -> Array:

@@ -11,7 +11,7 @@ from jaxquant.backends import aqt, aqt_serving
 from jaxquant.backends.aqt_config import HONOURS, to_aqt
 from jaxquant.backends.base import Backend, Op
 from jaxquant.config.backends import check_implementation
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 
 Array = jax.Array
@@ -52,7 +52,7 @@ class AqtBackend(Backend):
     def dot_general(
         self,
         lhs: Array,
-        rhs: Array | Weight,
+        rhs: Array | ConvertedKernel,
         dimension_numbers: Any,
         *args: Any,
         recipe: Recipe,
@@ -61,14 +61,14 @@ class AqtBackend(Backend):
     ) -> Array:
         """Compute ``dot_general`` on a converted kernel, or a float one with a ``key``; see ``Backend.dot_general``."""
         check_implementation(self.name, implementation)
-        run = aqt_serving.dot_general if isinstance(rhs, Weight) else aqt.dot_general
+        run = aqt_serving.dot_general if isinstance(rhs, ConvertedKernel) else aqt.dot_general
         return run(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def einsum(
         self,
         equation: str,
         lhs: Array,
-        rhs: Weight,
+        rhs: ConvertedKernel,
         *args: Any,
         recipe: Recipe,
         implementation: str | None = None,

@@ -19,7 +19,7 @@ from jaxquant.backends.aqt import dot_general_cls as training_cls
 from jaxquant.backends.aqt import refuse_options
 from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
 from jaxquant.backends.base import RANDOM_STREAM
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 
 Array = jax.Array
@@ -43,7 +43,7 @@ def convert_kernel(
     return QTensor(frozen.qvalue.reshape(kernel.shape), scale.reshape(counts).astype(jnp.float32)), None
 
 
-def _frozen(weight: Weight, tiled_axes: Sequence[int]) -> aqt_tensor.QTensor:
+def _frozen(weight: ConvertedKernel, tiled_axes: Sequence[int]) -> aqt_tensor.QTensor:
     """Return AQT's form of a converted kernel; a tiled axis becomes (tiles, tile)."""
     qvalue, scale = weight.tensor.qvalue, weight.tensor.scale.astype(weight.dtype)
     shape: list[int] = []
@@ -62,7 +62,7 @@ def _frozen(weight: Weight, tiled_axes: Sequence[int]) -> aqt_tensor.QTensor:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_swapped: bool) -> Array:
+def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers: Any, is_swapped: bool) -> Array:
     mode = aqt_utils.QuantMode
     translated = to_aqt(recipe)
     modes = {"lhs_quant_mode": mode.TRAIN, "rhs_quant_mode": mode.SERVE}
@@ -91,7 +91,7 @@ def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_
 
 def dot_general(
     lhs: Array,
-    rhs: Weight,
+    rhs: ConvertedKernel,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -114,7 +114,7 @@ def dot_general(
 def einsum(
     equation: str,
     lhs: Array,
-    rhs: Weight,
+    rhs: ConvertedKernel,
     precision: Any = None,
     preferred_element_type: Any = None,
     *,

@@ -10,7 +10,7 @@ import jax
 
 from jaxquant.backends.honours import Honours, check_honoured
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 
 Array = jax.Array
@@ -141,7 +141,7 @@ class Backend:
         """
         raise self._absent("conversion of a kernel")
 
-    def dot_general(self, lhs: Array, rhs: Weight, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
+    def dot_general(self, lhs: Array, rhs: ConvertedKernel, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
         """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
 
         Args:
@@ -150,7 +150,7 @@ class Backend:
         """
         raise self._absent("dot_general on converted kernels")
 
-    def einsum(self, equation: str, lhs: Array, rhs: Weight, *args: Any, **kwargs: Any) -> Array:
+    def einsum(self, equation: str, lhs: Array, rhs: ConvertedKernel, *args: Any, **kwargs: Any) -> Array:
         """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
         raise self._absent("einsum on converted kernels")
 

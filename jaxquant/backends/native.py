@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxquant.backends.base import RANDOM_STREAM, chosen
 from jaxquant.core.paths import at_layer, join_path
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
@@ -66,9 +66,9 @@ class _Quantized(nn.Module):
         return self.make_rng(RANDOM_STREAM) if self.recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
 
 
-def activation_as_read(recipe: Recipe, activation: Array, weight: Array | Weight) -> Array:
+def activation_as_read(recipe: Recipe, activation: Array, weight: Array | ConvertedKernel) -> Array:
     """Return an activation in the dtype in which the op reads it: flax's ops compute in the kernel's."""
-    return activation.astype(weight.dtype) if recipe.is_flax else activation
+    return activation.astype(weight.dtype) if recipe.matches_flax else activation
 
 
 def convert_kernel(
@@ -98,7 +98,7 @@ class DotGeneral(_Quantized):
         self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
         lhs = activation_as_read(self.recipe, lhs, rhs)
-        if isinstance(rhs, Weight):
+        if isinstance(rhs, ConvertedKernel):
             return dot_general(
                 lhs,
                 rhs,
@@ -140,7 +140,7 @@ class Einsum(_Quantized):
             lhs = activation_as_read(self.recipe, lhs, rhs)
         else:
             rhs = activation_as_read(self.recipe, rhs, lhs)
-        is_converted = isinstance((lhs, rhs)[self.weight], Weight)
+        is_converted = isinstance((lhs, rhs)[self.weight], ConvertedKernel)
         return einsum(
             equation,
             lhs,

@@ -10,7 +10,7 @@ import jax
 from jaxquant import ops
 from jaxquant.backends import native, native_frozen, native_nnx
 from jaxquant.backends.base import Backend, Op, chosen
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 
 Array = jax.Array
@@ -63,14 +63,20 @@ class NativeBackend(Backend):
         return native.convert_kernel(recipe, kernel, axes, state)
 
     def dot_general(
-        self, lhs: Array, rhs: Array | Weight, dimension_numbers: Any, *args: Any, recipe: Recipe, **kwargs: Any
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        dimension_numbers: Any,
+        *args: Any,
+        recipe: Recipe,
+        **kwargs: Any,
     ) -> Array:
         """Compute ``ops.dot_general``, of a converted kernel or a float one."""
         lhs = native.activation_as_read(recipe, lhs, rhs)
         return ops.dot_general(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
 
     def einsum(
-        self, equation: str, lhs: Array, rhs: Array | Weight, *args: Any, recipe: Recipe, **kwargs: Any
+        self, equation: str, lhs: Array, rhs: Array | ConvertedKernel, *args: Any, recipe: Recipe, **kwargs: Any
     ) -> Array:
         """Compute ``ops.einsum``, of a converted kernel or a float one."""
         names = ("precision", "preferred_element_type")

@@ -21,7 +21,7 @@ from jaxquant.backends import native
 from jaxquant.backends._weights import check_converted, never_seen
 from jaxquant.backends.base import chosen
 from jaxquant.core.paths import join_path, layer_name
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.einsum import plan_einsum
@@ -131,7 +131,7 @@ def _write(op: Any, kernel: Array, axes: tuple[int, ...]) -> None:
     _Frozen(name="qrhs").write({"frozen": converted} | ({} if scale is None else {INPUT_SCALE: scale}))
 
 
-def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | Weight:
+def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | ConvertedKernel:
     """Return the stored kernel in serve mode, else the float one; that too where the recipe leaves kernels in float."""
     if op.quant_mode != "serve" or op.recipe.fwd.rhs is None:
         return kernel
@@ -147,7 +147,7 @@ def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | Weight:
 
     stored = nn.meta.unbox(_Frozen(name="qrhs").read(make))
     check_converted(join_path(op.path[:-1]), _describe(stored), repr(op.recipe.name), _describe(wanted))
-    return Weight(stored["frozen"], kernel.dtype.name, stored.get(INPUT_SCALE))
+    return ConvertedKernel(stored["frozen"], kernel.dtype.name, stored.get(INPUT_SCALE))
 
 
 def _describe(values: dict[str, Any]) -> str:

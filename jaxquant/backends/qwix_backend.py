@@ -11,7 +11,7 @@ from jaxquant.backends import qwix, qwix_serving
 from jaxquant.backends.base import Backend
 from jaxquant.backends.qwix_config import HONOURS, to_qwix
 from jaxquant.config.backends import check_implementation
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 
 Array = jax.Array
@@ -48,7 +48,7 @@ class QwixBackend(Backend):
     def dot_general(
         self,
         lhs: Array,
-        rhs: Weight,
+        rhs: ConvertedKernel,
         dimension_numbers: Any,
         *args: Any,
         recipe: Recipe,
@@ -63,7 +63,7 @@ class QwixBackend(Backend):
         self,
         equation: str,
         lhs: Array,
-        rhs: Weight,
+        rhs: ConvertedKernel,
         *args: Any,
         recipe: Recipe,
         implementation: str | None = None,

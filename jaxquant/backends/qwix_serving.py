@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxquant.backends import _weights
 from jaxquant.backends import qwix as training
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 
 qwix = training.qwix
@@ -35,7 +35,7 @@ def _quantize(x: Array, spec: TensorSpec, axes: Sequence[int]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _dot(recipe: Recipe, lhs: Array, weight: Weight, dimension_numbers: Any, is_swapped: bool) -> Array:
+def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers: Any, is_swapped: bool) -> Array:
     spec, tensor = recipe.fwd.lhs, weight.tensor
     kernel = qwix.QArray(tensor.qvalue, tensor.scale.astype(weight.dtype), tensor.zero_point, tensor.qvalue.dtype)
     axes = dimension_numbers[0][1 if is_swapped else 0]
@@ -54,7 +54,7 @@ def _refuse_options(*options: Any) -> None:
 
 def dot_general(
     lhs: Array,
-    rhs: Weight,
+    rhs: ConvertedKernel,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -78,7 +78,7 @@ def dot_general(
 def einsum(
     equation: str,
     lhs: Array,
-    rhs: Weight,
+    rhs: ConvertedKernel,
     precision: Any = None,
     preferred_element_type: Any = None,
     out_sharding: Any = None,

@@ -149,7 +149,7 @@ INPUT_SCALE = "input_scale"
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tensor", "input_scale"], meta_fields=["dtype"])
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class ConvertedKernel:
     """Hold a converted kernel on its way into an op, in place of the float one.
 
     Attributes:

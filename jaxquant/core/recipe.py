@@ -212,7 +212,7 @@ class Recipe:
         return any(isinstance(spec, TensorSpec) and spec.rounding == "stochastic" for spec in self.specs.values())
 
     @property
-    def is_flax(self) -> bool:
+    def matches_flax(self) -> bool:
         """Whether delayed scaling follows ``flax.linen.fp8_ops`` bit for bit."""
         return self.delayed is not None and self.delayed.amax_init == "flax"
 

@@ -30,14 +30,14 @@ def explicit_sharding(x: Array) -> NamedSharding | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Placement:
     """Where an operand lies, as its type says it. Hashable, so that it can be static in a jit."""
 
     varying: frozenset[str]
     sharding: NamedSharding | None
 
     @classmethod
-    def of(cls, x: Array, beside: Array) -> Place:
+    def of(cls, x: Array, beside: Array) -> Placement:
         """Read the place of x; where x has none and ``beside`` lies on an explicit mesh, x is replicated there."""
         sharding, other = explicit_sharding(x), explicit_sharding(beside)
         if sharding is None and other is not None:
@@ -72,16 +72,16 @@ def fit_varying(x: Array, wanted: frozenset[str]) -> Array:
     return x
 
 
-def over_devices(reduce, statistic: Array, x: Array, but: frozenset[str] = frozenset()) -> Array:
+def over_devices(reduce, statistic: Array, x: Array, except_axes: frozenset[str] = frozenset()) -> Array:
     """Reduce a statistic of x over the devices that hold different parts of x, so that it is that of the whole.
 
     Args:
       reduce: ``jax.lax.pmax`` and its like.
       statistic: of the local part.
       x: the tensor.
-      but: axes along which there is one statistic for each device.
+      except_axes: axes along which there is one statistic for each device.
     """
-    axes = varying_axes(x) - but
+    axes = varying_axes(x) - except_axes
     return reduce(statistic, tuple(sorted(axes))) if axes else statistic
 
 

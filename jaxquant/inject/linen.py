@@ -26,7 +26,7 @@ from jaxquant.backends._weights import check_converted
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision, Resolver
 from jaxquant.core.paths import float_rule, layer_name
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.inject.layers import (
     Layer,
@@ -183,7 +183,7 @@ def _promoter(module: Any) -> Callable[..., Any]:
     def promote_dtype(inputs: Any, kernel: QTensor, bias: Any, **options: Any) -> Any:
         standin = jnp.zeros((1,) * kernel.ndim, module.param_dtype)
         inputs, standin, bias = plain(inputs, standin, bias, **options)
-        return inputs, Weight(kernel, standin.dtype.name, scale), bias
+        return inputs, ConvertedKernel(kernel, standin.dtype.name, scale), bias
 
     return promote_dtype
 

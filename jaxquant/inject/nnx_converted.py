@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxquant.backends import load, native_nnx
 from jaxquant.backends.base import chosen
 from jaxquant.core.paths import at_layer, float_rule, layer_name, tree_paths
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, Weight
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import nnx as inject_nnx
 from jaxquant.inject.converted import LayerKernel
@@ -52,11 +52,11 @@ class Kernel(nnx.Module):
     def shape(self) -> tuple[int, ...]:
         return getattr(self, self.names[0]).shape
 
-    def __getitem__(self, index: Any) -> Weight:
+    def __getitem__(self, index: Any) -> ConvertedKernel:
         assert index is Ellipsis, "a converted kernel is read whole"
         part = {name: getattr(self, name)[...] for name in self.names}
         scale = part.pop(INPUT_SCALE, None)
-        return Weight(QTensor.of_parts(part, self.block), self.dtype, scale)
+        return ConvertedKernel(QTensor.of_parts(part, self.block), self.dtype, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Promote:
 
     def __call__(self, arrays: Any, /, **options: Any) -> Any:
         inputs, weight, *rest = arrays
-        if not isinstance(weight, Weight):
+        if not isinstance(weight, ConvertedKernel):
             return self.plain(arrays, **options)
         standin = jnp.zeros((1,) * weight.ndim, weight.dtype)
         inputs, standin, *rest = self.plain((inputs, standin, *rest), **options)

@@ -283,11 +283,11 @@ def _backward(static: _Static, residuals, grad: Array):
         False,
         keys[1],
     )
-    seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
+    observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {}
     for name, old in state.items():
         assert recipe.delayed is not None
-        scale, amax = seen[name]
+        scale, amax = observations[name]
         observed[name] = delayed.observe(old, scale, amax, recipe.delayed)
     dlhs, drhs = masked(dlhs, lhs_mask, static.lhs.dtype), masked(drhs, rhs_mask, static.rhs.dtype)
     return dlhs, drhs, observed, None

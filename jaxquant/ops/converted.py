@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
-from jaxquant.core.sharding import Place, fit_varying
+from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.operand import forward_key, quantize_operand, scale_dtype
@@ -40,7 +40,7 @@ class _Static:
 
 def dot_general(
     lhs: Array,
-    weight: Weight,
+    weight: ConvertedKernel,
     dims: Dimensions,
     precision: Any,
     preferred_element_type: Any,
@@ -67,7 +67,7 @@ def dot_general(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _contract(static: _Static, lhs: Array, weight: Weight, key: Array | None) -> Array:
+def _contract(static: _Static, lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
     recipe, spec = static.recipe, static.recipe.resolve("fwd", "lhs")
     left: QTensor | Array = lhs
     if spec is not None:
@@ -96,7 +96,12 @@ def _contract(static: _Static, lhs: Array, weight: Weight, key: Array | None) ->
 
 
 def with_input_gradient(
-    run: Callable[..., Array], dims: Dimensions, activation: Array, weight: Weight, *rest: Any, side: str = "lhs"
+    run: Callable[..., Array],
+    dims: Dimensions,
+    activation: Array,
+    weight: ConvertedKernel,
+    *rest: Any,
+    side: str = "lhs",
 ) -> Array:
     """Compute ``run(activation, weight, *rest)`` with the activation's gradient that the dequantized kernel gives.
 
@@ -118,7 +123,7 @@ def with_input_gradient(
     def forward(activation, weight, rest):
         return run(activation, weight, *rest), weight
 
-    dtype, place = activation.dtype, Place.of(activation, weight.tensor.qvalue)
+    dtype, place = activation.dtype, Placement.of(activation, weight.tensor.qvalue)
     backward_dims, order = dims.for_dlhs() if side == "lhs" else dims.for_drhs()
 
     def backward(weight, grad):

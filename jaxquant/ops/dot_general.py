@@ -23,13 +23,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Float, Key
 
 from jaxquant.core import delayed
-from jaxquant.core.qtensor import QTensor, Weight, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import outside_range, quantize
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import (
-    Place,
+    Placement,
     Sharding,
     broadcastable,
     device_key,
@@ -61,15 +61,15 @@ class _Static:
     rhs_dtype: str
     out_dtype: str
     precision: Any
-    lhs_place: Place
-    rhs_place: Place
+    lhs_place: Placement
+    rhs_place: Placement
     out_sharding: NamedSharding | None
     implementation: str | None
 
 
 def dot_general(
     lhs: Float[Array, "*lhs"],
-    rhs: Float[Array, "*rhs"] | Weight,
+    rhs: Float[Array, "*rhs"] | ConvertedKernel,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -114,7 +114,7 @@ def dot_general(
     """
     for piece in ("dot_general", "quantize"):
         choose_implementation(piece, implementation)
-    if isinstance(rhs, Weight):
+    if isinstance(rhs, ConvertedKernel):
         _check_float("lhs", lhs)
         return converted.dot_general(
             lhs,
@@ -143,8 +143,8 @@ def dot_general(
         rhs.dtype.name,
         jnp.dtype(out).name,
         _hashable(precision),
-        Place.of(lhs, rhs),
-        Place.of(rhs, lhs),
+        Placement.of(lhs, rhs),
+        Placement.of(rhs, lhs),
         named(out_sharding, lhs),
         implementation,
     )
@@ -335,7 +335,7 @@ def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | N
     return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
-def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: str, place: Place) -> Array:
+def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: str, place: Placement) -> Array:
     """Bring a gradient into its operand's layout, dtype and place, zero where the forward clipped."""
     gradient = gradient.transpose(order)
     if mask is not None:

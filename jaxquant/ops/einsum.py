@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Key
 
-from jaxquant.core.qtensor import Weight
+from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.sharding import Sharding, named, transposed
 from jaxquant.ops.dimensions import DotDimensionNumbers
@@ -106,8 +106,8 @@ def _expand(labels: str, ndim: int, equation: str) -> list[str]:
 
 def einsum(
     equation: str,
-    lhs: Float[Array, "*lhs"] | Weight,
-    rhs: Float[Array, "*rhs"] | Weight,
+    lhs: Float[Array, "*lhs"] | ConvertedKernel,
+    rhs: Float[Array, "*rhs"] | ConvertedKernel,
     *,
     recipe: Recipe,
     state: QuantState | None = None,
@@ -142,12 +142,12 @@ def einsum(
             raise ValueError(f"einsum equation {equation!r} needs an explicit '->' when the weight comes first")
         equation, lhs, rhs = f"{second},{first}->{output}", rhs, lhs
     plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
-    assert not isinstance(lhs, Weight), "the weight is on the right by now"
+    assert not isinstance(lhs, ConvertedKernel), "the weight is on the right by now"
     lhs = lhs.sum(axis=plan.lhs_sum) if plan.lhs_sum else lhs
-    if isinstance(rhs, Weight):
+    if isinstance(rhs, ConvertedKernel):
         plan.kernel_axes(f"einsum {equation!r}")
     rhs = rhs.sum(axis=plan.rhs_sum) if plan.rhs_sum else rhs  # pyright: ignore[reportAttributeAccessIssue]
-    if transform is not None and not isinstance(rhs, Weight):
+    if transform is not None and not isinstance(rhs, ConvertedKernel):
         rhs = transform(rhs, tuple(plan.dimension_numbers[0][1]))
     out = dot_general(
         lhs,

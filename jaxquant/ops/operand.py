@@ -48,7 +48,7 @@ def scale_dtype(recipe: Recipe, dtype: str) -> str:
       recipe: whose delayed scaling decides.
       dtype: name of the operand's or result's dtype.
     """
-    return dtype if recipe.is_flax else "float32"
+    return dtype if recipe.matches_flax else "float32"
 
 
 def quantize_operand(
@@ -100,7 +100,7 @@ def quantize_operand(
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
     amax = _amax(x, recipe)
-    amax = over_devices(jax.lax.pmax, amax, x, but=varying_axes(state["scale"]))
+    amax = over_devices(jax.lax.pmax, amax, x, except_axes=varying_axes(state["scale"]))
     scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
     return quantize_operand(x, spec, axes, recipe=recipe, static_scale=scale, key=key, implementation=implementation)[
         0
@@ -110,7 +110,7 @@ def quantize_operand(
 def _amax(x: Array, recipe: Recipe) -> Array:
     if not x.size:
         return jnp.zeros((), x.dtype)
-    return jnp.max(jnp.abs(x) if recipe.is_flax else absolute(x))  # flax takes the maximum as it comes, NaN or not
+    return jnp.max(jnp.abs(x) if recipe.matches_flax else absolute(x))  # flax takes the maximum as it comes, NaN or not
 
 
 def forward_key(x: Array, spec: TensorSpec | None, key: Array | None) -> Array | None:
@@ -159,7 +159,7 @@ def input_scale(recipe: Recipe, state: Mapping[str, Any]) -> Array | None:
         return None
     assert recipe.delayed is not None
     scale = delayed.current_scale(state["input"], jnp.zeros(()), element(spec.dtype), recipe.delayed)
-    if recipe.is_flax:
+    if recipe.matches_flax:
         return scale
     history = state["input"]["amax_history"]
     return jnp.where(jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True) > 0, scale, 0.0)

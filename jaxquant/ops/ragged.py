@@ -165,8 +165,8 @@ def _backward(static: _Static, residuals, grad: Array):
     dlhs = _dlhs(static, grad, shared, rhs, ids, sizes, keys[0])
     drhs = _drhs(static, grad, shared, lhs, ids, sizes, keys[1])
     observe = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))  # pyright: ignore[reportArgumentType]
-    seen = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
-    observed = {name: observe(old, *seen[name]) for name, old in state.items()}
+    observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
+    observed = {name: observe(old, *observations[name]) for name, old in state.items()}
     observed = {name: _only_used(new, sizes) for name, new in observed.items()}
     dlhs, drhs = masked(dlhs, lhs_mask, static.lhs_dtype), masked(drhs, rhs_mask, static.rhs_dtype)
     return dlhs, drhs, None, observed, None

@@ -35,7 +35,7 @@ from jaxquant.serving.manifest import (
     read_manifest,
     write_manifest,
 )
-from jaxquant.serving.placement import Place, automatic, choose_sharding, first_line, from_stored, to_stored
+from jaxquant.serving.placement import ChooseSharding, automatic, choose_sharding, first_line, from_stored, to_stored
 from jaxquant.serving.validation import check_store
 
 __all__ = ["Checkpoint", "load", "read_manifest", "save"]
@@ -154,7 +154,7 @@ def load(
     directory: str | Path,
     *,
     like: Mapping[str, Any] | None = None,
-    sharding: Sharding | Place | None = None,
+    sharding: Sharding | ChooseSharding | None = None,
     verify: bool = True,
     progress: Progress | None = None,
 ) -> Checkpoint:

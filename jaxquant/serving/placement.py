@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxquant.formats.packing import pack, unpack
 from jaxquant.serving.leaves import Stored
 
-Place = Callable[[str, tuple[int, ...], str], Sharding]
+ChooseSharding = Callable[[str, tuple[int, ...], str], Sharding]
 """(path, shape, dtype name) of an array in the model -> its sharding."""
 
 
@@ -57,7 +57,7 @@ def _unpacker(dtype: str, size: int, sharding: Sharding) -> Any:
     return jax.jit(functools.partial(unpack, dtype=dtype, size=size), out_shardings=sharding)
 
 
-def choose_sharding(array: Stored, asked: Sharding | Place | None) -> Sharding:
+def choose_sharding(array: Stored, asked: Sharding | ChooseSharding | None) -> Sharding:
     """Return the sharding of one array.
 
     Raises:

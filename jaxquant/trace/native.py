@@ -92,13 +92,13 @@ def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[st
     assert recipe is not None
     if site.operation == "ragged_dot_general":
         lhs, rhs, sizes = operands
-        lhs = lhs.astype(rhs.dtype) if recipe.is_flax else lhs
+        lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
         out_dtype, given = eqn.outvars[0].aval.dtype, _nested(recipe, state)
         return ragged_dot(lhs, rhs, sizes, eqn.params["precision"], out_dtype, recipe=recipe, state=given, key=key)
     if site.operation == "conv_general_dilated":
         lhs, rhs = operands
         options = {name: eqn.params[name] for name in _CONVOLUTION}
-        lhs = lhs.astype(rhs.dtype) if recipe.is_flax else lhs
+        lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
         options["preferred_element_type"] = eqn.outvars[0].aval.dtype
         return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=_nested(recipe, state), key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
@@ -106,7 +106,7 @@ def contract(site: Contraction, eqn: Any, operands: list[Any], state: Mapping[st
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
     if site.side == 0:
         activation, weight, contracted, batch = weight, activation, contracted[::-1], batch[::-1]
-    if recipe.is_flax:  # flax's ops compute in the kernel's dtype
+    if recipe.matches_flax:  # flax's ops compute in the kernel's dtype
         activation = activation.astype(weight.dtype)
     # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
     groups, free = len(batch[0]), [x.ndim - len(batch[0]) - len(contracted[0]) for x in (activation, weight)]

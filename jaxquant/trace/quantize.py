@@ -10,7 +10,7 @@ import jax
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
-from jaxquant.core.qtensor import QTensor, Weight
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.trace import native, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Split, array_names, split_arrays
@@ -201,8 +201,8 @@ class QuantizedFunction:
 
 
 def _refuse_converted(params: Any) -> None:
-    leaves = jax.tree.leaves(params, is_leaf=lambda each: isinstance(each, (QTensor, Weight)))
-    if any(isinstance(each, (QTensor, Weight)) for each in leaves):
+    leaves = jax.tree.leaves(params, is_leaf=lambda each: isinstance(each, (QTensor, ConvertedKernel)))
+    if any(isinstance(each, (QTensor, ConvertedKernel)) for each in leaves):
         raise NotImplementedError(
             "params hold converted kernels (QTensor), on which a function of jaxquant.quantize does not run yet; "
             "jaxquant.maybe_quantize_model with checkpoint_is_quantized true does"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import Weight, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.ops import choose_implementation, dot_general, initial_state
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from tests import numerics
@@ -95,7 +95,9 @@ def converted(recipe, w):
     state = initial_state(recipe)
     for tensor in state.values():
         tensor["amax_history"] = tensor["amax_history"].at[0].set(4.0)
-    return Weight(quantize_kernel(w, (0,), recipe=recipe, state=state), w.dtype.name, input_scale(recipe, state))
+    return ConvertedKernel(
+        quantize_kernel(w, (0,), recipe=recipe, state=state), w.dtype.name, input_scale(recipe, state)
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "int4"])
