@@ -34,7 +34,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")
 
 
 def environment() -> Row:
-    """Say where and when the figures were taken."""
+    """Describe where and when the figures were taken."""
     device = jax.devices()[0].device_kind
     return {
         "date": datetime.date.today().isoformat(),

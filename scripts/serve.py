@@ -46,7 +46,7 @@ def _overrides(words: argparse.Namespace) -> dict[str, Any]:
 
 
 def _texts(words: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Give the prompts and what to call them."""
+    """Return the prompts and what to call them."""
     if words.prompt is not None:
         names = [f"prompt {number}" for number in range(1, len(words.prompt) + 1)]
         return [_text(os.fsencode(text), name) for text, name in zip(words.prompt, names, strict=True)], names

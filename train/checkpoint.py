@@ -249,7 +249,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Tell what the file system refused from what else may go wrong; tensorstore has its errors as ValueError."""
+    """Separate what the file system refused from what else may go wrong; tensorstore has its errors as ValueError."""
     try:
         yield
     except OSError as error:

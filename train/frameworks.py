@@ -115,7 +115,7 @@ def _given(cache: KVCache | None) -> dict[str, KVCache]:
 
 
 def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the ops in a tree of NNX quant state the names that they have in Linen: checkpoints are the same."""
+    """Rename the ops in a tree of NNX quant state as in Linen: checkpoints are the same."""
     if list(tree) == [_NNX_OP]:
         (name,) = linen
         return {name: tree[_NNX_OP]}

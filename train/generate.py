@@ -189,7 +189,7 @@ class Engine:
         return self._empty(self.slots)
 
     def insert(self, cache: KVCache, row: KVCache, slot: int) -> KVCache:
-        """Put the cache of one row into a slot; ``cache`` is given away."""
+        """Insert the cache of one row into a slot; ``cache`` is given away."""
         return self._insert(cache, row, np.int32(slot))
 
     def decode(
@@ -312,7 +312,7 @@ class Engine:
         return [done[place] for place in range(len(prompts))]
 
     def refusal(self, prompt: Prompt) -> str:
-        """Say why a prompt cannot be answered; "" where it can."""
+        """Return why a prompt cannot be answered; "" where it can."""
         length, limit = len(prompt.tokens), self.max_length - 1
         if not length:
             return f"{prompt.name} is empty; give it at least one token"

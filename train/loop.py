@@ -171,7 +171,7 @@ def _own(lock: RunLock, run_dir: Path, say: Callable[[str], None]) -> None:
 
 
 def _unusable(data: Data, check: FiniteCheck, state: TrainState, data_state: Any) -> str | None:
-    """Say why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
+    """Return why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
     found = check(state)
     if found is not None:
         return f"{found} is not finite"
@@ -273,7 +273,7 @@ def _train(
 
 @contextlib.contextmanager
 def _writing(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """Say what is kept where the file system refuses to go on: full, over its quota, read-only, gone."""
+    """Describe what is kept where the file system refuses to go on: full, over its quota, read-only, gone."""
     try:
         yield
         checkpoints.wait()
@@ -292,7 +292,7 @@ def _check_held_out(held_out: float | None, step: int, checkpoints: Checkpoints)
 
 
 def _kept(checkpoints: Checkpoints) -> str:
-    """Say what a run that diverged goes on from."""
+    """Describe what a run that diverged goes on from."""
     checkpoints.wait()
     step = checkpoints.newest
     if step is None:

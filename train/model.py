@@ -96,7 +96,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 def attention_mask(
     tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Give the mask [batch, 1, query, key] of a batch, True where a query may look, and its positions."""
+    """Return the mask [batch, 1, query, key] of a batch, True where a query may look, and its positions."""
     length = tokens.shape[1]
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -109,7 +109,7 @@ def attention_mask(
 def cached_mask(
     tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None, cache: KVCache
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Give the mask [batch, 1, query, place] of tokens that look at a cache, their positions, and which are no padding.
+    """Return the mask [batch, 1, query, place] of tokens that look at a cache, their positions, and what is no padding.
 
     Place t of a cache holds the token at position t, and a query looks at its own place and those before it. What an
     earlier text or padding may have left lies behind.
@@ -173,7 +173,7 @@ def empty_cache(
 def masks(
     tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None, cache: KVCache | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Give the mask of a call, its positions and, with a cache, which tokens are written to it."""
+    """Return the mask of a call, its positions and, with a cache, which tokens are written to it."""
     if cache is None:
         return *attention_mask(tokens, segment_ids, positions), None
     return cached_mask(tokens, segment_ids, positions, cache)

@@ -196,7 +196,7 @@ def find_baseline(runs: Iterable[Run]) -> Run | None:
 
 
 def differing_fields(runs: Sequence[Run]) -> list[str]:
-    """Name the configuration fields, quantization and the run's folder apart, in which runs differ."""
+    """Return the configuration fields, quantization and the run's folder apart, in which runs differ."""
     expected = {field.name for field in dataclasses.fields(QuantConfig)} | {"run_dir"}
     names = sorted({name for run in runs for name in run.config} - expected)
     return [name for name in names if any(run.config.get(name) != runs[0].config.get(name) for run in runs)]

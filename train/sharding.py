@@ -69,7 +69,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def parameter_spec(module: str, parameter: str, ndim: int) -> PartitionSpec:
-    """Give the partition spec of a parameter by its module's name and its own."""
+    """Return the partition spec of a parameter by its module's name and its own."""
     spec: list[str | None] = [None] * ndim
     for mesh_axis, axis in PARAMETER_AXES.get((module, parameter), {}).items():
         spec[axis] = mesh_axis
@@ -77,7 +77,7 @@ def parameter_spec(module: str, parameter: str, ndim: int) -> PartitionSpec:
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
-    """Give every leaf of a training state its sharding.
+    """Return the sharding of every leaf of a training state.
 
     A leaf is looked up by the last two names of its path, so that Adam's moments, whose paths end in the parameter's
     path, lie where the parameter lies.

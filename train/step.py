@@ -101,7 +101,7 @@ def example_inputs(config: TrainConfig) -> jax.Array:
 
 
 def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
-    """Put model, quantization, optimizer and mesh (of the devices given, else of those present) together.
+    """Build model, quantization, optimizer and mesh (of the devices given, else of those present) of a run.
 
     Raises:
       ValueError: the mesh does not fit the devices, the vocabulary does not fit the tokenizer, or the quantization

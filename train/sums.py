@@ -80,7 +80,7 @@ def check_sums(folder: Path, share: int = 0, shares: int = 1) -> bool:
 
 
 def _names(folder: Path) -> list[str]:
-    """Name the files below a folder; a link or a device is damage."""
+    """Return the files below a folder; a link or a device is damage."""
     found = []
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):

@@ -137,16 +137,16 @@ class TextStream:
         self._given = len(tokenizer.decode(self._tokens))
 
     def add(self, token: int) -> str:
-        """Give the text that is whole with this token and was not given before."""
+        """Return the text that is whole with this token and was not given before."""
         self._tokens.append(token)
         return self._give(self._tokenizer.decode(self._tokens).rstrip("\ufffd"))
 
     def end(self) -> str:
-        """Give what was held back."""
+        """Return what was held back."""
         return self._give(self._tokenizer.decode(self._tokens))
 
     def all(self, tokens: Sequence[int]) -> str:
-        """Give the text of all tokens that are left."""
+        """Return the text of all tokens that are left."""
         self._tokens += tokens
         return self.end()
 

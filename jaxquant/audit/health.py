@@ -45,7 +45,7 @@ from jaxquant.state import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
 PROBE = "quant_health"
-"""Name of a layer's probe, beside its kernel."""
+"""The name of a layer's probe, beside its kernel."""
 
 # Part of the key of jit's caches: a function traced without taps is traced again with them.
 _active_monitor = jax.make_user_context(None)

@@ -40,7 +40,7 @@ def _axis_names(
     mesh_axes: tuple[str | None, ...],
     replicate_scale: bool,
 ) -> nn.LogicallyPartitioned:
-    """Name the axes of a stored qvalue or scale after those of the kernel.
+    """Label the axes of a stored qvalue or scale after those of the kernel.
 
     A tiled axis keeps its name on the part inside the tile. A scale has no name on the axes that it is shared along,
     and none at all when ``replicate_scale`` is set; only scales have such axes.

@@ -16,7 +16,7 @@ from jaxquant.core.recipe import Recipe
 Array = jax.Array
 Op = Literal["dot_general", "einsum"]
 RANDOM_STREAM = "quant"
-"""Name of the random stream for stochastic rounding in a Linen model."""
+"""The random stream for stochastic rounding in a Linen model."""
 
 
 class Backend:

@@ -166,7 +166,7 @@ def _shapes(recipe: Recipe, kernel: Array, *, axes: tuple[int, ...]) -> tuple[QT
 
 
 def _named(tensor: QTensor, mesh_axes: tuple[str | None, ...], replicate_scale: bool) -> Any:
-    """Name the axes of a stored kernel as those of the float one; a scale has no name where it is shared."""
+    """Label the axes of a stored kernel as those of the float one; a scale has no name where it is shared."""
 
     def names(part: str, array: Array) -> tuple[str | None, ...]:
         if part == "qvalue":

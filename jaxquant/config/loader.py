@@ -217,7 +217,7 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
 
 
 def nearest(name: Any, known: Iterable[str], count: int = 1) -> str:
-    """Give ``did you mean 'x'?`` with the ``count`` nearest known names, or the list of known ones if none is near."""
+    """Return ``did you mean 'x'?`` with the ``count`` nearest known names, or the known ones if none is near."""
     names = [candidate for candidate in known if candidate]
     near = difflib.get_close_matches(str(name)[:200], names, count)
     if near:
@@ -338,7 +338,7 @@ def _convert_union(members: tuple[Any, ...], value: Any, place: str, wrong: Type
 
 
 def to_mapping(obj: Any) -> Any:
-    """Give a dataclass as plain data that YAML can write and ``build`` reads back: dicts, lists and scalars."""
+    """Return a dataclass as plain data that YAML can write and ``build`` reads back: dicts, lists and scalars."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return {field.name: to_mapping(getattr(obj, field.name)) for field in dataclasses.fields(obj) if field.init}
     if isinstance(obj, Mapping):

@@ -19,7 +19,7 @@ Sharding = NamedSharding | PartitionSpec | None
 
 
 def varying_axes(x: Array) -> frozenset[str]:
-    """Name the manual mesh axes along which devices hold different values of x."""
+    """Return the manual mesh axes along which devices hold different values of x."""
     return jax.typeof(x).manual_axis_type.varying
 
 
@@ -86,7 +86,7 @@ def over_devices(reduce, statistic: Array, x: Array, except_axes: frozenset[str]
 
 
 def device_key(key: Array, x: Array) -> Array:
-    """Give each device that holds another part of x a random key of its own."""
+    """Return a random key that differs between devices which hold different parts of x."""
     for axis in sorted(varying_axes(x)):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     return key
@@ -111,7 +111,7 @@ def fit_sizes(sharding: NamedSharding | None, shape: Sequence[int]) -> NamedShar
 
 
 def placed_like(x: Array, like: Array) -> Array:
-    """Give x the explicit sharding of an array of its shape, where that has one."""
+    """Return x in the explicit sharding of an array of its shape, where that has one."""
     sharding = explicit_sharding(like)
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 

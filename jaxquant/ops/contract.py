@@ -94,7 +94,7 @@ def contract(
 def _tiled_sharding(
     out_sharding: NamedSharding | None, lhs: Array, dims: Dimensions, tiles: int
 ) -> NamedSharding | None:
-    """Put the leading tile axes in front of a result's sharding: where the operand has them, unless that is taken."""
+    """Insert the leading tile axes in front of a result's sharding, as the operand has them, unless taken."""
     operand = explicit_sharding(lhs)
     if out_sharding is None or operand is None or not tiles:
         return out_sharding

@@ -60,11 +60,11 @@ class Dimensions:
         return len(self.lhs_batch) + len(self.lhs_free) + len(self.rhs_free)
 
     def for_dlhs(self) -> tuple[Dimensions, tuple[int, ...]]:
-        """Give the contraction ``grad · rhs`` and the transposition that puts its result in lhs's layout."""
+        """Return the contraction ``grad · rhs`` and the transposition that puts its result in lhs's layout."""
         return self._backward(first_free=len(self.lhs_free), skip=len(self.lhs_batch))
 
     def for_drhs(self) -> tuple[Dimensions, tuple[int, ...]]:
-        """Give the contraction ``grad · lhs`` and the transposition that puts its result in rhs's layout."""
+        """Return the contraction ``grad · lhs`` and the transposition that puts its result in rhs's layout."""
         return self.swap()._backward(first_free=0, skip=len(self.lhs_batch))
 
     def _backward(self, first_free: int, skip: int) -> tuple[Dimensions, tuple[int, ...]]:

@@ -96,7 +96,7 @@ def _replace_dots(labels: str, dots: list[str]) -> list[str]:
 
 
 def _expand(labels: str, ndim: int, equation: str) -> list[str]:
-    """Give the axes under an ellipsis the labels "0", "1", …, counted from the last so that they align."""
+    """Label the axes under an ellipsis "0", "1", …, counted from the last so that they align."""
     before, ellipsis, after = labels.partition("...")
     named = len(before) + len(after)
     if ndim < named or (not ellipsis and ndim != named):

@@ -57,7 +57,7 @@ def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array
 
 
 def named(kept: Any) -> Any:
-    """Name what is kept in one byte an element, for remat policies."""
+    """Attach a name to what is kept in one byte an element, for remat policies."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
 
 
@@ -69,7 +69,7 @@ def clip_mask(x: Array, operand: Operand, tensor: QTensor | None) -> Array | Non
 
 
 def masked(gradient: Array, mask: Array | None, dtype: Any) -> Array:
-    """Give no gradient to what was cut off, and the operand's dtype to the rest."""
+    """Zero the gradient of what was cut off, and cast the rest to the operand's dtype."""
     if mask is not None:
         outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1]).astype(bool)
         gradient = jnp.where(outside, 0, gradient)

@@ -39,7 +39,7 @@ def save_args(array: Any, limit: int = CHUNK_BYTES) -> ocp.SaveArgs:
 
 
 def save_args_of(tree: Any, limit: int = CHUNK_BYTES) -> Any:
-    """Give ``save_args`` for every array of a tree."""
+    """Return ``save_args`` for every array of a tree."""
     return jax.tree.map(lambda leaf: save_args(leaf, limit), tree)
 
 
@@ -85,7 +85,7 @@ def open_array(folder: Path, name: str = "", chunks_at_once: int = CHUNKS_AT_ONC
 
 
 def list_arrays(folder: Path) -> list[str]:
-    """Name the arrays of a tree that orbax wrote in one OCDBT store; none where there is no store.
+    """Return the names of the arrays of a tree that orbax wrote in one OCDBT store; none where there is no store.
 
     Raises:
       ValueError: from tensorstore, where its index cannot be read.

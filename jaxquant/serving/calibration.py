@@ -102,7 +102,7 @@ def _observe_linen(model: nn.Module, variables: Mapping[str, Any], batches: Iter
 
 
 def _zero(out: Any) -> jax.Array:
-    """Give a 0 that hangs on every float output; what is chosen of them, as tokens are, hangs on none."""
+    """Return a 0 that hangs on every float output; what is chosen of them, as tokens are, hangs on none."""
     floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum((0 * jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
 

@@ -240,7 +240,7 @@ def _read(directory: Path, stored: Stored, store: ts.TensorStore, sharding: Shar
 
 @contextlib.contextmanager
 def _naming(directory: Path, stored: Stored) -> Iterator[None]:
-    """Name the leaf in what tensorstore raises, of which a verified checkpoint gives it no reason."""
+    """Add the leaf's name to what tensorstore raises, of which a verified checkpoint gives it no reason."""
     try:
         yield
     except (ValueError, OSError) as error:

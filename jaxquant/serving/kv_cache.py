@@ -113,7 +113,7 @@ def empty(
 
 
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
-    """Give ``empty`` its ``kv_quant_dtype`` and ``kv_quant_axis`` from a config, whose ``quantize_kvcache`` decides."""
+    """Return what ``empty`` takes of a config: ``kv_quant_dtype`` and ``kv_quant_axis``, if ``quantize_kvcache``."""
     if not config.quantize_kvcache:
         return {"kv_quant_dtype": ""}
     return {"kv_quant_dtype": config.kv_quant_dtype, "kv_quant_axis": config.kv_quant_axis}
@@ -215,7 +215,7 @@ def _decode(cache: KVCache, held: jax.Array, scale: jax.Array, dtype: str) -> ja
 
 
 def _places(positions: int | jax.Array, rows: int, tokens: int) -> Any:
-    """Give [B, S] positions; of what is known while tracing a numpy array."""
+    """Return [B, S] positions; of what is known while tracing a numpy array."""
     known: Any = positions if isinstance(positions, Tracer) else np.asarray(positions)
     if known.ndim == 2:
         if known.shape != (rows, tokens):

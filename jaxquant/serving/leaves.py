@@ -102,7 +102,7 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Name of its folder: the path with "." for "/", what a file system may not take written as %XX."""
+        """Folder name: the path with "." for "/", what a file system may not take written as %XX."""
         name = ".".join(urllib.parse.quote(key, safe="").replace(".", "%2E") for key in self.path.split("/"))
         if name.startswith("_") or name == "array_metadatas":  # orbax has files of such names beside it
             name = f"%{ord(name[0]):02X}{name[1:]}"
@@ -156,7 +156,7 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(path: str, leaf: Any) -> Leaf:
-    """Say what a leaf is; abstract ones do.
+    """Describe a leaf; abstract ones do.
 
     Raises:
       ValueError: a dtype or a shape that is not stored.

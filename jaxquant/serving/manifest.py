@@ -197,7 +197,7 @@ def _paths(directory: Path) -> dict[str, Path]:
 
 
 def sha256_of(path: Path) -> str:
-    """Give the SHA-256 of a file in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

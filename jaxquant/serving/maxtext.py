@@ -20,7 +20,7 @@ _OP = re.compile(r"(Aqt)?(DotGeneral|Einsum|Fp8DirectDotGeneralOp|NANOOFp8DotGen
 
 
 def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
-    """Say which float parameter each quantized tensor replaces.
+    """Return which float parameter each quantized tensor replaces.
 
     A tensor belongs to the layer whose path comes before the op's name (``…/AqtDotGeneral_0/qrhs/frozen``). Of that
     layer's own parameters, biases apart, it takes one with as many elements, and the several of one layer (an expert
@@ -62,7 +62,7 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
 
 
 def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
-    """Give the parameters without the float kernels that have a quantized tensor: ``{}`` in their place.
+    """Return the parameters without the float kernels that have a quantized tensor: ``{}`` in their place.
 
     Args:
       params: the collection "params".
@@ -82,7 +82,7 @@ def _leaves(params: Any) -> list[tuple[Path, Any]]:
 
 
 def _is_box(node: Any) -> bool:
-    """Say whether it is an array with names of its axes."""
+    """Return whether it is an array with names of its axes."""
     return isinstance(node, meta.AxisMetadata)
 
 

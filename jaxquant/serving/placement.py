@@ -101,6 +101,6 @@ def automatic(sharding: Sharding) -> Sharding:
 
 
 def first_line(error: Exception) -> str:
-    """Name an error of another library in a line."""
+    """Describe an error of another library in a line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__

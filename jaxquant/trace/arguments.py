@@ -24,7 +24,7 @@ class Split:
     statics: tuple[tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...], ...]]
 
     def rebuild(self, arrays: Sequence[Sequence[Any]]) -> list[Any]:
-        """Put arrays back among the rest: the parameters and the other arguments."""
+        """Insert arrays among the rest: the parameters and the other arguments."""
         params, args = (
             jax.tree.unflatten(structure, _fill(statics, given))
             for structure, statics, given in zip(self.structures, self.statics, arrays, strict=True)
@@ -62,7 +62,7 @@ def _fill(statics: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> list[Any
 
 
 def _is_array(leaf: Any) -> bool:
-    """Tell arrays and numbers, which are traced, from all else. A bool is a switch."""
+    """Return whether a value is traced: an array or a number. A bool is a switch."""
     return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or (
         isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
     )

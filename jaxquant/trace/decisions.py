@@ -162,7 +162,7 @@ def _decide_one(analysis: Analysis, sites: Sequence[Contraction], resolver: Reso
 
 
 def _state_paths(sites: Sequence[Contraction]) -> dict[Key, str]:
-    """Name the state of each contraction after its layer; where several share a path, after leaves and layout too."""
+    """Choose the name of each contraction's state: its layer's, with leaves and layout where several share a path."""
     by_path: dict[str, list[Key]] = {}
     for site in sites:
         keys = by_path.setdefault(site.path, [])

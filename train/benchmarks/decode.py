@@ -120,7 +120,7 @@ class _Measured:
         self.decode_times.append((time.perf_counter() - began) / steps / len(self._prompts))
 
     def logits(self) -> np.ndarray:
-        """Give the logits of the whole texts, token by token through the cache: what decoding sees."""
+        """Return the logits of the whole texts, token by token through the cache: what decoding sees."""
         decoder, (texts, length) = self.decoder, self.decoder.tokens.shape
 
         @jax.jit

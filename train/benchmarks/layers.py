@@ -28,7 +28,7 @@ class _Stack(nn.Module):
 
 
 def stack_loss(scheme: Scheme, widths: tuple[int, ...]) -> tuple[Callable[..., Any], Any]:
-    """Give a scalar function of (params, quant_state, inputs) of a stack of dense layers, and abstract arguments."""
+    """Return a scalar function of (params, quant_state, inputs) of a stack of dense layers, and abstract arguments."""
     x = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
     model = maybe_quantize_model(_Stack(widths), scheme.config, x)
     keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}

@@ -82,5 +82,5 @@ def undisturbed() -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Say how far a measurement is, beside its result."""
+    """Describe how far a measurement is, beside its result."""
     print(text, file=sys.stderr, flush=True)
