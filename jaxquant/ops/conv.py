@@ -32,7 +32,8 @@ from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops import pieces
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import QuantState, first_order, initial_state
+from jaxquant.ops.dot_general import QuantState, initial_state
+from jaxquant.ops.gradients import first_order
 from jaxquant.ops.operand import forward_key, quantize_operand
 from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
 

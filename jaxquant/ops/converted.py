@@ -1,8 +1,8 @@
 """The contraction with a converted kernel: the forward numbers of ``dot_general``, without its float weight.
 
-    lhs ── quantize_operand ──► qvalues ────────────┐
-    ConvertedKernel (QTensor, input's static scale) ┴─ contract ──► y, bit for bit what the training op computes
-    grad ── contract with the dequantized kernel, in float ──► gradient of lhs; the kernel has none
+lhs ── quantize_operand ──► qvalues ────────────┐
+ConvertedKernel (QTensor, input's static scale) ┴─ contract ──► y, bit for bit what the training op computes
+grad ── contract with the dequantized kernel, in float ──► gradient of lhs; the kernel has none
 """
 
 from __future__ import annotations

@@ -24,14 +24,13 @@ from jaxtyping import Float, Key
 
 from jaxquant.core import delayed
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
-from jaxquant.core.quantize import outside_range, quantize
+from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
-from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import (
     Placement,
     Sharding,
-    broadcastable,
     device_key,
     fit_varying,
     named,
@@ -41,12 +40,12 @@ from jaxquant.core.sharding import (
 from jaxquant.ops import converted
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
+from jaxquant.ops.gradients import RESIDUAL_NAME, align, first_order
 from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand, scale_dtype
 
 Array = jax.Array
 QuantState = dict[str, delayed.TensorState]
-RESIDUAL_NAME = "quantized"
 TENSORS = {"input": "fwd_lhs", "kernel": "fwd_rhs", "output_grad": "dlhs_lhs"}
 """Tensors with quant state, by flax's names, and the operand whose spec they follow."""
 
@@ -185,20 +184,6 @@ def _dot_fwd(static, lhs, rhs, state, key):
 def _dot_bwd(static, residuals, grad):
     dlhs, drhs, observed, key = _backward(static, residuals, grad)
     return *first_order(static.recipe.name, (dlhs, drhs)), observed, key
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def first_order(name: str, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return gradients that cannot be differentiated: autodiff would go through the rounding, which has no slope."""
-    return gradients
-
-
-@first_order.defjvp
-def _refuse_second_order(name, primals, tangents):
-    raise NotImplementedError(
-        f"second derivatives through recipe {name!r} are not defined: the gradients are rounded; take a gradient "
-        "penalty or a Hessian product in the unquantized model, or leave the layers that it reaches in float with rules"
-    )
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
@@ -392,46 +377,3 @@ def _gradient(
         out_sharding=place,
         implementation=static.implementation,
     )
-
-
-def align(
-    grad: Array, residual: QTensor, dims: Dimensions, forward_spec: Operand, is_delayed: bool
-) -> tuple[Array, QTensor]:
-    """Make a residual's scale fit the backward contraction.
-
-    A scale that is shared along the backward's contraction axes stays, and so do those of blocks, which tile either
-    contraction. One that varies along them but not along the others (per channel in the forward) is multiplied into the
-    gradient: ``Σ_n g[m,n] q[k,n] s[n] = Σ_n (g·s/u)[m,n] q[k,n] · u``, where u, the power of two below the largest s,
-    keeps a small gradient from becoming smaller. Any other (forward tiles) is dequantized and quantized again, in the
-    forward's dtype and tiles, along the backward's contraction.
-
-    Args:
-      grad: the output gradient, lhs of ``dims``.
-      residual: the operand that the forward kept, rhs of ``dims``.
-      dims: the backward contraction.
-      forward_spec: how the forward quantized the residual.
-      is_delayed: whether the gradient is quantized once, before it meets a residual.
-
-    Returns:
-      The gradient and the residual to contract.
-    """
-    shape = residual.scale.shape
-    if all(shape[axis] == 1 for axis in dims.rhs_contract):
-        return grad, residual
-    assert isinstance(forward_spec, TensorSpec)
-    if forward_spec.granularity == "per_block":
-        return grad, residual
-    if all(shape[axis] == 1 for axis in dims.rhs_free) and not is_delayed and residual.zero_point is None:
-        places = dict(zip(dims.rhs_contract + dims.rhs_batch, dims.lhs_contract + dims.lhs_batch, strict=True))
-        target = [1] * grad.ndim
-        for theirs, ours in places.items():
-            target[ours] = shape[theirs]
-        kept = sorted(places, key=lambda axis: places[axis])
-        others = [axis for axis in range(residual.ndim) if axis not in places]
-        scale = residual.full_scale()
-        unit = power_of_two_below(jnp.max(scale))
-        factor = (scale / unit).transpose(kept + others).reshape(target)
-        folded = grad.astype(jnp.float32) * broadcastable(factor, grad)
-        return folded, QTensor(residual.qvalue, unit.reshape((1,) * residual.ndim))
-    again = dataclasses.replace(forward_spec, rounding="nearest")
-    return grad, quantize(dequantize(residual), again, dims.rhs_contract, batch=dims.rhs_batch)

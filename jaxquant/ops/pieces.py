@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
-from jaxquant.ops.dot_general import RESIDUAL_NAME
+from jaxquant.ops.gradients import RESIDUAL_NAME
 from jaxquant.ops.operand import scale_dtype
 
 Array = jax.Array

@@ -30,7 +30,8 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import TENSORS, QuantState, first_order
+from jaxquant.ops.dot_general import TENSORS, QuantState
+from jaxquant.ops.gradients import first_order
 from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, quantize_rows, quantize_weights
 from jaxquant.ops.operand import forward_key, scale_dtype
 from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, unsupported
