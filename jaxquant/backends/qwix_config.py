@@ -45,7 +45,7 @@ def _rounding(asked: Asked) -> Lack | None:
 
 
 def _accumulator(asked: Asked) -> Lack | None:
-    specs = [_source(asked.recipe, asked.place, side) for side in ("lhs", "rhs")]
+    specs = [asked.recipe.resolve(asked.place, side) for side in ("lhs", "rhs")]  # pyright: ignore[reportArgumentType]
     integers = all(spec is not None and element(spec.dtype).kind == "int" for spec in specs)
     if asked.value == "int32" and integers:
         return None
@@ -78,14 +78,6 @@ HONOURS: Honours = {
 
 def _has_quantized_backward(recipe: Recipe) -> bool:
     return any((recipe.dlhs.lhs, recipe.dlhs.rhs, recipe.drhs.lhs, recipe.drhs.rhs))
-
-
-def _source(recipe: Recipe, name: str, side: str) -> TensorSpec | None:
-    """Return the spec behind an operand, through FORWARD."""
-    spec = getattr(getattr(recipe, name), side)
-    if spec == FORWARD:
-        return recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs  # pyright: ignore[reportReturnType]
-    return spec
 
 
 def _dtype(spec: TensorSpec | None) -> Any:

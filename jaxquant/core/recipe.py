@@ -15,6 +15,8 @@ from jaxquant.core.dtypes import element
 
 Granularity = Literal["per_tensor", "per_channel", "per_tile", "per_block"]
 ScaleDtype = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
+Matmul = Literal["fwd", "dlhs", "drhs"]
+Side = Literal["lhs", "rhs"]
 FORWARD: Final = "forward"
 
 
@@ -199,7 +201,7 @@ class Recipe:
             for side in ("lhs", "rhs")
         }
 
-    def resolve(self, matmul: Literal["fwd", "dlhs", "drhs"], side: Literal["lhs", "rhs"]) -> TensorSpec | None:
+    def resolve(self, matmul: Matmul, side: Side) -> TensorSpec | None:
         """Return the spec behind an operand, that of the forward operand where it is reused; None for a float one."""
         operand = getattr(getattr(self, matmul), side)
         if operand == FORWARD:

@@ -17,7 +17,7 @@ from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.config.rules import Resolver
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.core.paths import join_path, layer_name
-from jaxquant.core.recipe import FORWARD, Operand, Recipe, TensorSpec
+from jaxquant.core.recipe import Matmul, Recipe, Side
 from jaxquant.ops.einsum import plan_einsum
 
 
@@ -220,15 +220,11 @@ def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
     if recipe is None:
         return {name: MatmulDtypes() for name in ("fwd", "dlhs", "drhs")}
 
-    def dtype(operand: Operand, forward: Operand) -> str | None:
-        spec = forward if operand == FORWARD else operand
-        return spec.dtype if isinstance(spec, TensorSpec) else None
+    def dtype(matmul: Matmul, side: Side) -> str | None:
+        spec = recipe.resolve(matmul, side)
+        return None if spec is None else spec.dtype
 
-    lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
-    return {
-        name: MatmulDtypes.of_specs(dtype(matmul.lhs, lhs), dtype(matmul.rhs, rhs))
-        for name, matmul in (("fwd", recipe.fwd), ("dlhs", recipe.dlhs), ("drhs", recipe.drhs))
-    }
+    return {name: MatmulDtypes.of_specs(dtype(name, "lhs"), dtype(name, "rhs")) for name in ("fwd", "dlhs", "drhs")}
 
 
 @contextlib.contextmanager
