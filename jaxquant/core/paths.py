@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 
 def join_path(keys: Iterable[Any]) -> str:
     """Return the "/"-joined path of names, indices or keys of a jax tree."""
     return "/".join(str(_name(key)) for key in keys)
-
-
-def tree_paths(tree: Any) -> list[str]:
-    """Return the "/"-joined path of every leaf of a tree, in the order of ``jax.tree.leaves``."""
-    return [join_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def layer_name(path: str) -> str:

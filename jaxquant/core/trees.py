@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.tree_util import KeyPath
 
+from jaxquant.core.paths import join_path
+
 IsLeaf = Callable[[Any], bool]
 
 
@@ -19,7 +21,7 @@ def key_names(path: KeyPath) -> tuple[str, ...]:
 
 def path_name(path: KeyPath) -> str:
     """Return a key path of JAX joined by "/"; the root is ""."""
-    return "/".join(key_names(path))
+    return join_path(path)
 
 
 def leaves_by_path(tree: Any, is_leaf: IsLeaf | None = None) -> dict[str, Any]:

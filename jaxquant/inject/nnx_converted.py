@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from jaxquant.backends import load, native_nnx
 from jaxquant.backends.base import chosen
-from jaxquant.core.paths import at_layer, float_rule, layer_name, tree_paths
+from jaxquant.core.paths import at_layer, float_rule, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
+from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject import nnx as inject_nnx
 from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.layers import Layer, check_layers
@@ -191,7 +192,7 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
       ValueError: a path that only one of them has; nothing is put in.
     """
     given = _as_in_nnx(params)
-    here, there = (set(tree_paths(tree)) for tree in (_kept(model), given))
+    here, there = (set(leaves_by_path(tree)) for tree in (_kept(model), given))
     if here != there:
         raise ValueError(
             f"the model has {', '.join(sorted(here - there)) or 'nothing'} that the parameters do not, and they have "
