@@ -216,7 +216,9 @@ def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, stat
     dims, _ = static.dims.for_dlhs()
     aligned = grad
     if kernel is not None:
-        aligned, _ = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
+        aligned, kept = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
+        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
+            aligned = aligned * kept.scale.reshape(())
     tensor = _quantize(static, "output_grad", aligned, (dims.lhs_contract, dims.lhs_batch), state)
     return record(aligned, spec, tensor, original=grad)
 

@@ -44,7 +44,12 @@ class AqtBackend(Backend):
         return make(recipe, mesh_axes=mesh_axes, quant_mode=quant_mode, replicate_scale=replicate_scale)
 
     def convert_kernel(
-        self, recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Mapping[str, Array]]
+        self,
+        recipe: Recipe,
+        kernel: Array,
+        axes: Sequence[int],
+        state: Mapping[str, Mapping[str, Array]],
+        batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
         """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
         return aqt_serving.convert_kernel(recipe, kernel, axes, state)

@@ -104,6 +104,8 @@ def _dtype(asked: Asked) -> Lack | None:
 def _granularity(asked: Asked) -> Lack | None:
     if asked.value == "per_tile" and not asked.place.startswith("fwd"):
         return Lack("tiles in a backward matmul")
+    if asked.value == "per_tile" and asked.spec.tiling != "each_axis":
+        return Lack("tiles that nest along several axes", "use tiling 'each_axis', or quant_backend 'native'")
     return only("per_tensor", "per_tile")(asked)
 
 

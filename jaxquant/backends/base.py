@@ -126,7 +126,12 @@ class Backend:
     # -- converted kernels -------------------------------------------------------------------------------------------
 
     def convert_kernel(
-        self, recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Mapping[str, Array]]
+        self,
+        recipe: Recipe,
+        kernel: Array,
+        axes: Sequence[int],
+        state: Mapping[str, Mapping[str, Array]],
+        batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
         """Quantize a layer's kernel as its op does in training.
 
@@ -135,6 +140,7 @@ class Backend:
           kernel: in the dtype in which the op reads it.
           axes: its contraction axes.
           state: the layer's quant state by tensor and field; {} for a recipe without.
+          batch: its batch axes, which no block of scales crosses.
 
         Returns:
           The kernel and the static scale of the activation, shape (1,), None where that is scaled dynamically.

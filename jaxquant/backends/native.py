@@ -72,7 +72,11 @@ def activation_as_read(recipe: Recipe, activation: Array, weight: Array | Conver
 
 
 def convert_kernel(
-    recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Mapping[str, Array]]
+    recipe: Recipe,
+    kernel: Array,
+    axes: Sequence[int],
+    state: Mapping[str, Mapping[str, Array]],
+    batch: Sequence[int] = (),
 ) -> tuple[QTensor, Array | None]:
     """Quantize a layer's kernel as its op does in training.
 
@@ -81,13 +85,14 @@ def convert_kernel(
       kernel: in the dtype in which the op reads it.
       axes: its contraction axes.
       state: the layer's quant state by tensor ("input", "kernel", "sparsity") and field; {} for a recipe without.
+      batch: its batch axes.
 
     Returns:
       The kernel and the static scale of the activation, shape (1,), None where that is scaled dynamically.
     """
     if recipe.sparsity is not None:
         kernel = jnp.where(state["sparsity"]["mask"] > 0, kernel, 0)
-    return quantize_kernel(kernel, axes, recipe=recipe, state=state), input_scale(recipe, state)
+    return quantize_kernel(kernel, axes, recipe=recipe, state=state, batch=batch), input_scale(recipe, state)
 
 
 class DotGeneral(_Quantized):

@@ -1,4 +1,4 @@
-"""native as a backend: the ops of ``jaxquant.ops``, which honour every recipe."""
+"""native as a backend: the ops of ``jaxquant.ops``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 from jaxquant import ops
 from jaxquant.backends import native, native_frozen, native_nnx
 from jaxquant.backends.base import Backend, Op, chosen
+from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 
@@ -20,6 +21,14 @@ class NativeBackend(Backend):
     """The ops of ``jaxquant.ops``."""
 
     op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "DotGeneral", "einsum": "Einsum"}
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse the one field that the ops do not read; see ``Backend.check``."""
+        for name in ("fwd", "dlhs"):
+            if getattr(recipe, name).shards != 1:
+                raise refuse(
+                    self.row.title, recipe, f"{name}_lhs", "shards outside the weight gradient", "use tile_size"
+                )
 
     def linen_op(
         self,
@@ -57,10 +66,15 @@ class NativeBackend(Backend):
         return native_nnx.DotGeneral(recipe, path, kernel, stacked, axes, **chosen(implementation))
 
     def convert_kernel(
-        self, recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Mapping[str, Array]]
+        self,
+        recipe: Recipe,
+        kernel: Array,
+        axes: Sequence[int],
+        state: Mapping[str, Mapping[str, Array]],
+        batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
         """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
-        return native.convert_kernel(recipe, kernel, axes, state)
+        return native.convert_kernel(recipe, kernel, axes, state, batch)
 
     def dot_general(
         self,

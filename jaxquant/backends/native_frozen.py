@@ -81,10 +81,10 @@ class FrozenDotGeneral(native.DotGeneral):
     def __call__(
         self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
-        axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
-        weight: Any = _read(self, rhs, axes)
+        axes, batch = (tuple(axis % rhs.ndim for axis in each[1]) for each in dimension_numbers)
+        weight: Any = _read(self, rhs, axes, batch)
         out = super().__call__(lhs, weight, dimension_numbers, precision, preferred_element_type)
-        _write(self, rhs, axes)
+        _write(self, rhs, axes, batch)
         return out
 
 
@@ -106,15 +106,15 @@ class FrozenEinsum(native.Einsum):
             inputs, arrow, output = text.partition("->")
             text = ",".join(reversed(inputs.split(","))) + arrow + output
         plan = plan_einsum(text, operands[1 - self.weight].ndim, kernel.ndim)
-        axes = plan.kernel_axes(f"einsum {equation!r}")
-        operands[self.weight] = _read(self, kernel, axes)
+        axes, batch = plan.kernel_axes(f"einsum {equation!r}"), tuple(plan.dimension_numbers[1][1])
+        operands[self.weight] = _read(self, kernel, axes, batch)
         lhs, rhs = operands
         out = super().__call__(equation, lhs, rhs, precision, preferred_element_type)
-        _write(self, kernel, axes)
+        _write(self, kernel, axes, batch)
         return out
 
 
-def _write(op: Any, kernel: Array, axes: tuple[int, ...]) -> None:
+def _write(op: Any, kernel: Array, axes: tuple[int, ...], batch: tuple[int, ...]) -> None:
     """Store the kernel in convert mode, with the quant state that the op has just made or read."""
     if op.quant_mode != "convert" or op.recipe.fwd.rhs is None:
         return
@@ -124,19 +124,19 @@ def _write(op: Any, kernel: Array, axes: tuple[int, ...]) -> None:
     for tensor, fields in state.items():
         for field in fields:
             fields[field] = op.get_variable(native.OVERWRITE_WITH_GRADIENT, f"{tensor}_{field}")
-    converted, scale = native.convert_kernel(op.recipe, kernel, axes, state)
+    converted, scale = native.convert_kernel(op.recipe, kernel, axes, state, batch)
     # Under jit there is no telling, and what is served is NaN.
     if scale is not None and not op.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
         raise never_seen(join_path(op.path[:-1]), op.recipe)
     _Frozen(name="qrhs").write({"frozen": converted} | ({} if scale is None else {INPUT_SCALE: scale}))
 
 
-def _read(op: Any, kernel: Array, axes: tuple[int, ...]) -> Array | ConvertedKernel:
+def _read(op: Any, kernel: Array, axes: tuple[int, ...], batch: tuple[int, ...]) -> Array | ConvertedKernel:
     """Return the stored kernel in serve mode, else the float one; that too where the recipe leaves kernels in float."""
     if op.quant_mode != "serve" or op.recipe.fwd.rhs is None:
         return kernel
 
-    tensor, scale = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes), kernel)
+    tensor, scale = jax.eval_shape(functools.partial(_shapes, op.recipe, axes=axes, batch=batch), kernel)
     wanted = {"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
 
     def make() -> dict[str, Any]:
@@ -158,11 +158,13 @@ def _describe(values: dict[str, Any]) -> str:
     return f"{tensor.qvalue.dtype.name} {tuple(tensor.qvalue.shape)} with scales {shape}{zeros}{scale}"
 
 
-def _shapes(recipe: Recipe, kernel: Array, *, axes: tuple[int, ...]) -> tuple[QTensor, Array | None]:
+def _shapes(
+    recipe: Recipe, kernel: Array, *, axes: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[QTensor, Array | None]:
     state: Any = initial_state(recipe)
     if recipe.sparsity is not None:
         state["sparsity"] = {"mask": kernel}
-    return native.convert_kernel(recipe, kernel, axes, state)
+    return native.convert_kernel(recipe, kernel, axes, state, batch)
 
 
 def _named(tensor: QTensor, mesh_axes: tuple[str | None, ...], replicate_scale: bool) -> Any:

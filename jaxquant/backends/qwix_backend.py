@@ -40,7 +40,12 @@ class QwixBackend(Backend):
         return qwix.quantize_nnx(model, recipes, methods)
 
     def convert_kernel(
-        self, recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Mapping[str, Array]]
+        self,
+        recipe: Recipe,
+        kernel: Array,
+        axes: Sequence[int],
+        state: Mapping[str, Mapping[str, Array]],
+        batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
         """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
         return qwix_serving.convert_kernel(recipe, kernel, axes, state)

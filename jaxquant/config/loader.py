@@ -79,7 +79,7 @@ class _Loader(yaml.SafeLoader):
         else:
             tag = getattr(event, "tag", None)
             if tag is not None and not (tag == _STRING_TAG and isinstance(event, yaml.ScalarEvent)):
-                raise _error(f"tag {show(tag)} is not read; leave it out", event)
+                raise _error(f"could not determine a constructor: tag {show(tag)} is not read; leave it out", event)
             self._count += 1
         if self._count > MAX_NODES:
             raise _error(f"more than {MAX_NODES:,} values, aliases written out; a config is shorter", event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -86,10 +87,10 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
     if len(value) not in (0, len(OPERANDS)):
         raise ValueError(f"constant_bound_config needs six bounds ({', '.join(OPERANDS)}) or none, got {len(value)}")
     for name, bound in zip(OPERANDS, value, strict=False):
+        if not (math.isfinite(bound) and bound > 0):
+            raise ValueError(f"constant_bound_config {name} must be a finite bound above 0, got {bound:g}")
         if not 1e-30 <= bound <= 1e30:
-            raise ValueError(
-                f"constant_bound_config {name} must be a finite bound above 0, from 1e-30 to 1e30, got {bound:g}"
-            )
+            raise ValueError(f"constant_bound_config {name} must lie between 1e-30 and 1e30, got {bound:g}")
     return tuple(float(bound) for bound in value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +36,8 @@ class QTensor:
       scale: of qvalue's rank. Along each axis its size is 1 (shared), the axis (one each) or the number of blocks.
       zero_point: None for symmetric quantization.
       outer_scale: one scale above all others, or None.
-      block: shape of a block, static; None where the shapes tell it. Where axes were added in front, as layers are
-        stacked, it is of the last axes.
+      block: shape of a block, static; None where the shapes tell it. Axes along which layers are stacked have 0 in it,
+        which a loop over them takes away with the axis; axes that were added in front need none.
     """
 
     qvalue: Shaped[Array, "*shape"]
@@ -72,13 +72,31 @@ class QTensor:
     def blocks(self) -> Shape:
         """Shape of a block, one entry an axis."""
         if self.block is not None:
-            return (1,) * (self.ndim - len(self.block)) + self.block
+            block, gone = list(self.block), len(self.block) - self.ndim
+            for _ in range(gone):
+                block.remove(0)
+            return (1,) * -gone + tuple(max(1, size) for size in block)
         return tuple(max(1, size // n) for size, n in zip(self.shape, self.scale.shape, strict=True))
 
     def full_scale(self) -> Float[Array, "*counts"]:
         """Return the scales in float32, the outer one multiplied in."""
         scale = decode_scale(self.scale)
         return scale if self.outer_scale is None else scale * self.outer_scale
+
+
+def stacked_blocks(tensor: QTensor, axes: Sequence[int]) -> QTensor:
+    """Return a tensor that knows along which of its axes layers were stacked.
+
+    Args:
+      tensor: of all layers, with the block of one.
+      axes: positions of the stacked axes, ascending.
+    """
+    if tensor.block is None:
+        return tensor
+    block = list(tensor.block)
+    for axis in axes:
+        block.insert(axis, 0)
+    return dataclasses.replace(tensor, block=tuple(block))
 
 
 def make_qtensor(
@@ -115,7 +133,7 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
     if len(scale) != len(shape):
         raise ValueError(f"{name} has scales of shape {scale} for elements of shape {shape}; give both the same rank")
     if tensor.block is not None:
-        if len(tensor.block) > len(shape) or min(tensor.block, default=1) < 1:
+        if len(tensor.block) - tensor.block.count(0) > len(shape) or min(tensor.block, default=1) < 0:
             raise ValueError(
                 f"{name} has blocks of shape {tensor.block} for elements of shape {shape}; give one size an axis"
             )

@@ -101,7 +101,7 @@ def _fill(shape: Shape, block: Shape) -> jax.Array | float:
     factors = jnp.ones((1,) * len(shape), jnp.float32)
     for axis, (size, step) in enumerate(zip(shape, block, strict=True)):
         n = scale_shape((size,), (step,))[0]
-        own = jnp.ones(n).at[-1].set(1.0 if n == 1 else step / (size - (n - 1) * step))
+        own = jnp.ones(n, jnp.float32).at[-1].set(1.0 if n == 1 else step / (size - (n - 1) * step))
         factors = factors * own.reshape([-1 if i == axis else 1 for i in range(len(shape))])
     return factors
 

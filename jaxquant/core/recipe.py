@@ -107,6 +107,17 @@ class TensorSpec:
             )
         if self.amax_bound is not None and not self.amax_bound > 0:
             raise ValueError(f"TensorSpec amax_bound must be above 0, got {self.amax_bound}")
+        has_statistic = self.scaling == "dynamic" and self.calibration.method in ("absmax", "rms")
+        if self.amax_bound is not None and not has_statistic:
+            raise ValueError(
+                f"TensorSpec amax_bound {self.amax_bound:g} bounds this step's statistic; scaling {self.scaling!r} "
+                f"with calibration {self.calibration} has none"
+            )
+        if self.scaling != "dynamic" and self.calibration != Calibration():
+            raise ValueError(
+                f"TensorSpec calibration {self.calibration} is of this step's statistic, which scaling "
+                f"{self.scaling!r} does not read; use absmax"
+            )
 
     @property
     def clips(self) -> bool:
@@ -183,6 +194,9 @@ class Recipe:
       fwd, dlhs, drhs: the three matmuls.
       delayed: parameters of delayed scaling, where an operand asks for it.
       sparsity: N:M sparsity of the weight, or None.
+
+    Raises:
+      ValueError: delayed scaling without its parameters, or with two specs for one output gradient.
     """
 
     name: str
@@ -191,6 +205,19 @@ class Recipe:
     drhs: MatmulSpec = MatmulSpec()
     delayed: DelayedSpec | None = None
     sparsity: SparsitySpec | None = None
+
+    def __post_init__(self) -> None:
+        specs = [spec for spec in self.specs.values() if isinstance(spec, TensorSpec)]
+        if self.delayed is None and any(spec.scaling == "delayed" for spec in specs):
+            raise ValueError(
+                f"recipe {self.name!r} has an operand with delayed scaling; give it delayed=DelayedSpec(...)"
+            )
+        grad, own = self.dlhs.lhs, self.drhs.rhs
+        if isinstance(own, TensorSpec) and own.scaling == "delayed" and own != grad:
+            raise ValueError(
+                f"recipe {self.name!r} scales its output gradient by one history, so dlhs.lhs and drhs.rhs must be the "
+                f"same spec, got {grad} and {own}"
+            )
 
     @property
     def specs(self) -> dict[str, Operand]:

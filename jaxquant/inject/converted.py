@@ -24,7 +24,7 @@ from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.backends._weights import never_seen
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import float_rule, layer_name
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, stacked_blocks
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import out_features, relative_path, split_arrays, substituted
 from jaxquant.inject.linen import call_einsum
@@ -44,6 +44,7 @@ class LayerKernel:
       recipe: its numbers.
       backend: the name of the backend that runs it.
       axes: contraction axes of the kernel that the layer sees.
+      batch: its batch axes.
       shape: shape of that kernel.
       dtype: name of the dtype in which the op reads it.
       stacked: axes that the stored kernel has beside those, positions in its shape, ascending.
@@ -56,6 +57,7 @@ class LayerKernel:
     shape: tuple[int, ...]
     dtype: str
     stacked: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()
 
     def convert(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
         """Convert the kernel of one layer.
@@ -94,7 +96,8 @@ class LayerKernel:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _convert(layer: LayerKernel, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
-    tensor, scale = load(layer.backend).convert_kernel(layer.recipe, kernel.astype(layer.dtype), layer.axes, state)
+    convert_kernel = load(layer.backend).convert_kernel
+    tensor, scale = convert_kernel(layer.recipe, kernel.astype(layer.dtype), layer.axes, state, layer.batch)
     return tensor, None if scale is None else scale.reshape((1,) * kernel.ndim)
 
 
@@ -104,7 +107,8 @@ def _convert_stacked(layer: LayerKernel, kernel: Array, state: Any) -> tuple[QTe
     for depth, axis in reversed(list(enumerate(layer.stacked))):
         place = axis - depth  # outer axes are gone when an inner vmap runs
         function = jax.vmap(function, in_axes=(place, 0), out_axes=place)
-    return function(kernel, state)
+    tensor, scale = function(kernel, state)
+    return stacked_blocks(tensor, layer.stacked), scale
 
 
 def linen_kernels(
@@ -142,8 +146,8 @@ def linen_kernels(
             )
         _check_stored_dtype(path, module)
 
-        def note(kernel: Any, axes: tuple[int, ...]) -> None:
-            layer = LayerKernel(path, recipe, backend, axes, tuple(kernel.shape), kernel.dtype.name)
+        def note(kernel: Any, axes: tuple[int, ...], batch: tuple[int, ...]) -> None:
+            layer = LayerKernel(path, recipe, backend, axes, tuple(kernel.shape), kernel.dtype.name, batch=batch)
             if kernels.setdefault(path, layer) != layer:
                 raise ValueError(
                     f"{layer_name(path)} reads its kernel in two ways, {kernels[path].dtype} along "
@@ -193,13 +197,14 @@ def _call_noting(module: nn.Module, next_fun: Any, args: Any, kwargs: Any, note:
         def einsum(equation: str, lhs: Array, rhs: Array, precision: Any = None, dtype: Any = None) -> Array:
             plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
             where = f"{layer_name(relative_path(module, ()))} (equation {equation!r})"
-            note(rhs, plan.kernel_axes(where))
+            note(rhs, plan.kernel_axes(where), tuple(plan.dimension_numbers[1][1]))
             return jnp.einsum(equation, lhs, rhs, precision=precision, preferred_element_type=dtype)
 
         return call_einsum(module, einsum, args, kwargs)  # pyright: ignore[reportArgumentType]
 
     def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *options: Any, **named: Any) -> Array:
-        note(rhs, tuple(axis % rhs.ndim for axis in dimension_numbers[0][1]))
+        contract, batch = (tuple(axis % rhs.ndim for axis in each[1]) for each in dimension_numbers)
+        note(rhs, contract, batch)
         return jax.lax.dot_general(lhs, rhs, dimension_numbers, *options, **named)
 
     with substituted(module, "dot_general_cls", lambda: dot_general):

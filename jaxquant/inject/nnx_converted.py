@@ -237,10 +237,12 @@ def _kernel(layer: Layer, module: Any, recipe: Recipe, backend: str) -> LayerKer
     if isinstance(module, nnx.Einsum):
         plan = plan_einsum(module.einsum_str, native_nnx.lhs_labels(module.einsum_str), len(shape))
         axes = plan.kernel_axes(f"{layer_name(path)} (equation {module.einsum_str!r})")
+        batch = tuple(plan.dimension_numbers[1][1])
     else:
         axes = inject_nnx.contraction_axes(module)
+        batch = tuple(range(len(getattr(module, "batch_axis", ()))))
     dtype = layer.kernel_dtype or _dtype_as_read(module)
-    return LayerKernel(path, recipe, backend, axes, shape, dtype, tuple(range(stacked)))
+    return LayerKernel(path, recipe, backend, axes, shape, dtype, tuple(range(stacked)), batch)
 
 
 def _dtype_as_read(module: Any) -> str:

@@ -49,7 +49,7 @@ def contract(
       lhs, rhs: operands.
       dims: what is contracted.
       out_dtype: dtype of the result.
-      accumulator: dtype that the quantized matmul returns, None for the result's.
+      accumulator: dtype that the matmul returns, None for the result's; int32 is of two integers alone.
       precision: as in ``lax.dot_general``.
       default_precision: what None means for a quantized matmul.
       scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own).
@@ -65,7 +65,7 @@ def contract(
             lhs = dequantize(lhs, rhs.dtype.name)  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(rhs, QTensor):
             rhs = dequantize(rhs, lhs.dtype.name)
-        dtype = accumulator_dtype(None, out_dtype)
+        dtype = accumulator_dtype(None if accumulator == "int32" else accumulator, out_dtype)
         out = jax.lax.dot_general(
             lhs,  # pyright: ignore[reportArgumentType]
             rhs,  # pyright: ignore[reportArgumentType]

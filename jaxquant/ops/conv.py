@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 from jax.lax import ConvDimensionNumbers
 
 from jaxquant.core import delayed
@@ -316,7 +317,7 @@ def _transposed(static: _Static, grad: Array, other: Array, of_lhs: bool, dtype:
     jaxpr = jax.make_jaxpr(transpose)(like(grad), like(other)).jaxpr
     known: dict[Any, Any] = dict(zip(jaxpr.invars, (grad, other), strict=True))
     for eqn in jaxpr.eqns:
-        ins = [known[atom] for atom in eqn.invars]
+        ins = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
         if eqn.primitive.name == "conv_general_dilated":
             asked = precision if static.precision is None else static.precision
             options: dict[str, Any] = dict(eqn.params) | {"preferred_element_type": dtype, "precision": asked}

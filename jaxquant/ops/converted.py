@@ -121,7 +121,7 @@ def with_input_gradient(
         return run(activation, weight, *rest)
 
     def forward(activation, weight, rest):
-        return run(activation, weight, *rest), weight
+        return call(activation, weight, rest), weight  # so that the value of a vjp has its derivative, too
 
     dtype, place = activation.dtype, Placement.of(activation, weight.tensor.qvalue)
     backward_dims, order = dims.for_dlhs() if side == "lhs" else dims.for_drhs()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
@@ -21,17 +24,41 @@ RESIDUAL_NAME = "quantized"
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def first_order(name: str, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return gradients that cannot be differentiated: autodiff would go through the rounding, which has no slope."""
-    return gradients
+def first_order(name: str, values: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return values that cannot be differentiated: autodiff would go through the rounding, which has no slope.
+
+    The error comes where the derivative is used, so that one that is dropped (``stop_gradient``) does no harm.
+
+    Args:
+      name: of the recipe.
+      values: float arrays.
+    """
+    return values
 
 
 @first_order.defjvp
-def _refuse_second_order(name, primals, tangents):
+def _mark_tangents(name, primals, tangents):
+    (values,), (slopes,) = primals, tangents
+    return values, tuple(_no_derivative.bind(slope, recipe=name) for slope in slopes)
+
+
+def _refuse(*_: Any, recipe: str) -> NoReturn:
     raise NotImplementedError(
-        f"second derivatives through recipe {name!r} are not defined: the gradients are rounded; take a gradient "
+        f"second derivatives through recipe {recipe!r} are not defined: the gradients are rounded; take a gradient "
         "penalty or a Hessian product in the unquantized model, or leave the layers that it reaches in float with rules"
     )
+
+
+def _map_batch(batched: Any, axes: Any, *, recipe: str) -> Any:
+    return _no_derivative.bind(*batched, recipe=recipe), axes[0]
+
+
+_no_derivative = Primitive("no_second_derivative")
+_no_derivative.def_impl(_refuse)
+_no_derivative.def_abstract_eval(lambda slope, *, recipe: slope)
+ad.deflinear2(_no_derivative, _refuse)
+batching.primitive_batchers[_no_derivative] = _map_batch
+mlir.register_lowering(_no_derivative, _refuse)
 
 
 def align(

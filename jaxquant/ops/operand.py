@@ -128,7 +128,12 @@ def forward_key(x: Array, spec: TensorSpec | None, key: Array | None) -> Array |
 
 
 def quantize_kernel(
-    kernel: Array, axes: Sequence[int], *, recipe: Recipe, state: Mapping[str, Any] | None = None
+    kernel: Array,
+    axes: Sequence[int],
+    *,
+    recipe: Recipe,
+    state: Mapping[str, Any] | None = None,
+    batch: Sequence[int] = (),
 ) -> QTensor:
     """Quantize a kernel as the forward pass of ``dot_general`` does, for converting it.
 
@@ -138,11 +143,14 @@ def quantize_kernel(
       axes: its contraction axes.
       recipe: all numbers; the recipe must quantize weights.
       state: for a recipe with delayed scaling, the quant state of the layer.
+      batch: its batch axes.
     """
     spec = recipe.resolve("fwd", "rhs")
     assert spec is not None
     of_kernel = None if spec.scaling != "delayed" or state is None else state["kernel"]
-    return quantize_operand(kernel, spec, axes, recipe=recipe, state=of_kernel, key=forward_key(kernel, spec, None))[0]
+    return quantize_operand(
+        kernel, spec, axes, recipe=recipe, batch=batch, state=of_kernel, key=forward_key(kernel, spec, None)
+    )[0]
 
 
 def input_scale(recipe: Recipe, state: Mapping[str, Any]) -> Array | None:
@@ -153,8 +161,16 @@ def input_scale(recipe: Recipe, state: Mapping[str, Any]) -> Array | None:
     Args:
       recipe: all numbers.
       state: the quant state of the layer.
+
+    Raises:
+      ValueError: the recipe has a static scale for activations.
     """
     spec = recipe.resolve("fwd", "lhs")
+    if spec is not None and spec.scaling == "static":
+        raise ValueError(
+            f"recipe {recipe.name!r} has a static scale for activations, which comes with an imported checkpoint; a "
+            "float model has none to convert"
+        )
     if spec is None or spec.scaling != "delayed":
         return None
     assert recipe.delayed is not None

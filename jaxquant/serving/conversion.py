@@ -23,7 +23,7 @@ from flax.core import meta
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, join_path
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, stacked_blocks
 from jaxquant.inject.converted import LayerKernel, linen_kernels
 from jaxquant.inject.model import choose_recipes
 from jaxquant.inject.nnx import plain_model
@@ -173,7 +173,7 @@ def _convert_slices(
             whole = jax.tree.map(lambda x, sizes=sizes: np.empty(_stacked_shape(x.shape, sizes), x.dtype), part)
         jax.tree.map(lambda into, one, place=place: into.__setitem__(place, one), whole, part)
     assert whole is not None
-    return whole
+    return stacked_blocks(whole[0], layer.stacked), whole[1]
 
 
 def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import jaxquant
 from jaxquant import QuantConfig
 from jaxquant.audit.coverage import MATMULS, of_trace
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.recipe import FORWARD
+from jaxquant.core.recipe import FORWARD, TensorSpec
 from tests.lowering import dot_operand_types
 
 pytest.importorskip("aqt")
@@ -27,23 +27,29 @@ pytest.importorskip("qwix")
 
 LINEAR = ("mix/query", "mix/out", "mix/down")
 X = jax.ShapeDtypeStruct((4, 7, 32), jnp.float32)
+WIDE = 32  # times as wide, for tiles and blocks of up to 128
 
 
 class Mix(nn.Module):
     """Three kinds of linear layer around attention scores."""
 
+    width: int = 1
+
     @nn.compact
     def __call__(self, x):
-        x = nn.DenseGeneral((3, 16), name="query")(x)
+        n = self.width
+        x = nn.DenseGeneral((3, 16 * n), name="query")(x)
         scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", x, 2 * x))
-        x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(jnp.einsum("bhqk,bkhd->bqhd", scores, x))
-        return nn.Einsum((32, 8), "bsd,df->bsf", name="down")(x)
+        x = nn.DenseGeneral(32 * n, axis=(-2, -1), name="out")(jnp.einsum("bhqk,bkhd->bqhd", scores, x))
+        return nn.Einsum((32 * n, 8 * n), "bsd,df->bsf", name="down")(x)
 
 
 class Model(nn.Module):
+    width: int = 1
+
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(5, name="head")(Mix(name="mix")(x))
+        return nn.Dense(5, name="head")(Mix(self.width, name="mix")(x))
 
 
 def gradient(model, config, x=X):
@@ -76,7 +82,8 @@ def specs_of(recipe, matmul):
 def scale_of(spec):
     if spec is None:
         return ""
-    return f"{spec.granularity.replace('_', ' ')}, {spec.scaling}"
+    # What a program shows of blocks is the tiles that they make of the contraction.
+    return f"{spec.granularity.replace('_', ' ').replace('block', 'tile')}, {spec.scaling}"
 
 
 PAIRS = [
@@ -90,11 +97,13 @@ PAIRS = [
 @pytest.mark.parametrize(("string", "backend"), PAIRS)
 def test_every_matmul_has_the_dtypes_and_scales_of_its_recipe(string, backend):
     config = {"quantization": string, "quant_backend": backend}
-    step, args, layers = gradient(Model(), config)
+    recipe = QuantConfig(**config).recipe()
+    is_tiled = any(isinstance(spec, TensorSpec) and spec.tile_size for spec in recipe.specs.values())
+    wide = jax.ShapeDtypeStruct((4, 7 * WIDE * 3, 32 * WIDE), jnp.float32)
+    step, args, layers = gradient(Model(WIDE), config, wide) if is_tiled else gradient(Model(), config)
     traced = jax.jit(step).trace(*args)
     found = of_trace(traced, layers=layers)
     found.check()
-    recipe = QuantConfig(**config).recipe()
     for path in LINEAR:
         rows = rows_of(found, path)
         assert set(rows) == set(MATMULS)

@@ -25,6 +25,7 @@ pytest.importorskip("aqt")
 pytest.importorskip("qwix")
 
 INT8 = TensorSpec("int8")
+TILED = TensorSpec("int8", "per_tile", tile_size=4, tiling="each_axis")
 LIBRARIES = ("aqt", "qwix")
 X = jnp.ones((8, 16))
 
@@ -88,8 +89,16 @@ def test_delayed_scaling_that_no_operand_asks_for(name):
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe("mine", MatmulSpec(INT8, INT8), MatmulSpec(TensorSpec("int8", "per_tile", tile_size=4), FORWARD)),
-        Recipe("mine", MatmulSpec(INT8, INT8), MatmulSpec(TensorSpec("int8", "per_tile", tile_size=4), INT8)),
+        Recipe(
+            "mine",
+            MatmulSpec(INT8, INT8),
+            MatmulSpec(TILED, FORWARD),
+        ),
+        Recipe(
+            "mine",
+            MatmulSpec(INT8, INT8),
+            MatmulSpec(TILED, INT8),
+        ),
     ],
 )
 def test_a_tile_in_a_backward_matmul(name, recipe):
@@ -168,7 +177,7 @@ def test_aqt_as_a_function_is_its_module(string, tile):
     """Forward and both gradients, to the bit; the stochastic one forward, where the module draws a key of its own."""
     recipe = RECIPES[string].recipe
     if tile is not None:
-        tiled = TensorSpec("int8", "per_tile", tile_size=tile)
+        tiled = TensorSpec("int8", "per_tile", tile_size=tile, tiling="each_axis")
         recipe = Recipe("intmp", MatmulSpec(tiled, tiled, "int32"))
     lhs, rhs = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(8, 16), (16, 4)]))
     numbers = (((1,), (0,)), ((), ()))

@@ -177,7 +177,7 @@ def test_aqt_shards_that_do_not_divide():
 
 
 def test_aqt_tile_that_does_not_divide():
-    tiled = TensorSpec("int8", "per_tile", tile_size=5)
+    tiled = TensorSpec("int8", "per_tile", tile_size=5, tiling="each_axis")
     module = aqt.dot_general_cls(Recipe("intmp", MatmulSpec(None, tiled)))()
     with pytest.raises(ValueError, match="tile_size 5 of 'intmp' does not divide contraction axis 1 of size 8"):
         module.apply({}, jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())), None)
@@ -442,7 +442,7 @@ def test_qwix_refuses_options_that_it_drops(make, option):
 E4M3, FP4, NOISY = TensorSpec("float8_e4m3fn"), TensorSpec("float4_e2m1fn"), TensorSpec("int8", rounding="stochastic")
 NOISY_FP8 = TensorSpec("float8_e5m2", rounding="stochastic")
 DELAYED = TensorSpec("float8_e4m3fn", "per_tensor", scaling="delayed")
-TILED = TensorSpec("int8", "per_tile", tile_size=4)
+TILED = TensorSpec("int8", "per_tile", tile_size=4, tiling="each_axis")
 MINMAX, RMS = (TensorSpec("int8", calibration=parse_calibration(text)) for text in ("minmax", "rms,4"))
 SPARSE = SparsitySpec(2, 4, 0, 1)
 BOTH = functools.partial(Recipe, "mine")

@@ -13,7 +13,7 @@ from jaxquant.core.blocks import block_shape, scale_shape
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor
 from jaxquant.core.quantize import fake_quantize, outside_range, quantize
-from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.scales import decode_scale
 from tests import numerics, reference
 
@@ -160,12 +160,25 @@ def test_the_root_mean_square_does_not_overflow():
         ),
         ({"outer_scale": True}, "outer_scale True need|outer_scale belongs to tiles"),
         ({"amax_bound": 0.0}, "amax_bound must be above 0, got 0.0"),
+        ({"amax_bound": 1.0, "calibration": parse_calibration("fixed,4")}, "with calibration fixed,4 has none"),
+        (
+            {"granularity": "per_tensor", "scaling": "delayed", "calibration": parse_calibration("rms,1")},
+            "calibration rms,1 is of this step's statistic, which scaling 'delayed' does not read",
+        ),
         ({"granularity": "per_tensor", "scaling": "delayed", "scale_rounding": "up"}, "need dynamic scaling"),
     ],
 )
 def test_specs_that_make_no_sense(values, message):
     with pytest.raises(ValueError, match=message):
         TensorSpec(E4, **values)
+
+
+def test_recipes_that_make_no_sense():
+    delayed, other = (TensorSpec(dtype, "per_tensor", scaling="delayed") for dtype in (E4, "float8_e5m2"))
+    with pytest.raises(ValueError, match="recipe 'mine' has an operand with delayed scaling; give it delayed="):
+        Recipe("mine", MatmulSpec(delayed, delayed))
+    with pytest.raises(ValueError, match="recipe 'mine' scales its output gradient by one history"):
+        Recipe("mine", MatmulSpec(), MatmulSpec(delayed), MatmulSpec(None, other), DelayedSpec())
 
 
 def test_zero_points_need_even_tiles():

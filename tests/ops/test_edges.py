@@ -91,6 +91,20 @@ def test_second_derivatives_are_refused_by_name(name):
         jax.eval_shape(jax.jit(jax.grad(penalty)), w)
 
 
+def test_a_second_derivative_is_refused_only_where_it_is_used():
+    """First-order meta-learning drops it; the value of a vjp would go through the rounding."""
+    recipe, x, w = DISTINCT["int8"], normal((4, 32)), normal((32, 16), 1)
+    loss = lambda w: jnp.sum(jnp.square(dot_general(x, w, NUMBERS, recipe=recipe)))  # noqa: E731
+    adapted = lambda w: loss(w - 0.1 * jax.lax.stop_gradient(jax.grad(loss)(w)))  # noqa: E731
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        assert jax.eval_shape(jax.grad(wrap(adapted)), w).shape == w.shape
+    for used in (lambda w: jax.value_and_grad(loss)(w)[0], lambda w: jax.vjp(loss, w)[0]):
+        with pytest.raises(NotImplementedError, match="second derivatives through recipe 'int8'"):
+            jax.eval_shape(jax.grad(used), w)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.jvp(jax.grad(loss), (w,), (w,))
+
+
 def converted(recipe, w):
     state = initial_state(recipe)
     for tensor in state.values():

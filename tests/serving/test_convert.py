@@ -344,7 +344,9 @@ def test_a_kernel_that_was_all_zero_when_it_was_seen_has_its_own_scale():
 def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     config, model = {"quantization": "int8w"}, dense()
     variables = {"params": {"kernel": jnp.ones((D, D), jnp.bfloat16)}}
-    with pytest.raises(ValueError, match=r"layer '' has a kernel of bfloat16, param_dtype float32 and no dtype of its"):
+    with pytest.raises(
+        ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype of its"
+    ):
         convert(variables, config, X, model=model)
     convert(variables, config, X, model=dense(param_dtype=jnp.bfloat16))
     convert(variables, config, X, model=dense(dtype=jnp.bfloat16))
@@ -355,7 +357,9 @@ def test_an_nnx_kernel_is_converted_in_the_dtype_that_a_call_reads_it_in():
     config = {"quantization": "fp8_current"}
     expected = nnx.jit(lambda model: model(X))(maybe_quantize_model(model, config, X))
     np.testing.assert_array_equal(expected, nnx.jit(lambda model: model(X))(convert(model, config, X)))
-    with pytest.raises(ValueError, match=r"layer '' was converted for a kernel read in bfloat16, and this call reads"):
+    with pytest.raises(
+        ValueError, match=r"the root layer was converted for a kernel read in bfloat16, and this call reads"
+    ):
         convert(model, config)(X)
 
 

@@ -22,6 +22,7 @@ import pytest
 from jaxquant.serving.arrays import CHUNK_BYTES, save_args
 from jaxquant.state import strip_bins
 from tests.train.conftest import ROOT, STEPS
+from train import sums
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.parameters import Leaf, Parameters, open_parameters
@@ -70,6 +71,7 @@ def test_a_checkpoint_holds_no_bins_and_one_that_does_still_loads(
     shutil.rmtree(folder)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, state._asdict())
+    sums.write_sums(folder.parent)
     with Checkpoints(older, tiny) as checkpoints:
         found = checkpoints.restore(build(dataclasses.replace(tiny, quantization="fp8"), 320).abstract_state)
     assert found is not None
