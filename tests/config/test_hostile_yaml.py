@@ -46,8 +46,14 @@ TEXTS: dict[str, tuple[str, str]] = {
     "nested flow": ("steps: " + "[" * 10_000, "line 1: nested more than 32 deep"),
     "nested mappings": ("steps: " + "{a: " * 10_000, "line 1: nested more than 32 deep"),
     "nested block": ("steps:\n " + "- " * 10_000, "line 2: nested more than 32 deep"),
-    "python object": ("steps: !!python/object/apply:os.system [ls]", "line 1: could not determine a constructor: tag 'tag:yaml.org,2002:python/object"),
-    "tag of an int": ("seed: 1\nsteps: !!int many", "line 2: could not determine a constructor: tag 'tag:yaml.org,2002:int' is not read"),
+    "python object": (
+        "steps: !!python/object/apply:os.system [ls]",
+        "line 1: could not determine a constructor: tag 'tag:yaml.org,2002:python/object",
+    ),
+    "tag of an int": (
+        "seed: 1\nsteps: !!int many",
+        "line 2: could not determine a constructor: tag 'tag:yaml.org,2002:int' is not read",
+    ),
     "tag of a bool": ("strict: !!bool maybe", "tag 'tag:yaml.org,2002:bool' is not read"),
     "tag of a date": ("steps: !!timestamp x", "timestamp' is not read"),
     "tag of bytes": ("steps: !!binary x", "binary' is not read"),
