@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxquant.audit.health import HealthMonitor, HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
-from jaxquant.ops.dot_general import TENSORS
+from jaxquant.ops.arguments import TENSORS
 from train.config import TrainConfig
 from train.metrics import Metrics, truncate_metrics
 from train.sharding import BATCH

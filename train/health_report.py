@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxquant.ops.dot_general import TENSORS
+from jaxquant.ops.arguments import TENSORS
 from train.runs import Run
 
 STATISTICS: dict[str, dict[str, Any]] = {

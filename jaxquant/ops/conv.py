@@ -32,8 +32,8 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops import pieces
+from jaxquant.ops.arguments import QuantState, check_float, check_state, hashable_precision
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import QuantState, initial_state
 from jaxquant.ops.gradients import first_order
 from jaxquant.ops.operand import forward_key, quantize_operand
 from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
@@ -128,12 +128,7 @@ def conv_general_dilated(
         the operands' types.
     """
     _check(lhs, rhs, recipe, batch_group_count)
-    wanted, given = list(initial_state(recipe)), list(state or {})
-    if sorted(given) != sorted(wanted):
-        raise ValueError(
-            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; "
-            "make it with initial_state(recipe)"
-        )
+    check_state(recipe, state)
     numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     ones = (1,) * (lhs.ndim - 2)
     dilation = tuple(rhs_dilation or ones)
@@ -141,8 +136,6 @@ def conv_general_dilated(
         windows = [(rhs.shape[axis] - 1) * d + 1 for axis, d in zip(numbers.rhs_spec[2:], dilation, strict=True)]
         spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
         padding = jax.lax.padtype_to_pads(spatial, windows, window_strides, padding)
-    if isinstance(precision, (tuple, list)):
-        precision = tuple(map(jax.lax.Precision, precision))
     static = _Static(
         recipe,
         tuple(window_strides),
@@ -154,7 +147,7 @@ def conv_general_dilated(
         jax.ShapeDtypeStruct(lhs.shape, lhs.dtype),
         jax.ShapeDtypeStruct(rhs.shape, rhs.dtype),
         jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name,
-        precision,
+        hashable_precision(precision),
     )
     return _conv(static, lhs, rhs, state or {}, key)
 
@@ -168,11 +161,8 @@ def unsupported(recipe: Recipe) -> str:
 
 
 def _check(lhs: Array, rhs: Array, recipe: Recipe, batch_group_count: int) -> None:
+    check_float("conv_general_dilated", lhs=lhs, rhs=rhs)
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise TypeError(
-                f"conv_general_dilated {name} has dtype {operand.dtype.name}; quantization takes float operands"
-            )
         if varying_axes(operand) or explicit_sharding(operand) is not None:
             raise NotImplementedError(
                 f"conv_general_dilated {name} is split over devices in its type (shard_map, or an explicit mesh); "

@@ -25,7 +25,7 @@ from jaxtyping import Float, Key
 from jaxquant.core import delayed
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import outside_range
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import (
@@ -38,6 +38,7 @@ from jaxquant.core.sharding import (
     whole_axis,
 )
 from jaxquant.ops import converted
+from jaxquant.ops.arguments import QuantState, check_float, check_state, hashable_precision, initial_state
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import RESIDUAL_NAME, align, first_order
@@ -45,9 +46,7 @@ from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand, scale_dtype
 
 Array = jax.Array
-QuantState = dict[str, delayed.TensorState]
-TENSORS = {"input": "fwd_lhs", "kernel": "fwd_rhs", "output_grad": "dlhs_lhs"}
-"""Tensors with quant state, by flax's names, and the operand whose spec they follow."""
+__all__ = ["QuantState", "dot_general", "initial_state"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,26 +113,20 @@ def dot_general(
     for piece in ("dot_general", "quantize"):
         choose_implementation(piece, implementation)
     if isinstance(rhs, ConvertedKernel):
-        _check_float("lhs", lhs)
+        check_float("dot_general", lhs=lhs)
         return converted.dot_general(
             lhs,
             rhs,
             Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim),
-            _hashable(precision),
+            hashable_precision(precision),
             preferred_element_type,
             recipe=recipe,
             key=key,
             out_sharding=named(out_sharding, lhs),
             implementation=implementation,
         )
-    _check_float("lhs", lhs)
-    _check_float("rhs", rhs)
-    wanted, given = _tensors_with_state(recipe), list(state or {})
-    if sorted(given) != sorted(wanted):
-        raise ValueError(
-            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; "
-            "make it with initial_state(recipe)"
-        )
+    check_float("dot_general", lhs=lhs, rhs=rhs)
+    check_state(recipe, state)
     out = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
     static = _Static(
         recipe,
@@ -141,35 +134,13 @@ def dot_general(
         lhs.dtype.name,
         rhs.dtype.name,
         jnp.dtype(out).name,
-        _hashable(precision),
+        hashable_precision(precision),
         Placement.of(lhs, rhs),
         Placement.of(rhs, lhs),
         named(out_sharding, lhs),
         implementation,
     )
     return _dot(static, lhs, rhs, state or {}, key)
-
-
-def _check_float(name: str, operand: Array) -> None:
-    if not jnp.issubdtype(operand.dtype, jnp.floating):
-        raise TypeError(f"dot_general {name} has dtype {operand.dtype.name}; quantization takes float operands")
-
-
-def _hashable(precision: Any) -> Any:
-    """Bring ``lax.dot_general``'s spellings of a precision (one, or one for each operand) into one hashable form."""
-    if isinstance(precision, (tuple, list)):
-        return tuple(map(jax.lax.Precision, precision))
-    return None if precision is None else jax.lax.Precision(precision)
-
-
-def initial_state(recipe: Recipe) -> QuantState:
-    """Make the quant state of one use of a recipe: a ``delayed.TensorState`` for each tensor with delayed scaling."""
-    return {name: delayed.initial_state(recipe.delayed or DelayedSpec()) for name in _tensors_with_state(recipe)}
-
-
-def _tensors_with_state(recipe: Recipe) -> list[str]:
-    specs = {name: recipe.specs[operand] for name, operand in TENSORS.items()}
-    return [name for name, spec in specs.items() if isinstance(spec, TensorSpec) and spec.scaling == "delayed"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

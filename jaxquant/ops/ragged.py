@@ -25,12 +25,13 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import absolute, quantize_with_scale
-from jaxquant.core.recipe import DelayedSpec, Operand, Recipe, TensorSpec
+from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, varying_axes
+from jaxquant.ops import arguments
+from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.dot_general import TENSORS, QuantState
 from jaxquant.ops.gradients import first_order
 from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, quantize_rows, quantize_weights
 from jaxquant.ops.operand import forward_key, scale_dtype
@@ -52,13 +53,8 @@ class _Static:
 
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
     """Make the quant state of a ragged matmul: that of ``ops.dot_general`` with a leading axis of groups."""
-    state = {name: delayed.initial_state(recipe.delayed or DelayedSpec()) for name in _tensors_with_state(recipe)}
+    state = arguments.initial_state(recipe)
     return jax.tree.map(lambda value: jnp.broadcast_to(value, (groups, *value.shape)), state)
-
-
-def _tensors_with_state(recipe: Recipe) -> list[str]:
-    specs = {name: recipe.specs[operand] for name, operand in TENSORS.items()}
-    return [name for name, spec in specs.items() if isinstance(spec, TensorSpec) and spec.scaling == "delayed"]
 
 
 def ragged_dot(
@@ -91,14 +87,8 @@ def ragged_dot(
       NotImplementedError: tiles, asymmetric ranges, shards or sparsity in the recipe; a mesh in the operands' types.
     """
     _check(lhs, rhs, group_sizes, recipe)
-    wanted, given = _tensors_with_state(recipe), list(state or {})
-    if sorted(given) != sorted(wanted):
-        raise ValueError(
-            f"recipe {recipe.name!r} takes state of {wanted or 'no tensor'}, got {given or 'none'}; "
-            "make it with ops.ragged.initial_state(recipe, groups)"
-        )
-    if isinstance(precision, (tuple, list)):
-        precision = tuple(map(jax.lax.Precision, precision))
+    arguments.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
+    precision = arguments.hashable_precision(precision)
     out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name
     static = _Static(recipe, lhs.dtype.name, rhs.dtype.name, out, precision)
     return _ragged(static, lhs, rhs, group_sizes, state or {}, key)
@@ -110,9 +100,8 @@ def _check(lhs: Array, rhs: Array, group_sizes: Array, recipe: Recipe) -> None:
             f"ragged_dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
             f"{group_sizes.shape}"
         )
+    arguments.check_float("ragged_dot", lhs=lhs, rhs=rhs)
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise TypeError(f"ragged_dot {name} has dtype {operand.dtype.name}; quantization takes float operands")
         if varying_axes(operand) or explicit_sharding(operand) is not None:
             raise NotImplementedError(
                 f"ragged_dot {name} is split over devices in its type (shard_map, or an explicit mesh); scales of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
+import importlib
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from jaxquant.audit.cost import program_lines, saved_for_backward
 from jaxquant.core.recipe import TensorSpec
 from tests.must_hold.broken import fails_when_broken
 
-ops = sys.modules["jaxquant.ops.dot_general"]  # the package shows the function under this name
+ops = importlib.import_module("jaxquant.ops.dot_general")  # the package shows the function under this name
 ROWS, WIDTH = 256, 128
 # Of the strings of one row the first.
 STRINGS = list(

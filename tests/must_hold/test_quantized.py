@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 from typing import Any
 
 import flax.linen as nn
@@ -26,7 +25,7 @@ from tests.lowering import dot_operand_types
 from tests.must_hold.broken import fails_when_broken
 from tests.numerics import stochastic_mean_bound
 
-ops: Any = sys.modules["jaxquant.ops.dot_general"]  # the package shows the function under this name
+ops: Any = importlib.import_module("jaxquant.ops.dot_general")  # the package shows the function under this name
 coverage_of: Any = importlib.import_module("jaxquant.audit.coverage")
 X = jax.random.normal(jax.random.key(0), (4, 16))
 NATIVE = {"quant_backend": "native"}
