@@ -196,7 +196,7 @@ class Recipe:
       sparsity: N:M sparsity of the weight, or None.
 
     Raises:
-      ValueError: delayed scaling without its parameters, or with two specs for one output gradient.
+      ValueError: delayed scaling with two specs for one output gradient.
     """
 
     name: str
@@ -207,11 +207,6 @@ class Recipe:
     sparsity: SparsitySpec | None = None
 
     def __post_init__(self) -> None:
-        specs = [spec for spec in self.specs.values() if isinstance(spec, TensorSpec)]
-        if self.delayed is None and any(spec.scaling == "delayed" for spec in specs):
-            raise ValueError(
-                f"recipe {self.name!r} has an operand with delayed scaling; give it delayed=DelayedSpec(...)"
-            )
         grad, own = self.dlhs.lhs, self.drhs.rhs
         if isinstance(own, TensorSpec) and own.scaling == "delayed" and own != grad:
             raise ValueError(
