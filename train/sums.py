@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ PROMISE = {"sums": NAME}
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
 
-_THREADS = 4
 _DATA = Path("data", "metadata")
 
 
@@ -91,11 +89,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def _sum(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
-    def one(name: str) -> tuple[int, str]:
-        return (folder / name).stat().st_size, sha256_of(folder / name)
-
-    with ThreadPoolExecutor(_THREADS) as pool:  # hashing leaves the interpreter to others
-        return dict(zip(names, pool.map(one, names), strict=True))
+    """Return size and SHA-256 of files, one after another: threads would take memory that a conversion may lack."""
+    return {name: ((folder / name).stat().st_size, sha256_of(folder / name)) for name in names}
 
 
 def _write(folder: Path, files: dict[str, tuple[int, str]]) -> None:

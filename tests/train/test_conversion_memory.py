@@ -16,7 +16,7 @@ from train.benchmarks.serving import MEMORY_MODEL, write_untrained
 from train.config import TrainConfig
 from train.parameters import open_parameters
 
-LIMIT_KIB = 760_000
+LIMIT_KIB = 786_000
 READ_ALL = """
 import sys
 from train.parameters import open_parameters
