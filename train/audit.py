@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxquant import state as quantization_state
 from train.__main__ import read_config
 from train.sharding import BATCH
 from train.step import build
@@ -34,4 +35,6 @@ def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tupl
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(built.mesh, BATCH))
     batch = {name: tokens for name in ("inputs", "targets", "segment_ids", "positions")}
     is_healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(built.mesh, PartitionSpec()))
-    return built.step, (built.abstract_state, batch, is_healthy)
+    state = built.abstract_state
+    state = state._replace(quant_state=quantization_state.warm(state.quant_state))  # a step after the first
+    return built.step, (state, batch, is_healthy)

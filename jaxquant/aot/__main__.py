@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from jaxquant.aot import report
+from jaxquant.aot.anchors import MISSING
 from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.compile import audit_program
 from jaxquant.aot.topology import environment, require_compiler
@@ -30,7 +31,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxquant.audit", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
-    parser.add_argument("--target", required=True, choices=list(CHIPS), help="chip")
+    parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument(
         "--topology", default="", help="number of GPUs, as 64, or TPU slice, as 8x8 (default: smallest)"
     )
@@ -43,10 +44,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--strings", nargs="+", default=[], metavar="S", help="config strings to lay over the file")
     parser.add_argument("--yardstick", action="store_true", help="an MLP step of jaxquant and its peers")
+    parser.add_argument("--anchors", action="store_true", help="published measurements beside what the audit predicts")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="with --yardstick: entries named so")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="with --yardstick (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
-    if bool(options.config) == options.yardstick:
-        parser.error("give a CONFIG.yml or --yardstick, one of them")
+    if bool(options.config) + options.yardstick + options.anchors != 1:
+        parser.error("give a CONFIG.yml, --yardstick or --anchors, one of them")
     return options
 
 
@@ -61,21 +64,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(arguments)
     try:
+        if options.anchors:
+            return _print_anchors(options)
         if options.yardstick:
             require_compiler(chip(options.target))
-            command = [sys.executable, "-m", "jaxquant.aot.yardstick", options.target, *options.only]
-            done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+            command = [sys.executable, "-m", "jaxquant.aot.yardstick", options.target, str(options.tokens)]
+            done = subprocess.run([*command, *options.only], env=environment(), capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"the yardstick failed:\n{done.stderr[-4000:]}")
             rows, notes = json.loads(done.stdout)
-            text = "\n".join([f"# One MLP step on {options.target}", "", *report.table(rows), notes])
-            return _print_and_write(
-                text, json.dumps(rows, indent=1) + "\n", options.out, f"audit-yardstick-{options.target}"
-            )
+            tokens = "" if options.tokens == 4096 else f"-{options.tokens}"
+            title = f"# One MLP step on {options.target}, {options.tokens} tokens"
+            text = "\n".join([title, "", *report.table(rows), notes])
+            stem = f"audit-yardstick-{options.target}{tokens}"
+            return _print_and_write(text, json.dumps(rows, indent=1) + "\n", options.out, stem)
         return max(_print_audit(found, options) for found in audits(options))  # every one is printed
     except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _print_anchors(options: argparse.Namespace) -> int:
+    require_compiler(chip("h200"))
+    command = [sys.executable, "-m", "jaxquant.aot.anchors", *options.only]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the anchors failed:\n{done.stderr[-4000:]}")
+    rows = json.loads(done.stdout)
+    missing = [{"anchor": who, "published": ratio, "not compiled here": what} for who, ratio, what in MISSING]
+    text = "\n".join(["# Predicted and published ratios", "", *report.table(rows), "", *report.table(missing)])
+    return _print_and_write(text + "\n", json.dumps(rows, indent=1) + "\n", options.out, "audit-anchors")
 
 
 def audits(options: argparse.Namespace) -> Iterator[report.Audit]:

@@ -18,6 +18,18 @@ Four-bit floats (``fp4``):
   estimates of a 4096³ matmul, in thousands of cycles, are 1113 for e2m1 and 1083 for bf16 on v5e, 303 and 302 on v6e,
   328 and 316 on v7x, where e4m3 takes 151 (libtpu 0.0.42.1). bf16's rate is used, v7x's too.
 
+Links: NVLink's and ICI's rates of data sheets are of both directions together, and one direction has half. Beyond an
+NVLink domain (the eight GPUs of an HGX board) a GPU has a network card of 400 Gb/s each way, as in DGX H100 and B200.
+
+Clocks of TPUs are not published. They follow from the peak rate: v5e has 4 matrix units of 128 by 128 and v5p 8, v6e 4
+of 256 by 256 and v7x 8, each two operations a cell and cycle: 1.5, 1.75, 1.75 and 2.2 GHz.
+
+Shares of peak (``shares``) are fitted on one measurement, TransformerEngine's layer GEMM set on an H200 NVL (forward
+and both gradients, 15872 tokens; docs/examples/gemm_profiling): bf16 in 32.014 ms is 599 TFLOP/s of 835; fp8 of
+operands that are quantized before, 16.785 ms, is 1142 of 1671; quantizing takes 2.19 ms with delayed scaling and 3.50
+ms with current scaling, which read and write 4 and 6 bytes an element of 1.241e9: 2.20 of 4.8 TB/s. They are taken for
+every GPU, the share of fp8 for int8 and fp4, that of bf16 for f32. On TPUs the compiler's cycles take their place.
+
 Four-bit integers run at the rate of int8: on TPUs by the same estimates (v5e 541 and 542, v6e 224 and 227), on GPUs for
 want of a published rate.
 """
@@ -25,7 +37,7 @@ want of a published rate.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 Platform = Literal["cuda", "tpu"]
 
@@ -43,6 +55,10 @@ class Chip:
       link: bytes/s that a chip sends and receives to its neighbours together.
       devices: what JAX sees of one chip (v7x: two).
       gpu: description for the GPU compiler: cores, L2 bytes, clock in GHz, compute capability.
+      clock: cycles a second of a TPU.
+      domain: chips that NVLink connects, 0 where all links are of one kind.
+      network: bytes/s that a chip sends one way beyond its domain.
+      shares: of peak rates (``memory``: of the bandwidth) that programs achieve.
     """
 
     platform: Platform
@@ -53,6 +69,14 @@ class Chip:
     link: float
     devices: int = 1
     gpu: tuple[int, int, float, int] | None = None
+    clock: float = 0.0
+    domain: int = 0
+    network: float = 0.0
+    shares: tuple[tuple[str, float], ...] = ()
+
+    def achieved(self, kind: str) -> float:
+        """Return the share of a peak rate, or of the bandwidth of ``memory``, that is achieved."""
+        return dict(self.shares).get(kind, 1.0)
 
 
 def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
@@ -61,9 +85,33 @@ def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = 
     return {kind: rate * 1e12 for kind, rate in rates.items()}
 
 
+GPU_SHARES = (
+    ("bf16", 0.717),
+    ("f32", 0.717),
+    ("fp8", 0.684),
+    ("int8", 0.684),
+    ("fp4", 0.684),
+    ("memory", 0.458),
+)
+_HGX: dict[str, Any] = {"domain": 8, "network": 50e9, "shares": GPU_SHARES}
+_HOPPER, _H200 = _peak(989, 1979, 1979, 494), (132, 62914560, 1.98, 9)
+
 CHIPS: dict[str, Chip] = {
-    "h100": Chip("cuda", "NVIDIA H100", _peak(989, 1979, 1979, 494), 3.35e12, 80e9, 900e9, 1, (132, 52428800, 1.98, 9)),
-    "h200": Chip("cuda", "NVIDIA H200", _peak(989, 1979, 1979, 494), 4.8e12, 141e9, 900e9, 1, (132, 62914560, 1.98, 9)),
+    "h100": Chip("cuda", "NVIDIA H100", _HOPPER, 3.35e12, 80e9, 900e9, 1, (132, 52428800, 1.98, 9), **_HGX),
+    "h200": Chip("cuda", "NVIDIA H200", _HOPPER, 4.8e12, 141e9, 900e9, 1, _H200, **_HGX),
+    "h200-nvl": Chip(
+        "cuda",
+        "NVIDIA H200 NVL",
+        _peak(835, 1671, 1671, 417),
+        4.8e12,
+        141e9,
+        900e9,
+        1,
+        _H200,
+        domain=4,
+        network=50e9,
+        shares=GPU_SHARES,
+    ),
     "b200": Chip(
         "cuda",
         "NVIDIA B200",
@@ -73,11 +121,12 @@ CHIPS: dict[str, Chip] = {
         1800e9,
         1,
         (148, 132644864, 1.965, 10),
+        **_HGX,
     ),
-    "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197), 0.819e12, 16e9, 200e9),
-    "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459), 2.765e12, 95e9, 600e9),
-    "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918), 1.64e12, 32e9, 448e9),
-    "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307), 7.38e12, 192e9, 1200e9, 2),
+    "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197), 0.819e12, 16e9, 200e9, clock=1.5e9),
+    "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459), 2.765e12, 95e9, 600e9, clock=1.75e9),
+    "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918), 1.64e12, 32e9, 448e9, clock=1.75e9),
+    "v7x": Chip("tpu", "tpu7x", _peak(2307, 4614, 2307, 2307), 7.38e12, 192e9, 1200e9, 2, clock=2.2e9),
 }
 """Targets by the name that a user gives."""
 

@@ -68,7 +68,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         return _run_worker(request | {"target": target, "topology": topology}, folder)
 
 
-_KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+_KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstraint")
 
 
 def audit_program(

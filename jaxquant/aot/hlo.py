@@ -23,20 +23,27 @@ BITS = {
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e[0-9]+m[0-9]+[a-z0-9]*)?)\[([0-9,<= ]*)\]")
+_CONTINUES = re.compile(r'"|\}[^,\s]|\}, (?!execution_thread)')
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e[0-9]+m[0-9]+[a-z0-9]*)?)\[([0-9,<= ]*)\](?:\{([^{}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
 CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The type of one array: HLO's name of its dtype, and its shape."""
+    """The type of one array: HLO's name of its dtype, its shape, and whether it lies in the chip's large memory.
+
+    TPU compilers write the memory space into the layout: ``S(1)`` is VMEM. No space is HBM.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    in_hbm: bool = dataclasses.field(default=True, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -78,6 +85,17 @@ class Instruction:
         return sum(array.bytes for array in self.arrays)
 
     @property
+    def hbm_bytes(self) -> int:
+        """Bytes of the results that lie in HBM."""
+        return sum(array.bytes for array in self.arrays if array.in_hbm)
+
+    @property
+    def cycles(self) -> int:
+        """The TPU compiler's own estimate of one run, 0 where it makes none."""
+        found = _CYCLES.search(self.rest)
+        return int(found[1]) if found else 0
+
+    @property
     def called(self) -> list[str]:
         branches = [name.strip().lstrip("%") for found in _BRANCHES.findall(self.rest) for name in found.split(",")]
         return [name for _, name in CALLED.findall(self.rest)] + branches
@@ -112,7 +130,7 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in _whole_lines(text):
         if found := _COMPUTATION.match(line):
             current = computations.setdefault(found[2], {})
             entry = found[2] if found[1] else entry
@@ -123,6 +141,20 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("HLO text has no ENTRY computation")
     return Module(computations, entry)
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """Yield the lines of a text, those of one instruction joined: the attributes of a kernel may hold line ends."""
+    waiting = ""
+    for line in text.splitlines():
+        if waiting and not _CONTINUES.match(line):
+            yield waiting
+            waiting = ""
+        if not waiting and not _INSTRUCTION.match(line):
+            yield line
+        else:
+            waiting += line
+    yield waiting
 
 
 def _closing(text: str, start: int) -> int:
@@ -153,5 +185,7 @@ def _bare_names(opcode: str, arguments: str) -> tuple[str, ...]:
 
 
 def _arrays(text: str) -> Iterator[Array]:
-    for dtype, dims in _ARRAY.findall(text):
-        yield Array(dtype, tuple(int(size.strip(" <=")) for size in dims.split(",") if size.strip()))
+    for dtype, dims, layout in _ARRAY.findall(text):
+        shape = tuple(int(size.strip(" <=")) for size in dims.split(",") if size.strip())
+        space = _SPACE.search(layout)
+        yield Array(dtype, shape, space is None or space[1] == "0")

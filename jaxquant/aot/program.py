@@ -1,7 +1,7 @@
 """What a compiled step multiplies, moves and communicates, read from the compiler's text.
 
 Data flow: HLO text ── ``hlo.parse`` ──► computations ── ``read_program`` (loop bodies times their trip counts) ──►
-``Matmul``, ``Move``, ``Collective``.
+``Matmul``, ``Kernel``, ``Move``, ``Collective``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import math
 import re
 from collections.abc import Iterator
 
+from jaxquant.aot import kernels
 from jaxquant.aot.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
+from jaxquant.aot.kernels import MATMUL_CALLS, Kernel
+from jaxquant.aot.links import members
 
 BIG = 1e6
 """A fusion or copy that moves more bytes than this is a big one."""
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-_MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
+_PREFETCHES = ("copy-start", "slice-start", "async-start")
 _FREE = frozenset(
     [
         "parameter",
@@ -51,6 +54,8 @@ class Matmul:
       path: where it comes from in the traced program (``op_name``).
       times: how often a step runs it (loop trips).
       flops: floating (or integer) operations of one run: 2 · M · N · K · batch.
+      cycles: the TPU compiler's own estimate of one run, with all that is fused into it; 0 where there is none.
+      bytes: that one run moves through HBM, with what is fused into it.
     """
 
     lhs: Array
@@ -60,6 +65,8 @@ class Matmul:
     path: str
     times: int
     flops: int
+    cycles: int = 0
+    bytes: int = 0
 
     @property
     def dtypes(self) -> str:
@@ -74,33 +81,56 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A fusion, copy, transpose or other instruction that is not a matmul: ``bytes`` is operands plus results."""
+    """A fusion, copy, transpose or other instruction that is not a matmul.
+
+    Attributes:
+      kind: opcode, or target of a custom call.
+      bytes: operands plus results, of those that lie in HBM.
+      path: where it comes from in the traced program.
+      times: how often a step runs it.
+      types: of operands and results.
+      cycles: the TPU compiler's own estimate of one run; 0 where there is none.
+      is_unknown: whether it is a custom call that is not in the registry (``kernels``).
+    """
 
     kind: str
     bytes: int
     path: str
     times: int
     types: str = ""
+    cycles: int = 0
+    is_unknown: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A communication: ``bytes`` is its result's size on one chip (the operand's for a reduce-scatter)."""
+    """A communication: ``bytes`` is its result's size on one chip (the operand's for a reduce-scatter).
+
+    ``members`` are the devices of its first group, all of them where it names none.
+    """
 
     kind: str
     dtype: str
     bytes: int
     path: str
     times: int
+    members: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass
 class Program:
-    """What a step does, instruction by instruction."""
+    """What a step does, instruction by instruction.
+
+    Attributes:
+      kernels: custom calls that multiply.
+      prefetched: bytes that are brought into or out of the chip's small memory before somebody needs them.
+    """
 
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
     collectives: list[Collective] = dataclasses.field(default_factory=list)
+    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    prefetched: int = 0
 
     def count(self) -> dict[str, int]:
         """Matmuls of a step by operand dtypes."""
@@ -115,6 +145,16 @@ class Program:
         return sum(move.bytes * move.times for move in self.moves)
 
     @property
+    def unknown(self) -> list[str]:
+        """Names of the custom calls whose work is not known."""
+        return sorted({move.kind for move in self.moves if move.is_unknown})
+
+    @property
+    def cycles(self) -> tuple[int, int]:
+        """The TPU compiler's estimates of a step: of the matmuls, with what is fused into them, and of the rest."""
+        return tuple(sum(each.cycles * each.times for each in some) for some in (self.matmuls, self.moves))  # type: ignore[return-value]
+
+    @property
     def big_moves(self) -> int:
         """Instructions of a step that move more than a megabyte each."""
         return sum(move.times for move in self.moves if move.bytes > BIG)
@@ -126,12 +166,14 @@ def read_program(text: str, is_optimized: bool = True) -> Program:
     In a program that is not optimized yet a function's paths are relative to its caller's; here they are joined.
 
     Accounting: an instruction of the entry computation, or of a computation that it calls, is one launch; what is in a
-    fusion stays on the chip. Its bytes are its operands plus its results, each once, with two exceptions for loops
-    over stacked layers: an operand of which a fusion only takes a slice counts as the slice, and a result updated in
-    place counts as the update. A loop body counts as often as its trip count says (the compiler's, or the constant that
-    the loop's counter is compared with; once where there is neither, as ``while_loop`` has); every branch of a
-    conditional counts once. A fusion around a matmul or a collective is that, and no move. A fusion that keeps only a
-    slice of the all-reduce that it holds, as TPU compilers write it, is a reduce-scatter.
+    fusion stays on the chip. Its bytes are its operands plus its results, each once, as far as they lie in HBM (what a
+    TPU compiler keeps in VMEM costs no traffic; a copy between the two memories that runs beside the rest is a prefetch
+    and no move), with two exceptions for loops over stacked layers: an operand of which a fusion only takes a slice
+    counts as the slice, and a result updated in place counts as the update. A loop body counts as often as its trip
+    count says (the compiler's, or the constant that the loop's counter is compared with; once where there is neither,
+    as ``while_loop`` has); every branch of a conditional counts once. A fusion around a matmul or a collective is that,
+    and no move. A fusion that keeps only a slice of the all-reduce that it holds, as TPU compilers write it, is a
+    reduce-scatter.
 
     Args:
       text: HLO.
@@ -177,16 +219,35 @@ def _walk(module: Module, name: str, times: int, prefix: str | None, program: Pr
         if opcode in COLLECTIVES:
             program.collectives.append(_collective(computation, instruction, opcode, path, times))
             continue
+        if instruction.opcode in _PREFETCHES:
+            program.prefetched += times * _prefetched(computation, instruction)
+            continue
         matmuls = _matmuls(module, computation, instruction, path, times)
         collectives = _fused_collectives(module, instruction, path, times)
-        program.matmuls += matmuls
         program.collectives += collectives
-        if matmuls or collectives:
+        target = instruction.target
+        if (collectives and not matmuls) or kernels.is_nothing(target):
             continue
         moved = _traffic(module, computation, instruction)
-        operands = (array for name in instruction.operands for array in computation[name].arrays)
+        if matmuls:
+            program.matmuls += [dataclasses.replace(matmuls[0], cycles=instruction.cycles, bytes=moved), *matmuls[1:]]
+            continue
+        operands = [array for name in instruction.operands for array in computation[name].arrays]
+        if target and (found := kernels.kernel(instruction, operands, moved, path, times)):
+            program.kernels.append(found)
+            continue
         types = f"{', '.join(map(str, operands))} → {', '.join(map(str, instruction.arrays))}"
-        program.moves.append(Move(instruction.target or opcode, moved, path, times, types))
+        is_unknown = bool(target) and not kernels.is_known_move(target)
+        program.moves.append(Move(target or opcode, moved, path, times, types, instruction.cycles, is_unknown))
+
+
+def _prefetched(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an asynchronous copy brings from one memory to another: at its ends in HBM, one copy each."""
+    if instruction.opcode == "copy-start":  # destination, source, context
+        return sum(array.bytes for array in instruction.arrays[:2] if array.in_hbm)
+    ends = [array for array in instruction.arrays if array.shape]
+    size = min((array.bytes for array in ends), default=0)  # the slice
+    return size * (any(array.in_hbm for array in ends) + all(array.in_hbm for array in ends))
 
 
 def _join(prefix: str | None, name: str) -> str:
@@ -195,7 +256,7 @@ def _join(prefix: str | None, name: str) -> str:
 
 def _matmuls(module: Module, computation: Computation, instruction: Instruction, path: str, times: int) -> list[Matmul]:
     """List the matmuls that an instruction is or holds."""
-    if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in _MATMUL_CALLS:
+    if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in MATMUL_CALLS:
         return [_matmul(computation, instruction, path, times)]
     inside = _inside(module, instruction, path)
     return [matmul for inner, each, name in inside for matmul in _matmuls(module, inner, each, name, times)]
@@ -236,19 +297,21 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
     """Bytes that an instruction reads and writes."""
     operands = [computation[name] for name in instruction.operands]
     if instruction.opcode in ("dynamic-slice", "gather"):
-        return 2 * instruction.bytes
+        source = instruction.bytes if operands[0].hbm_bytes else 0
+        return source + instruction.hbm_bytes
     if instruction.opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * operands[-1 if instruction.opcode == "scatter" else 1].bytes
-    if instruction.opcode == "copy-start":  # its result is a tuple of destination, source and context
-        return 2 * operands[0].bytes
+        update = operands[-1 if instruction.opcode == "scatter" else 1]
+        return (update.bytes if instruction.hbm_bytes else 0) + update.hbm_bytes
     if instruction.opcode != "fusion":
-        return sum(operand.bytes for operand in operands) + instruction.bytes
+        return sum(operand.hbm_bytes for operand in operands) + instruction.hbm_bytes
     inner = module.computations[instruction.called[0]]
     parameters = {int(each.arguments): each for each in inner.values() if each.opcode == "parameter"}
-    read = sum(_part_read(inner, parameters[number], operand.bytes) for number, operand in enumerate(operands))
+    read = sum(_part_read(inner, parameters[number], operand.hbm_bytes) for number, operand in enumerate(operands))
     root = next(each for each in inner.values() if each.is_root)
     written = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return read + sum(_part_written(inner, each) for each in written)
+    places = [array.in_hbm for array in instruction.arrays]
+    in_hbm = places if len(places) == len(written) else [True] * len(written)
+    return read + sum(_part_written(inner, each) for each, there in zip(written, in_hbm, strict=True) if there)
 
 
 def _part_read(inner: Computation, parameter: Instruction, whole: int) -> int:
@@ -301,4 +364,5 @@ def _collective(computation: Computation, instruction: Instruction, kind: str, p
         results = [array for array in instruction.arrays if array.shape]
         arrays = results[-len(operands) :] if results else arrays
     dtypes = sorted({array.dtype for array in arrays})
-    return Collective(kind, "+".join(dtypes), sum(array.bytes for array in arrays), path, times)
+    size = sum(array.bytes for array in arrays)
+    return Collective(kind, "+".join(dtypes), size, path, times, members(instruction.rest))

@@ -8,51 +8,32 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxquant.aot.chips import Chip, chip
-from jaxquant.aot.hlo import bits
+from jaxquant.aot.chips import chip
 from jaxquant.aot.outcome import Outcome, layer
+from jaxquant.aot.price import KERNEL_SHARE, Roofline
 from jaxquant.aot.program import Program
 
 Row = dict[str, Any]
 
 
-def kind(dtype: str) -> str:
-    """Return the peak rate at which a matmul of that operand dtype runs: fp4, fp8, int8, bf16 or f32.
-
-    Integers of more than 8 bits have no unit of their own, and are priced as f32.
-
-    Args:
-      dtype: HLO's name.
-    """
-    if dtype.startswith("f4"):
-        return "fp4"
-    if dtype.startswith("f8"):
-        return "fp8"
-    if dtype[0] in "su":
-        return "int8" if bits(dtype) <= 8 else "f32"
-    return "f32" if dtype in ("f32", "f64") else "bf16"
-
-
-@dataclasses.dataclass
-class Roofline:
-    """An estimate of a step's time on one chip, in seconds, from peak rates: a bound from below, not a forecast."""
-
-    matmul: float
-    moves: float
-    communication: float
-
-    @property
-    def step(self) -> float:
-        return max(self.matmul + self.moves, self.communication)
-
-
-ASSUMPTIONS = (
-    "Every matmul runs at the chip's dense peak rate for its operands, the slower one's if they differ, or at its "
-    "memory's speed where that is longer.",
-    "Everything else runs one after another at the memory's full bandwidth: operands plus results, no cache.",
-    "Communication runs at the full rate of all links and hides behind the rest: the step is the longer of the two.",
-    "float32 matmuls at default precision: TF32 on NVIDIA, one pass of bf16 on TPU.",
-    "Calls of hand-written kernels count as moves.",
+ASSUMPTIONS = {
+    "cuda": (
+        "Every matmul runs at the chip's dense peak rate for its operands times the share that is achieved, the slower "
+        "one's if they differ, or at its memory's speed where that is longer.",
+        "Everything else runs one after another at the memory's bandwidth times its share: operands plus results, no "
+        "cache.",
+        "float32 matmuls run as TF32 at default precision.",
+    ),
+    "tpu": (
+        "Every instruction takes the cycles that the compiler itself estimates; operands in VMEM cost no traffic.",
+        f"Attention kernels run at {KERNEL_SHARE:.0%} of the peak rate: their cycles are not known.",
+        "The whole step takes no less than all traffic of the memory at its full bandwidth.",
+    ),
+}
+COMMON_ASSUMPTIONS = (
+    "Communication runs at the rate of the links in one direction, an all-reduce in two rounds, and hides behind the "
+    "rest: the step is the longer of the two.",
+    "A causal attention kernel does half of the work; splash attention is taken as causal.",
 )
 
 
@@ -73,7 +54,11 @@ class Audit:
       moved, big_moves, moves: bytes, number over 1 MB and number of what is no matmul (see ``program.read_program``).
       largest_moves: the ten that move most in a step.
       collectives: one row a kind and dtype: times, bytes.
-      roofline: estimate from peak rates.
+      roofline: estimate of its time, as ``price.estimate`` makes it; ``at_peak`` is one from the full rates of data
+        sheets, a bound from below.
+      kernels: one row a custom call that multiplies: what it is, times, flops.
+      unknown: names of the custom calls whose work is not known, and counted as moves.
+      cycles: the TPU compiler's estimates of matmuls and of the rest, None where there are none.
       unquantized: the same step without quantization, where there is one.
     """
 
@@ -97,6 +82,10 @@ class Audit:
     compile_seconds: float
     versions: dict[str, str]
     unquantized: Audit | None = None
+    at_peak: Roofline | None = None
+    kernels: list[Row] = dataclasses.field(default_factory=list)
+    unknown: list[str] = dataclasses.field(default_factory=list)
+    cycles: list[int] | None = None
 
     @property
     def is_low_precision(self) -> bool:
@@ -125,31 +114,10 @@ def from_json(data: Row) -> Audit:
         | {
             "outcome": Outcome(**outcome),
             "roofline": None if data["roofline"] is None else Roofline(**data["roofline"]),
+            "at_peak": None if data.get("at_peak") is None else Roofline(**data["at_peak"]),
             "unquantized": None if below is None else from_json(below),
         }
     )
-
-
-def estimate(chip: Chip, program: Program) -> tuple[Roofline, float]:
-    """Estimate a step from peak rates; also the time of its matmuls if the 8-bit ones were in bf16.
-
-    Args:
-      chip: that runs it.
-      program: as its compiler made it.
-    """
-    seconds, bf16 = 0.0, 0.0
-    for matmul in program.matmuls:
-        size = sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out)) / chip.bandwidth
-        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}
-        rate = min(chip.peak[each] for each in kinds)  # two kinds run at the slower one's rate
-        seconds += matmul.times * max(matmul.flops / rate, size)
-        slow = "f32" if "f32" in kinds else "bf16"
-        bf16 += matmul.times * max(matmul.flops / chip.peak[slow], size)
-    communication = sum(each.times * each.bytes for each in program.collectives) / chip.link
-    devices = chip.devices
-    return Roofline(
-        seconds * devices, program.moved / chip.bandwidth * devices, communication * devices
-    ), bf16 * devices
 
 
 def matmul_rows(program: Program) -> list[Row]:
@@ -169,6 +137,16 @@ def matmul_rows(program: Program) -> list[Row]:
             }
         )
     return rows
+
+
+def kernel_rows(program: Program) -> list[Row]:
+    """Add custom calls that multiply up by what they are."""
+    found: dict[str, list[int]] = {}
+    for each in program.kernels:
+        total = found.setdefault(each.name, [0, 0])
+        total[0] += each.times
+        total[1] += each.times * each.flops
+    return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, (n, flops) in found.items()]
 
 
 def collective_rows(program: Program) -> list[Row]:
@@ -228,16 +206,22 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f} ms"
 
 
+def _cycles(cycles: list[int] | None) -> str:
+    return ", ".join(f"{each / 1e6:,.1f} M" for each in cycles) if cycles else "–"
+
+
 _FIGURES: dict[str, Callable[[Any], str]] = {
     "matmuls": lambda audit: _counted(audit.counts),
     "moved beside matmuls": lambda audit: _gb(audit.moved),
     "moves, over 1 MB": lambda audit: f"{audit.moves}, {audit.big_moves}",
     "communicated": lambda audit: _gb(sum(row["bytes"] for row in audit.collectives)),
     "peak memory": lambda audit: _memory(audit),
-    "roofline: matmuls": lambda audit: _ms(audit.roofline.matmul),
-    "roofline: moves": lambda audit: _ms(audit.roofline.moves),
-    "roofline: communication": lambda audit: _ms(audit.roofline.communication),
-    "roofline: step": lambda audit: _ms(audit.roofline.step),
+    "compiler's cycles: matmuls, rest": lambda audit: _cycles(audit.cycles),
+    "estimate: matmuls and kernels": lambda audit: _ms(audit.roofline.matmul),
+    "estimate: moves": lambda audit: _ms(audit.roofline.moves),
+    "estimate: communication": lambda audit: _ms(audit.roofline.communication),
+    "estimate: step": lambda audit: _ms(audit.roofline.step),
+    "at full peaks: step": lambda audit: _ms(audit.at_peak.step) if audit.at_peak else "–",
     "compiled in": lambda audit: f"{audit.compile_seconds:.0f} s",
 }
 _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
@@ -291,13 +275,16 @@ def speedup(audit: Audit) -> str:
     if plain and plain.roofline and plain.moved is not None and plain.big_moves is not None:
         ratio = plain.roofline.step / time.step
         extra, more = audit.moved - plain.moved, audit.big_moves - plain.big_moves
+        peaks = ""
+        if audit.at_peak and plain.at_peak:
+            peaks = f", {plain.at_peak.step / audit.at_peak.step:.2f}× at full peaks"
         return (
-            f"Roofline estimate: {ratio:.2f}× the speed of the unquantized step. "
+            f"Estimate: {ratio:.2f}× the speed of the unquantized step{peaks}. "
             f"Quantization moves {extra / 1e9:+,.2f} GB beside the matmuls, in {more:+} instructions over 1 MB."
         )
     ratio = max(audit.bf16_matmul + time.moves, time.communication) / time.step
     return (
-        f"Roofline estimate: {ratio:.2f}× the speed of the same step with its matmuls in bf16 (and the same moves: no "
+        f"Estimate: {ratio:.2f}× the speed of the same step with its matmuls in bf16 (and the same moves: no "
         "unquantized step was compiled)."
     )
 
@@ -307,13 +294,18 @@ def assumptions(target: str) -> list[str]:
     described = chip(target)
     rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in described.peak.items())
     memory = f"memory {described.bandwidth / 1e12:.2f} TB/s, {described.memory / 1e9:.0f} GB"
-    figures = f"{target}, per chip: peak TFLOP/s {rates}; {memory}; links {described.link / 1e9:.0f} GB/s."
+    links = f"links {described.link / 2e9:.0f} GB/s one way"
+    if described.domain:
+        links += f" among {described.domain} chips, {described.network / 1e9:.0f} GB/s beyond"
+    figures = f"{target}, per chip: peak TFLOP/s {rates}; {memory}; {links}."
+    shares = [f"Shares achieved: {', '.join(f'{n} {s:.1%}' for n, s in described.shares)}."] if described.shares else []
+    clock = [f"The clock is {described.clock / 1e9:.2f} GHz."] if described.clock else []
     shared = (
         [f"A device is one of {described.devices} of a chip and has its share of these."]
         if described.devices > 1
         else []
     )
-    return [figures, *shared, *ASSUMPTIONS]
+    return [figures, *shares, *clock, *shared, *ASSUMPTIONS[described.platform], *COMMON_ASSUMPTIONS]
 
 
 def _markdown(audit: Audit) -> list[str]:
@@ -322,7 +314,12 @@ def _markdown(audit: Audit) -> list[str]:
     lines += [f"Compiled without the chip; one step, per device. {versions}.", "", *table(summary_rows(audit)), ""]
     if audit.refusal:
         return lines
-    lines += ["## Matmuls by layer", "", *table(layer_rows(audit)), "", "## Communication", ""]
+    if audit.unknown:
+        lines += [f"Custom calls of unknown work, counted as moves: {', '.join(audit.unknown)}.", ""]
+    lines += ["## Matmuls by layer", "", *table(layer_rows(audit)), ""]
+    if audit.kernels:
+        lines += ["## Kernels", "", *table(audit.kernels), ""]
+    lines += ["## Communication", ""]
     lines += [*table([row | {"bytes": _gb(row["bytes"])} for row in audit.collectives]), "", "## Largest moves", ""]
     shown = [
         row | {"bytes": f"{row['bytes'] / 1e6:,.1f} MB", "types": row["types"][:90]} for row in audit.largest_moves

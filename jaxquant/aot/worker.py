@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh
 from jaxquant.aot import report
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.outcome import compare
+from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
 
@@ -106,7 +107,8 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     else:
         program = read_program(compiled.as_text())
         memory = _memory(compiled.memory_analysis(), target)
-    roofline, bf16 = (None, None) if program is None else report.estimate(target, program)
+    roofline, bf16 = (None, None) if program is None else estimate(target, program, devices=count)
+    at_peak = None if program is None else estimate(target, program, at_peak=True, devices=count)[0]
     made = program or Program()
     return report.Audit(
         name=request["name"],
@@ -127,6 +129,10 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         roofline=roofline,
         bf16_matmul=bf16,
         compile_seconds=round(time.perf_counter() - began, 1),
+        at_peak=at_peak,
+        kernels=report.kernel_rows(made),
+        unknown=made.unknown,
+        cycles=list(made.cycles) if any(made.cycles) else None,
         versions={name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
     )
 

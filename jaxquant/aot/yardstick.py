@@ -3,8 +3,8 @@
 The measured function: y = silu(x · W1) · W2, loss = mean(y²) in float32, and its gradients with respect to x, W1, W2
 and the quant state: six matmuls. 4096 tokens, widths 4096 → 8192 → 4096, bfloat16 activations, float32 weights and
 weight gradients. Weights, x and quant state come in, gradients and quant state go out; no optimizer, and the loss
-itself is not asked for. Layers are ``flax.linen.Dense``, quantized as a user would do it. What is counted:
-``program.read_program``.
+itself is not asked for. Amax histories have entries. Layers are ``flax.linen.Dense``, quantized as a user would do it.
+What is counted: ``program.read_program``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from jaxquant import state as quant_state
 from jaxquant.aot.chips import chip
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core import delayed
 from jaxquant.inject.model import maybe_quantize_model
+from jaxquant.ops.dot_general import dot_general, initial_state
 
 
 class Mlp(nn.Module):
@@ -45,18 +48,28 @@ class Mlp(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A row: whose quantization, by which options, and the row of a peer to compare it with."""
+    """A row: whose quantization, by which options, and the row of a peer to compare it with.
+
+    ``takes_float32``: the op itself, given the float32 kernel, where ``flax.linen.Dense`` casts it first.
+    """
 
     name: str
     config: dict[str, Any]
     op: Any = None
     peer: str = ""
+    takes_float32: bool = False
 
 
 def _entry(string: str, backend: str, peer: str = "", **options: Any) -> Entry:
     words = " ".join(str(value) for value in list(options.values())[:1])
     name = " ".join(filter(None, ("jaxquant" if backend == "native" else backend, string, words)))
     return Entry(name, {"quantization": string, "quant_backend": backend} | options, peer=peer)
+
+
+def _direct(string: str, **options: Any) -> Entry:
+    config = {"quantization": string, "quant_backend": "native"} | options
+    words = " ".join(str(value) for value in list(options.values())[:1])
+    return Entry(f"jaxquant {string} {words}".strip() + ", float32 kernel", config, takes_float32=True)
 
 
 _FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("weight", "act", "bwd")}
@@ -74,22 +87,21 @@ ENTRIES = (
     _entry("fp8_full", "native", "qwix fp8_full"),
     _entry("fp8_full", "native", "qwix fp8_full fixed,224", **_FIXED),
     _entry("int8", "native", "qwix int8"),
+    _entry("int8_delayed", "native"),
+    _direct("fp8"),
+    _direct("fp8_current"),
 )
 
 NOTES = """
 *Beside the peer* is the same row minus the peer's: other MB, big moves. Where it is positive, the moves say why (sizes
 on h200, where a bfloat16 activation of the hidden layer is 67 MB):
 
-- `fp8`, `fp8_current` and flax. Without a history flax starts at scale 1; jaxquant scales by the tensor's own amax (and
-  `fp8_current` always does), so a cast waits for it. flax takes the amax of the hidden activation in one pass with its
-  gradient's; here it is a pass of its own: 67 MB, and the gradient is stored in between. And a result is scaled in
-  float32 with one rounding, where flax rounds its scale to bfloat16, which the compiler folds into the matmul. That
-  shows where a result leaves the step as it is, here x's gradient: 67 MB. In a model the next operation scales it while
-  reading.
 - `fp8_full` and Qwix's. The gradient times the residual's scales is float32 here and bfloat16 there; the compiler
   stores it between two reductions, in twice the bytes: 35 MB.
-- `fp8_full fixed,224` and Qwix's. What a fixed range clipped gets no gradient. jaxquant packs that in the forward pass,
-  a bit an element, in passes of their own; Qwix keeps the float weight and input instead, and reads them again.
+
+`nn.Dense` casts its kernel to bfloat16 before the op sees it, so that the gradient is cast back in a pass of its own:
+201 MB for each kernel here. In the rows *float32 kernel* the op itself takes the kernel as it is kept, and its matmul
+returns the gradient so.
 """
 """What the table cannot say of itself: why a row is where it is."""
 
@@ -102,11 +114,14 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
       tokens, width, hidden: rows of x, features of x and y, features between the layers.
     """
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    if entry.takes_float32:
+        return _direct_step(entry, x, hidden)
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
         model = maybe_quantize_model(model, entry.config, x)
     keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
     params, state = quant_state.split(jax.eval_shape(model.init, keys, x))
+    state = quant_state.warm(state)  # a step after the first
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
@@ -118,40 +133,67 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
     return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def measure(entry: Entry, target: str) -> tuple[Program, str]:
+def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...]]:
+    recipe = QuantConfig.from_any(entry.config).recipe()
+    assert recipe is not None
+    width = x.shape[1]
+    sizes = {"first": (width, hidden), "second": (hidden, width)}
+    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    own = jax.eval_shape(lambda: initial_state(recipe))
+    bins = jax.eval_shape(lambda: delayed.empty_bins((), is_warm=True))
+    state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in sizes}
+
+    def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
+        def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
+            def dense(name: str, x: jax.Array, n: int) -> jax.Array:
+                given = {"state": state[name], "key": jax.random.fold_in(key, n), "preferred_element_type": x.dtype}
+                return dot_general(x, params[name], (((1,), (0,)), ((), ())), recipe=recipe, **given)
+
+            return jnp.mean(jnp.square(dense("second", nn.silu(dense("first", x, 0)), 1).astype(jnp.float32)))
+
+        return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
+
+    return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def measure(entry: Entry, target: str, tokens: int = 4096) -> tuple[Program, str]:
     """Compile an entry for a chip that is not here, and return what the compiler made of it, and its text.
 
     Args:
       entry: what to compile.
       target: chip, one of ``CHIPS``.
+      tokens: rows of x.
     """
     mesh = Mesh(devices(chip(target))[:1], ("x",))
     where = NamedSharding(mesh, PartitionSpec())
-    function, shapes = step(entry)
+    function, shapes = step(entry, tokens)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
     text = jax.jit(function).lower(*placed).compile().as_text()
     assert text is not None
     return read_program(text), text
 
 
-def rows(target: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dict[str, Any]]:
     """Measure the entries whose name holds one of ``names`` (all of them by default), as rows of a table.
 
     Args:
       target: chip, one of ``CHIPS``.
-      names: parts of entries' names.
+      names: parts of entries' names, or whole ones after "=".
+      tokens: rows of x.
 
     Raises:
       ValueError: no entry is named so.
     """
     found = []
     for entry in ENTRIES:
-        if names and not any(name in entry.name for name in names):
+        if names and not any(name in f"={entry.name}" for name in names):
             continue
-        program, _ = measure(entry, target)
+        program, _ = measure(entry, target, tokens)
         found.append(row(entry.name, program))
         peer = next((each for each in found if each["step"] == entry.peer), None)
         found[-1]["peer"], found[-1]["beside the peer"] = entry.peer, beside(found[-1], peer)
+        if plain := next((each["kcycles"] for each in found if each["step"] == "bf16" and "kcycles" in each), None):
+            found[-1]["× bf16"] = f"{plain / found[-1]['kcycles']:.2f}"
     if not found:
         known = ", ".join(entry.name for entry in ENTRIES)
         raise ValueError(f"no yardstick entry is named like {' or '.join(map(repr, names))}; there are {known}")
@@ -167,6 +209,8 @@ def row(name: str, program: Program) -> dict[str, Any]:
     """Summarize a program as a row of the table."""
     matmuls = ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
+    inside, beside = program.cycles
+    clock = {"kcycles": round((inside + beside) / 1e3), "matmuls, rest": f"{inside // 1000}, {beside // 1000}"}
     return {
         "step": name,
         "8-bit matmuls": f"{eight} of {sum(program.count().values())}",
@@ -174,8 +218,9 @@ def row(name: str, program: Program) -> dict[str, Any]:
         "other MB": round(program.moved / 1e6),
         "big moves": program.big_moves,
         "moves": sum(move.times for move in program.moves),
+        **(clock if inside else {}),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps([rows(sys.argv[1], sys.argv[2:]), NOTES]))
+    print(json.dumps([rows(sys.argv[1], sys.argv[3:], int(sys.argv[2])), NOTES]))

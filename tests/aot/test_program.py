@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxquant.aot import hlo, report, worker
+from jaxquant.aot import hlo, links, report, worker
 from jaxquant.aot.chips import CHIPS, chip, gpu_target
 from jaxquant.aot.outcome import Outcome, compare, layer
+from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Collective, Matmul, Program, read_program
 
 GPU = """HloModule jit_step, is_scheduled=true
@@ -187,6 +188,89 @@ def test_a_tpu_reduce_scatter_is_an_all_reduce_in_a_fusion_that_keeps_a_slice():
     assert [each.kind for each in read_program(whole).collectives] == ["all-reduce"]
 
 
+VMEM = """HloModule jit_step
+
+%fused (p0: bf16[1024,1024], p1: f32[1024,1024]) -> (f32[1024,1024], f32[1024]) {
+  %p0 = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %p1 = f32[1024,1024]{1,0:T(8,128)} parameter(1)
+  %wide = f32[1024,1024]{1,0:T(8,128)} convert(%p0)
+  %sum = f32[1024,1024]{1,0:T(8,128)} add(%wide, %p1)
+  %row = f32[1024]{0:T(1024)S(1)} slice(%sum), slice={[0:1], [0:1024]}
+  ROOT %both = (f32[1024,1024]{1,0:T(8,128)}, f32[1024]{0:T(1024)S(1)}) tuple(%sum, %row)
+}
+
+ENTRY %main (a: bf16[4096,1024], b: f32[1024,1024]) -> f32[1024,1024] {
+  %a = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = f32[1024,1024]{1,0:T(8,128)} parameter(1)
+  %slice-start = ((bf16[4096,1024]{1,0:T(8,128)(2,1)}), bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) slice-start(%a), slice={[0:1024], [0:1024]}
+  %slice-done = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
+  %copy-start = (f32[1024,1024]{1,0:T(8,128)S(1)}, f32[1024,1024]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%b)
+  %copy-done = f32[1024,1024]{1,0:T(8,128)S(1)} copy-done(%copy-start)
+  %sums = (f32[1024,1024]{1,0:T(8,128)}, f32[1024]{0:T(1024)S(1)}) fusion(%slice-done, %b), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"7000"}}
+  %odd = f32[1024]{0:T(1024)} custom-call(%sums), custom_call_target="mystery", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(step)/odd"}
+  ROOT %sum = f32[1024,1024]{1,0:T(8,128)} get-tuple-element(%sums), index=0
+}
+"""
+
+
+def test_what_lies_in_vmem_is_no_traffic_and_a_prefetch_no_move():
+    program = read_program(VMEM)
+    assert program.prefetched == 2 * 1024 * 1024 + 4 * 1024 * 1024  # the slice, and not what it is taken from
+    fusion, odd = program.moves
+    assert (fusion.bytes, fusion.cycles) == (4 * 1024 * 1024 + 4 * 1024 * 1024, 7000)
+    assert (odd.kind, odd.path) == ("mystery", "jit(step)/odd")  # its attributes go over several lines
+    assert program.unknown == ["mystery"]
+    found = estimate(chip("v6e"), program)[0]
+    assert found.moves == pytest.approx(7000 / 1.75e9 + odd.bytes / 1.64e12)
+    assert found.memory == pytest.approx((program.prefetched + fusion.bytes + odd.bytes) / 1.64e12)
+
+
+CUDNN = """HloModule jit_step
+
+ENTRY %main (q: bf16[2,4096,32,128], k: bf16[2,4096,8,128]) -> bf16[2,32,4096,128] {
+  %q = bf16[2,4096,32,128]{3,2,1,0} parameter(0)
+  %k = bf16[2,4096,8,128]{3,2,1,0} parameter(1)
+  %f = (bf16[2,32,4096,128]{3,1,2,0}, f32[2,32,4096]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmaxDIRECTION", backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "32", "4096", "4096"], "layout": {}}, "mask_type": "MASK"}}
+  ROOT %o = bf16[2,32,4096,128]{3,1,2,0} get-tuple-element(%f), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(("direction", "mask", "matmuls"), [("", "CAUSAL", 1), ("", "NO_MASK", 2), ("Backward", "CAUSAL", 2.5)])  # fmt: skip
+def test_attention_kernels_have_flops_and_a_causal_one_half_of_them(direction, mask, matmuls):
+    program = read_program(CUDNN.replace("DIRECTION", direction).replace("MASK", mask))
+    (kernel,) = program.kernels
+    assert kernel.flops == matmuls * 2 * 2 * 32 * 4096 * 4096 * 128
+    assert not program.unknown
+    assert not program.moves
+    at_peak = estimate(chip("h200"), program, at_peak=True)[0].matmul
+    assert at_peak == pytest.approx(kernel.flops / 989e12)
+    assert estimate(chip("h200"), program)[0].matmul == pytest.approx(at_peak / 0.717)
+
+
+def collective(kind, size, groups):
+    return Collective(kind, "bf16", size, "", 1, links.members(groups))
+
+
+def test_collectives_are_priced_one_way_by_kind_and_by_whose_links_they_take():
+    h200, v6e = chip("h200"), chip("v6e")
+    inside, across = "replica_groups={{0,1,2,3,4,5,6,7}}", "replica_groups=[1,64]<=[64]"
+    gather = links.seconds(h200, collective("all-gather", 8e9, inside), 64)
+    assert gather == pytest.approx(7e9 / 450e9)
+    assert links.seconds(h200, collective("all-reduce", 8e9, inside), 64) == pytest.approx(2 * gather)
+    # Of 8 domains each card fetches an eighth of the seven eighths that others hold.
+    wide = links.seconds(h200, collective("all-gather", 8e9, across), 64)
+    assert wide == pytest.approx(max(8e9 * 7 / 8 / 8 / 50e9, 7e9 / 450e9))
+    assert links.seconds(v6e, collective("all-gather", 8e9, across), 64) == pytest.approx(8e9 * 63 / 64 / 224e9)
+    assert links.members("replica_groups=[8,8]<=[8,8]T(1,0)") == (0, 8, 16, 24, 32, 40, 48, 56)
+    assert links.members("source_target_pairs={{0,1},{7,8}}") == (0, 1)
+    strided = links.seconds(h200, collective("all-gather", 8e9, "replica_groups=[8,8]<=[8,8]T(1,0)"), 64)
+    assert strided == pytest.approx(8e9 * 7 / 8 / 50e9)  # nobody in a domain helps
+    assert links.seconds(h200, collective("all-reduce", 8e9, ""), 1) == 0
+
+
 def test_a_fallback_is_found_by_its_path():
     asked, emitted = read_program(TRACED, is_optimized=False), read_program(FELL_BACK)
     path = "jit(step)/jvp(M)/layer/jit(_forward)/dot_general"
@@ -289,7 +373,7 @@ def seconds(target, lhs, rhs):
     """Estimate one large matmul of operands of these dtypes."""
     arrays = (hlo.Array(lhs, (8192, 8192)), hlo.Array(rhs, (8192, 8192)), hlo.Array("bf16", (8192, 8192)))
     matmul = Matmul(*arrays, "dot", "", 1, WORK)
-    return report.estimate(chip(target), Program([matmul]))[0].matmul
+    return estimate(chip(target), Program([matmul]), at_peak=True)[0].matmul
 
 
 def test_four_bit_floats_are_priced_at_their_own_rate_where_there_is_a_unit_for_them():

@@ -1,0 +1,153 @@
+"""What the audit predicts beside what others published: the check of its prices.
+
+Shares of peak are fitted on TransformerEngine's GEMM set alone (``chips``); every other row is a prediction. A row is a
+program of jaxquant's own for the same chip, shapes and recipe, compiled here and priced by ``price.estimate``; what was
+measured ran other code, so the row also says where the two differ.
+
+``python -m jaxquant.audit --anchors``; ``--only NAME`` for some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxquant.aot.chips import chip
+from jaxquant.aot.price import Roofline, estimate
+from jaxquant.aot.program import read_program
+from jaxquant.aot.topology import devices
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core import delayed
+from jaxquant.ops.dot_general import dot_general, initial_state
+
+TOKENS = 15872
+GEMMS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
+"""TransformerEngine's layer GEMM set: contraction and features of each; hidden 4096, MLP 16384."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchor:
+    """A published ratio of speeds and what to compile for it.
+
+    Attributes:
+      name: who measured what.
+      ratio: published, of bf16's time.
+      string: config string of ours that stands for theirs.
+      source: of the figure.
+      is_fitted: whether shares of peak were fitted on it.
+      differs: how ours and theirs differ.
+    """
+
+    name: str
+    ratio: float
+    string: str
+    source: str
+    is_fitted: bool = False
+    differs: str = ""
+
+
+_TE = "TransformerEngine docs/examples/gemm_profiling"
+_OWN_CASTS = "theirs casts and transposes in one kernel; XLA reads a tensor once more"
+GEMM_SET = (
+    Anchor("TE delayed, H200 NVL", 1.69, "fp8", _TE, True, _OWN_CASTS),
+    Anchor("TE current, H200 NVL", 1.58, "fp8_current", _TE, True, _OWN_CASTS),
+    Anchor("TE block, H200 NVL", 1.40, "fp8_block", _TE, False, "XLA has no block-scaled matmul on Hopper"),
+)
+MISSING = (
+    ("torchao tensorwise and rowwise, Llama-3-8B, 8 H100", "1.25, 1.10", "python -m jaxquant.audit on that config"),
+    ("MaxText int8, Gemma-7B, v5e-256 and v5p-128", "1.21, 1.17", "needs Gemma's config at 256 chips"),
+    ("AQT int8, 1B to 16B, TPUs", "1.2 to 1.4", "no configuration is published"),
+)
+"""Published, and not compiled by this command: who, the ratio, what it takes."""
+
+
+def gemm_step(string: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return the forward pass and both gradients of the GEMM set, and the shapes of its arguments.
+
+    Args:
+      string: config string, "" for bf16.
+    """
+    recipe = QuantConfig(quantization=string, quant_backend="native" if string else "auto").recipe()
+    state: dict[str, Any] = {}
+    if recipe is not None:
+        bins = jax.eval_shape(lambda: delayed.empty_bins((), is_warm=True))
+        own = jax.eval_shape(lambda: initial_state(recipe))
+        state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in GEMMS}
+    x = {name: jax.ShapeDtypeStruct((TOKENS, k), jnp.bfloat16) for name, (k, _) in GEMMS.items()}
+    kernels = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in GEMMS.items()}
+    grads = {name: jax.ShapeDtypeStruct((TOKENS, n), jnp.bfloat16) for name, (_, n) in GEMMS.items()}
+    dims = (((1,), (0,)), ((), ()))
+
+    def step(x: Any, kernels: Any, state: Any, grads: Any) -> Any:
+        found = {}
+        for name in GEMMS:
+
+            def product(x: jax.Array, kernel: jax.Array, own: Any) -> jax.Array:
+                if recipe is None:
+                    return jax.lax.dot_general(x, kernel, dims)
+                return dot_general(x, kernel, dims, recipe=recipe, state=own)
+
+            out, pull = jax.vjp(product, x[name], kernels[name], state.get(name, {}))
+            found[name] = out, pull(grads[name])
+        return found
+
+    return step, (x, kernels, state, grads)
+
+
+def price_gemms(string: str, target: str) -> Roofline:
+    """Compile the GEMM set for one absent chip and estimate its time.
+
+    Args:
+      string: config string, "" for bf16.
+      target: chip, one of ``CHIPS``.
+    """
+    function, shapes = gemm_step(string)
+    where = NamedSharding(Mesh(devices(chip(target))[:1], ("x",)), PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+    return estimate(chip(target), read_program(jax.jit(function).lower(*placed).compile().as_text() or ""))[0]
+
+
+def rows(names: list[str] | None = None) -> list[dict[str, Any]]:
+    """Compile and price the anchors whose name holds one of ``names`` (all of them by default).
+
+    Args:
+      names: parts of anchors' names.
+    """
+    plain = price_gemms("", "h200-nvl")
+    found = [_row("TE bf16, H200 NVL", 32.014e-3, plain, None, _TE, "fitted", "")]
+    for anchor in GEMM_SET:
+        if names and not any(name in anchor.name for name in names):
+            continue
+        priced = price_gemms(anchor.string, "h200-nvl")
+        kind = "fitted" if anchor.is_fitted else "predicted"
+        found.append(_row(anchor.name, anchor.ratio, priced, plain, anchor.source, kind, anchor.differs))
+    return found
+
+
+def _row(
+    name: str, published: float, priced: Roofline, plain: Roofline | None, source: str, kind: str, differs: str
+) -> dict[str, Any]:
+    if plain is None:
+        ours, shown, unit = priced.step * 1e3, published * 1e3, " ms"
+    else:
+        ours, shown, unit = plain.step / priced.step, published, "×"
+    return {
+        "anchor": name,
+        "published": f"{shown:.2f}{unit}",
+        "audit": f"{ours:.2f}{unit}",
+        "error": f"{ours / shown - 1:+.0%}",
+        "ours: matmuls, moves ms": f"{priced.matmul * 1e3:.2f}, {priced.moves * 1e3:.2f}",
+        "": kind,
+        "why": differs,
+        "source": source,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(rows(sys.argv[1:])))

@@ -1,0 +1,99 @@
+"""What custom calls are: a registry of those that multiply, those that only move, and those that are nothing.
+
+A compiler knows nothing of the work of a hand-written kernel. Each known one says here how many operations it makes;
+one that is not known is named in the report and counts as a move of its operands and results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from jaxquant.aot.hlo import Array, Instruction
+
+MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
+"""Library calls that are one matrix product; ``program.read_program`` reads what they contract."""
+
+_MOVES = (r"__cub\$.*", "TopK", "PadToStatic", "SliceToDynamic", r"__gpu\$.*")
+_NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMD.*", "AssumeGatherIndicesInBound", "annotate.*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A custom call whose work is known.
+
+    Attributes:
+      name: the registry's.
+      dtype: HLO's name, of what it multiplies.
+      flops: of one run; what a causal mask leaves out is not counted.
+      bytes: operands and results of one run, in HBM.
+      path: where it comes from in the traced program.
+      times: how often a step runs it.
+    """
+
+    name: str
+    dtype: str
+    flops: int
+    bytes: int
+    path: str
+    times: int
+
+
+def is_nothing(target: str) -> bool:
+    """Check whether a custom call is a name for what is there, or a place for what will be."""
+    return any(re.fullmatch(known, target) for known in _NOTHING)
+
+
+def is_known_move(target: str) -> bool:
+    """Check whether a custom call only moves, or sorts, its operands."""
+    return any(re.fullmatch(known, target) for known in _MOVES)
+
+
+def kernel(instruction: Instruction, operands: list[Array], moved: int, path: str, times: int) -> Kernel | None:
+    """Return what a custom call multiplies, None where it is not in the registry.
+
+    Args:
+      instruction: the call.
+      operands: types of its operands.
+      moved: bytes of its operands and results in HBM.
+      path: where it comes from.
+      times: how often a step runs it.
+    """
+    for pattern, read in _REGISTRY:
+        if re.search(pattern, f"{instruction.target} {path}"):
+            name, dtype, flops = read(instruction, operands, path)
+            return Kernel(name, dtype, flops, moved, path, times)
+    return None
+
+
+def _cudnn(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+    """Two matmuls over the scores forward, five backward; half of them where the kernel knows that they are causal."""
+    found = re.search(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]', instruction.rest)
+    scores = math.prod(int(size.strip(' "')) for size in found[1].split(",")) if found else 0
+    is_causal = bool(re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', instruction.rest))
+    backward = "Backward" in instruction.target
+    flops = 2 * (5 if backward else 2) * scores * operands[0].shape[-1] // (2 if is_causal else 1)
+    masked = "causal " if is_causal else ""
+    return f"cuDNN {masked}attention {'backward' if backward else 'forward'}", operands[0].dtype, flops
+
+
+_SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
+"""Matmuls over the scores in each of splash attention's kernels."""
+
+
+def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+    """Splash attention skips what its mask leaves out; the mask is none of the program's text, and taken as causal."""
+    found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", path)
+    kind = found[1] if found else "fwd"
+    query, key = [array for array in operands if array.dtype in ("bf16", "f32", "f16") and len(array.shape) >= 3][:2]
+    matmuls = _SPLASH[kind] + (kind == "dkv" and 'use_fused_bwd_kernel\\": true' in instruction.rest)
+    flops = 2 * matmuls * math.prod(query.shape) * key.shape[-2] // 2
+    return f"splash attention {kind}", query.dtype, flops
+
+
+_REGISTRY = (
+    (r"^__cudnn\$fmha", _cudnn),
+    (r"^tpu_custom_call .*splash_m[hq]a_(fwd|dkv|dq)", _splash),
+)
+"""Pattern of a call's target and path, and what reads its name, dtype and operations."""

@@ -1,0 +1,100 @@
+"""How long a compiled step takes: at the peak rates of a chip, and at the shares of them that are achieved.
+
+GPU: every matmul at its rate or at its memory's speed, whichever is longer; everything else at the memory's speed; one
+after another. TPU: the compiler's own ``estimated_cycles`` of every instruction over the chip's clock, and never less
+than all HBM traffic takes. Communication hides behind the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxquant.aot import links
+from jaxquant.aot.chips import Chip
+from jaxquant.aot.hlo import bits
+from jaxquant.aot.program import Program
+
+
+def kind(dtype: str) -> str:
+    """Return the peak rate at which a matmul of that operand dtype runs: fp4, fp8, int8, bf16 or f32.
+
+    Integers of more than 8 bits have no unit of their own, and are priced as f32.
+
+    Args:
+      dtype: HLO's name.
+    """
+    if dtype.startswith("f4"):
+        return "fp4"
+    if dtype.startswith("f8"):
+        return "fp8"
+    if dtype[0] in "su":
+        return "int8" if bits(dtype) <= 8 else "f32"
+    return "f32" if dtype in ("f32", "f64") else "bf16"
+
+
+@dataclasses.dataclass
+class Roofline:
+    """An estimate of a step's time on one chip, in seconds.
+
+    Attributes:
+      matmul: matrix products, with what is fused into them, and kernels that multiply.
+      moves: everything else on the chip.
+      communication: between chips.
+      memory: all traffic of the chip's memory; 0 where it is within the other figures.
+    """
+
+    matmul: float
+    moves: float
+    communication: float
+    memory: float = 0.0
+
+    @property
+    def step(self) -> float:
+        return max(self.matmul + self.moves, self.communication, self.memory)
+
+
+def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int = 1) -> tuple[Roofline, float | None]:
+    """Estimate a step; also, on GPUs, the time of its matmuls if the 8-bit ones were in bf16.
+
+    Args:
+      chip: that runs it.
+      program: as its compiler made it.
+      at_peak: whether at the full rates of data sheets, not at the shares that are achieved.
+      devices: of the program.
+    """
+
+    def rate(*kinds: str) -> float:
+        return min(chip.peak[each] * (1.0 if at_peak else chip.achieved(each)) for each in kinds)
+
+    bandwidth = chip.bandwidth * (1.0 if at_peak else chip.achieved("memory"))
+    is_clocked = chip.clock > 0 and not at_peak
+    seconds, bf16, memory = 0.0, 0.0, program.prefetched / bandwidth
+    for matmul in program.matmuls:
+        size = (matmul.bytes or sum(array.bytes for array in (matmul.lhs, matmul.rhs, matmul.out))) / bandwidth
+        memory += matmul.times * size
+        kinds = {kind(matmul.lhs.dtype), kind(matmul.rhs.dtype)}  # two kinds run at the slower one's rate
+        if is_clocked and matmul.cycles:
+            seconds += matmul.times * matmul.cycles / chip.clock
+            continue
+        seconds += matmul.times * max(matmul.flops / rate(*kinds), size)
+        bf16 += matmul.times * max(matmul.flops / rate("f32" if "f32" in kinds else "bf16"), size)
+    for kernel in program.kernels:
+        size = kernel.bytes / bandwidth
+        own = rate(kind(kernel.dtype)) * (1.0 if at_peak or chip.platform == "cuda" else KERNEL_SHARE)
+        took = kernel.times * max(kernel.flops / own, size)
+        seconds, bf16, memory = seconds + took, bf16 + took, memory + kernel.times * size
+    moves = 0.0
+    for move in program.moves:
+        size = move.times * move.bytes / bandwidth
+        moves += move.times * move.cycles / chip.clock if is_clocked and move.cycles else size
+        memory += size
+    communication = sum(each.times * links.seconds(chip, each, devices) for each in program.collectives)
+    n = chip.devices  # of a chip, which share its rates
+    if chip.platform == "cuda":
+        return Roofline(seconds * n, moves * n, communication * n), bf16 * n
+    scale = 1 if is_clocked else n
+    return Roofline(seconds * scale, moves * scale, communication * n, memory * n), None
+
+
+KERNEL_SHARE = 0.5
+"""Of a TPU's peak rate, at which its attention kernels are priced: nothing tells their cycles."""
