@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gguf
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from jaxquant import formats
 
 BOUNDS = {
     "int8": 127.5,
@@ -52,6 +56,16 @@ def quantize_blocks(x: np.ndarray, dtype: str, block: tuple[int, int], powers_of
             qvalue[i : i + block[0], j : j + block[1]] = cast(part / scale, dtype)
             scales[i : i + block[0], j : j + block[1]] = scale
     return qvalue, scales
+
+
+def through_gguf(x: np.ndarray, codec: str, axis: int) -> np.ndarray:
+    """Return what llama.cpp's own decoder makes of an array's blocks along an axis, a last one filled with zeros."""
+    kind = gguf.GGMLQuantizationType[codec.upper()]
+    size = gguf.GGML_QUANT_SIZES[kind][0]
+    rows = np.moveaxis(x, axis, -1).astype(np.float32)
+    padded = np.pad(rows, [(0, 0)] * (x.ndim - 1) + [(0, -rows.shape[-1] % size)])
+    blocks = np.asarray(formats.codec(codec).encode(jnp.asarray(padded))["blocks"])
+    return np.moveaxis(gguf.quants.dequantize(blocks, kind)[..., : rows.shape[-1]], -1, axis).astype(np.float64)
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -18,6 +18,10 @@ scale, which all uses of a step share, is marked bit by bit in the cells that ar
 zeros, which no step reads; but between the micro-batches of ``optax.MultiSteps`` on an NNX model it holds what they
 have observed so far. Flax mode has flax's protocol instead, for one use: the "gradient" is the new state.
 
+A state is *warm* where its ``amax_bins`` have a column more, which holds nothing: its history has entries, so that the
+scale comes from the history alone and no cast waits for the tensor's own amax. The shape says it, so it is decided
+while tracing, tensor by tensor (``is_warm``). The bits are the same either way.
+
 Source: flax.linen.fp8_ops (flax mode, bit for bit); TransformerEngine's delayed scaling recipe.
 """
 
@@ -50,9 +54,20 @@ def initial_state(spec: DelayedSpec) -> TensorState:
     return state if spec.amax_init == "flax" else state | {"amax_bins": empty_bins()}
 
 
-def empty_bins(leading: tuple[int, ...] = ()) -> Float[Array, "*leading 3 2048"]:
-    """Make the bins of a state, all zeros."""
-    return jnp.zeros((*leading, 3, BINS), jnp.float32)
+def empty_bins(leading: tuple[int, ...] = (), is_warm: bool = False) -> Float[Array, "*leading 3 bins"]:
+    """Make the bins of a state, all zeros, with the column of a warm one or without."""
+    return jnp.zeros((*leading, 3, BINS + is_warm), jnp.float32)
+
+
+def is_warm(state: TensorState) -> bool:
+    """Check whether a state says that its history has entries, by the shape of its bins."""
+    return "amax_bins" in state and state["amax_bins"].shape[-1] == BINS + 1
+
+
+def has_history(state: TensorState) -> Bool[Array, "*leading"]:
+    """Return whether there is a finite amax above zero in a history."""
+    history = state["amax_history"]
+    return jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=-1) > 0
 
 
 def _bits(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -131,7 +146,8 @@ def current_scale(
         )
     # A history loaded from a flax checkpoint may hold a non-finite amax.
     past = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
-    past = jnp.where(past > 0, past, amax.astype(jnp.float32))
+    if not is_warm(state):
+        past = jnp.where(past > 0, past, amax.astype(jnp.float32))
     scale = past * (2.0**spec.margin / element.max)
     return jnp.where((past > 0) & jnp.isfinite(past), jnp.where(scale < floor, 1.0, scale), old)
 
@@ -147,8 +163,9 @@ def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leadin
 
 
 def without_bins(state: TensorState) -> TensorState:
-    """Leave out what no step reads, so that it is not kept for the backward pass."""
-    return {name: value for name, value in state.items() if name != "amax_bins"}
+    """Cut the bins, which no step reads, down to what says whether a state is warm, for the backward pass to keep."""
+    width = BINS + 1 if is_warm(state) else 0
+    return {name: value[..., :0, :width] if name == "amax_bins" else value for name, value in state.items()}
 
 
 def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""], spec: DelayedSpec) -> TensorState:
@@ -174,15 +191,16 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     low = place[:, None] * _take_apart(bits, _LOW_BITS)
     cells = [count, low.reshape(-1), _take_apart(_bits(scale), _SCALE_BITS)]
     free = 3 * BINS - sum(part.size for part in cells)
+    padding = ((0, 0), (0, int(is_warm(state))))
     return {
         "scale": scale,
         "amax_history": history,
-        "amax_bins": jnp.concatenate([*cells, jnp.zeros((free,), jnp.float32)]).reshape(3, BINS),
+        "amax_bins": jnp.pad(jnp.concatenate([*cells, jnp.zeros((free,), jnp.float32)]).reshape(3, BINS), padding),
     }
 
 
 def _marks(observation: TensorState) -> Float[Array, "*leading 4096"]:
-    bins = observation["amax_bins"]
+    bins = observation["amax_bins"][..., :BINS]
     return bins[..., 1:, :].reshape(*bins.shape[:-2], 2 * BINS)
 
 
@@ -217,9 +235,9 @@ def advance(state: TensorState, observation: TensorState) -> TensorState:
     amax, history = largest(observation), state["amax_history"]
     scale = _float(_put_together(_marks(observation)[..., _SCALE_CELLS]))[..., None]
     # Without a history each use has a scale of its own, and the state none.
-    has_history = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=-1, keepdims=True) > 0
+    has_scale = has_history(state) & _is_used(observation)
     return {
-        "scale": jnp.where(has_history & _is_used(observation)[..., None], scale, state["scale"]),
+        "scale": jnp.where(has_scale[..., None], scale, state["scale"]),
         "amax_history": jnp.where(amax[..., None] >= 0, record(history, amax), history),
         "amax_bins": jnp.zeros_like(state["amax_bins"]),
     }

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,28 @@ PARTS = ("qvalue", "scale", "zero_point", "outer_scale")
 """Arrays of a ``QTensor``, by the names under which they are stored."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=list(PARTS), meta_fields=["block"])
+class Encoding(Protocol):
+    """What is known here of a tensor format whose bytes hold elements and scales together."""
+
+    @property
+    def elements_per_block(self) -> int: ...
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+    def decode_tensor(self, tensor: QTensor) -> Float[Array, "*shape"]:
+        """Return the float32 array of a tensor."""
+        ...
+
+
+CODEC_MARK = "jaxquant codec "
+"""Begins the ``checkpoint_name`` of an array before it is encoded and after it is decoded; the codec's name follows."""
+
+ENCODINGS: dict[str, Encoding] = {}
+"""Tensor formats by name. ``jaxquant.formats``, which knows them, fills this in."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=list(PARTS), meta_fields=["block", "codec"])
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """Hold quantized elements and what multiplies them: ``x ≈ (qvalue − zero_point) · scale · outer_scale``.
@@ -38,17 +59,24 @@ class QTensor:
       outer_scale: one scale above all others, or None.
       block: shape of a block, static; None where the shapes tell it. Axes along which layers are stacked have 0 in it,
         which a loop over them takes away with the axis; axes that were added in front need none.
+      codec: name of a tensor format, static; None for elements and scales apart. With one, qvalue is the format's
+        bytes and there is no other part. ``block`` has the sizes of the contraction axes, whose elements in their
+        order were encoded together, and 1 for all others; the bytes lie along the last contraction axis, the other
+        ones have size 1.
     """
 
     qvalue: Shaped[Array, "*shape"]
-    scale: Float[Array, "*counts"]
+    scale: Float[Array, "*counts"] = None  # pyright: ignore[reportAssignmentType]  # with a codec alone
     zero_point: Shaped[Array, "*counts"] | None = None
     outer_scale: Float[Array, "*ones"] | None = None
     block: Shape | None = None
+    codec: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.qvalue.shape
+        if self.codec is None:
+            return self.qvalue.shape
+        return tuple(size if size > 1 else n for size, n in zip(self.blocks, self.qvalue.shape, strict=True))
 
     @property
     def ndim(self) -> int:
@@ -60,13 +88,22 @@ class QTensor:
         return {name: value for name in PARTS if (value := getattr(self, name)) is not None}
 
     @classmethod
-    def of_parts(cls, parts: Mapping[str, Any], block: Shape | None = None) -> QTensor:
+    def of_parts(cls, parts: Mapping[str, Any], block: Shape | None = None, codec: str | None = None) -> QTensor:
         """Build from what ``parts`` gave; a leaf may be whatever stands in for an array."""
-        return cls(**{name: parts.get(name) for name in PARTS}, block=block)  # pyright: ignore[reportArgumentType]
+        found: dict[str, Any] = {name: parts.get(name) for name in PARTS}
+        return cls(**found, block=block, codec=codec)
 
     def replace(self, change: Callable[[str, Any], Any]) -> QTensor:
         """Return one whose parts are ``change(name, part)``."""
-        return self.of_parts({name: change(name, part) for name, part in self.parts.items()}, self.block)
+        return self.of_parts({name: change(name, part) for name, part in self.parts.items()}, self.block, self.codec)
+
+    @property
+    def description(self) -> str:
+        """What it is made of, for errors."""
+        shape = f"{self.qvalue.dtype.name} {tuple(self.qvalue.shape)}"
+        if self.codec is not None:
+            return f"{self.codec} in {shape}"
+        return f"{shape} with scales {tuple(self.scale.shape)}{'' if self.zero_point is None else ' and zero points'}"
 
     @property
     def blocks(self) -> Shape:
@@ -129,6 +166,9 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
     Raises:
       ValueError: an invariant does not hold.
     """
+    if tensor.codec is not None:
+        _check_encoded(tensor, name)
+        return
     shape, scale = tuple(tensor.shape), tuple(tensor.scale.shape)
     if len(scale) != len(shape):
         raise ValueError(f"{name} has scales of shape {scale} for elements of shape {shape}; give both the same rank")
@@ -161,6 +201,24 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
         raise ValueError(f"{name} has an outer_scale of shape {tuple(outer.shape)}, not {(1,) * len(shape)}")
 
 
+def _check_encoded(tensor: QTensor, name: str) -> None:
+    encoding, stored, block = ENCODINGS.get(tensor.codec or ""), tuple(tensor.qvalue.shape), tensor.block
+    if encoding is None:
+        raise ValueError(f"{name} is in the tensor format {tensor.codec!r}; known ones are {', '.join(ENCODINGS)}")
+    if tensor.qvalue.dtype != jnp.uint8 or list(tensor.parts) != ["qvalue"]:
+        raise ValueError(f"{name} is in the format {tensor.codec}, whose one part is bytes, got {list(tensor.parts)}")
+    if block is None or len(block) - block.count(0) > len(stored) or min(block, default=1) < 0:
+        raise ValueError(f"{name} of {stored} bytes has blocks of shape {block}; give the sizes of its contraction")
+    contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
+    count = -(-math.prod(tensor.blocks) // encoding.elements_per_block) * encoding.bytes_per_block
+    wanted = [1] * (len(contraction) - 1) + [count]
+    if not contraction or [stored[axis] for axis in contraction] != wanted:
+        raise ValueError(
+            f"{name} of {stored} bytes does not hold a contraction of {tensor.blocks} in {tensor.codec}, which takes "
+            f"{count} bytes"
+        )
+
+
 INPUT_SCALE = "input_scale"
 """Name, beside a converted kernel, of the static scale of the activation."""
 
@@ -173,12 +231,13 @@ class ConvertedKernel:
     Attributes:
       tensor: the quantized kernel.
       dtype: name of the float dtype in which the op would have read the float kernel; it decides the result's.
-      input_scale: float32, shape (1,), the static scale of the activation, or None where the activation has its own.
+      input_scale: float32, the static scale of the activation, or None where the activation has its own; shape (1,), or
+        of the kernel's rank, with an entry for each layer and batch element that are stacked in it.
     """
 
     tensor: QTensor
     dtype: str
-    input_scale: Float[Array, 1] | None = None
+    input_scale: Float[Array, "*ones"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -191,6 +250,8 @@ class ConvertedKernel:
 
 def dequantize(tensor: QTensor, dtype: str = "float32") -> Float[Array, "*shape"]:
     """Return ``(qvalue − zero_point) · scale``, computed in float32 and rounded once to ``dtype``."""
+    if tensor.codec is not None:
+        return ENCODINGS[tensor.codec].decode_tensor(tensor).astype(dtype)
     values, block = tensor.qvalue.astype(jnp.float32), tensor.blocks
     if tensor.zero_point is not None:
         values = apply_blocks(jnp.subtract, values, tensor.zero_point.astype(jnp.float32), block)

@@ -14,19 +14,24 @@ from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, redu
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import asymmetric_cast, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import Part, asymmetric_cast, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, power_of_two_below, scale_of_amax
 
 
+@jax.jit
 def absolute(x: jax.Array) -> jax.Array:
     """Return |x| whose maximum shows a NaN: NaN itself or, on CPUs, infinity.
 
     XLA:CPU's maximum can lose a NaN. Elsewhere the plain function is what compilers fuse: the test for NaN makes the
     H200's write two copies of every weight.
     """
-    return jax.lax.platform_dependent(
-        x, cpu=lambda x: jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)), default=lambda x: jnp.abs(x)
-    )
+
+    def on_cpu(x: jax.Array) -> jax.Array:
+        # Infinity is made of x: a constant of a branch is taken out of it where a remat is differentiated.
+        is_number = x == x
+        return jnp.where(is_number, jnp.abs(x), 1 / is_number.astype(x.dtype))
+
+    return jax.lax.platform_dependent(x, cpu=on_cpu, default=lambda x: jnp.abs(x))
 
 
 class Scales(NamedTuple):
@@ -116,6 +121,7 @@ def quantize_with_scale(
     *,
     outer_scale: Float[Array, "*ones"] | None = None,
     block: Shape | None = None,
+    part: Part | None = None,
 ) -> QTensor:
     """Quantize with a given scale: ``qvalue = cast(x / scale + zero_point)``, saturating.
 
@@ -126,6 +132,7 @@ def quantize_with_scale(
       key: random key, for stochastic rounding.
       compute_dtype: dtype of the division (float32, or flax's: the operand's own).
       block: shape of the blocks that share a scale; None where the shapes tell.
+      part: where x lies in a larger tensor, for stochastic rounding.
 
     Raises:
       ValueError: stochastic rounding without a key, or zero points in blocks of different sizes.
@@ -153,7 +160,7 @@ def quantize_with_scale(
     if spec.rounding == "stochastic":
         if key is None:
             raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
-        return QTensor(stochastic_cast(scaled, kind, key), scale, None, outer_scale, block)
+        return QTensor(stochastic_cast(scaled, kind, key, part), scale, None, outer_scale, block)
     return QTensor(saturating_cast(scaled, kind), scale, None, outer_scale, block)
 
 
@@ -166,6 +173,8 @@ def quantize(
     shards: int = 1,
     batch: Sequence[int] = (),
     floor: float = SMALLEST_SCALE,
+    compute_dtype: str = "float32",
+    part: Part | None = None,
 ) -> QTensor:
     """Quantize an operand by this tensor's own statistic.
 
@@ -177,14 +186,27 @@ def quantize(
       shards: blocks of the first contraction axis with a scale of their own.
       batch: its batch axes, which no block of several elements covers.
       floor: scales below it become 1.
+      compute_dtype: dtype of the division.
+      part: where x lies in a larger tensor, for stochastic rounding.
 
     Raises:
       ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     scales = compute_scale(x, spec, block, floor)
+    if scales.scale.size == 1 and spec.dtype.startswith("float8"):
+        # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.
+        x = jax.lax.optimization_barrier(x)
     return quantize_with_scale(
-        x, spec, scales.scale, scales.zero_point, key, outer_scale=scales.outer_scale, block=block
+        x,
+        spec,
+        scales.scale,
+        scales.zero_point,
+        key,
+        compute_dtype,
+        outer_scale=scales.outer_scale,
+        block=block,
+        part=part,
     )
 
 

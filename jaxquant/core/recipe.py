@@ -47,6 +47,8 @@ class TensorSpec:
       outer_scale: whether the tensor has one float32 scale above those of its tiles, as NVFP4 has.
       amax_bound: largest amax that a scale may follow, None for no bound; what lies above is clipped and gets no
         gradient. ``activation_scale_ub`` of checkpoints.
+      codec: name of a tensor format of ``jaxquant.formats`` whose encoder makes elements and scales together; every
+        other field but ``dtype``, the type of its elements, has its default then. None for the fields above.
     """
 
     dtype: str
@@ -62,6 +64,7 @@ class TensorSpec:
     scale_rounding: Literal["exact", "up", "nearest"] = "exact"
     outer_scale: bool = False
     amax_bound: float | None = None
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         element(self.dtype)
@@ -81,6 +84,10 @@ class TensorSpec:
             raise ValueError(f"TensorSpec scaling 'delayed' needs granularity 'per_tensor', got {self.granularity!r}")
         self.calibration.check_dtype(self.dtype)
         self._check_scale()
+        if self.codec is not None and dataclasses.replace(self, codec=None) != TensorSpec(self.dtype):
+            raise ValueError(
+                f"TensorSpec codec {self.codec!r} makes its own scales; leave all fields but dtype at their defaults"
+            )
 
     def _check_scale(self) -> None:
         allowed = _SCALE_ROUNDINGS.get(self.scale_dtype)
@@ -194,6 +201,9 @@ class Recipe:
       fwd, dlhs, drhs: the three matmuls.
       delayed: parameters of delayed scaling, where an operand asks for it.
       sparsity: N:M sparsity of the weight, or None.
+      arithmetic: ``exact``: operands are scaled in float32, and the kernel's gradient comes out of its matmul in the
+        output gradient's dtype. ``lean``: bfloat16 operands are scaled in bfloat16, which costs a TPU half as much, and
+        the kernel's gradient comes in the kernel's dtype, which saves a pass over it. It is the same on every platform.
 
     Raises:
       ValueError: delayed scaling with two specs for one output gradient.
@@ -205,6 +215,7 @@ class Recipe:
     drhs: MatmulSpec = MatmulSpec()
     delayed: DelayedSpec | None = None
     sparsity: SparsitySpec | None = None
+    arithmetic: Literal["exact", "lean"] = "exact"
 
     def __post_init__(self) -> None:
         grad, own = self.dlhs.lhs, self.drhs.rhs
@@ -239,6 +250,23 @@ class Recipe:
     def matches_flax(self) -> bool:
         """Whether delayed scaling follows ``flax.linen.fp8_ops`` bit for bit."""
         return self.delayed is not None and self.delayed.amax_init == "flax"
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the arithmetic is ours to choose: flax's bits are flax's."""
+        return self.arithmetic == "lean" and not self.matches_flax
+
+    @property
+    def shares_gradient(self) -> bool:
+        """Whether the output gradient is quantized once, for both backward matmuls."""
+        grad = self.dlhs.lhs
+        if not isinstance(grad, TensorSpec) or grad != self.drhs.rhs:
+            return False
+        is_plain = self.dlhs.rhs == self.drhs.lhs == FORWARD and self.dlhs.shards == self.drhs.shards == 1
+        sides = (grad, self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs"))
+        return (
+            self.is_lean and is_plain and all(each is not None and each.granularity == "per_tensor" for each in sides)
+        )
 
     @property
     def is_stateful(self) -> bool:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, UInt32
 
 from jaxquant.core.dtypes import Element
 
@@ -26,21 +32,87 @@ def asymmetric_cast(x: jax.Array, element: Element) -> jax.Array:
     )
 
 
-def stochastic_cast(x: jax.Array, element: Element, key: jax.Array) -> jax.Array:
+class Part(NamedTuple):
+    """Where a device's part of a tensor lies, so that its noise is that of the whole.
+
+    Attributes:
+      start: index of its first element along each axis, numbers or scalars.
+      shape: of the whole.
+    """
+
+    start: tuple[Array | int, ...]
+    shape: tuple[int, ...]
+
+
+def hash_bits(x: UInt32[Array, "*shape"], add: UInt32[Array, ""] | int = 0) -> UInt32[Array, "*shape"]:
+    """Mix 32 bits so that each depends on all: two multiplications and three shifts, one to one.
+
+    Args:
+      x: the numbers.
+      add: a number added half way, which makes another function of it.
+
+    Source: Wellons' lowbias32, whose constants were searched for the least bias.
+    """
+    x = x ^ (x >> 16)
+    x = x * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) + jnp.asarray(add, jnp.uint32)
+    x = x * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def noise(key: Key[Array, ""], shape: Sequence[int], part: Part | None = None) -> Float[Array, "*shape"]:
+    """Draw a uniform number in [0, 1) for every element: a hash of its index and the key, 24 bits.
+
+    An element's number depends on the key and its place alone, not on how the tensor is cut over devices. Two keys of
+    ``jax.random`` give independent numbers. It is as cheap as the cast that it rounds; ``jax.random.uniform`` is four
+    times a cast on TPUs. (Numbers repeat after 2^32 elements.)
+
+    Args:
+      key: of ``jax.random``, any implementation.
+      shape: of the numbers.
+      part: where they lie in a larger tensor; None is all of it.
+    """
+    return _noise(key, tuple(shape)) if part is None else _noise(key, tuple(shape), part.start, tuple(part.shape))
+
+
+# A jit of its own, so that a program holds it once for each shape.
+@functools.partial(jax.jit, static_argnames=("shape", "whole"))
+def _noise(
+    key: Key[Array, ""], shape: tuple[int, ...], start: Sequence[Any] | None = None, whole: tuple[int, ...] = ()
+) -> Float[Array, "*shape"]:
+    seeds = jax.random.bits(key, (2,), jnp.uint32)
+    whole = whole or shape
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(whole)):
+        step = jnp.uint32(math.prod(whole[axis + 1 :]) % 2**32)
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        if start is not None:
+            place = place + jnp.asarray(start[axis]).astype(jnp.uint32)
+        index = index + place * step
+    return (hash_bits(index ^ seeds[0], seeds[1]) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def stochastic_cast(x: jax.Array, element: Element, key: jax.Array, part: Part | None = None) -> jax.Array:
     """Round up or down at random so that the expected value is x, and clip to ``±element.max``.
 
     With ulp the distance of two neighbours of ``element`` around x and u uniform in [0, 1):
-    ``q = floor(x / ulp + u) · ulp``. Computed in float32. ``key`` gives an independent u to every element.
+    ``q = floor(x / ulp + u) · ulp``. Computed in float32. ``key`` gives an independent u to every element (``noise``).
+
+    Args:
+      x: real numbers, in units of the scale.
+      element: to round to.
+      key: random key.
+      part: where x lies in a larger tensor, for the bits that the whole one would get.
     """
     x = x.astype(jnp.float32)
-    noise = jax.random.uniform(key, x.shape, jnp.float32)
+    u = noise(key, x.shape, part)
     if element.kind == "int":
-        return jnp.clip(jnp.floor(x + noise), -element.max, element.max).astype(element.name)
+        return jnp.clip(jnp.floor(x + u), -element.max, element.max).astype(element.name)
     # The exponent field of a float32; below the smallest normal number of the element its grid is uniform.
     exponent = ((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
     exponent = jnp.maximum(exponent, element.min_exponent) - element.mantissa_bits
     ulp = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    rounded = jnp.floor(x / ulp + noise) * ulp
+    rounded = jnp.floor(x / ulp + u) * ulp
     # floor() keeps a NaN or an infinity, and the clip that follows is the saturating one.
     return jnp.clip(rounded, -element.max, element.max).astype(element.name)
 
@@ -53,3 +125,30 @@ def content_key(x: jax.Array) -> jax.Array:
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return jax.random.fold_in(jax.random.key(0), jnp.sum(bits, dtype=jnp.uint32))
+
+
+def operands_key(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Derive a random key from the values of both operands of a matmul, for noise that its backward pass draws."""
+    first, second = (content_key(jax.lax.stop_gradient(x)) for x in (lhs, rhs))
+    return jax.random.fold_in(second, jax.random.bits(first))
+
+
+@jax.jit
+def digest(
+    arrays: Sequence[Float[Array, "*shape"]], ordered: Sequence[Float[Array, " length"]] = ()
+) -> UInt32[Array, ""]:
+    """Return 32 bits that change with any value of some float32 arrays: what noise is drawn from without a stream.
+
+    Args:
+      arrays: the order of whose elements does not matter, so that no sharding changes the bits.
+      ordered: arrays whose order does, as of amax histories that roll.
+    """
+    total = jnp.zeros((), jnp.uint32)
+    for n, x in enumerate((*arrays, *ordered)):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        if n >= len(arrays):
+            bits = hash_bits(
+                bits + jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape) * jnp.uint32(0x9E3779B9)
+            )
+        total = hash_bits(total + jnp.sum(bits, dtype=jnp.uint32), n + 1)
+    return total

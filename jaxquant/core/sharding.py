@@ -29,6 +29,17 @@ def explicit_sharding(x: Array) -> NamedSharding | None:
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
+def is_whole(x: Array) -> bool:
+    """Check whether no compiler can cut x: on one device, or inside ``jax.shard_map`` along all axes of its mesh.
+
+    Where the type names no mesh, automatic sharding cannot be told from a single device but by how many there are.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        return jax.device_count() == 1
+    return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where an operand lies, as its type says it. Hashable, so that it can be static in a jit."""

@@ -14,6 +14,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, split_axes
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import choose_implementation
+from jaxquant.ops.layouts import contraction_last
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
@@ -39,6 +40,7 @@ def contract(
     scale_dtype: str = "float32",
     out_sharding: NamedSharding | None = None,
     implementation: str | None = None,
+    turns: bool = False,
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
@@ -52,9 +54,11 @@ def contract(
       accumulator: dtype that the matmul returns, None for the result's; int32 is of two integers alone.
       precision: as in ``lax.dot_general``.
       default_precision: what None means for a quantized matmul.
-      scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own).
+      scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own). Two scales of whole
+        tensors are applied in the dtype that the matmul returns: GPU libraries take them as their own.
       out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
       implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
+      turns: whether GPUs bring the contraction last by a copy of the quantized operands (``layouts``).
 
     Raises:
       ValueError: an implementation that is not known.
@@ -76,6 +80,8 @@ def contract(
         )
         return out.astype(out_dtype)
 
+    if turns and not dims.lhs_batch and lhs.zero_point is None and rhs.zero_point is None:
+        return _turned(lhs, rhs, dims, out_dtype, accumulator, default_precision if precision is None else precision)
     lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
     out = _multiply(
         lhs,
@@ -85,10 +91,25 @@ def contract(
         default_precision if precision is None else precision,
         _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles),
     )
-    if scale_dtype == "float32" or out.dtype == jnp.int32:
+    is_scalar = lhs.full_scale().size == rhs.full_scale().size == 1 and out.dtype == out_dtype
+    if out.dtype == jnp.int32 or (scale_dtype == "float32" and not is_scalar):
         out = out.astype(jnp.float32)
     out = _rescale(out, lhs, rhs, dims, scale_dtype)
     return (out.sum(axis=tuple(range(tiles))) if tiles else out).astype(out_dtype)
+
+
+def _turned(
+    lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, accumulator: str | None, precision: Precision
+) -> Array:
+    """Contract operands with one scale each, their contraction axes brought last."""
+    (a, a_axes), (b, b_axes) = (
+        contraction_last(side.qvalue, axes) for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract))
+    )
+    dtype = accumulator_dtype(accumulator, out_dtype)
+    numbers = ((a_axes, b_axes), ((), ()))
+    out = jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
+    out = out.astype(jnp.float32) if out.dtype == jnp.int32 else out
+    return (out * (lhs.full_scale() * rhs.full_scale()).reshape(()).astype(out.dtype)).astype(out_dtype)
 
 
 def _tiled_sharding(
@@ -171,7 +192,7 @@ def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: st
     lhs_scale, rhs_scale = lhs.full_scale(), rhs.full_scale()
     if lhs_scale.size == 1 and rhs_scale.size == 1:
         # One rounding of the product of scalars, then one multiplication of the result.
-        return out * (lhs_scale * rhs_scale).reshape(()).astype(dtype)
+        return out * (lhs_scale * rhs_scale).reshape(()).astype(out.dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
     left = _layout(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
     right = _layout(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Key
 
 from jaxquant.core import delayed
+from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
-from jaxquant.core.rounding import content_key
+from jaxquant.core.rounding import Part, content_key, digest
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import (
     Placement,
@@ -63,6 +65,7 @@ class _Static:
     rhs_place: Placement
     out_sharding: NamedSharding | None
     implementation: str | None
+    parts: tuple[tuple[str, ...], ...] | None
 
 
 def dot_general(
@@ -77,6 +80,7 @@ def dot_general(
     key: Key[Array, ""] | None = None,
     out_sharding: Sharding = None,
     implementation: str | None = None,
+    out_parts: PartitionSpec | None = None,
 ) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
@@ -100,10 +104,13 @@ def dot_general(
       recipe: all numbers.
       state: for a recipe with delayed scaling, the amax state from ``initial_state``. Its gradient tells
         ``jaxquant.state.update`` the state after the step.
-      key: random key for stochastic rounding; None derives one from the output gradient's bits.
+      key: random key for stochastic rounding; None derives one from the bits of the operands' scales and amax
+        histories, or of the output gradient where these are few.
       out_sharding: as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients lie as
         their operands do.
       implementation: what computes the casts and matmuls, None to pick; see ``ops.choose_implementation``.
+      out_parts: inside ``jax.shard_map``, which mesh axes cut the result, as its ``out_specs`` say. The noise of the
+        output gradient's rounding is then that of one device; without it, devices draw their own.
 
     Raises:
       ValueError: missing state, tiles or shards that do not divide, an implementation that is not known.
@@ -139,8 +146,13 @@ def dot_general(
         Placement.of(rhs, lhs),
         named(out_sharding, lhs),
         implementation,
+        None if out_parts is None else tuple(_names(entry) for entry in out_parts),
     )
     return _dot(static, lhs, rhs, state or {}, key)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -177,28 +189,34 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         scale_dtype=scale_dtype(recipe, static.out_dtype),
         out_sharding=static.out_sharding,
         implementation=static.implementation,
+        turns=_turns(static, q_lhs, q_rhs, static.out_sharding),
     )
     residuals = (
         _save(static, lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0], key),
         _save(static, rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0], key),
-        _clip_mask(lhs, q_lhs, recipe.fwd.lhs),
-        _clip_mask(rhs, q_rhs, recipe.fwd.rhs),
+        _clip_mask(lhs, q_lhs, recipe.fwd.lhs, recipe.drhs.lhs == FORWARD),
+        _clip_mask(rhs, q_rhs, recipe.fwd.rhs, recipe.dlhs.rhs == FORWARD),
         {name: delayed.without_bins(tensor) for name, tensor in state.items()},
         lhs_seen,
         rhs_seen,
         key,
+        _witness(static, q_lhs, q_rhs, state, lhs_seen) if key is None else None,
     )
     return out, residuals
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static: _Static, residuals, grad: Array):
-    lhs, rhs, lhs_mask, rhs_mask, state, lhs_seen, rhs_seen, key = residuals
+    lhs, rhs, lhs_mask, rhs_mask, state, lhs_seen, rhs_seen, key, witness = residuals
     recipe = static.recipe
-    if key is None and recipe.is_stochastic:
+    part = _part(static, grad)
+    if key is not None:
+        key = device_key(key, grad) if part is None else key
+    elif witness is not None:
+        key = jax.random.fold_in(jax.random.key(0), witness)
+        key = device_key(key, grad) if part is None else key
+    elif recipe.is_stochastic:
         key = content_key(grad)
-    elif key is not None:
-        key = device_key(key, grad)
     q_grad, grad_seen = None, None
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
@@ -211,15 +229,27 @@ def _backward(static: _Static, residuals, grad: Array):
             floor=SMALLEST_GRADIENT_SCALE,
             implementation=static.implementation,
         )
+    elif recipe.shares_gradient:
+        assert isinstance(recipe.dlhs.lhs, TensorSpec)
+        q_grad, _ = quantize_operand(
+            grad,
+            recipe.dlhs.lhs,
+            static.dims.for_dlhs()[0].lhs_contract,
+            recipe=recipe,
+            key=key,
+            floor=SMALLEST_GRADIENT_SCALE,
+            implementation=static.implementation,
+            part=part,
+        )
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
     dims, order = static.dims.for_dlhs()
     place = static.lhs_place.sharding_before(order)
-    dlhs = _gradient(static, "dlhs", grad, q_grad, rhs, dims, place, keys[0])
-    dlhs = _finish(dlhs, order, lhs_mask, static.lhs_dtype, static.lhs_place)
+    dlhs = _gradient(static, "dlhs", grad, q_grad, rhs, dims, place, keys[0], part)
+    dlhs = _finish(dlhs, order, _clipped(lhs_mask, lhs, recipe.fwd.lhs), static.lhs_dtype, static.lhs_place)
     dims, order = static.dims.for_drhs()
     place = static.rhs_place.sharding_before(order)
-    drhs = _gradient(static, "drhs", grad, q_grad, lhs, dims, place, keys[1])
-    drhs = _finish(drhs, order, rhs_mask, static.rhs_dtype, static.rhs_place)
+    drhs = _gradient(static, "drhs", grad, q_grad, lhs, dims, place, keys[1], part)
+    drhs = _finish(drhs, order, _clipped(rhs_mask, rhs, recipe.fwd.rhs), static.rhs_dtype, static.rhs_place)
     observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {}
     for name, old in state.items():
@@ -229,6 +259,45 @@ def _backward(static: _Static, residuals, grad: Array):
         new = delayed.observe(old, observation.scale, observation.amax, recipe.delayed)
         observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
     return dlhs, drhs, observed, None
+
+
+def _turns(static: _Static, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
+    """Check whether copies of the 8-bit operands pay: with delayed scaling, whose casts wait for nothing."""
+    is_delayed = static.recipe.is_lean and static.recipe.delayed is not None and place is None
+    return is_delayed and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (lhs, rhs))
+
+
+def _part(static: _Static, grad: Array) -> Part | None:
+    """Return where this device's part of the output gradient lies in the whole."""
+    if static.parts is None:
+        return None
+    names = (*static.parts, *[()] * (grad.ndim - len(static.parts)))
+    counts = [math.prod(jax.lax.axis_size(name) for name in each) for each in names]
+    start = [jax.lax.axis_index(each) * size if each else 0 for each, size in zip(names, grad.shape, strict=True)]
+    return Part(tuple(start), tuple(size * n for size, n in zip(grad.shape, counts, strict=True)))
+
+
+_ENOUGH = 16
+"""Scales, of one gradient step's own, whose bits make a key that no other step or layer has."""
+
+
+def _witness(
+    static: _Static, lhs: QTensor | Array, rhs: QTensor | Array, state: QuantState, seen: Observation | None
+) -> Array | None:
+    """Return bits of this use to draw noise from, None where there are too few: of scales, and of amax histories.
+
+    The activation's scales, or its own amax beside a history, change with every batch, the weight's with every step.
+    Reading the output gradient instead would cost a pass over it.
+    """
+    if not static.recipe.is_stochastic:
+        return None
+    scales = [side.scale for side in (lhs, rhs) if isinstance(side, QTensor)]
+    spec = static.recipe.fwd.lhs
+    is_own = isinstance(spec, TensorSpec) and spec.scaling == "dynamic" and spec.calibration.method != "fixed"
+    if not state and not (is_own and isinstance(lhs, QTensor) and lhs.scale.size >= _ENOUGH):
+        return None
+    scales += [] if seen is None else [seen.amax]
+    return digest(scales, [tensor["amax_history"] for tensor in state.values()])
 
 
 def _quantize_forward(
@@ -284,20 +353,44 @@ def _save(
     return kept.replace(lambda _, part: checkpoint_name(part, RESIDUAL_NAME))
 
 
-def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | None:
-    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis."""
+def reads_clip(operand: Operand) -> bool:
+    """Check whether a qvalue tells that its element was cut off: it is the largest there is, and the range is fixed.
+
+    What rounds up to the largest loses its gradient too.
+    """
+    if not isinstance(operand, TensorSpec):
+        return False
+    return operand.calibration.method == "fixed" and operand.calibration.is_symmetric
+
+
+def _clipped(mask: Array | None, kept: QTensor | Array, operand: Operand) -> Array | None:
+    """Return which elements of an operand get no gradient, from the packed mask or from its qvalues."""
+    if mask is not None:
+        return jnp.unpackbits(mask, axis=-1, count=kept.shape[-1]).astype(bool)
+    if not (reads_clip(operand) and isinstance(kept, QTensor)):
+        return None
+    assert isinstance(operand, TensorSpec)
+    return jnp.abs(kept.qvalue.astype(jnp.float32)) >= element(operand.dtype).max
+
+
+def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand, is_kept: bool) -> Array | None:
+    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis.
+
+    Where ``is_kept`` for the backward pass, the qvalues themselves may tell.
+    """
     if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor)):
+        return None
+    if reads_clip(operand) and is_kept:
         return None
     outside = outside_range(x, operand, tensor)
     return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
-def _finish(gradient: Array, order: tuple[int, ...], mask: Array | None, dtype: str, place: Placement) -> Array:
+def _finish(gradient: Array, order: tuple[int, ...], clipped: Array | None, dtype: str, place: Placement) -> Array:
     """Bring a gradient into its operand's layout, dtype and place, zero where the forward clipped."""
     gradient = gradient.transpose(order)
-    if mask is not None:
-        outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1])
-        gradient = jnp.where(outside.astype(bool), 0, gradient)
+    if clipped is not None:
+        gradient = jnp.where(clipped, 0, gradient)
     return fit_varying(gradient.astype(dtype), place.varying)
 
 
@@ -310,18 +403,21 @@ def _gradient(
     dims: Dimensions,
     place: NamedSharding | None,
     key: Array | None,
+    part: Part | None,
 ) -> Array:
     """Contract the output gradient with what was kept of an operand; ``place`` is the sharding of the result."""
     recipe, out_dtype = static.recipe, grad.dtype.name
+    keeps_dtype = name == "drhs" and recipe.is_lean and static.rhs_dtype != out_dtype
+    if keeps_dtype and static.rhs_dtype == "float32":
+        out_dtype = "float32"
     matmul: MatmulSpec = getattr(recipe, name)
     grad_spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
     left: QTensor | Array = grad
     if isinstance(grad_spec, TensorSpec):
         if isinstance(residual, QTensor) and kept == FORWARD:
             forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
-            left, residual = align(grad, residual, dims, forward_spec, is_delayed=grad_spec.scaling == "delayed")
-        if grad_spec.scaling == "delayed":
-            assert q_grad is not None
+            left, residual = align(grad, residual, dims, forward_spec, is_delayed=q_grad is not None)
+        if q_grad is not None:
             left = q_grad
         else:
             left, _ = quantize_operand(
@@ -334,13 +430,14 @@ def _gradient(
                 shards=matmul.shards,
                 floor=SMALLEST_GRADIENT_SCALE,
                 implementation=static.implementation,
+                part=part,
             )
     elif isinstance(residual, QTensor):
         residual = dequantize(residual, out_dtype)
-    return contract(
-        left,
-        residual,
-        dims,
+    swaps = keeps_dtype and place is None and not dims.lhs_batch
+    out = contract(
+        # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
+        *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
         out_dtype=out_dtype,
         accumulator=matmul.accumulator,
         precision=static.precision,
@@ -348,4 +445,7 @@ def _gradient(
         scale_dtype=scale_dtype(recipe, out_dtype),
         out_sharding=place,
         implementation=static.implementation,
+        turns=_turns(static, left, residual, place),
     )
+    n = len(dims.rhs_free)
+    return out.transpose((*range(n, out.ndim), *range(n))) if swaps else out

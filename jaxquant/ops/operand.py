@@ -9,6 +9,7 @@ Training, serving, converting, calibration and health quantize through ``quantiz
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,12 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import content_key
+from jaxquant.core.rounding import Part, content_key
 from jaxquant.core.scales import SMALLEST_SCALE
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
+from jaxquant.formats import encode_tensor
 from jaxquant.ops.implementation import choose_implementation
+from jaxquant.ops.layouts import row_major
 
 Array = jax.Array
 
@@ -51,6 +54,16 @@ def scale_dtype(recipe: Recipe, dtype: str) -> str:
     return dtype if recipe.matches_flax else "float32"
 
 
+def cast_dtype(recipe: Recipe, dtype: str) -> str:
+    """Return the dtype in which an operand is divided by its scale.
+
+    Args:
+      recipe: whose arithmetic decides.
+      dtype: name of the operand's dtype.
+    """
+    return dtype if recipe.is_lean and dtype == "bfloat16" else scale_dtype(recipe, dtype)
+
+
 def quantize_operand(
     x: Float[Array, "*shape"],
     spec: TensorSpec,
@@ -64,6 +77,7 @@ def quantize_operand(
     shards: int = 1,
     floor: float = SMALLEST_SCALE,
     implementation: str | None = None,
+    part: Part | None = None,
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand of a contraction.
 
@@ -79,6 +93,7 @@ def quantize_operand(
       shards: blocks of the first contraction axis that are quantized by themselves.
       floor: scales below it become 1.
       implementation: what computes the cast, None to pick; see ``choose_implementation``.
+      part: where x lies in a larger tensor, for stochastic rounding.
 
     Returns:
       The quantized operand, and for delayed scaling what it took and saw.
@@ -87,24 +102,36 @@ def quantize_operand(
       ValueError: the spec needs a scale that is not given; tiles or shards that do not divide; no key.
     """
     choose_implementation("quantize", implementation)
-    compute = scale_dtype(recipe, x.dtype.name)
+    if spec.codec is not None:
+        return encode_tensor(x, spec.codec, axes), None
+    compute = cast_dtype(recipe, x.dtype.name)
     if static_scale is not None:
-        return quantize_with_scale(x, spec, static_scale.reshape((1,) * x.ndim), key=key, compute_dtype=compute), None
+        scale = static_scale.reshape((1,) * x.ndim)
+        return row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute, part=part)), None
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
             "convert or import the model with its scales"
         )
     if spec.scaling == "dynamic":
-        return quantize(x, spec, axes, key=key, shards=shards, batch=batch, floor=floor), None
+        more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute, "part": part}
+        return row_major(quantize(x, spec, axes, key=key, **more)), None
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
     amax = _amax(x, recipe)
     amax = over_devices(jax.lax.pmax, amax, x, except_axes=varying_axes(state["scale"]))
     scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
-    return quantize_operand(x, spec, axes, recipe=recipe, static_scale=scale, key=key, implementation=implementation)[
-        0
-    ], Observation(scale, amax)
+    # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into the matmul that made x.
+    cast = x if delayed.is_warm(state) else jax.lax.optimization_barrier(x)
+    tensor, _ = quantize_operand(
+        cast, spec, axes, recipe=recipe, static_scale=scale, key=key, implementation=implementation, part=part
+    )
+    if recipe.is_lean and varying_axes(tensor.qvalue) == varying_axes(amax):
+        # One read of x for both: left to itself XLA reads it again for the amax, beside another user of x. (A barrier
+        # makes what it holds vary alike, and an amax of all devices varies over none.)
+        qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
+        tensor = dataclasses.replace(tensor, qvalue=qvalue)
+    return tensor, Observation(scale, amax)
 
 
 def _amax(x: Array, recipe: Recipe) -> Array:

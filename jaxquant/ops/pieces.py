@@ -31,6 +31,8 @@ def unsupported(recipe: Recipe) -> str:
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
         return "tiles or blocks"
+    if any(spec.codec is not None for spec in specs):
+        return "the blocks of a tensor format"
     if any(not spec.calibration.is_symmetric for spec in specs):
         return "an asymmetric range"
     if any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs):

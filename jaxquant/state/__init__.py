@@ -22,6 +22,7 @@ from jaxquant.state.tree import (
     split,
     strip_bins,
     update,
+    warm,
     with_bins,
 )
 
@@ -47,5 +48,6 @@ __all__ = [
     "strip_bins",
     "update",
     "value_and_grad",
+    "warm",
     "with_bins",
 ]

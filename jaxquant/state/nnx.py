@@ -260,6 +260,35 @@ def _watched_bwd(path: str, answer: Answer, _: None, gradient: Any) -> tuple[Non
 _watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
 
 
+def require_hand(message: str, x: Array) -> Array:
+    """Return an array as it is, and raise where it is differentiated outside ``by_hand`` and ``frozen``.
+
+    Args:
+      message: of the error.
+      x: the result of a layer whose state is out of this module's sight.
+
+    Raises:
+      ValueError: with the message.
+    """
+    return x if _answer.value is not None else _refused(message, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _refused(message: str, x: Array) -> Array:
+    return x
+
+
+def _refused_fwd(message: str, x: Array) -> tuple[Array, None]:
+    raise ValueError(message)
+
+
+def _refused_bwd(message: str, _: None, gradient: Array) -> tuple[Array]:
+    return (gradient,)
+
+
+_refused.defvjp(_refused_fwd, _refused_bwd)
+
+
 def _with_state(argnums: Argnums) -> nnx.DiffState | tuple[nnx.DiffState, ...]:
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, TRAINED)

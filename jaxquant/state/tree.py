@@ -15,6 +15,7 @@ of it. What is stored on disk need not hold the state's bins: ``strip_bins`` and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -145,14 +146,56 @@ def _in_float32(value: Any) -> Any:
     return value.astype(jnp.float32)
 
 
-def _bins_beside(history: Any, like: Any) -> Any:
-    leading = tuple(history.shape[:-1])
-    if isinstance(history, jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda: delayed.empty_bins(leading))
+def _bins_beside(history: Any, like: Any, is_warm: bool = False) -> Any:
+    """Make the empty bins of a history, or their shape, where ``like`` lies."""
+    make = functools.partial(delayed.empty_bins, tuple(history.shape[:-1]), is_warm)
     sharding = getattr(like, "sharding", None)
+    if isinstance(history, jax.ShapeDtypeStruct):
+        made = jax.eval_shape(make)
+        return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
     if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(history, Tracer):
-        return delayed.empty_bins(leading)
-    return jax.jit(delayed.empty_bins, static_argnums=0, out_shardings=sharding)(leading)
+        return make()
+    return jax.jit(make, out_shardings=sharding)()
+
+
+def warm(quant_state: Tree) -> dict[Any, Any]:
+    """Return quant state in which each tensor that has a history is scaled by that history alone.
+
+    A step that is traced with it lets no cast wait for its own amax, and computes the same bits. Which tensors have a
+    history is read from the values, so call it between steps: once after the first, and again after what adds tensors
+    without one (resuming, an expert that was never used, a layer unfrozen); a tensor without stays as it is, and the
+    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are.
+
+    Args:
+      quant_state: arrays, of Linen's collection or, as ``nnx.to_pure_dict``, of NNX's ``QuantState``; or their shapes,
+        of a state in which every tensor has a history. State of flax mode is left alone.
+
+    Raises:
+      TypeError: called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not known.
+    """
+    histories = [leaf for path, leaf in jax.tree.leaves_with_path(quant_state) if _ends_with_history(path)]
+    if any(isinstance(leaf, Tracer) for leaf in histories):
+        raise TypeError(
+            "state.warm reads which tensors have a history, and was called while tracing; call state.warm(quant_state) "
+            "between two steps, outside of jax.jit and jax.lax.scan, and trace the step with what it returns"
+        )
+    return _warmed(quant_state)
+
+
+def _ends_with_history(path: tuple[Any, ...]) -> bool:
+    return _ends_with(getattr(path[-1], "key", None), _HISTORY_SUFFIX) if path else False
+
+
+def _warmed(quant_state: Tree) -> dict[Any, Any]:
+    new = {name: _warmed(value) if isinstance(value, Mapping) else value for name, value in quant_state.items()}
+    for tensor in _tensors(quant_state):
+        fields = _fields(quant_state, tensor)
+        if "amax_bins" in fields:
+            is_shape = isinstance(fields["amax_bins"], jax.ShapeDtypeStruct)
+            has_history = is_shape or bool(delayed.has_history(fields).all())
+            if has_history != delayed.is_warm(fields):
+                new[f"{tensor}{_BINS_SUFFIX}"] = _bins_beside(fields["amax_history"], fields["amax_bins"], has_history)
+    return new
 
 
 def update(quant_state: Tree, observation: Tree) -> dict[Any, Any]:

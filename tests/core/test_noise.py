@@ -1,0 +1,93 @@
+"""Noise of stochastic rounding: exact distribution, independence, and the same bits however a tensor is cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.core.dtypes import element
+from jaxquant.core.rounding import Part, digest, noise, stochastic_cast
+
+N = 10**6
+SHAPE = (1000, 1000)
+
+
+def draws(key, shape=SHAPE):
+    return np.asarray(jax.jit(lambda k: noise(k, shape))(key), np.float64)
+
+
+def test_a_million_draws_have_the_moments_of_the_uniform_distribution():
+    u = draws(jax.random.key(3))
+    assert u.min() >= 0
+    assert u.max() < 1
+    # Five standard errors: of the mean sqrt(1/12 / N), of the variance sqrt((1/80 - 1/144) / N).
+    assert abs(u.mean() - (0.5 - 2**-25)) < 5 * np.sqrt(1 / 12 / N)
+    assert abs(u.var() - 1 / 12) < 5 * np.sqrt((1 / 80 - 1 / 144) / N)
+    # Every byte of the 24 bits is uniform: chi-square of 255 degrees, five standard deviations of sqrt(2 · 255).
+    bits = (u * 2**24).astype(np.int64).ravel()
+    for shift in (0, 8, 16):
+        counts = np.bincount((bits >> shift) & 255, minlength=256)
+        assert abs(((counts - N / 256) ** 2 / (N / 256)).sum() - 255) < 5 * np.sqrt(510)
+
+
+@pytest.mark.parametrize(("x", "dtype"), [(0.3, "int8"), (-5.0625, "int8"), (2.7, "float8_e5m2"), (0.01, "int8")])
+def test_rounding_of_a_million_equal_numbers_is_bernoulli(x, dtype):
+    cast = jax.jit(lambda k: stochastic_cast(jnp.full(SHAPE, x), element(dtype), k))
+    values = np.asarray(cast(jax.random.key(11)).astype(jnp.float32), np.float64)
+    below, above = values.min(), values.max()
+    p = (np.float32(x) - below) / (above - below)
+    assert set(np.unique(values)) == {below, above}
+    assert abs((values == above).mean() - p) < 5 * np.sqrt(p * (1 - p) / N)
+    exact = p * (1 - p) * (above - below) ** 2
+    spread = np.sqrt(p * (1 - p) * (1 - 2 * p) ** 2 / N) * (above - below) ** 2  # of the sample variance
+    assert abs(values.var() - exact) < 5 * spread + 5 * exact / N
+
+
+def test_gradients_layers_steps_and_neighbours_are_not_correlated():
+    """The keys that a step draws from: folds by step and by layer, the two gradients of one output, and shifts."""
+    key = jax.random.key(0)
+    keys = [jax.random.fold_in(key, step) for step in range(3)]
+    keys += [jax.random.fold_in(each, grad) for each in keys[:2] for grad in (0, 1)]
+    keys += [jax.random.key(each) for each in (1, 2)]
+    found = [draws(each) - 0.5 for each in keys]
+    limit = 5 / np.sqrt(N) / 12  # of a mean of products of two independent ones
+    for a, b in itertools.combinations(found, 2):
+        assert abs((a * b).mean()) < limit
+        assert abs((a[:, 1:] * b[:, :-1]).mean()) < limit
+    one = found[0]
+    for shift in (1, 2, 3, 8, 128, 512):
+        assert abs((one[:, shift:] * one[:, :-shift]).mean()) < 1.5 * limit
+        assert abs((one[shift:] * one[:-shift]).mean()) < 1.5 * limit
+    # Sums over rows and columns, as matmuls take them, have the variance of independent numbers.
+    for axis in (0, 1):
+        variance = one.sum(axis).var() / (SHAPE[0] / 12)
+        assert abs(variance - 1) < 5 * np.sqrt(2 / SHAPE[0])
+
+
+def test_a_part_of_a_tensor_has_the_noise_of_its_place():
+    key = jax.random.key(5)
+    whole = noise(key, (16, 24))
+    part = noise(key, (8, 6), Part((jnp.int32(8), 12), (16, 24)))
+    np.testing.assert_array_equal(part, whole[8:, 12:18])
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_any_stream_of_jax_random_is_accepted(impl):
+    first, second = (draws(jax.random.key(n, impl=impl)) for n in (0, 1))
+    assert abs(((first - 0.5) * (second - 0.5)).mean()) < 5 / np.sqrt(N) / 12
+
+
+def test_a_digest_changes_with_every_value_and_with_the_order_of_histories_alone():
+    scales, history = jnp.linspace(0.1, 1, 64).reshape(64, 1), jnp.zeros(8).at[0].set(3.0)
+    found = digest([scales], [history])
+    assert found == digest([scales[::-1]], [history])
+    others = (
+        digest([scales * 2], [history]),
+        digest([scales], [jnp.roll(history, 1)]),
+        digest([scales], [history * 2]),
+    )
+    assert len({int(found), *map(int, others)}) == 4

@@ -1,0 +1,127 @@
+"""Warm quant state: scales from the history alone, decided while tracing, with the bits of the state that asks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant import state as quant_state
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core import delayed
+from jaxquant.ops.dot_general import dot_general, initial_state
+from jaxquant.ops.operand import quantize_operand
+
+RECIPE = RECIPES["fp8"].recipe
+assert RECIPE is not None
+DIMS = (((1,), (0,)), ((), ()))
+X = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16)
+KERNELS = {name: jax.random.normal(jax.random.key(n), (16, 16)) / 4 for n, name in enumerate(("first", "second"))}
+
+
+def flat(state):
+    return {f"{tensor}_{field}": value for tensor, fields in state.items() for field, value in fields.items()}
+
+
+def nested(tree):
+    found = {}
+    for name, value in tree.items():
+        tensor, field = next(
+            (name.removesuffix(f"_{f}"), f) for f in delayed.initial_state(RECIPE.delayed) if name.endswith(f)
+        )
+        found.setdefault(tensor, {})[field] = value
+    return found
+
+
+def fresh():
+    return {name: flat(initial_state(RECIPE)) for name in KERNELS}
+
+
+def step(state, x, uses_second):
+    """Take a step of two layers, the second of which may be left out."""
+
+    def loss(kernels, state, x):
+        y = dot_general(x, kernels["first"], DIMS, recipe=RECIPE, state=nested(state["first"]))
+        second = lambda y: dot_general(y, kernels["second"], DIMS, recipe=RECIPE, state=nested(state["second"]))  # noqa: E731
+        y = jax.lax.cond(uses_second, second, lambda y: y, y.astype(jnp.float32))
+        return (y.astype(jnp.float32) ** 2).mean()
+
+    value, (grads, seen) = jax.value_and_grad(loss, (0, 1))(KERNELS, state, x)
+    return quant_state.update(state, seen), (value, grads)
+
+
+STEP = jax.jit(step)
+
+
+def same(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def widths(state):
+    return {
+        name: value.shape[-1] - delayed.BINS
+        for layer in state.values()
+        for name, value in layer.items()
+        if "bins" in name
+    }
+
+
+def test_a_warm_state_has_the_bits_of_a_cold_one_step_for_step():
+    cold, _ = STEP(fresh(), X, True)
+    warm = quant_state.warm(cold)
+    assert set(widths(warm).values()) == {1}
+    for scale in (1.0, 3.0, 0.01):
+        cold, ours = STEP(cold, X * scale, True)
+        warm, theirs = STEP(warm, X * scale, True)
+        same(ours, theirs)
+        same(quant_state.strip_bins(cold), quant_state.strip_bins(warm))
+    assert set(widths(warm).values()) == {1}  # a scan can carry it
+    assert set(widths(quant_state.with_bins(quant_state.strip_bins(warm))).values()) == {0}  # as after resuming
+
+
+def test_a_cold_tensor_in_a_warm_step_is_scaled_by_its_own_amax_and_an_unused_one_keeps_its_state():
+    state, _ = STEP(fresh(), X, False)
+    state = quant_state.warm(state)
+    assert {name: set(widths({name: state[name]}).values()) for name in state} == {"first": {1}, "second": {0}}
+    before = state["second"]
+    state, _ = STEP(state, X, False)
+    same(state["second"], before)  # no gradient reached it
+    # The second layer's first step is the one that a cold state takes, which clips nothing and flushes nothing.
+    cold = quant_state.with_bins(quant_state.strip_bins(state))
+    used, ours = STEP(state, X, True)
+    expected, theirs = STEP(cold, X, True)
+    same(ours, theirs)
+    same(quant_state.strip_bins(used), quant_state.strip_bins(expected))
+    assert float(used["second"]["input_amax_history"][0]) > 0
+    again = quant_state.warm(used)
+    assert set(widths(again).values()) == {1}
+
+
+def reductions(state):
+    recipe = dataclasses.replace(RECIPE, arithmetic="exact")  # no barrier that ties the amax to the cast
+
+    def cast(state, x):
+        return quantize_operand(x, recipe.fwd.lhs, (1,), recipe=recipe, state=state)[0].qvalue
+
+    return jax.jit(cast).lower(state, X).compile().as_text().count(" reduce(")
+
+
+def test_the_cast_of_a_warm_tensor_does_not_wait_for_its_amax():
+    cold = delayed.initial_state(RECIPE.delayed)
+    warm = cold | {"amax_bins": delayed.empty_bins((), is_warm=True)}
+    assert reductions(cold) > reductions(warm) == 1  # that over the history
+
+
+def test_warm_reads_values_and_says_so_where_there_are_none():
+    with pytest.raises(TypeError, match=r"call state\.warm\(quant_state\) between two steps"):
+        jax.jit(quant_state.warm)(fresh())
+    with pytest.raises(TypeError, match=r"state\.warm"):
+        jax.lax.scan(lambda carry, _: (quant_state.warm(carry), None), fresh(), length=2)
+    shapes = jax.eval_shape(fresh)
+    assert set(widths(quant_state.warm(shapes)).values()) == {1}
+    stacked = {"layers": {name: jnp.stack([x, x]) for name, x in fresh()["first"].items()}}
+    stacked["layers"]["input_amax_history"] = stacked["layers"]["input_amax_history"].at[0, 0].set(1.0)
+    assert set(widths(quant_state.warm(stacked)).values()) == {0}  # a layer of the two has none
