@@ -18,6 +18,13 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     from jaxquant.config.quant_config import QuantConfig
     from jaxquant.config.recipes import RECIPES
     from jaxquant.inject.handle import configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
+    from jaxquant.inject.maxtext import (
+        configure_kv_quant,
+        get_qt_provider,
+        get_quantization_rule,
+        get_static_scale,
+        manual_quantize,
+    )
     from jaxquant.inject.model import describe_layers, linear_layers, maybe_quantize_model
     from jaxquant.ops.remat import save_quantized
     from jaxquant.serving.calibration import calibrate
@@ -26,17 +33,22 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     from jaxquant.trace.quantize import quantize
 
 _DEFINED_IN = {
-    "RECIPES": "jaxquant.config.recipes",
     "QuantConfig": "jaxquant.config.quant_config",
+    "RECIPES": "jaxquant.config.recipes",
     "calibrate": "jaxquant.serving.calibration",
+    "configure_kv_quant": "jaxquant.inject.maxtext",
     "configure_quantization": "jaxquant.inject.handle",
     "convert": "jaxquant.serving.conversion",
     "coverage": "jaxquant.audit.coverage",
     "describe_layers": "jaxquant.inject.model",
+    "get_qt_provider": "jaxquant.inject.maxtext",
     "get_quant_mode": "jaxquant.inject.handle",
+    "get_quantization_rule": "jaxquant.inject.maxtext",
+    "get_static_scale": "jaxquant.inject.maxtext",
     "in_convert_mode": "jaxquant.inject.handle",
     "in_serve_mode": "jaxquant.inject.handle",
     "linear_layers": "jaxquant.inject.model",
+    "manual_quantize": "jaxquant.inject.maxtext",
     "match_aqt_and_unquantized_param": "jaxquant.serving.maxtext",
     "maybe_quantize_model": "jaxquant.inject.model",
     "quantize": "jaxquant.trace.quantize",
@@ -52,14 +64,19 @@ __all__ = [
     "QuantConfig",
     "audit",
     "calibrate",
+    "configure_kv_quant",
     "configure_quantization",
     "convert",
     "coverage",
     "describe_layers",
+    "get_qt_provider",
     "get_quant_mode",
+    "get_quantization_rule",
+    "get_static_scale",
     "in_convert_mode",
     "in_serve_mode",
     "linear_layers",
+    "manual_quantize",
     "match_aqt_and_unquantized_param",
     "maybe_quantize_model",
     "ops",

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-_MODULES = ("cost", "coverage", "health", "statistics")
+_MODULES = ("cost", "coverage", "function_health", "health", "statistics")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-
+from jaxquant.audit import whole
 from jaxquant.audit.dataflow import Value, ancestors, contractions
 from jaxquant.audit.labels import LabeledContraction, label_contractions, weight_side
+from jaxquant.audit.parameters import Reading, input_names
 from jaxquant.audit.rows import MATMULS, Coverage, Row
+from jaxquant.backends import Backend, load
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.dtypes import element
 from jaxquant.core.matmul_dtypes import MatmulDtypes
-from jaxquant.core.trees import key_names
 from jaxquant.inject.layers import LayerReport, matmul_dtypes
-
-_JITTED = type(jax.jit(lambda: None))
+from jaxquant.trace.decisions import structural_exclusion, unsupported_reason
+from jaxquant.trace.paths import Name
+from jaxquant.trace.plan import Contraction as Site
 
 
 def coverage(
@@ -34,10 +34,12 @@ def coverage(
 
     The function is traced and all that it calls is looked into: jitted functions, scans, branches, rematerialized
     blocks, shards, Pallas kernels. What is listed is what the program asks for, without what no output and no side
-    effect needs; a compiler may still fall back to another dtype.
+    effect needs; a compiler may still fall back to another dtype. What a function changes in its arguments, an NNX
+    model or a dictionary, counts among its outputs.
 
     Args:
-      fn: any function of arrays, such as a training step; jitted or not, quantized by whatever library.
+      fn: any function of arrays, such as a training step; jitted or not, quantized by whatever library. NNX models
+        and optimizers are arguments of it, or it is a model itself.
       args, kwargs: its arguments, arrays or ``jax.ShapeDtypeStruct``.
       config: anything that ``QuantConfig.from_any`` takes, for reasons and for ``Coverage.check``.
       layers: what ``describe_layers`` says of the model, which knows the layers better than ``config`` alone.
@@ -48,9 +50,8 @@ def coverage(
     """
     if not callable(fn):
         raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}")
-    jitted: Any = fn if isinstance(fn, _JITTED) else jax.jit(fn)
-    traced = jitted.trace(*args, **kwargs)
-    return of_trace(traced, config=config, layers=layers)
+    traced, names = whole.trace(fn, args, kwargs)
+    return _of_jaxpr(traced.jaxpr, names, config, layers)
 
 
 def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerReport] | None = None) -> Coverage:
@@ -60,12 +61,34 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerReport] | No
       traced: ``jax.jit(fn).trace(*args)``.
       config, layers: as ``coverage`` takes them.
     """
-    paths = jax.tree_util.tree_flatten_with_path(traced.args_info)[0]
-    names = [key_names(path[1:]) for path, _ in paths]  # the first key tells args from kwargs
-    decide = _decider(config, layers)
-    labeled = label_contractions(contractions(traced.jaxpr, names), decide.reports)
+    return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), config, layers)
+
+
+def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerReport] | None) -> Coverage:
+    reports = {report.path: report for report in layers or ()}
+    labeled, reading = label_contractions(closed, names, contractions(closed, names), reports)
+    asked = QuantConfig() if config is None else QuantConfig.from_any(config)
+    has_config, backend = config is not None or layers is not None, load(asked.resolved_backend or "native")
+    decide = _Decider(reports, asked.resolver(), has_config, reading, _sites(labeled), backend)
     rows = tuple(_row(each, decide) for each in labeled)
-    return Coverage(rows, tuple(_missing(labeled, decide)))
+    return Coverage(rows, tuple(_missing(labeled, decide)), tuple(_nothing_seen(rows, decide)))
+
+
+def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
+    """Collect what is multiplied with the parameters of each layer in the forward pass."""
+    sites: dict[str, list[Site]] = {}
+    for each in labeled:
+        if not each.is_backward and each.site is not None and each.site.side is not None:
+            sites.setdefault(each.path, []).append(each.site)
+    return sites
+
+
+def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
+    """Say so where the config quantizes and nothing of it can have been seen."""
+    wants = any(report.recipe for report in decide.reports.values()) or decide.resolver is not None
+    if wants and not decide.reports and not any(row.wanted or row.is_low for row in rows):
+        what = "none of them is of a layer to quantize" if rows else "it has no matmul"
+        yield f"the config quantizes nothing of this function: {what}"
 
 
 def _missing(labeled: Sequence[LabeledContraction], decide: _Decider) -> Iterator[str]:
@@ -115,6 +138,9 @@ class _Decider:
     reports: dict[str, LayerReport]
     resolver: Resolver | None
     has_config: bool
+    reading: Reading
+    sites: dict[str, list[Site]]
+    backend: Backend
 
     @property
     def is_off(self) -> bool:
@@ -127,12 +153,18 @@ class _Decider:
             wanted = {name: report.dtypes[name].elements for name in MATMULS}
             return _Decision(wanted, _reason(report.recipe, report.reason))
         forward = each.forward
-        if self.reports or self.resolver is None or forward is None or not _has_kernel(forward):
+        if self.reports or self.resolver is None or forward is None or not _is_layer(forward):
             return None
-        decision = self.resolver(each.path, _out_features(forward))
+        assert forward.site is not None
+        decision = self.resolver(each.path, forward.site.out_features)
         recipe = decision.recipe
         if recipe is None:
             return _Decision(dict.fromkeys(MATMULS, ()), decision.reason)
+        sites = self.sites[forward.path]
+        excluded = structural_exclusion(self.reading.analysis, sites) or unsupported_reason(sites, recipe, self.backend)
+        if decision.rule is None and excluded and not _dtypes(forward).is_low:
+            # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
+            return _Decision(dict.fromkeys(MATMULS, ()), excluded)
         wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
         return _Decision(wanted, _reason(recipe.name, decision.reason))
 
@@ -141,24 +173,17 @@ def _reason(recipe: str | None, reason: str) -> str:
     return reason if recipe is None or repr(recipe) in reason else f"{recipe}, by {reason}"
 
 
-def _decider(config: Any, layers: Iterable[LayerReport] | None) -> _Decider:
-    resolver = None if config is None else QuantConfig.from_any(config).resolver()
-    reports = {report.path: report for report in layers or ()}
-    return _Decider(reports, resolver, config is not None or layers is not None)
+def _is_layer(forward: LabeledContraction) -> bool:
+    """Whether rules decide over a forward contraction: floats, contracted with what parameters are made of."""
+    site, numbers = forward.site, forward.contraction.dimension_numbers
+    if site is None or site.side is None or (numbers is not None and not numbers[0][0]):
+        return False
+    return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
 
 
-def _has_kernel(each: LabeledContraction) -> bool:
-    return any(name and name[-1] in ("kernel", "value") for name in each.parameters)
-
-
-def _out_features(forward: LabeledContraction) -> int:
-    """Count the outputs of a layer: the free axes of its weight."""
-    side, numbers = weight_side(forward), forward.contraction.dimension_numbers
-    if side is None or numbers is None:
-        return 0
-    shape = (forward.contraction.lhs, forward.contraction.rhs)[side].shape
-    used = {*numbers[0][side], *numbers[1][side]}
-    return math.prod(size for axis, size in enumerate(shape) if axis not in used)
+def _dtypes(each: LabeledContraction) -> MatmulDtypes:
+    left, right = (found.dtype for found in (each.origins[::-1] if each.swapped else each.origins))
+    return MatmulDtypes(left, right)
 
 
 def _row(each: LabeledContraction, decide: _Decider) -> Row:
@@ -167,19 +192,22 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
     if each.swapped:
         sides.reverse()
     (lhs, left), (rhs, right) = sides
-    dtypes = MatmulDtypes(left.dtype, right.dtype)
+    dtypes = _dtypes(each)
     decision = decide(each)
     wanted: tuple[str, ...] = ()
     fault = ""
     if decision is not None:
         wanted = decision.wanted["dlhs" if each.matmul == "bwd" else each.matmul]
         choices = [decision.wanted["dlhs"], decision.wanted["drhs"]] if each.matmul == "bwd" else [wanted]
-        if not any(_fits(dtypes.elements, choice) for choice in choices):
+        found = dtypes.elements or _multiplied_as_bfloat16(each, dtypes)
+        if not any(_fits(found, choice) for choice in choices):
             wish = " × ".join(wanted) or "float"
             fault = f"{wish} is wanted ({decision.reason}) and {left.dtype} × {right.dtype} is there"
         reason = decision.reason
         if not dtypes.is_low and not wanted and any(decision.wanted.values()):
             reason = f"{each.matmul} stays float in {decision.reason}"
+        elif found and not dtypes.is_low:
+            reason = f"a convolution multiplies {' × '.join(found)} as {left.dtype.dtype}: its operands have one type"
     elif dtypes.is_low:
         reason = "" if not decide.has_config else "no layer that the config knows"
         if decide.has_config:
@@ -204,6 +232,8 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
         wanted=wanted,
         reason=fault or reason,
         fault=fault,
+        source=contraction.source,
+        has_parameter=(each.forward or each).site is not None,
     )
 
 
@@ -214,6 +244,15 @@ def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
     return all(map(_holds, found, wanted))
 
 
+def _multiplied_as_bfloat16(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[str, ...]:
+    """Return what both operands of a convolution hold in a wider type, () for others; see ``ops.conv``."""
+    held = (dtypes.lhs.rounded_to, dtypes.rhs.rounded_to)
+    is_wider = each.contraction.operation == "conv_general_dilated" and {dtypes.lhs.dtype, dtypes.rhs.dtype} == {
+        "bfloat16"
+    }
+    return (held[0], held[1]) if is_wider and held[0] and held[1] and held[0] != held[1] else ()
+
+
 def _holds(found: str, wanted: str) -> bool:
     if found == wanted:
         return True
@@ -222,10 +261,13 @@ def _holds(found: str, wanted: str) -> bool:
 
 
 def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
-    names = [name for name in (each.forward or each).parameters if name]
+    forward = each.forward or each
+    names = [name for name in forward.parameters if name]
     if any(name[-1] == "embedding" for name in names):
         return "embeddings stay float"
-    if not names:
+    if forward.site is not None and forward.site.side is None and forward.site.reason:
+        return forward.site.reason
+    if not names and forward.site is None:
         return "no parameter: activation × activation"
     if decide.has_config:
         return "quantization is off" if decide.is_off else "not a linear layer of the model"

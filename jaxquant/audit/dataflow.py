@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend.core import Literal
 
-CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+from jaxquant.ops.layouts import KEEP
+from jaxquant.trace.analysis import open_jaxpr, programs, scan_counts
+from jaxquant.trace.plan import CONTRACTIONS
+
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 )
 """Primitives whose one inner program takes their operands and gives their results, in order."""
+
+_HIDDEN = tuple(os.path.dirname(folder) + os.sep for folder in (jax.__file__, os.path.dirname(__file__)))
+"""Folders whose code asks for nothing on its own."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -32,9 +41,11 @@ class Value:
         "scan_stack" (one step's results, stacked); ``shard_map`` adds "shard" and "unshard".
       inputs: what it was computed from.
       shape, dtype: dtype by name.
-      position: which of the primitive's results it is.
+      position: which of the primitive's results it is, or which argument.
       name: of an argument, its path in the arguments' tree.
       params: of the primitive.
+      known_as: the first value of the program that is computed in the same way from the same values; what a
+        rematerialized block makes again is known as what the forward pass made.
     """
 
     operation: str
@@ -44,6 +55,10 @@ class Value:
     position: int = 0
     name: tuple[str, ...] = ()
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    known_as: Value = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known_as = self
 
     @property
     def size(self) -> int:
@@ -62,6 +77,8 @@ class Contraction:
       times: how often one call of the function runs it, over all shards of a ``shard_map`` and programs of a kernel;
         the body of a ``while`` counts once and so does every branch of a ``cond``.
       flops: multiplications and additions of one time.
+      context: index of the equation at each level of nesting, as ``trace.analysis`` counts.
+      source: file, line and function that asked for it.
     """
 
     operation: str
@@ -72,6 +89,26 @@ class Contraction:
     stack: tuple[str, ...]
     times: int
     flops: int
+    context: tuple[int, ...] = ()
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a program occurs: name scopes, how often it runs, indices of the equations around it."""
+
+    stack: tuple[str, ...] = ()
+    times: int = 1
+    context: tuple[int, ...] = ()
+
+    def at(self, index: int, scope: str) -> _Place:
+        return _Place((*self.stack, scope) if scope else self.stack, self.times, (*self.context, index))
+
+    def repeated(self, times: int) -> _Place:
+        return dataclasses.replace(self, times=self.times * times)
+
+    def branch(self, number: int) -> _Place:
+        return dataclasses.replace(self, context=(*self.context, number))
 
 
 def contractions(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> list[Contraction]:
@@ -82,8 +119,11 @@ def contractions(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> list[Contracti
       names: a path for every input of it.
     """
     walk = _Walk()
-    inputs = [_value("argument", (), var.aval, name=name) for var, name in zip(jaxpr.jaxpr.invars, names, strict=True)]
-    outputs = walk.run(jaxpr.jaxpr, inputs, (), 1)
+    inputs = [
+        _value("argument", (), var.aval, position, name)
+        for position, (var, name) in enumerate(zip(jaxpr.jaxpr.invars, names, strict=True))
+    ]
+    outputs = walk.run(jaxpr.jaxpr, inputs, _Place())
     needed = ancestors([*outputs, *walk.read_by_effects], walk.conditions)
     return [each for each in walk.found if each.out in needed]
 
@@ -145,23 +185,24 @@ class _Walk:
 
     def __init__(self) -> None:
         self.found: list[Contraction] = []
+        self._made: dict[Any, Value] = {}
         self.conditions: dict[Value, list[Value]] = {}
         self.read_by_effects: list[Value] = []
 
-    def run(self, jaxpr: Any, inputs: Sequence[Value], stack: tuple[str, ...], times: int) -> list[Value]:
+    def run(self, jaxpr: Any, inputs: Sequence[Value], place: _Place) -> list[Value]:
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         known.update({var: _value("constant", (), var.aval) for var in jaxpr.constvars})
 
         def read(atom: Any) -> Value:
-            return _value("constant", (), atom.aval) if isinstance(atom, Literal) else known[atom]
+            return self._literal(atom) if isinstance(atom, Literal) else known[atom]
 
-        for eqn in jaxpr.eqns:
-            own = str(eqn.source_info.name_stack)
-            outs = self._apply(eqn, [read(atom) for atom in eqn.invars], (*stack, own) if own else stack, times)
+        for index, eqn in enumerate(jaxpr.eqns):
+            within = place.at(index, str(eqn.source_info.name_stack))
+            outs = self._apply(eqn, [read(atom) for atom in eqn.invars], within)
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _apply(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
+    def _apply(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
         name = eqn.primitive.name
         special: Callable[..., list[Value]] | None = {
             "scan": self._scan,
@@ -170,24 +211,56 @@ class _Walk:
             "pallas_call": self._kernel,
         }.get(name)
         if special is not None:
-            return special(eqn, inputs, stack, times)
-        inner = list(_programs(eqn.params))
+            return special(eqn, inputs, place)
+        inner = list(programs(eqn.params))
         if name == "shard_map":
-            parts = [_value("shard", (value,), var.aval) for value, var in zip(inputs, inner[0].invars, strict=True)]
-            results = self.run(inner[0], parts, stack, times * _shards(eqn))
-            return [_value("unshard", (out,), var.aval) for out, var in zip(results, eqn.outvars, strict=True)]
+            parts = [
+                self._known(_value("shard", (value,), var.aval))
+                for value, var in zip(inputs, inner[0].invars, strict=True)
+            ]
+            results = self.run(inner[0], parts, place.repeated(_shards(eqn)))
+            outs = zip(results, eqn.outvars, strict=True)
+            return [self._known(_value("unshard", (out,), var.aval)) for out, var in outs]
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
-            return self.run(inner[0], inputs, stack, times)
+            return self.run(inner[0], inputs, place)
         before = len(self.found)
         for program in inner:  # of an unknown primitive: its contractions are found, their operands' origin is not
-            self.run(program, [_value("unknown", (), var.aval) for var in program.invars], stack, times)
+            self.run(program, [_value("unknown", (), var.aval) for var in program.invars], place)
         outs = [_value(name, tuple(inputs), var.aval, i, params=eqn.params) for i, var in enumerate(eqn.outvars)]
+        if not inner and not eqn.effects:
+            for out in outs:
+                self._known(out)
         if name in CONTRACTIONS:
-            self._note(eqn, name, inputs, outs[0], stack, times)
+            self._note(eqn, name, inputs, outs[0], place)
         elif inner:
             self._condition(outs, [each.out for each in self.found[before:]])
         self._keep(eqn, inputs, outs)
         return outs
+
+    def _literal(self, atom: Any) -> Value:
+        value = _value("constant", (), atom.aval)
+        if np.ndim(atom.val) == 0:
+            value.known_as = self._made.setdefault(("literal", str(atom.val), value.dtype), value)
+        return value
+
+    def _known(self, value: Value) -> Value:
+        """Look up whether the program has computed a value before; what only passes one on is known as that."""
+        if value.operation == "optimization_barrier":
+            value.known_as = value.inputs[value.position].known_as
+            return value
+        inputs = tuple(each.known_as for each in value.inputs)
+        passes = value.operation in ("name", KEEP)
+        if passes or _undoes(value.operation, inputs[0] if inputs else None):
+            value.known_as = inputs[0] if passes else inputs[0].inputs[0].known_as
+            return value
+        try:
+            # Of a cond the results of the branches say what it is; its programs have no hash.
+            params = frozenset() if value.operation == "branch" else frozenset(value.params.items())
+            made = (value.operation, tuple(map(id, inputs)), value.shape, value.dtype, value.position, params)
+            value.known_as = self._made.setdefault(made, value)
+        except TypeError:  # a parameter that has no hash: a program, mostly
+            pass
+        return value
 
     def _condition(self, values: Sequence[Value], others: Sequence[Value]) -> None:
         for value in values:
@@ -197,7 +270,7 @@ class _Walk:
         if eqn.effects:
             self.read_by_effects += [*inputs, *outs]
 
-    def _note(self, eqn: Any, name: str, inputs: list[Value], out: Value, stack: tuple[str, ...], times: int) -> None:
+    def _note(self, eqn: Any, name: str, inputs: list[Value], out: Value, place: _Place) -> None:
         lhs, rhs = inputs[:2]
         numbers = eqn.params.get("dimension_numbers") if name == "dot_general" else None
         if name == "conv_general_dilated":
@@ -206,21 +279,33 @@ class _Walk:
             ragged = eqn.params.get("ragged_dot_dimension_numbers")
             (contracted, _), _ = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
             depth = math.prod(lhs.shape[axis] for axis in contracted)
-        self.found.append(Contraction(name, lhs, rhs, out, numbers, stack, times, 2 * out.size * depth))
+        self.found.append(
+            Contraction(
+                name,
+                lhs,
+                rhs,
+                out,
+                numbers,
+                place.stack,
+                place.times,
+                2 * out.size * depth,
+                place.context,
+                _asked_at(eqn),
+            )
+        )
 
-    def _scan(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
-        body = _open(eqn.params["jaxpr"])
-        if "ft_in" in eqn.params:  # jax 0.12
-            consts, carries, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
-        else:
-            consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    def _scan(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
+        body = open_jaxpr(eqn.params["jaxpr"])
+        consts, carries = scan_counts(eqn.params)
         given = inputs[:consts]
         kinds = ["scan_carry"] * carries + ["scan_slice"] * (len(inputs) - consts - carries)
         given += [
             _value(kind, (value,), var.aval)
             for kind, value, var in zip(kinds, inputs[consts:], body.invars[consts:], strict=True)
         ]
-        results = self.run(body, given, stack, times * eqn.params["length"])
+        for each in given[consts + carries :]:
+            self._known(each)
+        results = self.run(body, given, place.repeated(eqn.params["length"]))
         return self._close(given[consts : consts + carries], results, eqn.outvars)
 
     def _close(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
@@ -228,31 +313,35 @@ class _Walk:
         for value, result in zip(carried, results, strict=False):
             value.inputs = (*value.inputs, result)
         kinds = ["scan_result"] * len(carried) + ["scan_stack"] * (len(results) - len(carried))
-        return [_value(kind, (value,), var.aval) for kind, value, var in zip(kinds, results, outvars, strict=True)]
+        outs = zip(kinds, results, outvars, strict=True)
+        return [self._known(_value(kind, (value,), var.aval)) for kind, value, var in outs]
 
-    def _while(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
-        test, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
+    def _while(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
+        test, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts = inputs[first : first + second]
         carried = [_value("scan_carry", (value,), value) for value in inputs[first + second :]]
-        decided = self.run(test, [*inputs[:first], *carried], stack, times)
-        outs = self._close(carried, self.run(body, [*consts, *carried], stack, times), eqn.outvars)
+        decided = self.run(test, [*inputs[:first], *carried], place.branch(0))
+        outs = self._close(carried, self.run(body, [*consts, *carried], place.branch(1)), eqn.outvars)
         self._condition(outs, decided)
         return outs
 
-    def _cond(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
-        results = [self.run(_open(branch), inputs[1:], stack, times) for branch in eqn.params["branches"]]
+    def _cond(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
+        results = [
+            self.run(open_jaxpr(branch), inputs[1:], place.branch(number))
+            for number, branch in enumerate(eqn.params["branches"])
+        ]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
-        merged = [_value("branch", values, var.aval) for values, var in outs]
+        merged = [self._known(_value("branch", values, var.aval)) for values, var in outs]
         self._condition(merged, inputs[:1])
         return merged
 
-    def _kernel(self, eqn: Any, inputs: list[Value], stack: tuple[str, ...], times: int) -> list[Value]:
+    def _kernel(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
         """Note what a Pallas kernel multiplies, block by block, as contractions of the kernel."""
         inner = _Walk()
-        for program in _programs(eqn.params):
+        for program in programs(eqn.params):
             opaque = [_value("unknown", (), getattr(var.aval, "inner_aval", var.aval)) for var in program.invars]
-            inner.run(program, opaque, stack, times * _programs_of(eqn))
+            inner.run(program, opaque, place.repeated(_programs_of(eqn)))
         self.found += [dataclasses.replace(each, operation="pallas_call") for each in inner.found]
         outs = [_value("pallas_call", tuple(inputs), var.aval, i) for i, var in enumerate(eqn.outvars)]
         self._condition(outs, [each.out for each in inner.found])
@@ -260,21 +349,22 @@ class _Walk:
         return outs
 
 
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
+def _undoes(operation: str, value: Value | None) -> bool:
+    """Whether an operation takes out what another has put in: a step's slice of what the steps of a loop stacked."""
+    return value is not None and (operation, value.operation) in (("scan_slice", "scan_stack"), ("shard", "unshard"))
 
 
-def _programs(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the programs among a primitive's parameters."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(_open(item), "eqns"):
-                yield _open(item)
+def _asked_at(eqn: Any) -> str:
+    """Return the file, line and function that asked for an equation, outside of jax and of this package."""
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if not frame.file_name.startswith(_HIDDEN):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({frame.function_name})"
+    return ""
 
 
 def _shards(eqn: Any) -> int:
     sizes = dict(eqn.params["mesh"].shape)
-    return math.prod(sizes[axis] for axis in eqn.params.get("manual_axes", sizes))
+    return math.prod(sizes[axis] for axis in eqn.params.get("newly_manual_axes", sizes))
 
 
 def _programs_of(eqn: Any) -> int:

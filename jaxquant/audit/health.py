@@ -37,6 +37,7 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.core.trees import subtree
 from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
+from jaxquant.inject.linen import as_float
 from jaxquant.ops.arguments import TENSORS
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.einsum import plan_einsum
@@ -104,11 +105,14 @@ class HealthMonitor:
           ValueError: a model without a linear layer.
         """
         if not isinstance(model, nn.Module):
-            raise TypeError(f"HealthMonitor taps the layers of a Linen module, got {type(model).__name__}")
+            raise TypeError(
+                f"HealthMonitor taps the layers of a Linen module, got {type(model).__name__}; "
+                "function_health.FunctionHealth measures any function of jaxquant.quantize, NNX models' too"
+            )
         self._resolver = QuantConfig.from_any(config).resolver()
         self._loss = loss
         self._recipes: dict[str, Recipe | None] = {}
-        with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept):
+        with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept), as_float(model):
             params = meta.unbox(trace_init(model, *example_inputs, **example_kwargs)["params"])
         if not self._recipes:
             raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
@@ -147,7 +151,7 @@ class HealthMonitor:
             current = (path.split("/")[0], stack) if stack else None
             block += current is None or current != previous
             previous = current
-            dtypes = {name: spec and spec.dtype for name, spec in _specs(recipe).items()}
+            dtypes = {name: spec and spec.dtype for name, spec in specs_of(recipe).items()}
             found += [(block, index, position, HealthRow(path, index, dtypes)) for index in np.ndindex(stack)]
         order = sorted(range(len(found)), key=lambda i: found[i][:3])
         return np.array(order), tuple(found[i][3] for i in order)
@@ -174,14 +178,14 @@ class HealthMonitor:
         inputs = args[0] if args else kwargs["inputs"]
         lhs, rhs, _ = module.promote_dtype(inputs, variables["params"]["kernel"], None, dtype=module.dtype)  # pyright: ignore
         lhs, rhs, dims, order = _contraction(module, lhs, rhs, args, kwargs)
-        static = _Static(self._recipes[path], dims, order)
+        static = Static(self._recipes[path], dims, order)
         state = _find_state(variables.get(OVERWRITE_WITH_GRADIENT, {}))
-        forward, backward = _observe_forward(static, jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), state)
-        return _tap(static, next_fun(*args, **kwargs), variables["params"][PROBE], forward, backward)
+        forward, backward = observe_forward(static, jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), state)
+        return tap(static, next_fun(*args, **kwargs), variables["params"][PROBE], forward, backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class Static:
     """What of a layer's call is fixed while tracing; ``order`` brings the output into ``lax.dot_general``'s layout."""
 
     recipe: Recipe | None
@@ -189,15 +193,15 @@ class _Static:
     order: tuple[int, ...]
 
 
-def _specs(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
+def specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
     """Return the spec of each tensor, None for a float one."""
     specs = {name: recipe.specs[operand] if recipe else None for name, operand in TENSORS.items()}
     return {name: spec if isinstance(spec, TensorSpec) else None for name, spec in specs.items()}
 
 
-def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: dict[str, Array]):
+def observe_forward(static: Static, lhs: Array, rhs: Array, state: dict[str, Array]):
     """Record input and kernel; also return what the output gradient's quantization reads."""
-    specs = _specs(static.recipe)
+    specs = specs_of(static.recipe)
     if (mask := state.get("sparsity_mask")) is not None:
         rhs = jnp.where(mask > 0, rhs, 0)
     q_lhs = _quantize(static, "input", lhs, (static.dims.lhs_contract, static.dims.lhs_batch), state)
@@ -208,8 +212,8 @@ def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: dict[str, A
     return records, (q_rhs if reuses else None, {k: v for k, v in state.items() if k.startswith("output_grad")})
 
 
-def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, state: dict[str, Array]) -> Array:
-    recipe, spec = static.recipe, _specs(static.recipe)["output_grad"]
+def _observe_gradient(static: Static, grad: Array, kernel: QTensor | None, state: dict[str, Array]) -> Array:
+    recipe, spec = static.recipe, specs_of(static.recipe)["output_grad"]
     if recipe is None or spec is None:
         return record(grad, None, None)
     grad = grad.transpose(static.order)
@@ -224,7 +228,7 @@ def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, stat
 
 
 def _quantize(
-    static: _Static, name: str, x: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], state: dict[str, Array]
+    static: Static, name: str, x: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], state: dict[str, Array]
 ) -> QTensor | None:
     """Quantize as the recipe says, with the delayed scale of this step where there is one.
 
@@ -235,7 +239,7 @@ def _quantize(
       dims: its contraction and batch axes.
       state: quant state of the layer.
     """
-    recipe, spec = static.recipe, _specs(static.recipe)[name]
+    recipe, spec = static.recipe, specs_of(static.recipe)[name]
     if recipe is None or spec is None:
         return None
     own = None
@@ -256,7 +260,7 @@ def _quantize(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tap(static: _Static, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
+def tap(static: Static, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
     """Return ``out``. The cotangent of ``probe`` is the layer's three records."""
     return out
 
@@ -270,7 +274,7 @@ def _tap_bwd(static, residuals, grad):
     return grad, jnp.concatenate([forward, _observe_gradient(static, grad, *backward)]), None, None
 
 
-_tap.defvjp(_tap_fwd, _tap_bwd)
+tap.defvjp(_tap_fwd, _tap_bwd)
 
 
 def _contraction(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxquant.audit.dataflow import Contraction, Value, ancestors
-from jaxquant.audit.scales import Origin, argument, origin
+from jaxquant.audit.parameters import Reading, read
+from jaxquant.audit.scales import Origin, argument, carried_argument, origin
+from jaxquant.trace.paths import Name
+from jaxquant.trace.plan import Contraction as Site
 
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)")
 _OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
 _NO_MODULE = frozenset({"rematted_computation", "checkpoint", "remat"})
-_COLLECTIONS = frozenset({"params", "state", "model"})
 _CAPTURED = ("array captured by the function",)
-_VARIABLE = frozenset({"value", "raw_value"})
 _ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 
@@ -25,7 +27,9 @@ class LabeledContraction:
     Attributes:
       contraction: as found.
       origins: of its operands, as executed.
-      parameters: for each operand the path of the argument whose elements it holds, or None.
+      arguments: for each operand the argument, or captured array, that it is a multiple of, or None.
+      carried: the same, and for what a loop carries the argument that it begins with.
+      site: what ``trace.analysis`` says of it, None where it multiplies no parameter.
       scopes: module scopes and equations around it, without those of transformations and quantized ops.
       op_label: "dlhs" or "drhs" where the quantized op's own scopes say so.
       is_backward, is_recomputed: within the backward pass; a forward matmul done again there.
@@ -39,11 +43,13 @@ class LabeledContraction:
 
     contraction: Contraction
     origins: tuple[Origin, Origin]
-    parameters: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
+    arguments: tuple[Value | None, Value | None]
+    carried: tuple[Value | None, Value | None]
     scopes: tuple[str, ...]
     op_label: str
     is_backward: bool
     is_recomputed: bool
+    site: Site | None = None
     path: str = ""
     matmul: str = "fwd"
     swapped: bool = False
@@ -51,63 +57,105 @@ class LabeledContraction:
     is_stray: bool = False
 
     @property
+    def parameters(self) -> tuple[Name | None, Name | None]:
+        """For each operand the path of the argument whose elements it holds, or None."""
+        left, right = (None if value is None else value.name or _CAPTURED for value in self.arguments)
+        return left, right
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Scopes that are modules: without einsum equations, and methods without their names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
-def label_contractions(found: Iterable[Contraction], layers: Iterable[str]) -> list[LabeledContraction]:
+def label_contractions(
+    closed: Any, names: Sequence[Name], found: Iterable[Contraction], layers: Iterable[str]
+) -> tuple[list[LabeledContraction], Reading]:
     """Label contractions with the path of their layer and with their matmul.
 
-    A path is that of the known layer whose name stands in the name scopes; else that of the parameter, as far as it
-    stands there too; else the scopes. Which backward matmul one is follows from the operand that it shares with the
-    forward matmul of the same place: the weight (dlhs) or the activation (drhs).
+    A path is that of the parameter, as ``jaxquant.quantize`` spells it, or of the known layer that this belongs to.
+    What multiplies no parameter (the gradients of parameters do not) has the path of the forward contraction with which
+    it shares an operand, and otherwise that of the name scopes around it. Which backward matmul one is follows from
+    the operand that it shares with the forward matmul: the weight (dlhs) or the activation (drhs).
 
     Args:
-      found: contractions of a program.
+      closed: jaxpr of a program.
+      names: of its inputs.
+      found: its contractions.
       layers: paths of the layers that are known.
     """
     labeled = [_open(contraction) for contraction in found]
+    known = [tuple(path.split("/")) for path in layers]
+    reading = read(closed, names, [each for each in labeled if not each.is_backward], known)
+    for each in labeled:
+        each.site = reading.site(each.contraction.context)
+        if each.site is not None:
+            each.path = _known_path(reading.path(each.site), each, known)
     groups: dict[tuple[str, ...], list[LabeledContraction]] = {}
     for each in labeled:
         groups.setdefault(_without_repeats(each.scopes), []).append(each)
-    known = [tuple(path.split("/")) for path in layers]
+    _label_by_operands(labeled, groups)
     for scopes, group in groups.items():
         if scopes:
-            path = "" if known == [("",)] else _path(group, known)  # a model that is a layer itself
-            for each in group:
-                each.path = path
-        else:  # no scopes around it: an NNX model, or none
-            for each in group:
-                each.path = _path_of_parameter(each, known)
-    _label_by_operands(labeled)
+            _label_by_scopes(group, known)
+    layered = {each.path for each in labeled if each.site is not None and each.path}
     by_layer: dict[tuple[tuple[str, ...], str], list[LabeledContraction]] = {}
     for each in labeled:
-        by_layer.setdefault((_without_repeats(each.scopes), each.path), []).append(each)
+        scopes = () if each.path in layered else _without_repeats(each.scopes)
+        by_layer.setdefault((scopes, each.path), []).append(each)
     for group in by_layer.values():
         _find_matmuls(group)
     _find_strays(labeled)
-    return labeled
+    return labeled, reading
 
 
-def _label_by_operands(labeled: Sequence[LabeledContraction]) -> None:
-    """Label backward contractions without scopes and parameters, by a forward one that each shares an operand with.
+def _known_path(path: str, each: LabeledContraction, known: Sequence[Name]) -> str:
+    """Return the known layer that a parameter's path belongs to, or a scope around it does; else the path."""
+    if known == [("",)]:  # a model that is a layer itself
+        return ""
+    for whole in (tuple(path.split("/")), each.modules):
+        if matches := [layer for layer in known if contains(whole, layer)]:
+            return "/".join(max(matches, key=len))
+    return path
+
+
+def _label_by_scopes(group: Sequence[LabeledContraction], known: Sequence[Name]) -> None:
+    """Label what multiplies no parameter, of the contractions in the same scopes."""
+    layers = {each.path for each in group if each.site is not None}
+    if known == [("",)]:
+        path = ""
+    elif len(layers) == 1 and all(each.site is not None for each in group if not each.is_backward):
+        [path] = layers
+    else:
+        path = _path(group, known)
+    for each in group:
+        if each.site is None and not each.path:
+            each.path = path
+
+
+def _label_by_operands(labeled: Sequence[LabeledContraction], groups: dict[Name, list[LabeledContraction]]) -> None:
+    """Label backward contractions without a parameter by a forward one that each shares an operand with.
 
     Of several it is one of a shape that fits; then the one whose layer has the other gradient from the same output
-    gradient already; then one that has none yet.
+    gradient already; then one that has none yet. Where there is no such, one of a shape that fits whose layer has the
+    other gradient from the same output gradient.
     """
     forward = [each for each in labeled if not each.is_backward]
     paths: dict[Value, set[str]] = {}
     for each in labeled:
         if each.is_backward and each.path:
             for found in each.origins:
-                paths.setdefault(found.source, set()).add(each.path)
+                paths.setdefault(found.source.known_as, set()).add(each.path)
     taken: set[int] = set()
     for each in labeled:
-        if not each.is_backward or each.path or each.scopes:
+        if not each.is_backward or each.path or each.site is not None:
             continue
-        choice = [other for other in forward if _same_source(each, other)]
-        by_gradient = set[str]().union(*(paths.get(found.source, ()) for found in each.origins))
+        near = [other for other in groups[_without_repeats(each.scopes)] if not other.is_backward]
+        by_gradient = set[str]().union(*(paths.get(found.source.known_as, ()) for found in each.origins))
+        choice = [other for other in (near if each.scopes else forward) if _same_source(each, other)]
+        if not choice:
+            choice = [other for other in forward if other.path in by_gradient]
+            choice = [other for other in choice if _is_gradient_of(each.contraction, other.contraction)]
         for better in (
             [other for other in choice if _is_gradient_of(each.contraction, other.contraction)],
             [other for other in choice if other.path in by_gradient],
@@ -137,10 +185,12 @@ def _open(contraction: Contraction) -> LabeledContraction:
         if part and part not in _NO_MODULE and not _OP_MODULE.fullmatch(part):
             scopes.append(part)
     origins = (origin(contraction.lhs), origin(contraction.rhs))
-    arguments = [argument(each.source) for each in origins]
-    left, right = (None if value is None else value.name or _CAPTURED for value in arguments)
+    arguments = (argument(origins[0].source), argument(origins[1].source))
+    carried = (arguments[0] or carried_argument(origins[0].source), arguments[1] or carried_argument(origins[1].source))
     is_backward &= not is_recomputed
-    return LabeledContraction(contraction, origins, (left, right), tuple(scopes), label, is_backward, is_recomputed)
+    return LabeledContraction(
+        contraction, origins, arguments, carried, tuple(scopes), label, is_backward, is_recomputed
+    )
 
 
 def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
@@ -183,23 +233,10 @@ def _path(group: Sequence[LabeledContraction], known: Sequence[tuple[str, ...]])
     return "/".join(modules[start:])
 
 
-def _path_of_parameter(each: LabeledContraction, known: Sequence[tuple[str, ...]]) -> str:
-    for name in reversed([name for name in each.parameters if name and len(name) > 1]):
-        matches = [path for path in known if contains(name, path)]
-        if matches:
-            return "/".join(max(matches, key=len))
-        parts = list(name[:-1])
-        if name[-1] in _VARIABLE:
-            parts.pop()
-        while parts and (parts[0].isdigit() or parts[0] in _COLLECTIONS):
-            parts.pop(0)
-        if parts:
-            return "/".join(parts)
-    return ""
-
-
 def weight_side(each: LabeledContraction) -> int | None:
     """Return which operand of a forward contraction is a parameter: 0, 1, or None where none is."""
+    if each.site is not None and each.site.side is not None:
+        return each.site.side
     path = tuple(each.path.split("/")) if each.path else ()
     named = [side for side, name in enumerate(each.parameters) if name and path and contains(name, path)]
     if len(named) == 1:
@@ -227,7 +264,7 @@ def _find_matmuls(group: Sequence[LabeledContraction]) -> None:
 def _find_strays(labeled: Sequence[LabeledContraction]) -> None:
     forward = [each for each in labeled if not each.is_backward]
     backward = [each for each in labeled if each.is_backward]
-    sources = {origin.source for each in forward for origin in each.origins}
+    sources = {origin.source.known_as for each in forward for origin in each.origins}
     ends = {each.contraction.out for each in forward}
 
     def is_left(value: Value) -> bool:
@@ -237,7 +274,7 @@ def _find_strays(labeled: Sequence[LabeledContraction]) -> None:
     operands = [operand for each in backward for operand in (each.contraction.lhs, each.contraction.rhs)]
     used = ancestors(operands, stop=is_left)
     for each in backward:
-        shares = any(origin.source in sources for origin in each.origins)
+        shares = each.site is not None or any(origin.source.known_as in sources for origin in each.origins)
         each.is_stray = not shares and not any(each.parameters) and each.contraction.out not in used
 
 
@@ -254,7 +291,8 @@ def _shared(each: LabeledContraction, forward: LabeledContraction) -> tuple[int,
 
 def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[tuple[int, int]]:
     sides = [(mine, theirs) for mine in (0, 1) for theirs in (0, 1)]
-    return [pair for pair in sides if each.origins[pair[0]].source is forward.origins[pair[1]].source]
+    mine, theirs = ([found.source.known_as for found in both.origins] for both in (each, forward))
+    return [pair for pair in sides if mine[pair[0]] is theirs[pair[1]]]
 
 
 def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
@@ -265,6 +303,8 @@ def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> t
     names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
     if shared := _shared(each, forward):
         return names[shared[1]], shared[0]
+    if each.site is not None and each.site.side is not None:
+        return "dlhs", each.site.side
     if each.op_label:
         # The op's own lhs and rhs are those of the executed forward matmul.
         return names[0 if each.op_label == "drhs" else 1], 1

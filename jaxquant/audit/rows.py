@@ -25,7 +25,8 @@ class Row:
     weight in ``dlhs``, activation and output gradient in ``drhs``.
 
     Attributes:
-      path: "/"-joined module path, as rules spell it.
+      path: "/"-joined path of the parameter, as rules spell it, or of the name scopes around it; "" for a contraction
+        that has neither, and for a parameter that is a whole argument.
       matmul: "fwd", "dlhs", "drhs", or "bwd" for a backward matmul of which it cannot be told.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
       lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
@@ -39,6 +40,8 @@ class Row:
       wanted: operand dtypes that the config asks for, () for float or where no config says.
       reason: why it has these dtypes.
       fault: "" or what is wrong with them.
+      source: file, line and function that asked for it.
+      has_parameter: whether it multiplies one, or is the gradient of a matmul that does.
     """
 
     path: str
@@ -56,6 +59,13 @@ class Row:
     wanted: tuple[str, ...]
     reason: str
     fault: str
+    source: str = ""
+    has_parameter: bool = False
+
+    @property
+    def name(self) -> str:
+        """What to call it: its path, else what it is, or where it was asked for."""
+        return self.path or ("the model itself" if self.has_parameter else self.source) or "no path"
 
     @property
     def is_low(self) -> bool:
@@ -87,10 +97,12 @@ class Coverage:
       rows: every contraction, in the order of the program.
       missing: layers that the config quantizes and that no contraction was found for, such as "mlp/wi"; in a function
         with a backward pass also those without one of their backward matmuls, such as "mlp/wi drhs".
+      faults: what is wrong with the function as a whole.
     """
 
     rows: tuple[Row, ...]
     missing: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
     def share(self, *matmuls: str) -> float:
         """Return the share of the FLOPs of these matmuls (default: all) that run on operands of at most 8 bits."""
@@ -109,18 +121,19 @@ class Coverage:
         return text
 
     def layers(self) -> list[dict[str, Any]]:
-        """Return one entry a path, ready to print: the dtypes of its three matmuls, scales, times and the reason.
+        """Return one entry a path, ready to print: shapes, the dtypes of its three matmuls, scales, times, the reason.
 
-        ``dtypes`` has the dtypes as data: lists of ``MatmulDtypes`` by "fwd", "dlhs" and "drhs".
+        What has no path stands under the place in the program that asked for it. ``dtypes`` has the dtypes as data:
+        lists of ``MatmulDtypes`` by "fwd", "dlhs" and "drhs".
         """
         paths: dict[str, list[Row]] = {}
         for row in self.rows:
-            paths.setdefault(row.path, []).append(row)
+            paths.setdefault(row.name, []).append(row)
         return [_layer(path, rows) for path, rows in paths.items()]
 
     def table(self) -> Any:
         """Build a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn."""
-        columns = ("path", *MATMULS, "scales", "times", "reason")
+        columns = ("path", "shapes", *MATMULS, "scales", "times", "reason")
         table = Table(box=None, caption=self.summary(), caption_justify="left", caption_style="", pad_edge=False)
         for name in columns:
             table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
@@ -171,7 +184,8 @@ class Coverage:
             raise ValueError(
                 f"without names {unknown[0]!r}, which is not missing; missing are {', '.join(self.missing) or 'none'}"
             )
-        wrong = [f"{row.path or 'the model itself'} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
+        wrong = list(self.faults)
+        wrong += [f"{row.name} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
         missing = [name for name in self.missing if name not in without]
         wrong += [f"{name}: the config quantizes it and no contraction of it was found" for name in missing]
         if wrong:
@@ -195,6 +209,14 @@ def _short(text: str) -> str:
     return text
 
 
+def _shapes(rows: Sequence[Row]) -> str:
+    """Spell the shapes of the forward matmuls, or of others where there are none."""
+    shown = [row for row in rows if row.matmul == "fwd"] or rows
+    pairs = dict.fromkeys((row.lhs_shape, row.rhs_shape) for row in shown)
+    found = [" · ".join("x".join(map(str, shape)) or "scalar" for shape in pair) for pair in pairs]
+    return "; ".join([*found[:2], *(["..."] if len(found) > 2 else [])])
+
+
 def _layer(path: str, rows: Sequence[Row]) -> dict[str, Any]:
     dtypes = {
         name: list(dict.fromkeys(row.dtypes for row in rows if row.matmul in matmuls))
@@ -202,6 +224,7 @@ def _layer(path: str, rows: Sequence[Row]) -> dict[str, Any]:
     }
     return {
         "path": path,
+        "shapes": _shapes(rows),
         **{name: ", ".join(dict.fromkeys(map(str, found))) for name, found in dtypes.items()},
         "scales": "; ".join(dict.fromkeys(row.scales for row in rows if row.scales)),
         "times": sum(row.times for row in rows),

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from jaxquant.audit.dataflow import Value
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.matmul_dtypes import OperandDtype
+from jaxquant.core.qtensor import CODEC_MARK
+from jaxquant.ops.layouts import KEEP
 
 # Values that hold the elements of their first input, in another place, shape or number.
 _MOVES = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "rev", "slice", "dynamic_slice", "pad"}
-    | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier"}
+    | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier", KEEP}
     | {"scan_slice", "scan_stack", "scan_result"}
     | {"sharding_constraint", "mesh_cast", "reshard", "shard", "unshard", "pvary", "pcast", "all_gather"}
 )
@@ -43,6 +45,9 @@ def origin(value: Value) -> Origin:
         element, source, scale = _quantized(value)
         return Origin(source, OperandDtype(element), scale)
     plain = _moved(value, through_casts=True)
+    if (codec := _codec(plain)) is not None:
+        source, scale = _encoded(plain, codec)
+        return Origin(source, OperandDtype(value.dtype, codec), scale)
     low = _dequantized(plain)
     if low is not None:
         element, source, scale = _quantized(low)
@@ -69,11 +74,23 @@ def argument(value: Value) -> Value | None:
     return None
 
 
+def carried_argument(value: Value) -> Value | None:
+    """Find the argument that a loop's carry of its shape begins with: a parameter, in a loop of training steps."""
+    value = _moved(value, through_casts=True)
+    while value.operation == "scan_carry":
+        shape, value = value.shape, _moved(value.inputs[0], through_casts=True)
+        if value.shape != shape:
+            return None
+    return value if value.operation == "argument" else None
+
+
 def _moved(value: Value, through_casts: bool = False) -> Value:
     """Go back through changes of place and shape, and through casts between float types."""
     while value.inputs:
         if value.operation == "optimization_barrier":
             value = value.inputs[value.position]
+        elif _codec(value) is not None:
+            break
         elif value.operation in _MOVES or (
             through_casts and value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
         ):
@@ -81,6 +98,28 @@ def _moved(value: Value, through_casts: bool = False) -> Value:
         else:
             break
     return value
+
+
+def _codec(value: Value) -> str | None:
+    """Return the tensor format that a value was decoded from or will be encoded in, None for any other value."""
+    name = value.params.get("name") if value.operation == "name" else None
+    return name.removeprefix(CODEC_MARK) if isinstance(name, str) and name.startswith(CODEC_MARK) else None
+
+
+def _encoded(value: Value, codec: str) -> tuple[Value, str]:
+    """Return (source, scale) of a value that was decoded from a tensor format."""
+    visited, queue, stored = {id(value)}, list(value.inputs), value
+    while queue:
+        value = queue.pop()
+        if _codec(value) == codec:
+            return _moved(value.inputs[0], through_casts=True), f"per block of {codec}, dynamic"
+        if not value.inputs and value.dtype == "uint8" and value.operation == "argument":
+            stored = value
+        for each in value.inputs:
+            if id(each) not in visited:
+                visited.add(id(each))
+                queue.append(each)
+    return stored, "stored"
 
 
 def _quantized(value: Value) -> tuple[str, Value, str]:

@@ -56,13 +56,17 @@ def record(
     if spec is not None:
         assert tensor is not None
         back, nonzero = dequantize(tensor), values != 0
-        # A channel of zeros has scale 1, which says nothing of the others.
-        filled = jnp.max(apply_blocks(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.full_scale(), tensor.blocks))
-        scale = jnp.where(filled > 0, filled, 1.0)
+        saturated = jnp.zeros((), bool)
+        if tensor.codec is None:  # a tensor format keeps its scales to itself
+            # A channel of zeros has scale 1, which says nothing of the others.
+            scales = apply_blocks(lambda a, s: jnp.where(a != 0, s, 0), values, tensor.full_scale(), tensor.blocks)
+            filled = jnp.max(scales)
+            scale = jnp.where(filled > 0, filled, 1.0)
+            saturated = _is_saturated(values, spec, tensor)
         sums |= {
             "quantized": 1,
             "nonzero": jnp.sum(nonzero, dtype=jnp.int32),
-            "saturated": jnp.sum(_is_saturated(values, spec, tensor), dtype=jnp.int32),
+            "saturated": jnp.sum(saturated, dtype=jnp.int32),
             "flushed": jnp.sum(nonzero & (back == 0), dtype=jnp.int32),
             "signal": jnp.sum(jnp.square(values)),
             "noise": jnp.sum(jnp.square(values - back)),
@@ -77,7 +81,7 @@ def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"
     With x the elements, x̂ what their quantized values stand for, and several uses counted together:
 
     - ``amax`` = max |x|, infinite where an element is not finite.
-    - ``scale``: the largest of the tensor's scales, those of channels or tiles of zeros aside.
+    - ``scale``: the largest of the tensor's scales, those of channels or tiles of zeros aside; 0 for a tensor format.
     - ``saturated``: share of elements with |x| / scale above the largest value of the element type (integers: its
       bound, qmax + 0.5), which were clipped.
     - ``flushed``: share of the elements x ≠ 0 with x̂ = 0.

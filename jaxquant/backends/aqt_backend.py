@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from jaxquant.backends import aqt, aqt_serving
 from jaxquant.backends.aqt_config import HONOURS, to_aqt
-from jaxquant.backends.base import Backend, Op
+from jaxquant.backends.base import Backend, Op, refuse_dropped
 from jaxquant.config.backends import check_implementation
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
+from jaxquant.core.rounding import operands_key
+from jaxquant.ops.arguments import QuantState
 
 Array = jax.Array
 
@@ -28,6 +32,10 @@ class AqtBackend(Backend):
         super().check(recipe)
         to_aqt(recipe)  # refuses what does not go together
 
+    def forward_config(self, recipe: Recipe) -> Any:
+        """Return AQT's own config of a recipe; see ``Backend.forward_config``."""
+        return to_aqt(recipe)
+
     def linen_op(
         self,
         op: Op,
@@ -42,6 +50,32 @@ class AqtBackend(Backend):
         check_implementation(self.name, implementation)
         make = aqt.dot_general_cls if op == "dot_general" else aqt.einsum_cls
         return make(recipe, mesh_axes=mesh_axes, quant_mode=quant_mode, replicate_scale=replicate_scale)
+
+    def contract(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+        out_sharding: Any = None,
+        implementation: str | None = None,
+    ) -> Array:
+        """Compute AQT's ``dot_general``; see ``Backend.contract``."""
+        check_implementation(self.name, implementation)
+        refuse_dropped(self.row.title, lhs, rhs, precision, preferred_element_type, out_sharding)
+        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        if isinstance(rhs, ConvertedKernel):
+            rhs = dataclasses.replace(rhs, dtype=dtype.name)
+            return aqt_serving.dot_general(lhs.astype(dtype), rhs, dimension_numbers, recipe=recipe)
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+        if key is None and recipe.is_stochastic:
+            key = operands_key(lhs, rhs)
+        return aqt.dot_general(lhs, rhs, dimension_numbers, recipe=recipe, key=key)
 
     def convert_kernel(
         self,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 
-from jaxquant.backends.honours import Honours, check_honoured
+from jaxquant.backends.honours import NATIVE_INSTEAD, Honours, check_honoured
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow
+from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
+from jaxquant.ops.arguments import QuantState
 
 Array = jax.Array
 Op = Literal["dot_general", "einsum"]
@@ -22,8 +27,9 @@ RANDOM_STREAM = "quant"
 class Backend:
     """One backend; ``jaxquant.backends.load`` imports it by name.
 
-    A backend with ``row.has_layer_ops`` implements ``linen_op``, the others ``quantize_linen`` and ``quantize_nnx``.
-    All implement ``dot_general`` and ``einsum`` on converted kernels, and ``convert_kernel``.
+    A backend with ``row.has_layer_ops`` implements ``linen_op``, for models that plumb quantization by hand.
+    All implement ``contract``, which is what a traced function runs, ``dot_general`` and ``einsum`` on converted
+    kernels, and ``convert_kernel``.
 
     Attributes:
       name: key of ``BACKENDS``.
@@ -40,7 +46,7 @@ class Backend:
     knows_weights_by_shape = False
 
     def __init__(self, name: BackendName) -> None:
-        self.name = name
+        self.name: BackendName = name
         self.row: BackendRow = BACKENDS[name]
 
     def check(self, recipe: Recipe) -> None:
@@ -54,6 +60,17 @@ class Backend:
         """
         if self.honours is not None:
             check_honoured(self.row.title, self.honours, recipe)
+
+    def forward_config(self, recipe: Recipe) -> Any:
+        """Describe the forward operands as AQT's configs do, in ``fwd.dg_quantizer.lhs.numerics`` and ``….rhs.…``.
+
+        MaxText's experts read there what their grouped matmul casts to: ``get_dtype()``, None for float.
+        """
+        sides = {side: _Numerics(recipe.resolve("fwd", side)) for side in ("lhs", "rhs")}
+        quantizers = types.SimpleNamespace(
+            **{side: types.SimpleNamespace(numerics=numerics) for side, numerics in sides.items()}
+        )
+        return types.SimpleNamespace(fwd=types.SimpleNamespace(dg_quantizer=quantizers))
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -106,22 +123,43 @@ class Backend:
         """
         raise self._absent("op for an NNX layer")
 
-    def quantize_linen(
-        self, model: Any, recipes: Mapping[str, Recipe], methods: Sequence[str], layers: Sequence[str]
-    ) -> Any:
-        """Return a Linen model whose layers run quantized, where no op can be passed to them.
+    def unsupported(self, operation: str, recipe: Recipe) -> str:
+        """Explain why a contraction of a traced function does not run a recipe; "" where it does.
 
         Args:
-          model: the model; it stays as it is.
-          recipes: of the layers to quantize, by path.
-          methods: methods of the model that run quantized.
-          layers: paths of all its linear layers.
+          operation: primitive of the contraction, such as "dot_general".
+          recipe: all numbers.
         """
-        raise self._absent("way to quantize a whole Linen model")
+        return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
-    def quantize_nnx(self, model: Any, recipes: Mapping[str, Recipe], methods: Sequence[str]) -> Any:
-        """Return an NNX model whose layers run quantized; as ``quantize_linen``."""
-        raise self._absent("way to quantize a whole NNX model")
+    def contract(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+        out_sharding: Any = None,
+        implementation: str | None = None,
+    ) -> Array:
+        """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
+
+        Args:
+          lhs, rhs: activation and weight.
+          dimension_numbers, precision, preferred_element_type, out_sharding: as for ``jax.lax.dot_general``.
+          recipe: all numbers.
+          state: the amax state of a recipe with delayed scaling.
+          key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
+          implementation: what computes casts and matmuls, None to pick.
+
+        Raises:
+          NotImplementedError: an option that the backend would drop.
+        """
+        raise self._absent("op for a function")
 
     # -- converted kernels -------------------------------------------------------------------------------------------
 
@@ -169,6 +207,42 @@ class Backend:
 
     def _absent(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"quant_backend {self.name!r} has no {what}; use quant_backend 'native'")
+
+
+def refuse_dropped(title: str, lhs: Array, rhs: Any, precision: Any, dtype: Any, out_sharding: Any) -> None:
+    """Refuse the options of a traced contraction that a library drops, those that change nothing apart.
+
+    Raises:
+      NotImplementedError: names the option.
+    """
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    wanted = jnp.promote_types(lhs.dtype, rhs.dtype)
+    given = {
+        "precision": next((each for each in asked if each not in (None, jax.lax.Precision.DEFAULT)), None),
+        "preferred_element_type": None if dtype is None or jnp.dtype(dtype) == wanted else jnp.dtype(dtype).name,
+        "out_sharding": out_sharding,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} {value} of a contraction is dropped by {title}; {NATIVE_INSTEAD}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Numerics:
+    """What an operand is cast to, under the names of AQT's numerics."""
+
+    spec: Any
+
+    @property
+    def dtype(self) -> Any:
+        return None if self.spec is None else jnp.dtype(self.spec.dtype)
+
+    @property
+    def bits(self) -> int | None:
+        return None if self.spec is None else element(self.spec.dtype).bits
+
+    def get_dtype(self) -> Any:
+        return self.dtype
 
 
 def chosen(implementation: str | None) -> dict[str, Any]:

@@ -13,8 +13,11 @@ from jaxquant.backends.base import Backend, Op, chosen
 from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
+from jaxquant.ops import conv, ragged
+from jaxquant.ops.arguments import QuantState
 
 Array = jax.Array
+_UNSUPPORTED = {"ragged_dot_general": ragged.unsupported, "conv_general_dilated": conv.unsupported}
 
 
 class NativeBackend(Backend):
@@ -64,6 +67,40 @@ class NativeBackend(Backend):
         if equation:
             return native_nnx.Einsum(recipe, path, kernel, stacked, equation, **chosen(implementation))
         return native_nnx.DotGeneral(recipe, path, kernel, stacked, axes, **chosen(implementation))
+
+    def unsupported(self, operation: str, recipe: Recipe) -> str:
+        """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
+        explain = _UNSUPPORTED.get(operation)
+        why = "" if explain is None else explain(recipe)
+        return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
+
+    def contract(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+        out_sharding: Any = None,
+        implementation: str | None = None,
+    ) -> Array:
+        """Compute ``ops.dot_general``; see ``Backend.contract``."""
+        return ops.dot_general(
+            native.activation_as_read(recipe, lhs, rhs),
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            recipe=recipe,
+            state=state,
+            key=key,
+            out_sharding=out_sharding,
+            implementation=implementation,
+        )
 
     def convert_kernel(
         self,

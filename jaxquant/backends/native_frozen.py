@@ -152,10 +152,8 @@ def _read(op: Any, kernel: Array, axes: tuple[int, ...], batch: tuple[int, ...])
 
 def _describe(values: dict[str, Any]) -> str:
     tensor = values["frozen"]
-    zeros = "" if tensor.zero_point is None else " and zero points"
     scale = ", with an input_scale" if INPUT_SCALE in values else ""
-    shape = tuple(tensor.scale.shape)
-    return f"{tensor.qvalue.dtype.name} {tuple(tensor.qvalue.shape)} with scales {shape}{zeros}{scale}"
+    return f"{tensor.description}{scale}"
 
 
 def _shapes(

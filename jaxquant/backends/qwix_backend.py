@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxquant.backends import qwix, qwix_serving
-from jaxquant.backends.base import Backend
+from jaxquant.backends.base import Backend, refuse_dropped
 from jaxquant.backends.qwix_config import HONOURS, to_qwix
 from jaxquant.config.backends import check_implementation
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
+from jaxquant.ops.arguments import QuantState
 
 Array = jax.Array
 
@@ -29,15 +32,44 @@ class QwixBackend(Backend):
         super().check(recipe)
         to_qwix(recipe)  # refuses what does not go together
 
-    def quantize_linen(
-        self, model: Any, recipes: Mapping[str, Recipe], methods: Sequence[str], layers: Sequence[str]
-    ) -> Any:
-        """Return a Linen model whose layers run quantized; see ``Backend.quantize_linen``."""
-        return qwix.quantize_linen(model, recipes, methods, layers)
+    def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
+        """Make Qwix's rules of regexes and recipes, for ``qwix.quantize_model``; None is float.
 
-    def quantize_nnx(self, model: Any, recipes: Mapping[str, Recipe], methods: Sequence[str]) -> Any:
-        """Return an NNX model whose layers run quantized; see ``Backend.quantize_nnx``."""
-        return qwix.quantize_nnx(model, recipes, methods)
+        Raises:
+          NotImplementedError: Qwix does not honour a recipe.
+        """
+        for _, recipe in entries:
+            if recipe is not None:
+                self.check(recipe)
+        return qwix.make_rules(entries)
+
+    def make_provider(self, rules: Sequence[Any]) -> Any:
+        """Make Qwix's provider of its rules."""
+        return qwix.make_provider(rules)
+
+    def contract(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+        out_sharding: Any = None,
+        implementation: str | None = None,
+    ) -> Array:
+        """Compute Qwix's quantized ``dot_general``; see ``Backend.contract``."""
+        check_implementation(self.name, implementation)
+        refuse_dropped(self.row.title, lhs, rhs, precision, preferred_element_type, out_sharding)
+        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        if isinstance(rhs, ConvertedKernel):
+            rhs = dataclasses.replace(rhs, dtype=dtype.name)
+            return qwix_serving.dot_general(lhs.astype(dtype), rhs, dimension_numbers, recipe=recipe)
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+        return qwix.dot_general(lhs, rhs, dimension_numbers, recipe=recipe, key=key)
 
     def convert_kernel(
         self,

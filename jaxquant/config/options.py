@@ -19,6 +19,7 @@ OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs"
 Both backward matmuls of AQT have the output gradient as their lhs. Ours is ``drhs = lhs · grad``, so AQT's drhs_lhs
 is our ``drhs.rhs`` and AQT's drhs_rhs our ``drhs.lhs``.
 """
+_LONGEST_TEXT = 200
 _OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
 
 
@@ -67,8 +68,11 @@ def read_calibration(options: Options, field: str) -> Calibration:
     Raises:
       ValueError: names the field and what is wrong.
     """
+    text = getattr(options, field)
+    if len(text) > _LONGEST_TEXT:  # an error repeats what was written
+        raise ValueError(f"{field} {loader.show(text)} has {len(text)} characters, of at most {_LONGEST_TEXT}")
     try:
-        return parse_calibration(getattr(options, field))
+        return parse_calibration(text)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
 
@@ -80,6 +84,9 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
       ValueError: another count, a word that is no number, or a bound that is not finite and above 0.
     """
     if isinstance(value, str):
+        if len(value) > _LONGEST_TEXT:
+            shown = loader.show(value)
+            raise ValueError(f"constant_bound_config {shown} has {len(value)} characters, of at most {_LONGEST_TEXT}")
         try:
             value = [float(word) for word in value.split(",")] if value.strip() else []
         except ValueError:

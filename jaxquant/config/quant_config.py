@@ -43,8 +43,9 @@ class QuantConfig(options.Options):
         local device count (in ``train/`` the devices that share a batch), 0 a float weight gradient.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
       per_tensor_scales: six flags in the same order: one scale a tensor (true, the default) or a channel.
-      weight_quantization_calibration_method, act_quantization_calibration_method,
-        bwd_quantization_calibration_method: calibration of weights, activations, output gradients.
+      weight_quantization_calibration_method: calibration of weights.
+      act_quantization_calibration_method: calibration of activations.
+      bwd_quantization_calibration_method: calibration of output gradients.
       weight_sparsity_n, weight_sparsity_m: n of every m weights are kept.
       weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
       amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
@@ -105,20 +106,10 @@ class QuantConfig(options.Options):
 
     @property
     def resolved_nnx_backend(self) -> BackendName | None:
-        """The backend that runs on an NNX model: ``auto`` is native where it would be AQT, which has Linen ops only.
-
-        Raises:
-          NotImplementedError: ``quant_backend: aqt``.
-        """
+        """The backend that runs on an NNX model: ``auto`` is native where it would be AQT on a Linen one."""
         backend = self._asked_backend()
-        if backend is None or BACKENDS[backend].runs_on_nnx:
+        if backend is None or BACKENDS[backend].is_auto_on_nnx or self.quant_backend == backend:
             return backend
-        if self.quant_backend == backend:
-            string = self.quantization or self._rule_names()[0]
-            raise NotImplementedError(
-                f"quant_backend {backend!r} does not run on NNX models, {BACKENDS[backend].title} has Linen ops only; "
-                f"use quant_backend 'native', which runs the recipe {string!r} on them"
-            )
         return "native"
 
     def _asked_backend(self) -> BackendName | None:
@@ -193,7 +184,15 @@ class QuantConfig(options.Options):
             if value is not _MISSING and value not in none:
                 raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {none[0]!r}")
         names = [field.name for field in dataclasses.fields(cls) if field.init]
+        if not _plain(_attribute(obj, "quantization")) and _attribute(obj, "rules") in (_MISSING, None, (), []):
+            # A program's config carries every option at some value; without quantization nothing could read them.
+            unread = {field.name for field in dataclasses.fields(options.Options)}
+            names = [name for name in names if name not in unread]
         found = {name: value for name in names if (value := _attribute(obj, name)) is not _MISSING}
+        if _plain(found.get("quantization")) in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
+            found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these, whose numbers it has
+        if _plain(found.get("quantization")) == "fp8" and found.get("use_qwix_quantization"):
+            found["quantization"] = "fp8_e4m3"  # what MaxText runs for it on Qwix
         count = found.get("quantization_local_shard_count")
         if isinstance(count, int) and count > 0 and count == jax.local_device_count():
             found["quantization_local_shard_count"] = -1  # MaxText has resolved its -1 already; it means the same
@@ -273,6 +272,11 @@ class QuantConfig(options.Options):
 
 
 _MISSING: Any = object()
+
+
+def is_program_config(obj: Any) -> bool:
+    """Return whether a config is that of a whole program, such as MaxText's, of which quantization is a part."""
+    return not isinstance(obj, (QuantConfig, Mapping))
 
 
 def _attribute(obj: Any, name: str) -> Any:

@@ -66,12 +66,25 @@ def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
 
 def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynamic", "delayed"]) -> Recipe:
     spec, grad = (TensorSpec(each, "per_tensor", scaling=scaling) for each in (dtype, grad_dtype))
-    return _reusing(name, spec, grad)
+    return dataclasses.replace(_reusing(name, spec, grad), arithmetic="lean")
 
 
 def _weight_only(name: str, dtype: str) -> Recipe:
     """Quantized weight forward and in dlhs; its own gradient passes straight through the rounding."""
     return Recipe(name, fwd=MatmulSpec(None, TensorSpec(dtype)), dlhs=MatmulSpec(None, FORWARD))
+
+
+def _encoded(codec: str, dtype: str) -> RecipeRow:
+    """Weights as a tensor format has them, encoded and decoded in the forward pass."""
+    name = f"ggml_{codec}"
+    spec = TensorSpec(dtype, codec=codec)
+    return RecipeRow(
+        Recipe(name, fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD)),
+        "native",
+        ("native",),
+        frozenset(),
+        f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient",
+    )
 
 
 def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str) -> Recipe:
@@ -89,6 +102,16 @@ def _microscaling(name: str, dtype: str, tile_size: int) -> Recipe:
 # AQT multiplies by 1/scale and rounds the gradient alone stochastically.
 _INT8 = _reusing(
     "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
+)
+# For TPUs: scales that are known before the step, one cast of the gradient for both backward matmuls.
+_INT8_DELAYED = dataclasses.replace(
+    _reusing(
+        "int8_delayed",
+        TensorSpec("int8", "per_tensor", scaling="delayed"),
+        TensorSpec("int8", "per_tensor", rounding="stochastic"),
+        "int32",
+    ),
+    arithmetic="lean",
 )
 _AQT_E4M3 = TensorSpec("float8_e4m3fn", reciprocal=True)
 _AQT_FP8 = Recipe("aqt_fp8", fwd=MatmulSpec(_AQT_E4M3, _AQT_E4M3, "bfloat16"))
@@ -200,12 +223,24 @@ RECIPES: dict[str, RecipeRow] = {
         frozenset(),
         "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
     ),
+    "int8_delayed": RecipeRow(
+        _INT8_DELAYED,
+        "native",
+        _NATIVE,
+        DELAYED_OPTIONS,
+        "int8 for TPUs: delayed scaling of operands, this step's amax and stochastic rounding of the output gradient",
+    ),
     "int8w": RecipeRow(
         _weight_only("int8w", "int8"), "native", _NATIVE, frozenset(), "int8 weights only, straight-through gradient"
     ),
     "int4w": RecipeRow(
         _weight_only("int4w", "int4"), "native", _NATIVE, frozenset(), "int4 weights only, straight-through gradient"
     ),
+    "ggml_q4_0": _encoded("q4_0", "int4"),
+    "ggml_q8_0": _encoded("q8_0", "int8"),
+    "ggml_q4_k": _encoded("q4_k", "int4"),
+    "ggml_q5_k": _encoded("q5_k", "int8"),
+    "ggml_q6_k": _encoded("q6_k", "int8"),
 }
 """Every config string that runs."""
 

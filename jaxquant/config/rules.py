@@ -16,6 +16,8 @@ HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
 """Last path parts that name an output head."""
 ROUTER_ENDINGS = ("gate", "router")
 ROUTER_MAX_OUTPUTS = 256
+LOW_RANK_ENDINGS = ("lora_a", "lora_b")
+"""Last path parts of low-rank factors: their matmuls are thin, and a tuned difference is what rounding would hurt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,8 @@ def default_exclusion(path: str, out_features: int) -> str | None:
         return f"output head ({last!r}), left in float by default"
     if last.endswith(ROUTER_ENDINGS) and out_features <= ROUTER_MAX_OUTPUTS:
         return f"router ({last!r} with {out_features} outputs), left in float by default"
+    if last.endswith(LOW_RANK_ENDINGS):
+        return f"low-rank factor ({last!r}), left in float by default"
     return None
 
 
@@ -150,6 +154,11 @@ class Resolver:
         """Every recipe that a layer can get, each once, the base first."""
         recipes = (self._base.recipe, *(entry.recipe for entry in self._entries))
         return tuple(dict.fromkeys(recipe for recipe in recipes if recipe is not None))
+
+    @property
+    def patterns(self) -> tuple[tuple[str, Recipe | None], ...]:
+        """The regexes that decide by path, with the recipe of each, first match first."""
+        return tuple((entry.pattern, entry.recipe) for entry in self._entries)
 
     def __call__(self, path: str, out_features: int) -> Decision:
         """Decide one layer.

@@ -26,8 +26,7 @@ from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import float_rule, layer_name
 from jaxquant.core.qtensor import QTensor, stacked_blocks
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.layers import out_features, relative_path, split_arrays, substituted
-from jaxquant.inject.linen import call_einsum
+from jaxquant.inject.layers import call_einsum, out_features, relative_path, split_arrays, substituted
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 

@@ -16,11 +16,14 @@ import jax
 from jaxquant.backends import Backend, load
 from jaxquant.backends.base import Op
 from jaxquant.config.backends import BACKENDS
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.mixed_precision import DEFAULT
+from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import join_path
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import einsum_out_features
+from jaxquant.state.nnx import require_hand
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 
 class QuantMode(enum.Enum):
@@ -31,15 +34,17 @@ class QuantMode(enum.Enum):
     SERVE = "serve"
 
 
-def get_quant_mode(quant_mode_str: str = "train") -> QuantMode:
+def get_quant_mode(quant_mode_str: str | enum.Enum = "train") -> QuantMode:
     """Read a mode.
 
     Args:
-      quant_mode_str: "train", "convert" or "serve".
+      quant_mode_str: "train", "convert" or "serve"; or a member of an enum with these names, such as AQT's.
 
     Raises:
       ValueError: another string.
     """
+    if isinstance(quant_mode_str, enum.Enum):
+        quant_mode_str = quant_mode_str.name.lower()
     try:
         return QuantMode(quant_mode_str)
     except ValueError:
@@ -47,13 +52,14 @@ def get_quant_mode(quant_mode_str: str = "train") -> QuantMode:
         raise ValueError(f"quant_mode_str {quant_mode_str!r} is not a mode; known ones are {known}") from None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class Quantization:
-    """A config made ready for one backend and mode.
+    """A config made ready for one backend and mode; all of it but the mode is fixed.
 
     Attributes:
       backend: a key of ``BACKENDS``, of one with ops for layers.
-      quant_mode: what the model is built for.
+      quant_mode: what the model is built for. It may be set, as MaxText's engine does between loading, converting and
+        serving; a function that was jitted before is jitted anew by its caller.
       replicate_scale: the stored scales of a sharded kernel are replicated.
       resolver: decides the recipe of each layer by its path.
       base: recipe of the layers that no rule names; None where a file or rules alone decide.
@@ -66,6 +72,27 @@ class Quantization:
     resolver: Resolver
     base: Recipe | None = None
     asked: set[str] = dataclasses.field(default_factory=set, init=False, compare=False, repr=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "quant_mode":
+            value = get_quant_mode(value)
+        elif name in self.__dict__:
+            raise dataclasses.FrozenInstanceError(f"Quantization.{name} cannot be set, only quant_mode can")
+        object.__setattr__(self, name, value)
+
+    @property
+    def quant_dg(self) -> Any:
+        """The config of the matmuls, in AQT's layout, which MaxText's experts read for the dtypes of a grouped matmul.
+
+        Of ``intmp`` a dictionary of regex to (config, tile size), with the default under ``"__default__"``.
+        """
+        if self.base is not None and self.base.name != "intmp" and not self.resolver.patterns:
+            return self._backend.forward_config(self.base)
+        entries = {DEFAULT: self.base, **dict(self.resolver.patterns)}
+        return {
+            pattern: (None if recipe is None else self._backend.forward_config(recipe), _tile_size(recipe))
+            for pattern, recipe in entries.items()
+        }
 
     def check_used(self) -> None:
         """Refuse a rule that decided no layer; to be called once, after ``model.init`` or the first trace.
@@ -120,6 +147,8 @@ class _ByPath(nn.Module):
 
     def _op(self, name: Op, out_features: int) -> nn.Module | None:
         path = join_path(self.path[:-1])
+        if not self.path:
+            self._refuse_unknown_path()
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
         if recipe is None:
@@ -127,6 +156,27 @@ class _ByPath(nn.Module):
         op = self.quantization.make_op(name, recipe, self.mesh_axes)()
         nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op
+
+    def _refuse_unknown_path(self) -> None:
+        """Refuse rules in an op that has no layer above it: one that an NNX layer holds, which Linen cannot see."""
+        if patterns := [pattern for pattern, _ in self.quantization.resolver.patterns]:
+            raise NotImplementedError(
+                f"rule {patterns[0]!r} cannot be honoured by the op of configure_quantization in an NNX layer, which "
+                "does not know the layer's path; leave the op out and call "
+                "jaxquant.maybe_quantize_model(model, config), which knows every path"
+            )
+
+    def _watch(self, out: jax.Array) -> jax.Array:
+        """Return a result as it is, and raise in training where nobody is known to advance the op's state."""
+        return out if self.path or not self.variables.get(OVERWRITE_WITH_GRADIENT) else require_hand(_STANDS_STILL, out)
+
+
+_STANDS_STILL = (
+    "an NNX layer holds the quant state of an op of configure_quantization, and MaxText's train_step puts the old "
+    "state over the new one; there write nnx.State.merge(non_param_rest, custom_grads) where it has (custom_grads, "
+    "non_param_rest), and hold jaxquant.state.by_hand() around the step; or leave the op out and use "
+    "jaxquant.maybe_quantize_model with jaxquant.state.value_and_grad and apply_gradients"
+)
 
 
 class _DotGeneral(_ByPath):
@@ -139,7 +189,8 @@ class _DotGeneral(_ByPath):
         (_, contracting), (_, batch) = dimension_numbers
         kept = [size for axis, size in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
         op = self._op("dot_general", math.prod(kept)) or jax.lax.dot_general
-        return op(lhs, rhs, dimension_numbers, precision, *args, **kwargs)
+        out = op(lhs, rhs, dimension_numbers, precision, *args, **kwargs)
+        return self._watch(out)
 
 
 class _Einsum(_ByPath):
@@ -149,7 +200,7 @@ class _Einsum(_ByPath):
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
         op = self._op("einsum", out_features)
-        return (op or jax.numpy.einsum)(equation, lhs, rhs, **options)
+        return self._watch((op or jax.numpy.einsum)(equation, lhs, rhs, **options))
 
 
 @functools.cache
@@ -159,26 +210,39 @@ def _renamed(kind: type[_ByPath], name: str) -> type[_ByPath]:
     return types.new_class(name, (kind,), {}, lambda body: body.update(namespace))
 
 
+def _tile_size(recipe: Recipe | None) -> int:
+    """Return the tile of a recipe's weight, -1 where it has none."""
+    weight = None if recipe is None else recipe.resolve("fwd", "rhs")
+    return -1 if weight is None or weight.tile_size is None else weight.tile_size
+
+
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
     """Make the handle of a config, for models that pass quantization to their layers by hand.
+
+    A program such as MaxText calls this and ``maybe_quantize_model``, whatever the config says; of an object with
+    MaxText's fields this does its part, and returns None where the other one does it all.
 
     Args:
       config: anything that ``QuantConfig.from_any`` takes.
       quant_mode_str: "train", "convert" or "serve".
 
     Returns:
-      None where the config quantizes nothing. Call ``check_used`` of the handle after ``model.init``, so that a rule
-      that matches no layer is an error.
+      None where the config quantizes nothing, or is MaxText's and asks for Qwix. Call ``check_used`` of the handle
+      after ``model.init``, so that a rule that matches no layer is an error.
 
     Raises:
       ValueError: an unknown mode, or a config whose backend replaces functions of a whole model (Qwix).
     """
     mode = get_quant_mode(quant_mode_str)
+    is_program = is_program_config(config)
+    asks_for_qwix = is_program and getattr(config, "use_qwix_quantization", False)
     config = QuantConfig.from_any(config)
     resolver, backend = config.resolver(), config.resolved_backend
-    if resolver is None or backend is None:
+    if resolver is None or backend is None or asks_for_qwix:
         return None
     if not BACKENDS[backend].has_layer_ops:
+        if is_program:
+            return None
         raise ValueError(
             f"quantization {config.quantization!r} runs on quant_backend {backend!r}, which quantizes a whole model "
             "and has no op to pass to a layer; call jaxquant.maybe_quantize_model(model, config, *example_inputs)"

@@ -10,10 +10,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.core import meta
 
 from jaxquant.backends import RANDOM_STREAM, load
 from jaxquant.backends._linen import kind_of, layers_apart
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.core.paths import join_path, layer_name
@@ -222,7 +224,7 @@ def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
 
     def dtype(matmul: Matmul, side: Side) -> str | None:
         spec = recipe.resolve(matmul, side)
-        return None if spec is None else spec.dtype
+        return None if spec is None else spec.codec or spec.dtype
 
     return {name: MatmulDtypes.of_specs(dtype(name, "lhs"), dtype(name, "rhs")) for name in ("fwd", "dlhs", "drhs")}
 
@@ -240,3 +242,31 @@ def substituted(module: nn.Module, attribute: str, value: Any) -> Iterator[None]
         yield
     finally:
         object.__setattr__(module, attribute, before)
+
+
+def call_einsum(module: nn.Einsum, op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Do what ``nn.Einsum.__call__`` does, which has no place for another einsum.
+
+    Args:
+      module: bound.
+      op: called as ``op(equation, inputs, kernel, precision, preferred_element_type)``.
+      args, kwargs: of the call.
+    """
+    inputs = args[0] if args else kwargs["inputs"]
+    equation = einsum_equation(module, args, kwargs).replace(" ", "")
+    kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+    bias, bias_shape = None, ()
+    if module.use_bias:
+        shape, bias_shape = module._get_bias_shape(equation, inputs, kernel)  # pyright: ignore[reportArgumentType]
+        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+    inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+    out = op(equation, inputs, kernel, module.precision, module.preferred_element_type)
+    return out if bias is None else out + jnp.reshape(bias, bias_shape)
+
+
+def refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) -> None:
+    """Refuse a model in which a config quantizes nothing: that is never what was asked."""
+    if found:
+        return
+    what = "; ".join(f"{path}: {reason}" for path, reason in reasons.items()) or "it has no linear layer"
+    raise ValueError(f"quantization {config.quantization!r} would quantize no layer of this model ({what})")

@@ -7,14 +7,15 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from jaxquant.backends import load
-from jaxquant.config.backends import BACKENDS, BackendName
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.backends import BackendName
+from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.layers import Layer, LayerReport, describe, linen_layers
-from jaxquant.inject.linen import quantize_linen, refuse_nothing
-from jaxquant.inject.nnx import nnx_layers, quantize_nnx
+from jaxquant.inject import maxtext
+from jaxquant.inject.layers import Layer, LayerReport, describe, linen_layers, refuse_nothing
+from jaxquant.inject.linen import quantize_linen
+from jaxquant.inject.nnx import quantize_nnx
+from jaxquant.inject.nnx_layers import nnx_layers
 
 
 def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Any:
@@ -24,49 +25,45 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
     with state (delayed scaling, sparsity) adds the collection ``_overwrite_with_gradient`` in Linen and variables of
     type ``jaxquant.state.QuantState`` in NNX; see ``jaxquant.state``.
 
+    Of the config of a whole program, such as MaxText's, the example inputs are its batch's shapes, what it says of
+    caches and checkpoints is the program's own part, and a model that holds the handle of ``configure_quantization``
+    comes back as it is.
+
     Args:
       model: a Linen or NNX module. It stays as it is; an NNX model shares its arrays with the one that comes back. With
         ``quantization: ""`` the model itself comes back.
       config: a QuantConfig, a mapping, or an object with its fields, such as MaxText's config.
       example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
-        them the rules of a Linen model are checked now, without them at the first call. The qwix backend needs them,
-        and so does an NNX model with a layer class of its own.
+        them the rules are checked now, without them at the first call. An NNX model needs them where a recipe keeps
+        state of a layer that is not one of flax's own.
 
     Raises:
       ValueError: a rule that matches no layer, or a model without a layer to quantize.
-      NotImplementedError: AQT on an NNX model, a layer that a recipe cannot reach, or a setting of serving.
+      NotImplementedError: a recipe that the backend does not honour, or a setting of serving.
       TypeError: something that is no model.
     """
-    config = QuantConfig.from_any(config)
-    _refuse_what_is_not_the_models(config)
+    if is_program_config(config):
+        if isinstance(model, (nn.Module, nnx.Module)) and maxtext.holds_handle(model):
+            return model
+        if not (example_inputs or example_kwargs):
+            example_inputs, example_kwargs = maxtext.example_of(model, config)
+        config = QuantConfig.from_any(config)
+    else:
+        config = QuantConfig.from_any(config)
+        _refuse_what_is_not_the_models(config)
     resolver = config.resolver()
     if resolver is None:
         return model
     if not isinstance(model, (nn.Module, nnx.Module)):
         raise TypeError(f"maybe_quantize_model takes a Flax module, got {type(model).__name__}")
-    has_example = bool(example_inputs or example_kwargs)
-    backend = _backend(model, config)
-    assert backend is not None, "a config with a resolver has a backend"
-    if not (BACKENDS[backend].has_layer_ops or has_example):
-        raise ValueError(
-            f"quantization {config.quantization!r} on {backend} needs to see the model's layers: "
-            "call maybe_quantize_model(model, config, *example_inputs)"
-        )
-    for recipe in resolver.recipes:
-        load(backend).check(recipe)
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(
                 "checkpoint_is_quantized true asks for a Linen model that runs on converted parameters; an NNX model "
                 "is converted whole: jaxquant.convert(model, config, *example_inputs)"
             )
-        layers = nnx_layers(model, *example_inputs, **example_kwargs)
-        return quantize_nnx(model, backend, _recipes(config, resolver, layers), layers, config.implementation)
-    layers, recipes = [], {}
-    if has_example:
-        layers = linen_layers(model, *example_inputs, **example_kwargs)
-        recipes = _recipes(config, resolver, layers)
-    return quantize_linen(model, config, resolver, recipes, layers)
+        return quantize_nnx(model, config, *example_inputs, **example_kwargs)
+    return quantize_linen(model, config, *example_inputs, **example_kwargs)
 
 
 def _refuse_what_is_not_the_models(config: QuantConfig) -> None:

@@ -1,264 +1,401 @@
-"""Quantize an NNX model that knows nothing of jaxquant.
+"""An NNX model as a face of ``jaxquant.trace``: its modules' methods are traced and quantized.
 
-An NNX model carries its layers, so they are found without running it: in lists, inside attention, beneath
-``nnx.LoRA``. A copy of the model is made that shares its arrays, and in the copy each layer that has a recipe gets a
-quantized op in place of its ``dot_general`` or ``einsum_op``. What nnx.vmap made as one layer with a leading axis gets
-quant state with that axis.
+    model(x)   ──►  nnx.split of (model, arguments)  ──►  pure function of (parameters, other variables)
+                                                            │ Engine: trace, decide by the parameters' paths, rewrite
+                    QuantState variables of the model  ─────┘ and as their gradient what was seen
 
-The low-rank factors of ``nnx.LoRA`` and ``nnx.LoRALinear`` stay in float: their matmuls are thin, and a tuned
-difference is what rounding would hurt most. Their base layer is quantized like any other.
+A copy of the model is made that shares its arrays. In it every module's class becomes a subclass of the same name whose
+methods are traced when plain Python calls them; within a trace they are the plain methods. Quant state lies in
+variables beside the parameter that it belongs to: under ``dot_general`` or ``einsum_op`` of flax's linear layers, else
+under ``quant_NAME`` of the module that owns the parameter.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxquant.backends import load, native_nnx
-from jaxquant.core.paths import float_rule, join_path, layer_name
+from jaxquant.backends import native_nnx
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.paths import layer_name
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.layers import Layer, check_layers, einsum_out_features, split_arrays
+from jaxquant.inject.layers import refuse_nothing
+from jaxquant.inject.nnx_layers import contraction_axes, copy_model, linear_modules, op_name, out_features, stacked_axes
+from jaxquant.state.nnx import QuantState, require_state_gradient
+from jaxquant.trace.engine import Dialect, Engine
+from jaxquant.trace.plan import Contraction
 
-Linear = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
-LINEAR: dict[type[nnx.Module], str] = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
-"""NNX's linear layers and the name of each kind."""
+_CONTAINERS = (nnx.List, nnx.Dict)
+_PATH = "jaxquant_path"
 
-_KNOWN_CALLS = (nnx.Linear.__call__, nnx.LoRALinear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__)
-
-
-def nnx_layers(model: nnx.Module, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
-    """List the linear layers of an NNX model, those that a call runs first and in its order.
-
-    Args:
-      model: the model.
-      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
-    """
-    found = {path: _layer(path, module) for path, module in linear_modules(model)}
-    if not (example_inputs or example_kwargs):
-        return list(found.values())
-    called = _trace_call(model, example_inputs, example_kwargs)
-    return [*called.values(), *(layer for path, layer in found.items() if path not in called)]
+_at_work = jax.make_user_context(None)
 
 
-def quantize_nnx(
-    model: nnx.Module,
-    backend: str,
-    recipes: Mapping[str, Recipe],
-    layers: list[Layer],
-    implementation: str | None = None,
-) -> nnx.Module:
+def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Any:
     """Quantize an NNX model.
 
     Args:
-      model: the model; it stays as it is.
-      backend: the name of one that runs on NNX.
-      recipes: of the layers to quantize, by path.
-      layers: all layers of the model.
-      implementation: what computes the matmuls; None picks.
+      model: the model; it stays as it is, and shares its arrays with what comes back.
+      config: what is asked.
+      example_inputs, example_kwargs: arguments of ``__call__``. Without them only flax's linear layers get the quant
+        state of a recipe that keeps some.
 
     Raises:
-      ValueError: a layer has an op of its own.
-      NotImplementedError: a layer does not use its op, so that no recipe can reach it.
+      ValueError: a rule that matches no layer, no layer at all, or a model that is quantized already.
     """
-    by_path = {layer.path: layer for layer in layers}
-    chosen = {path: module for path, module in linear_modules(model) if path in recipes}
-    for path, module in chosen.items():
-        check_op(path, module, by_path[path], recipes[path])
-    check_layers(backend, (by_path[path] for path in chosen))
-    if not load(backend).row.has_layer_ops:
-        return load(backend).quantize_nnx(model, recipes, _model_methods(type(model)))
+    if (before := quantized_with(model)) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is quantized already, with {before.engine.config.quantization!r}; quantize the "
+            "float model"
+        )
+    face = Face(config, model)
     copy = copy_model(model)
-    for path, module in linear_modules(copy):
-        if path in recipes:
-            setattr(
-                module, op_name(module), nnx.data(quantized_op(backend, path, module, recipes[path], implementation))
-            )
+    states: dict[str, Any] = {}
+    if example_inputs or example_kwargs:
+        states = face.init(copy, *example_inputs, **example_kwargs)
+    else:
+        face.check_rules(copy)
+    face.hold_states(copy, states)
+    return face.adopt(copy)
+
+
+def quantized_with(model: Any) -> Face | None:
+    """Return the face of a quantized NNX model, None for another."""
+    return getattr(type(model), "_jaxquant_face", None)
+
+
+def plain_model(model: nnx.Module) -> nnx.Module:
+    """Return a copy of a quantized model in which every module has its own class again, with the same arrays."""
+    copy = copy_model(model)
+    for _, node in nnx.iter_graph(copy):
+        if quantized_with(node) is not None:
+            object.__setattr__(node, "__class__", type(node)._jaxquant_base)  # pyright: ignore[reportAttributeAccessIssue]
+            delattr(node, _PATH)
     return copy
 
 
-def _model_methods(kind: type) -> list[str]:
+def other_layers(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> list[str]:
+    """List the layers with a quantized weight that are not flax's linear layers.
+
+    Args:
+      model: quantized; or float, and then a call with the example inputs is traced, without which nothing is known.
+      config: what is asked.
+      example_inputs, example_kwargs: arguments of ``__call__``.
+    """
+    face = quantized_with(model)
+    if face is None and (example_inputs or example_kwargs) and config.resolver() is not None:
+        face = Face(config, model)
+        face.init(model, *example_inputs, is_whole=False, **example_kwargs)
+    if face is None or face.engine.decisions is None:
+        return []
+    known = {path for path, _ in linear_modules(model)}
+    found = face.engine.decisions.paths.items()
+    return [path for path, each in found if path not in known and each.recipe is not None and each.recipe.fwd.rhs]
+
+
+def _missing(recipe: str, path: str, field: str) -> str:
+    return (
+        f"recipe {recipe!r} at {path!r} keeps quant state, and the model has no {field!r} there; give "
+        "maybe_quantize_model example inputs whose call runs that layer"
+    )
+
+
+def _misfit(path: str, field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    if len(has) == len(wanted) + 1:
+        return (
+            f"{layer_name(path)} has quant state of {has[0]} layers in the call of one: nnx.scan and nnx.vmap must map "
+            "jaxquant.state.QuantState along axis 0, as in nnx.StateAxes({jaxquant.state.TRAINED: 0, ...: None})"
+        )
+    return f"{layer_name(path)} has quant state {field!r} of shape {has}, and this call needs {wanted}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What a trace tells beside its arrays: paths of variables that changed; path, type and metadata of new ones."""
+
+    paths: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A method of a module as a function of its variables; equal calls share their trace."""
+
+    face: Face
+    kind: type
+    name: str
+    graph: Any
+
+    def __call__(self, params: Any, quant: Any, rest: Any) -> Any:
+        module, args, kwargs = whole = nnx.merge(self.graph, nnx.State({0: params}), quant, rest)
+        before = {path: variable.get_raw_value() for path, variable in _variables(whole)}
+        with _at_work(self.face):
+            out = getattr(self.kind, self.name)(module, *args, **kwargs)
+        changed, new = {}, {}
+        for path, variable in _variables(whole):
+            value = variable.get_raw_value()
+            if path not in before:
+                new[path] = type(variable), value, tuple(variable.get_metadata().items())
+            elif value is not before[path]:
+                changed[path] = value
+        told = tuple(changed), tuple((path, kind, metadata) for path, (kind, _, metadata) in new.items())
+        return _Told(told), [*changed.values()], [value for _, value, _ in new.values()], nnx.split(out)
+
+    def __hash__(self) -> int:
+        return hash((id(self.face), self.kind, self.name, self.graph))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Call)
+            and (self.face, self.kind, self.name) == (other.face, other.kind, other.name)
+            and self.graph == other.graph
+        )
+
+
+class Face:
+    """What the quantized modules of one model share: the engine, and the classes that were made.
+
+    Args:
+      config: what is asked.
+      model: the float model.
+    """
+
+    def __init__(self, config: QuantConfig, model: nnx.Module) -> None:
+        self._operations = {path: op_name(module) for path, module in linear_modules(model) if _has_plain_op(module)}
+        nodes = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+        self._modules = {"/".join(map(str, path)) for path, node in nodes if not isinstance(node, _CONTAINERS)} | {""}
+        dialect = Dialect(
+            what="this model",
+            layers="layer",
+            root_is_layer=True,
+            may_extend=True,
+            numbers=False,
+            operation=self._operation,
+            owner=self._owner,
+            missing=_missing,
+            misfit=_misfit,
+            has_scopes=False,
+            watch=require_state_gradient,
+        )
+        self.engine = Engine(config, dialect, config.resolved_nnx_backend)
+        self._classes: dict[type, type] = {}
+
+    def _operation(self, site: Contraction) -> str:
+        """Name the holder of a contraction's state, an attribute of the module that owns the parameter."""
+        if site.path in self._operations:
+            return self._operations[site.path]
+        return f"quant_{site.names[0].removeprefix(self._owner(site)).strip('/').replace('/', '_')}"
+
+    def _owner(self, site: Contraction) -> str:
+        """Find the module that owns the parameter; what holds modules in a list has no attributes."""
+        if site.path in self._operations:
+            return site.path
+        owner = site.names[0].rpartition("/")[0]
+        while owner not in self._modules:
+            owner = owner.rpartition("/")[0]
+        return owner
+
+    # -- decisions and state -----------------------------------------------------------------------------------------
+
+    def init(self, model: nnx.Module, *args: Any, is_whole: bool = True, **kwargs: Any) -> dict[str, Any]:
+        """Decide on the trace of a call with example inputs, and make the quant state of its layers.
+
+        Args:
+          model: the model.
+          args, kwargs: the example inputs.
+          is_whole: whether a rule that matches nothing, or a config that quantizes nothing, is an error.
+        """
+        args, kwargs = jax.tree.map(_as_array, (args, kwargs))
+        kind = type(model)
+        call, params, rest = self._split(model, kind, "__call__", args, kwargs)
+        return self.engine.init(call, params, rest, is_whole=is_whole)
+
+    def check_rules(self, model: nnx.Module) -> None:
+        """Check the rules on flax's linear layers, where nothing was traced that could show the others."""
+        resolver = self.engine.resolver
+        assert resolver is not None
+        layers = {path: resolver(path, out_features(module)) for path, module in linear_modules(model)}
+        if layers:
+            resolver.check_used(layers)
+        others = any(param.ndim > 1 for param in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+        if not any(decision.recipe for decision in layers.values()) and (layers or not others):
+            refuse_nothing(self.engine.config, {path: each.reason for path, each in layers.items()}, found=False)
+
+    def hold_states(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
+        """Give every layer's module the variables of its quant state, those of flax's layers that did not run too."""
+        modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+        for path, values in _holders(states):
+            owner, _, name = path.rpartition("/")
+            setattr(modules[owner], name, nnx.data(_holder(name, values)))
+        resolver = self.engine.resolver
+        assert resolver is not None
+        for path, module in linear_modules(model):
+            if path not in self._operations or getattr(module, op_name(module), None) not in (None, *_PLAIN):
+                continue
+            decided = self.engine.decisions.by_path(path) if self.engine.decisions is not None else None
+            decision = decided or resolver(path, out_features(module))
+            if decision.recipe is not None and decision.recipe.is_stateful:
+                op = _premade(path, module, decision.recipe)
+                setattr(module, op_name(module), nnx.data(op))
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> Any:
+        """Compute a method of a module; ``kind`` is its own class."""
+        path = getattr(module, _PATH)
+        prefix = tuple(path.split("/")) if path else ()
+        call, params, rest = self._split(module, kind, name, args, kwargs)
+        own: Any = nnx.to_pure_dict(rest[0])
+        state: Any = _named(own.get(0, {}))
+        for part in reversed(prefix):
+            state = {part: state}
+        is_whole = not prefix and name == "__call__"
+        told, changed, new, out = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole)
+        whole = (module, args, kwargs)
+        if changed or new:
+            variables = dict(_variables(whole))
+            for path, value in zip(told.paths[0], changed, strict=True):
+                variables[path].set_raw_value(value)
+            nodes = dict(nnx.iter_graph(whole))
+            for (path, made, metadata), value in zip(told.paths[1], new, strict=True):
+                setattr(nodes[path[:-1]], path[-1], made(value, **dict(metadata)))
+        return nnx.merge(*out)
+
+    def _split(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> tuple[_Call, Any, tuple[Any, Any]]:
+        own = (_own(nnx.Param), _own(QuantState), ...)
+        graph, params, quant, rest = nnx.split((module, args, kwargs), *own)
+        parts: Any = params
+        return _Call(self, kind, name, graph), parts.get(0, nnx.State({})), (quant, rest)
+
+    # -- classes -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, model: nnx.Module) -> nnx.Module:
+        """Change the class of every module of a model, in place."""
+        for path, node in list(nnx.iter_graph(model)):
+            if isinstance(node, nnx.Module) and not isinstance(node, (*_CONTAINERS, native_nnx.QuantizedOp)):
+                if quantized_with(node) is not None:
+                    continue
+                setattr(node, _PATH, "/".join(map(str, path)))
+                object.__setattr__(node, "__class__", self._class(type(node)))
+        return model
+
+    def _class(self, base: type) -> type:
+        if base not in self._classes:
+            fields: dict[str, Any] = {name: _wrapped(base, name) for name in _methods(base)}
+            fields |= {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
+            fields |= {"_jaxquant_face": self, "_jaxquant_base": base}
+            self._classes[base] = types.new_class(base.__name__, (base,), {}, lambda body: body.update(fields))
+        return self._classes[base]
+
+
+def _wrapped(base: type, name: str) -> Callable[..., Any]:
+    plain = getattr(base, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        face = quantized_with(self)
+        if face is None or _at_work.value is face:
+            return plain(self, *args, **kwargs)
+        return face.call(self, base, name, args, kwargs)
+
+    return method
+
+
+def _methods(kind: type) -> list[str]:
     """Return the methods that a model's own classes define: ``__call__`` and public ones, jitted ones too."""
     own = [cls for cls in reversed(kind.__mro__) if cls not in nnx.Module.__mro__]
     methods = {name: value for cls in own for name, value in vars(cls).items() if callable(value)}
     return [
         name
         for name, value in methods.items()
-        if (name == "__call__" or not name.startswith("_")) and not isinstance(value, type | staticmethod)
+        if (name == "__call__" or not name.startswith("_")) and not isinstance(value, (type, staticmethod, classmethod))
     ]
 
 
-def plain_model(model: nnx.Module) -> nnx.Module:
-    """Return the float model behind one that Qwix quantized, with the same arrays; any other as it is."""
-    kind = getattr(type(model), "plain_class", None)
-    if kind is None:
-        return model
-    plain = copy_model(model)
-    object.__setattr__(plain, "__class__", kind)
-    return plain
+def _variables(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Return the variables of modules and what holds them, by path."""
+    return ((path, node) for path, node in nnx.iter_graph(tree) if isinstance(node, nnx.Variable))
 
 
-def linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
-    """Yield each linear layer with its path as users write it in rules; a shared layer once, by its first path."""
-    for path, node in nnx.iter_graph(model):
-        if kind_of(node) is not None:
-            yield join_path(path), node
+def _own(kind: type) -> Callable[[Any, Any], bool]:
+    """Filter the variables of a type that are of the module, not of the arguments."""
+    is_kind = nnx.filterlib.to_predicate(kind)
+    return lambda path, value: path[0] == 0 and is_kind(path, value)
 
 
-def copy_model(model: nnx.Module) -> Any:
-    """Copy a model; variables are new objects around the same arrays."""
-    graph, state = nnx.split(model)
-    return nnx.merge(graph, state, copy=True)
+def _named(tree: Any) -> Any:
+    """Spell the keys of a tree as paths do."""
+    return {str(name): _named(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def _shape(module: Linear) -> tuple[int, ...]:
-    """Return the kernel's shape for one layer, whatever nnx.vmap stacks."""
-    if isinstance(module, nnx.Linear):
-        return module.in_features, module.out_features
-    if isinstance(module, nnx.LinearGeneral):
-        return *module.batch_axis.values(), *module.in_features, *module.out_features
-    return tuple(module.kernel_shape)
+def _as_array(leaf: Any) -> Any:
+    """Return an array for a shape; one that takes no memory."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return leaf
 
 
-def stacked_axes(path: str, module: Linear) -> int:
-    """Count the leading axes that nnx.vmap put before the kernel's own.
+# -- quant state -------------------------------------------------------------------------------------------------------
 
-    Raises:
-      NotImplementedError: other axes than leading ones.
+_PLAIN = (jax.lax.dot_general, jnp.einsum)
+
+
+def _has_plain_op(module: Any) -> bool:
+    """Whether a layer has no op of its own, so that its quant state may stand in the op's place."""
+    return getattr(module, "dot_general_cls", None) is None and getattr(module, op_name(module)) in (None, *_PLAIN)
+
+
+class Held(native_nnx.QuantizedOp):
+    """Quant state of one contraction, in place of a flax layer's op, which it computes in float.
+
+    Args:
+      operation: attribute that it is: "dot_general", "einsum_op" or another name.
+      tensors: the state by tensor and field.
     """
-    kernel, shape = module.kernel.shape, _shape(module)
-    extra = len(kernel) - len(shape)
-    if extra < 0 or kernel[extra:] != shape:
-        raise NotImplementedError(
-            f"{layer_name(path)} has a kernel of shape {kernel} where {type(module).__name__} makes {shape}; only "
-            "leading axes may be added, as by nnx.vmap with out_axes 0"
-        )
-    return extra
+
+    def __init__(self, operation: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+        self.operation = operation
+        self.fields = tuple((name, tuple(values)) for name, values in tensors.items())
+        for name, values in tensors.items():
+            for field, value in values.items():
+                setattr(self, f"{name}_{field}", QuantState(value))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.operation == "einsum_op":
+            kwargs.pop("out_sharding", None)
+            return jnp.einsum(*args, **kwargs)
+        return jax.lax.dot_general(*args, **kwargs)
 
 
-def _layer(path: str, module: Linear, is_called: bool = False) -> Layer:
-    stacked = 0 if is_called else stacked_axes(path, module)  # a call sees one layer at a time
-    named = {"kernel": module.kernel, "bias": module.bias}
-    shapes = {name: tuple(value.shape)[stacked:] for name, value in named.items() if value is not None}
-    return Layer(
-        path,
-        kind_of(module) or "",
-        shapes["kernel"],
-        _out_features(module),
-        tuple(shapes.items()),
-        precision=module.precision,
-        preferred_element_type=module.preferred_element_type,
-    )
+def _holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Return the path of every holder in a tree of quant state, with its flat fields."""
+    if any(not isinstance(value, Mapping) for value in tree.values()):
+        yield "/".join(path), tree
+        return
+    for name, value in tree.items():
+        yield from _holders(value, (*path, name))
 
 
-def _out_features(module: Linear) -> int:
-    if isinstance(module, nnx.Einsum):
-        equation = module.einsum_str
-        return einsum_out_features(equation, native_nnx.lhs_labels(equation), module.kernel_shape)
-    features = module.out_features
-    return math.prod(features) if isinstance(features, tuple) else features
+def _holder(name: str, values: Mapping[str, Any]) -> Held:
+    tensors: dict[str, dict[str, Any]] = {}
+    for full, value in values.items():
+        tensor = next(each for each in ("input", "kernel", "output_grad", "sparsity") if full.startswith(f"{each}_"))
+        tensors.setdefault(tensor, {})[full.removeprefix(f"{tensor}_")] = value
+    return Held(name, tensors)
 
 
-def op_name(module: Linear) -> str:
-    return "einsum_op" if isinstance(module, nnx.Einsum) else "dot_general"
-
-
-def quantized_op(
-    backend: str, path: str, module: Linear, recipe: Recipe, implementation: str | None = None
-) -> nnx.Module:
-    """Make the quantized op of a layer; see ``Backend.nnx_op``."""
-    form: dict[str, Any] = (
-        {"equation": module.einsum_str} if isinstance(module, nnx.Einsum) else {"axes": contraction_axes(module)}
-    )
+def _premade(path: str, module: Any, recipe: Recipe) -> Held:
+    """Make the state of a layer that no example ran, from what flax's layer says of itself."""
     stacked = stacked_axes(path, module)
-    return load(backend).nnx_op(recipe, path, module.kernel, stacked, implementation=implementation, **form)
-
-
-def contraction_axes(module: nnx.Linear | nnx.LinearGeneral) -> tuple[int, ...]:
-    """Return the contraction axes of a layer's kernel, whatever nnx.vmap stacks."""
-    if isinstance(module, nnx.Linear):
-        return (0,)
-    batch = len(module.batch_axis)
-    return tuple(range(batch, batch + len(module.in_features)))
-
-
-def check_op(path: str, module: Linear, layer: Layer, recipe: Recipe) -> None:
-    """Refuse a layer that would lose its own op, or would not use the one that it gets."""
-    own = getattr(module, "dot_general_cls", None) or getattr(module, op_name(module))
-    if own not in (None, jax.lax.dot_general, jnp.einsum):
-        raise ValueError(
-            f"{layer_name(path)} has a {op_name(module)} of its own ({own}) and config asks for {recipe.name!r} there; "
-            f"drop one, or {float_rule(path)}"
-        )
-    if type(module).__call__ not in _KNOWN_CALLS and not layer.input_shapes:
-        raise ValueError(
-            f"{layer_name(path)} ({type(module).__name__}) has a __call__ of its own and was not seen to use its "
-            f"{op_name(module)}; pass maybe_quantize_model example inputs whose call runs it, or {float_rule(path)}"
-        )
-    if layer.uses_op is False:
-        raise NotImplementedError(
-            f"{layer_name(path)} ({type(module).__name__}) does not use its {op_name(module)}, so {recipe.name!r} "
-            f"cannot reach it; {float_rule(path)}"
-        )
-
-
-def kind_of(module: Any) -> str | None:
-    """Return the kind of a linear layer, None for anything else."""
-    return next((kind for base, kind in LINEAR.items() if isinstance(module, base)), None)
-
-
-def _trace_call(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Layer]:
-    """Trace a call of a copy of the model whose layers note their calls."""
-    seen: dict[str, Layer] = {}
-    copy = copy_model(model)
-    for path, module in list(linear_modules(copy)):
-        object.__setattr__(module, "__class__", _noting(type(module), path, seen))
-    graph, state = nnx.split(copy)
-    arrays, rebuild = split_arrays((args, kwargs))
-
-    def call(state: Any, arrays: list[Any]) -> None:
-        args, kwargs = rebuild(arrays)
-        nnx.merge(graph, state)(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-
-    jax.eval_shape(call, state, arrays)
-    return seen
-
-
-def _noting(kind: type, path: str, seen: dict[str, Layer]) -> type:
-    """Subclass a layer's class so that a call notes its input and whether it used its op."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = op_name(self)
-        op, used = getattr(self, name), []
-
-        def noting_op(*args: Any, **kwargs: Any) -> Any:
-            used.append(args[2 if name == "einsum_op" else 1].dtype.name)
-            default = jnp.einsum if name == "einsum_op" else jax.lax.dot_general
-            return (op or default)(*args, **kwargs)
-
-        out = _with_attribute(self, name, noting_op, lambda: kind.__call__(self, *args, **kwargs))
-        before = seen[path].input_shapes if path in seen else ()
-        inputs = args[0] if args else kwargs["x" if isinstance(self, nnx.LoRALinear) else "inputs"]
-        layer = _layer(path, self, is_called=True)
-        seen[path] = dataclasses.replace(layer, input_shapes=(*before, tuple(inputs.shape)), uses_op=bool(used))
-        if used:
-            seen[path] = dataclasses.replace(seen[path], kernel_dtype=used[0])
-        return out
-
-    call.__name__ = "__call__"
-    return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(__call__=call))
-
-
-def _with_attribute(module: Any, name: str, value: Any, call: Callable[[], Any]) -> Any:
-    before = getattr(module, name)
-    object.__setattr__(module, name, value)
-    try:
-        return call()
-    finally:
-        object.__setattr__(module, name, before)
+    if isinstance(module, nnx.Einsum):
+        made: Any = native_nnx.Einsum(recipe, path, module.kernel, stacked, module.einsum_str)
+    else:
+        made = native_nnx.DotGeneral(recipe, path, module.kernel, stacked, contraction_axes(module))
+    return Held(op_name(module), made.state())

@@ -20,7 +20,7 @@ from jaxquant.core.paths import at_layer, float_rule, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.trees import leaves_by_path
-from jaxquant.inject import nnx as inject_nnx
+from jaxquant.inject import nnx_layers as inject_nnx
 from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.layers import Layer, check_layers
 from jaxquant.ops.einsum import plan_einsum
@@ -45,19 +45,19 @@ class Kernel(nnx.Module):
     def __init__(self, tensor: QTensor, input_scale: Array | None, dtype: str):
         self.dtype = dtype
         parts = tensor.parts | ({} if input_scale is None else {INPUT_SCALE: input_scale})
-        self.names, self.block = tuple(parts), tensor.block
+        self.names, self.block, self.codec = tuple(parts), tensor.block, tensor.codec
         for name in self.names:
             setattr(self, name, Quantized(parts[name]))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return getattr(self, self.names[0]).shape
+        return self[...].shape
 
     def __getitem__(self, index: Any) -> ConvertedKernel:
         assert index is Ellipsis, "a converted kernel is read whole"
         part = {name: getattr(self, name)[...] for name in self.names}
         scale = part.pop(INPUT_SCALE, None)
-        return ConvertedKernel(QTensor.of_parts(part, self.block), self.dtype, scale)
+        return ConvertedKernel(QTensor.of_parts(part, self.block, self.codec), self.dtype, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,9 @@ def nnx_params(model: nnx.Module) -> dict[str, Any]:
     Args:
       model: from ``jaxquant.convert``.
     """
-    blocks = {path: module.block for path, module in nnx.iter_modules(model) if isinstance(module, Kernel)}
+    blocks = {
+        path: (module.block, module.codec) for path, module in nnx.iter_modules(model) if isinstance(module, Kernel)
+    }
     return _as_in_linen(_kept(model), blocks)
 
 
@@ -207,10 +209,10 @@ def _as_in_linen(
     new: dict[str, Any] = {}
     for name, value in tree.items():
         here = (*path, name)
-        if here in blocks:
+        if here in blocks:  # how the kernel is cut, and its tensor format
             parts = dict(value)
             scale = parts.pop(INPUT_SCALE, None)
-            new |= {str(name): QTensor.of_parts(parts, blocks[here])} | ({} if scale is None else {INPUT_SCALE: scale})
+            new |= {str(name): QTensor.of_parts(parts, *blocks[here])} | ({} if scale is None else {INPUT_SCALE: scale})
         else:
             new[str(name)] = _as_in_linen(value, blocks, here) if isinstance(value, Mapping) else value
     return new

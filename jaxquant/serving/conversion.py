@@ -23,10 +23,11 @@ from flax.core import meta
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, join_path
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, stacked_blocks
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
 from jaxquant.inject.converted import LayerKernel, linen_kernels
+from jaxquant.inject.linen import Face, scale_name
 from jaxquant.inject.model import choose_recipes
-from jaxquant.inject.nnx import plain_model
+from jaxquant.inject.nnx import other_layers, plain_model
 from jaxquant.inject.nnx_converted import convert_nnx
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
@@ -63,6 +64,13 @@ def convert(
     """
     config = _config(config)
     if isinstance(model_or_variables, nnx.Module):
+        others = other_layers(model_or_variables, config, *example_inputs, **example_kwargs)
+        if others:
+            raise NotImplementedError(
+                f"layers {', '.join(others)} of an NNX model are not flax's own, and convert cannot put a "
+                "converted kernel into them; quantize the function of the model's parameters with jaxquant.quantize, "
+                "whose convert does, or leave them in float by rules"
+            )
         plain = plain_model(model_or_variables)
         backend, recipes, layers = choose_recipes(plain, config, *example_inputs, **example_kwargs)
         return convert_nnx(plain, backend, recipes, layers, config.implementation)
@@ -80,8 +88,35 @@ def convert(
     params = variables["params"]
     for layer in found.values():
         params = _replaced(params, layer, _convert_whole(layer, variables))
+    if config.resolved_backend == "native":
+        for path, kernel in other_kernels(model, config, variables, found, *example_inputs, **example_kwargs).items():
+            params = _put(params, path, kernel)
     others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return {"params": params, **others}
+
+
+def other_kernels(
+    model: nn.Module, config: Any, variables: Tree, found: Mapping[str, LayerKernel], *args: Any, **kwargs: Any
+) -> dict[tuple[str, ...], ConvertedKernel]:
+    """Convert the quantized parameters of layers that are not flax's own, by the path of the parameter.
+
+    Args:
+      model, config, variables, args, kwargs: as for ``find_kernels``.
+      found: what that found.
+    """
+    if not any(value.ndim > 1 for _, value in _leaves(variables["params"])):
+        return {}
+    known = {(*_names(layer), "kernel") for layer in found.values()}
+    kernels = Face(QuantConfig.from_any(config)).convert(model, variables, *args, **kwargs, known=known)
+    return {tuple(path.split("/")): kernel for path, kernel in kernels.items()}
+
+
+def _put(tree: Tree, path: tuple[str, ...], kernel: ConvertedKernel) -> dict[str, Any]:
+    name, *rest = path
+    if rest:
+        return {**tree, name: _put(tree[name], tuple(rest), kernel)}
+    scale = kernel.input_scale
+    return {**tree, name: kernel.tensor} | ({} if scale is None else {scale_name(name): scale})
 
 
 def _config(given: Any) -> QuantConfig:

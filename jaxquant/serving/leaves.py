@@ -33,6 +33,7 @@ class Leaf:
       zero_point: whether there is one, in ``dtype`` and ``scale_shape``.
       outer_scale: whether there is one, float32 with every axis 1.
       block: of a ``QTensor`` whose shapes do not tell it.
+      codec: of a ``QTensor`` in a tensor format, which has no scales; ``shape`` is that of its bytes.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Leaf:
     zero_point: bool = False
     outer_scale: bool = False
     block: tuple[int, ...] | None = None
+    codec: str | None = None
 
     def arrays(self) -> dict[str, Stored]:
         """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has two to four."""
@@ -56,10 +58,12 @@ class Leaf:
     def as_row(self) -> dict[str, Any]:
         """Return its fields for the manifest; what only some formats have is left out where it is not."""
         row = dataclasses.asdict(self)
-        return {name: value for name, value in row.items() if value or name not in ("outer_scale", "block")}
+        return {name: value for name, value in row.items() if value or name not in ("outer_scale", "block", "codec")}
 
     def _parts(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return shape and dtype of each part of a ``QTensor``, in their order there."""
+        if self.codec is not None:
+            return {"qvalue": (self.shape, self.dtype)}
         assert self.scale_shape is not None
         assert self.scale_dtype is not None
         parts = {"qvalue": (self.shape, self.dtype), "scale": (self.scale_shape, self.scale_dtype)}
@@ -73,7 +77,7 @@ class Leaf:
         """Build the leaf from its arrays by path."""
         if self.role == "array":
             return arrays[self.path]
-        return QTensor.of_parts({name: arrays[f"{self.path}/{name}"] for name in self._parts()}, self.block)
+        return QTensor.of_parts({name: arrays[f"{self.path}/{name}"] for name in self._parts()}, self.block, self.codec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +178,12 @@ def describe(path: str, leaf: Any) -> Leaf:
             dtype,
             shape,
             0,
-            tuple(leaf.scale.shape),
-            _dtype_name(path, leaf.scale),
+            None if leaf.codec else tuple(leaf.scale.shape),
+            None if leaf.codec else _dtype_name(path, leaf.scale),
             leaf.zero_point is not None,
             leaf.outer_scale is not None,
             leaf.block,
+            leaf.codec,
         )
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
@@ -234,7 +239,7 @@ def _differences(stored: Leaf, expected: Leaf) -> list[str]:
     names = ["role"] if stored.role != expected.role else []
     names += [name for name in ("shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
     if not stored.role == expected.role == "array" and "role" not in names:
-        more = ("scale_shape", "scale_dtype", "zero_point", "outer_scale", "block")
+        more = ("scale_shape", "scale_dtype", "zero_point", "outer_scale", "block", "codec")
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [
         f"{name} {getattr(stored, name)} in the checkpoint, {getattr(expected, name)} in the model" for name in names

@@ -47,11 +47,11 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
             continue
         layer = _layer(path)
         free = [
-            (key, tuple(value.shape))
+            (key, _shape_of(value))
             for key, value in sorted(floats, key=lambda item: [_natural(k) for k in item[0]])
             if tuple(map(_name, key[:-1])) == layer
             and not _name(key[-1]).endswith("bias")
-            and math.prod(value.shape) == math.prod(_shape(tensor))
+            and math.prod(_shape_of(value)) == math.prod(_shape(tensor))
             and key not in found.values()
         ]
         if not free:
@@ -91,7 +91,11 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(jax.tree.leaves(tensor.qvalue)[0].shape)
+    return _shape_of(jax.tree.leaves(tensor.qvalue)[0])
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))  # a number stands for an array without axes
 
 
 def _name(key: Any) -> str:
@@ -116,5 +120,5 @@ def _text(path: Path) -> str:
 
 def _both_sides(what: str, tensors: Any, floats: Any) -> str:
     left = "".join(f"\n  {_text(path)} {_shape(tensor)}" for path, tensor in tensors if _is_tensor(tensor))
-    right = "".join(f"\n  {_text(path)} {tuple(value.shape)}" for path, value in floats)
+    right = "".join(f"\n  {_text(path)} {_shape_of(value)}" for path, value in floats)
     return f"{what}.\nquantized:{left}\nparameters:{right}"

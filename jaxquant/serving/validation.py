@@ -15,9 +15,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxquant.config.loader import convert, nearest, show, type_hints
+from jaxquant.core.qtensor import QTensor, check
 from jaxquant.serving.leaves import Leaf, Stored
 
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -99,7 +101,9 @@ def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
         if leaf.path in seen:
             raise ValueError(f"{path}: leaf {show(leaf.path)} is there twice; {_REPLACE}")
         seen.add(leaf.path)
-        is_quantized = leaf.role == "quantized"
+        if leaf.codec is not None:
+            _check_codec(path, leaf)
+        is_quantized = leaf.role == "quantized" and leaf.codec is None
         if is_quantized != (leaf.scale_shape is not None) or is_quantized != (leaf.scale_dtype is not None):
             raise ValueError(
                 f"{path}: leaf {show(leaf.path)} is of role {leaf.role!r}, and its scale is not; {_REPLACE}"
@@ -116,6 +120,17 @@ def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
         for count in range(1, len(parents) + 1):
             if "/".join(parents[:count]) in seen:
                 raise ValueError(f"{path}: leaf {show('/'.join(parents[:count]))} holds leaf {show(name)}; {_REPLACE}")
+
+
+def _check_codec(path: Path, leaf: Leaf) -> None:
+    """Check that a leaf in a tensor format has the bytes of its contraction and nothing else."""
+    stored = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+    if leaf.role != "quantized" or leaf.zero_point or leaf.outer_scale:
+        raise ValueError(f"{path}: leaf {show(leaf.path)} is in a tensor format and has other parts; {_REPLACE}")
+    try:
+        check(QTensor(stored, block=leaf.block, codec=leaf.codec), f"leaf {show(leaf.path)}")  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {_REPLACE}") from None
 
 
 def list_ordinary(directory: Path) -> dict[str, Path]:

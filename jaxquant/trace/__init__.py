@@ -11,7 +11,7 @@ named by the path of its parameter. Layer classes, frameworks, jit, scan and rem
                                               │ quantize.py: path ── rules ──► recipe, bound to the leaves, once
                                               ▼
     params, quant state, args, key ── rewrite ──► outputs
-                     the jaxpr evaluated equation by equation; a chosen contraction becomes an op of native.py, what
+                     the jaxpr evaluated equation by equation; a chosen contraction becomes an op of contract.py, what
                      contains one (jit, remat, scan, while, cond, shard_map) is built again around it
 
 ``paths.py`` names leaves, layers and their state. Quant state goes in beside the parameters, and what was seen comes

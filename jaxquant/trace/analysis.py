@@ -39,7 +39,9 @@ class _Place:
       context: index of the equation at each level of nesting, which tells occurrences apart.
       scopes: name scopes.
       is_differentiated: whether it is part of a derivative that the function takes itself.
+      is_backward: whether of that derivative's backward pass.
       is_sharded: whether a shard_map is around.
+      is_einsum: whether a ``jnp.einsum`` is around.
       closed: why nothing in it can be replaced, or "".
     """
 
@@ -47,7 +49,9 @@ class _Place:
     context: tuple[int, ...] = ()
     scopes: tuple[str, ...] = ()
     is_differentiated: bool = False
+    is_backward: bool = False
     is_sharded: bool = False
+    is_einsum: bool = False
     closed: str = ""
 
     def at(self, index: int, eqn: Any) -> _Place:
@@ -58,6 +62,7 @@ class _Place:
             context=(*self.context, index),
             scopes=(*self.scopes, own) if own else self.scopes,
             is_differentiated=self.is_differentiated or not transforms.isdisjoint(_DIFFERENTIATED),
+            is_backward=self.is_backward or "transpose" in transforms,
         )
 
     def branch(self, number: int) -> _Place:
@@ -71,31 +76,52 @@ class Analysis:
       closed: the jaxpr.
       names: path of every leaf.
       shapes: shape of every leaf.
+      root_is_layer: as in ``paths.layer_names``.
+      inputs: what is known of every input, where that is another: of a whole training step, names and shapes being
+        those of all its inputs. Parameters that a loop carries are its parameters then, though it trains them.
 
     Attributes:
       plan: what was found.
+      found: every contraction by the index of its equation at each level of nesting.
       looked_up: indices of leaves from which data picks rows: tables of embeddings.
     """
 
-    def __init__(self, closed: Any, names: Sequence[Name], shapes: Sequence[tuple[int, ...]]) -> None:
-        self._names, self._layers, self._shapes = names, layer_names(names), shapes
-        self._found: dict[tuple[int, ...], Contraction] = {}
+    def __init__(
+        self,
+        closed: Any,
+        names: Sequence[Name],
+        shapes: Sequence[tuple[int, ...]],
+        inputs: Sequence[Flow] | None = None,
+        *,
+        root_is_layer: bool = False,
+    ) -> None:
+        self._names, self._layers, self._shapes = names, layer_names(names, root_is_layer), shapes
+        self._is_step = inputs is not None
+        self.found: dict[tuple[int, ...], Contraction] = {}
         self.looked_up: set[int] = set()
         jaxpr = closed.jaxpr
-        known = [Flow(frozenset({Leaf(index)})) for index in range(len(names))]
-        known += [DATA] * (len(jaxpr.invars) - len(names))
-        self.plan, _ = self._run(jaxpr, known, _Place(), [_closure(var.aval) for var in jaxpr.constvars])
+        known = list(inputs or [Flow(frozenset({Leaf(index)})) for index in range(len(names))])
+        known += [DATA] * (len(jaxpr.invars) - len(known))
+        self.plan, _ = self._run(jaxpr, known, _Place())
+
+    @property
+    def layer_paths(self) -> list[str]:
+        """The layer's path of every leaf."""
+        return ["/".join(layer) for layer in self._layers]
 
     def path(self, leaves: Sequence[int]) -> str:
         """Return the layer's path of a weight made of these leaves."""
         return layer_path(self._layers[leaf] for leaf in leaves)
 
-    def _run(
-        self, jaxpr: Any, given: Sequence[Flow], place: _Place, consts: Sequence[Flow] = ()
-    ) -> tuple[Plan, list[Flow]]:
+    def weight_path(self, leaves: Sequence[int], size: int) -> str:
+        """Return the path of a weight of a size, stacks of it included: that of the one leaf of its size, or of all."""
+        fits = [index for index in leaves if math.prod(self._shapes[index]) == size]
+        return self.path(fits if len(fits) == 1 else leaves)
+
+    def _run(self, jaxpr: Any, given: Sequence[Flow], place: _Place) -> tuple[Plan, list[Flow]]:
         jaxpr = open_jaxpr(jaxpr)
         plan, known = Plan(jaxpr, place.level), {}
-        known.update(zip(jaxpr.constvars, consts or [CONSTANT] * len(jaxpr.constvars), strict=True))
+        known.update((var, self._closure(var.aval)) for var in jaxpr.constvars)
         known.update(zip(jaxpr.invars, given, strict=True))
 
         def read(atom: Any) -> Flow:
@@ -109,7 +135,8 @@ class Analysis:
     def _equation(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: _Place) -> list[Flow]:
         name = eqn.primitive.name
         if name in CONTRACTIONS:
-            site = self._found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
+            site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
+            site.is_einsum = place.is_einsum
             plan.sites[index] = site
             return [self._contraction(site, eqn, ins, place)]
         if name in CUSTOM:
@@ -119,13 +146,16 @@ class Analysis:
             plan.inner[index] = [body]
             return outs
         if name in JITS or name in REMATS:
-            body, outs = self._run(called(eqn), ins, place)
+            is_einsum = place.is_einsum or eqn.params.get("name") == "_einsum"
+            body, outs = self._run(called(eqn), ins, dataclasses.replace(place, is_einsum=is_einsum))
             plan.inner[index] = [body]
             return outs
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shards}.get(name)
         if special is not None:
             plan.inner[index], outs = special(eqn, ins, place)
             return outs
+        if name == "optimization_barrier":
+            return ins
         self._note_closed(plan, index, eqn, ins, place)
         out = self._plain(eqn, ins)
         # What a mutable reference holds is written later, by anybody: data.
@@ -155,10 +185,24 @@ class Analysis:
         """Read a loop's body until what is known of its carry stays. Returns the carry and what it stacks."""
         while True:
             body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
-            new = [flows.join(pair) for pair in zip(carry, outs, strict=False)]
+            new = [
+                each if self._is_trained(each, var.aval) else flows.join((each, out))
+                for each, out, var in zip(carry, outs, open_jaxpr(jaxpr).invars[len(consts) :], strict=False)
+            ]
             if new == carry:
                 return body, [*carry, *outs[len(carry) :]]
             carry = new
+
+    def _closure(self, aval: Any) -> Flow:
+        """Describe an array that the function closes over; integers and scalars are constants like others."""
+        if math.prod(getattr(aval, "shape", ())) <= 1 or not jnp.issubdtype(aval.dtype, jnp.floating):
+            return CONSTANT
+        return DATA if self._is_step else Flow(is_closure=True)
+
+    def _is_trained(self, flow: Flow, aval: Any) -> bool:
+        """Whether a loop of training steps carries a parameter: a leaf, whole."""
+        indices = {leaf.index for leaf in flow.leaves or ()}
+        return self._is_step and len(indices) == 1 and tuple(aval.shape) == tuple(self._shapes[min(indices)])
 
     def _cond(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
         runs = [self._run(branch, ins[1:], place.branch(n)) for n, branch in enumerate(eqn.params["branches"])]
@@ -179,7 +223,7 @@ class Analysis:
         is_callback = "callback" in name and name != "debug_callback"
         if not weights or not (is_callback or any(map(_multiplies, programs(eqn.params)))):
             return
-        site = self._found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
+        site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
         self._name(site, flows.join(weights).leaves or frozenset())
         site.is_out_of_reach = True
         site.reason = f"handed to {name}, which computes outside of jax" if is_callback else f"inside {name}"
@@ -225,9 +269,7 @@ class Analysis:
         indices = sorted({leaf.index for leaf in leaves})
         site.names = tuple("/".join(self._names[index]) for index in indices)
         site.stack = tuple(sorted({each for leaf in leaves for each in leaf.stack}))
-        whole = size * math.prod(length for _, length in site.stack)
-        fits = [index for index in indices if math.prod(self._shapes[index]) == whole]
-        site.path = self.path(fits if len(fits) == 1 else indices)
+        site.path = self.weight_path(indices, size * math.prod(length for _, length in site.stack))
 
     def _contraction(self, site: Contraction, eqn: Any, ins: list[Flow], place: _Place) -> Flow:
         operands, out = ins[:2], flows.join(ins)
@@ -256,6 +298,8 @@ class Analysis:
         self._describe_weight(site, eqn, side)
         site.reason = self._out_of_reach(site, eqn, place)
         site.is_out_of_reach = bool(site.reason)
+        if place.is_backward:
+            return Flow(None, out.is_closure)
         for before in other.after:
             before.is_followed = True
         return Flow(None, out.is_closure, frozenset({site}), frozenset({("result", site)}))
@@ -283,7 +327,8 @@ class Analysis:
         else:
             ragged = eqn.params["ragged_dot_dimension_numbers"]
             groups, numbers = tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
-        contract, batch = (axes[side] for axes in numbers)
+        contract, batch = (tuple(axes[side]) for axes in numbers)
+        site.weight_axes = contract, batch
         site.batch = tuple(shape[axis] for axis in (*groups, *batch))
         site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
 
@@ -329,12 +374,6 @@ def _unusual_convolution(site: Contraction, eqn: Any, place: _Place) -> str:
     if eqn.params["batch_group_count"] != 1:
         return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
     return "a convolution inside a shard_map" if place.is_sharded else ""
-
-
-def _closure(aval: Any) -> Flow:
-    """Describe an array that the function closes over; integers and scalars are constants like others."""
-    is_array = math.prod(getattr(aval, "shape", ())) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
-    return Flow(is_closure=True) if is_array else CONSTANT
 
 
 def _multiplies(jaxpr: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.trace.paths import Name, leaf_names
 
 
@@ -32,21 +33,80 @@ class Split:
         return [params, *args]
 
 
-def split_arrays(params: Any, args: tuple[Any, ...]) -> tuple[Split, tuple[list[Any], list[Any]]]:
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a function returns: its arrays, and a structure with all else, which a jit keeps beside its trace."""
+
+    arrays: list[Any]
+    structure: Any
+    statics: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> Outputs:
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(
+            [leaf for leaf in leaves if _is_array(leaf)],
+            structure,
+            tuple(() if _is_array(leaf) else (hashable(leaf),) for leaf in leaves),
+        )
+
+    def rebuild(self) -> Any:
+        return jax.tree.unflatten(self.structure, _fill(self.statics, self.arrays))
+
+    def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[Any, Any]]:
+        return (self.arrays,), (self.structure, self.statics)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[Any, Any], children: tuple[list[Any]]) -> Outputs:
+        return cls(*children, *aux)
+
+
+class ById:
+    """A value that cannot be hashed, as a static argument: equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and self.value is other.value
+
+
+def hashable(value: Any) -> Any:
+    """Return a value itself, or boxed where it cannot be hashed."""
+    try:
+        hash(value)
+    except TypeError:
+        return ById(value)
+    return value
+
+
+def split_arrays(params: Any, args: tuple[Any, ...], numbers: bool = True) -> tuple[Split, tuple[list[Any], list[Any]]]:
     """Part the arguments of a call.
 
+    Args:
+      params, args: of the call.
+      numbers: whether Python's int, float and complex are arrays, as under ``jax.jit``; else they are static, as in a
+        call that nobody traces, and what cannot be hashed is equal to itself alone.
+
     Raises:
-      TypeError: a leaf that is no array and cannot be hashed.
+      TypeError: a leaf that is no array and cannot be hashed, with ``numbers``.
     """
     structures, statics, arrays = [], [], []
     for what, tree in (("parameter", params), ("argument", args)):
-        leaves, structure = jax.tree.flatten(tree)
-        for leaf in leaves:
-            if not _is_array(leaf) and type(leaf).__hash__ is None:
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_quantized)
+        is_array = [_is_array(leaf) and (numbers or _has_dtype(leaf)) for leaf in leaves]
+        for leaf, traced in zip(leaves, is_array, strict=True):
+            if numbers and not traced and type(leaf).__hash__ is None:
                 raise TypeError(f"{what} {leaf!r} is no array and cannot be hashed, got {type(leaf).__name__}")
         structures.append(structure)
-        statics.append(tuple(() if _is_array(leaf) else (leaf,) for leaf in leaves))
-        arrays.append([leaf for leaf in leaves if _is_array(leaf)])
+        statics.append(
+            tuple(() if traced else (hashable(leaf),) for leaf, traced in zip(leaves, is_array, strict=True))
+        )
+        arrays.append([leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced])
     return Split(tuple(structures), tuple(statics)), tuple(arrays)  # pyright: ignore[reportReturnType]
 
 
@@ -58,11 +118,21 @@ def array_names(static: Split) -> list[Name]:
 
 def _fill(statics: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> list[Any]:
     given = iter(arrays)
-    return [other[0] if other else next(given) for other in statics]
+    return [_value(other[0]) if other else next(given) for other in statics]
+
+
+def _value(static: Any) -> Any:
+    return static.value if isinstance(static, ById) else static
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, (ConvertedKernel, QTensor))
+
+
+def _has_dtype(leaf: Any) -> bool:
+    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _is_quantized(leaf)
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether a value is traced: an array or a number. A bool is a switch."""
-    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or (
-        isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
-    )
+    """Return whether a value is traced: an array, a converted kernel or a number. A bool is a switch."""
+    return _has_dtype(leaf) or (isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool))

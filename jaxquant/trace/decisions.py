@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxquant.backends import Backend
 from jaxquant.config.rules import Decision, Resolver
-from jaxquant.trace import native, paths
+from jaxquant.core.recipe import Recipe
+from jaxquant.trace import contract, paths, routes
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction, Key, Plan
 
@@ -20,11 +23,17 @@ class Decisions:
       layers: decision by the paths of the leaves of a weight.
       states: path of the state by what it belongs to, for recipes that keep state.
       unsupported: the layers that stay float because their operation does not run their recipe.
+      paths: decision by path of the layer.
     """
 
     layers: Mapping[tuple[str, ...], Decision]
     states: Mapping[Key, str]
     unsupported: frozenset[tuple[str, ...]] = frozenset()
+    paths: Mapping[str, Decision] = dataclasses.field(default_factory=dict)
+
+    def by_path(self, path: str) -> Decision | None:
+        """Find the decision on a layer by its path, None where no trace has shown it."""
+        return self.paths.get(path)
 
     def apply(self, plan: Plan) -> None:
         """Set the recipe and the reason of every layer.
@@ -41,43 +50,58 @@ class Decisions:
                     "else, or quantize the function of these parameters anew"
                 )
             site.recipe, site.reason = decision.recipe, decision.reason
+            site.implementation = decision.implementation
             site.is_out_of_reach = site.names in self.unsupported
 
-    def read_states(self, plan: Plan, quant_state: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
+    def read_states(
+        self,
+        plan: Plan,
+        quant_state: Mapping[str, Any],
+        missing: Callable[[str, str, str], str],
+        misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str],
+        served: Collection[Key] = (),
+    ) -> dict[Key, dict[str, Any]]:
         """Find the state of every chosen contraction in a tree of quant state.
+
+        Args:
+          plan: of the program.
+          quant_state: of the whole model.
+          missing: the sentence about state that is missing, of (recipe's name, path, field).
+          misfit: the sentence about state of another shape, of (path, field, shape, shape that is needed).
+          served: what has a converted kernel, and needs no state.
 
         Raises:
           ValueError: state that is missing, or of another layout.
         """
         found: dict[Key, dict[str, Any]] = {}
         for site in plan.chosen:
-            fields = native.state_fields(site)
-            if site.key in found or not fields:
+            fields = contract.state_fields(site)
+            if site.key in found or not fields or site.key in served:
                 found.setdefault(site.key, {})
                 continue
             assert site.recipe is not None
             name = self.states.get(site.key)
             given = {} if name is None else paths.get(quant_state, name)
-            missing = sorted(set(fields) - set(given))
+            absent = [field for field in fields if field not in given]
             if name is None:
                 raise ValueError(
                     f"layer {site.path!r} is used here {_layout(site.key)}, and its quant state was made for "
                     f"{' and '.join(_layout(key) for key in self.states if key[0] == site.names)}; quantize this "
                     "function by itself, with a state of its own"
                 )
-            if missing:
-                raise ValueError(
-                    f"recipe {site.recipe.name!r} at {name!r} keeps state, and quant_state has no {missing[0]!r} "
-                    "there; make it with the quantized function's init(params, *args)"
-                )
+            if absent:
+                raise ValueError(missing(site.recipe.name, site.path, absent[0]))
             for field, shape in fields.items():
-                if tuple(given[field].shape) != shape:
-                    raise ValueError(
-                        f"quant_state {name!r} has {field!r} of shape {tuple(given[field].shape)}, and this call "
-                        f"needs {shape}; make it with init on the same model and config"
-                    )
+                if not _has_shape(field, tuple(given[field].shape), shape):
+                    raise ValueError(misfit(site.path, field, tuple(given[field].shape), shape))
             found[site.key] = {field: given[field] for field in fields}
         return found
+
+
+def _has_shape(field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether state has the shape that it is made in; the bins of warm state have a column more."""
+    is_warm = field.endswith("_amax_bins") and has == (*wanted[:-1], wanted[-1] + 1)
+    return has == wanted or is_warm
 
 
 def _layout(key: Key) -> str:
@@ -94,43 +118,67 @@ def _layers(plan: Plan) -> list[Contraction]:
     return [each for each in plan.contractions() if each.is_layer]
 
 
-def decide(analysis: Analysis, resolver: Resolver) -> Decisions:
+def decide(
+    analysis: Analysis,
+    resolver: Resolver,
+    backend: Backend,
+    known: Decisions | None = None,
+    *,
+    check: bool = True,
+    operation: Callable[[Contraction], str] = lambda _: "",
+    owner: Callable[[Contraction], str] | None = None,
+) -> Decisions:
     """Decide over every layer: rules and ``intmp`` entries, then structure, then the default exclusions by name.
+
+    Args:
+      analysis: of the traced function.
+      resolver: of the config.
+      backend: that runs its recipes.
+      known: decisions on other traces of the model, which stay as they are.
+      check: whether a rule that matches no layer of this trace is an error.
+      operation: name below the layer's path under which the state of a contraction stands; "" for none.
+      owner: path in place of the layer's.
 
     Raises:
       ValueError: a rule that matches no layer.
-      NotImplementedError: a recipe with sparsity, or a rule for what is out of reach or does not run its recipe.
+      NotImplementedError: a rule for what is out of reach or for what the backend does not run, or a sparse weight
+        that is read in two layouts.
     """
+    known = known or Decisions({}, {})
     groups: dict[tuple[str, ...], list[Contraction]] = {}
     for site in _layers(analysis.plan):
         groups.setdefault(site.names, []).append(site)
     lost = [site for site in analysis.plan.contractions() if site.is_out_of_reach]
-    resolver.check_used([sites[0].path for sites in groups.values()] + [site.path for site in lost])
-    layers = {names: _decide_one(analysis, sites, resolver) for names, sites in groups.items()}
+    if check:
+        resolver.check_used([sites[0].path for sites in groups.values()] + [site.path for site in lost])
+    new = {names: sites for names, sites in groups.items() if names not in known.layers}
+    layers = {names: _decide_one(analysis, sites, resolver) for names, sites in new.items()}
     unsupported = set()
     for names, decision in layers.items():
         path = groups[names][0].path
         if decision.recipe is None:
             continue
-        if decision.recipe.sparsity is not None:
-            raise NotImplementedError(
-                f"weight_sparsity at {path!r} is not implemented in jaxquant.quantize; "
-                "use jaxquant.maybe_quantize_model"
-            )
-        reasons = {site.operation: native.unsupported(site.operation, decision.recipe) for site in groups[names]}
-        for operation, why in reasons.items():
-            if not why:
-                continue
-            text = f"recipe {decision.recipe.name!r} has {why}, which {operation} does not run"
+        if text := unsupported_reason(groups[names], decision.recipe, backend):
             if decision.rule is not None:
                 raise NotImplementedError(f"rule {decision.rule!r} at {path!r}: {text}")
             layers[names] = Decision(None, text)
             unsupported.add(names)
-    _check_rules_reach(lost, {decision.rule for decision in layers.values()}, resolver)
-    bound = Decisions(layers, {}, frozenset(unsupported))
+    if check:
+        _check_rules_reach(lost, {decision.rule for decision in layers.values()}, resolver)
+    by_path = {groups[names][0].path: decision for names, decision in layers.items()}
+    bound = Decisions(
+        {**known.layers, **layers}, known.states, known.unsupported | unsupported, {**known.paths, **by_path}
+    )
     bound.apply(analysis.plan)
-    stateful = [site for site in analysis.plan.chosen if native.state_fields(site)]
-    return Decisions(layers, _state_paths(stateful), frozenset(unsupported))
+    routes.check_sparsity(analysis.plan, len(analysis.layer_paths))
+    stateful = [site for site in analysis.plan.chosen if contract.state_fields(site)]
+    return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, operation, owner)})
+
+
+def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:
+    """Return the reason that an operation among a layer's contractions does not run a recipe, "" where all do."""
+    reasons = (backend.unsupported(operation, recipe) for operation in dict.fromkeys(site.operation for site in sites))
+    return next(filter(None, reasons), "")
 
 
 def _check_rules_reach(lost: Sequence[Contraction], deciding: set[str | None], resolver: Resolver) -> None:
@@ -148,33 +196,55 @@ def _decide_one(analysis: Analysis, sites: Sequence[Contraction], resolver: Reso
     decision = resolver(sites[0].path, sites[0].out_features)
     if decision.recipe is None or decision.rule is not None:
         return decision
+    excluded = structural_exclusion(analysis, sites)
+    return Decision(None, excluded) if excluded else decision
+
+
+def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction]) -> str:
+    """Return the reason that a layer is left in float for what the function does with its result, "" where it is not.
+
+    Args:
+      analysis: of the function.
+      sites: all contractions of the layer.
+    """
     if any(leaf.index in analysis.looked_up for site in sites for leaf in site.leaves):
-        return Decision(None, "tied embedding (its rows are looked up elsewhere), left in float by default")
+        return "tied embedding (its rows are looked up elsewhere), left in float by default"
     is_ranked = any(site.is_ranked for site in sites)
     is_last = not any(site.is_followed for site in sites)
     if is_last and (is_ranked or any(site.is_normalized for site in sites)):
-        return Decision(
-            None, "output head (no layer follows, its result is normalized or ranked), left in float by default"
-        )
-    if is_ranked:
-        return Decision(None, "router (its result is ranked), left in float by default")
-    return decision
+        return "output head (no layer follows, its result is normalized or ranked), left in float by default"
+    return "router (its result is ranked), left in float by default" if is_ranked else ""
 
 
-def _state_paths(sites: Sequence[Contraction]) -> dict[Key, str]:
+def _state_paths(
+    sites: Sequence[Contraction],
+    taken: Mapping[Key, str],
+    operation: Callable[[Contraction], str],
+    owner: Callable[[Contraction], str] | None,
+) -> dict[Key, str]:
     """Choose the name of each contraction's state: its layer's, with leaves and layout where several share a path."""
-    by_path: dict[str, list[Key]] = {}
+    places: dict[Key, tuple[str, str]] = {}
     for site in sites:
-        keys = by_path.setdefault(site.path, [])
-        if site.key not in keys:
-            keys.append(site.key)
+        if site.key not in taken:
+            places[site.key] = (site.path, "") if owner is None else (owner(site), operation(site))
+    by_place: dict[tuple[str, str], dict[Key, Contraction]] = {}
+    for site in sites:
+        if site.key in places:
+            by_place.setdefault(places[site.key], {}).setdefault(site.key, site)
     result: dict[Key, str] = {}
-    for path, keys in by_path.items():
-        for key in keys:
-            parts = [path]
+    for (path, _), keys in by_place.items():
+        for key, site in keys.items():
+            parts = []
             if len({names for names, _, _ in keys}) > 1:
                 parts.append("+".join(name.removeprefix(f"{path}/").replace("/", "_") for name in key[0]))
             if len([names for names, _, _ in keys if names == key[0]]) > 1:
                 parts.append("x".join(map(str, (*key[1], *key[2]))) or "whole")
-            result[key] = "/".join(parts)
+            parts = [*parts, operation(site)] if owner is None else ["_".join([operation(site), *parts])]
+            result[key] = _untaken("/".join(filter(None, [path, *parts])), {*taken.values(), *result.values()})
     return result
+
+
+def _untaken(path: str, taken: set[str]) -> str:
+    """Return a path, or one with a number behind it where another layer's state stands there already."""
+    numbered = (path if not number else f"{path}_{number}" for number in itertools.count())
+    return next(each for each in numbered if each not in taken)

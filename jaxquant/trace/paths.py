@@ -36,20 +36,26 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
-def layer_names(names: Sequence[Name]) -> list[Name]:
+def layer_names(names: Sequence[Name], root_is_layer: bool = False) -> list[Name]:
     """Return the layer of each leaf: its path, without a last name that is generic.
 
     Three experts ``wi_0``, ``wi_1`` and ``wo`` of one module stay three layers.
+
+    Args:
+      names: path of every leaf.
+      root_is_layer: whether a generic name alone is of a layer with the empty path, as of a model that is one layer.
     """
     beside: dict[Name, int] = {}
     for name in names:
         beside[name[:-1]] = beside.get(name[:-1], 0) + 1
-    return [_layer(name, alone=beside[name[:-1]] == 1) for name in names]
+    return [_layer(name, beside[name[:-1]] == 1, root_is_layer) for name in names]
 
 
-def _layer(name: Name, alone: bool) -> Name:
-    if len(name) > 1 and (name[-1] in GENERIC or (alone and name[-1] in _GENERIC_IF_ALONE)):
-        return name[:-1]
+def _layer(name: Name, alone: bool, root_is_layer: bool) -> Name:
+    for last in name[-1:]:
+        is_generic = last in GENERIC or (alone and last in _GENERIC_IF_ALONE)
+        if is_generic and (len(name) > 1 or root_is_layer):
+            return name[:-1]
     return name
 
 
@@ -65,19 +71,19 @@ def layer_path(layers: Iterable[Name]) -> str:
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    return "/".join(common) or "+".join("/".join(name) for name in distinct)
+    return "/".join(common) or "+".join("/".join(name) or "root" for name in distinct)
 
 
 def put(tree: dict[str, Any], path: str, value: Mapping[str, Any]) -> None:
     """Add the variables of a layer to a tree of quant state, nested by the parts of its path."""
-    for part in path.split("/"):
+    for part in filter(None, path.split("/")):
         tree = tree.setdefault(part, {})
     tree.update(value)
 
 
 def get(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Find the variables of a layer in a tree of quant state; {} where it has none."""
-    for part in path.split("/"):
+    for part in filter(None, path.split("/")):
         found = tree.get(part, {})
         if not isinstance(found, Mapping):
             return {}

@@ -28,6 +28,7 @@ class Contraction:
       leaves: what the weight is made of.
       stack: the scans that slice it.
       batch: sizes of its batch axes.
+      weight_axes: of a dot_general, the contraction and the batch axes of the weight.
       out_features: number of outputs.
       path: of the layer.
       names: paths of the leaves.
@@ -37,6 +38,8 @@ class Contraction:
       is_normalized: whether its result goes into a softmax or a log-sum-exp.
       is_ranked: whether its result is ranked by top_k, argmax or sort.
       recipe: what it is quantized with, None for float.
+      is_einsum: whether it is part of a ``jnp.einsum``.
+      implementation: what computes its casts and matmuls, None to pick.
     """
 
     operation: str
@@ -46,6 +49,7 @@ class Contraction:
     leaves: frozenset[Leaf] = frozenset()
     stack: Stack = ()
     batch: tuple[int, ...] = ()
+    weight_axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     out_features: int = 0
     path: str = ""
     names: tuple[str, ...] = ()
@@ -55,6 +59,8 @@ class Contraction:
     is_normalized: bool = False
     is_ranked: bool = False
     recipe: Recipe | None = None
+    is_einsum: bool = False
+    implementation: str | None = None
 
     @property
     def is_layer(self) -> bool:
@@ -105,6 +111,8 @@ class Plan:
         """A value equal for two occurrences of one jaxpr that become one program, given states in order."""
         order = {key: position for position, key in enumerate(self.stacks)}
         return tuple(
-            None if each.recipe is None else (each.recipe, each.side, order[each.key], each.stack, each.batch)
+            None
+            if each.recipe is None
+            else (each.recipe, each.implementation, each.side, order[each.key], each.stack, each.batch)
             for each in self.contractions()
         )

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.rules import Resolver
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
-from jaxquant.trace import native, paths
-from jaxquant.trace.analysis import Analysis
-from jaxquant.trace.arguments import Split, array_names, split_arrays
-from jaxquant.trace.decisions import Decisions, decide
-from jaxquant.trace.report import Report, row_of
-from jaxquant.trace.rewrite import Rewriter
+from jaxquant.trace.engine import Dialect, Engine
+from jaxquant.trace.report import Report
 
 
 def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | None = None) -> QuantizedFunction:
@@ -44,12 +39,13 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     Args:
       fn: ``fn(params, *args)``, of any tree of parameters. What it closes over is constant. As under ``jax.jit``,
         arrays and numbers are traced; other leaves of the arguments (bool, str, functions) are static.
-      config: anything that ``QuantConfig.from_any`` takes. ``quant_backend: auto`` is native here.
+      config: anything that ``QuantConfig.from_any`` takes. ``quant_backend: auto`` is what it is
+        for a Linen model.
       like: the quantized whole model, of whose parameters ``fn`` computes a part: its decisions are taken, and its
         quant state.
 
     Raises:
-      NotImplementedError: the backends aqt and qwix, and settings of serving.
+      NotImplementedError: what the backend does not honour, and settings of serving.
 
     Source: the interpreter pattern of "Writing custom interpreters in JAX"; quax does the same for array types.
     """
@@ -59,16 +55,7 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
 
 
 def _refuse(config: QuantConfig) -> None:
-    if config.use_qwix_quantization or config.quant_backend in ("aqt", "qwix"):
-        wrote = (
-            "use_qwix_quantization true" if config.use_qwix_quantization else f"quant_backend {config.quant_backend!r}"
-        )
-        raise NotImplementedError(
-            f"{wrote} does not run in jaxquant.quantize yet; use quant_backend 'native', which runs the same recipes, "
-            "or jaxquant.maybe_quantize_model"
-        )
     for name, advice in (
-        ("checkpoint_is_quantized", "converted parameters run through jaxquant.maybe_quantize_model"),
         ("save_quantized_params_path", "write converted parameters with jaxquant.serving.save"),
         ("quantize_kvcache", "give the model's attention a cache of jaxquant.serving.kv_cache"),
     ):
@@ -81,15 +68,15 @@ class QuantizedFunction:
 
     Attributes:
       config: what it was quantized with.
+      engine: what traces and decides.
+      hashable: the function, as the engine takes it.
     """
 
     def __init__(self, fn: Callable[..., Any], config: QuantConfig, like: QuantizedFunction | None) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.config = config
-        self._fn, self._like, self._decisions = fn, like, None
-        self._resolver: Resolver | None = config.resolver()
-        # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
-        self._cached = jax.jit(self._run, static_argnums=0, inline=True)
+        self.hashable, self._like = _hashable(fn), like
+        self.engine = Engine(config, Dialect(), config.resolved_backend) if like is None else like.engine
 
     def __call__(self, params: Any, quant_state: Mapping[str, Any], *args: Any, key: jax.Array | None = None) -> Any:
         """Compute the function in low precision.
@@ -106,9 +93,8 @@ class QuantizedFunction:
             layer, or no layer at all.
           NotImplementedError: the config is strict, and a layer is out of reach.
         """
-        _refuse_converted(params)
-        static, arrays = split_arrays(params, args)
-        return self._cached(static, arrays, quant_state, key)
+        self._check_bound()
+        return self.engine.run(self.hashable, params, args, quant_state, key)
 
     def init(self, params: Any, *args: Any) -> dict[str, Any]:
         """Make the quant state, {} for recipes that keep none, without computing anything of the function.
@@ -120,16 +106,34 @@ class QuantizedFunction:
         Raises:
           ValueError, NotImplementedError: as the function itself.
         """
-        _refuse_converted(params)
-        analysis, _ = self._analyze(*split_arrays(params, args))
-        state: dict[str, Any] = {}
-        if self._resolver is None:
-            return state
-        decisions = self._decide(analysis)
-        for site in analysis.plan.chosen:
-            if site.key in decisions.states:
-                paths.put(state, decisions.states[site.key], native.make_state(site))
-        return state
+        self._check_bound()
+        return self.engine.init(self.hashable, params, args)
+
+    def convert(self, params: Any, quant_state: Mapping[str, Any], *args: Any) -> Any:
+        """Quantize the weight of every layer as the training forward does.
+
+        The function itself runs on what comes back, to the same bits, and needs quant state no more: ``qfn(converted,
+        {}, *args)``. A weight that its layer does not read as it is (sums, fused weights that are split) stays float,
+        with a warning that says why.
+
+        Args:
+          params: parameters.
+          quant_state: from training or calibration; {} for recipes that keep none.
+          args: as for ``init``.
+
+        Returns:
+          The parameters, with a ``ConvertedKernel`` for the leaf of every layer that is converted.
+
+        Raises:
+          ValueError: quant state that is missing, or has not seen what a static scale must know.
+          NotImplementedError: the config is strict, and the weight of a quantized layer stays float.
+        """
+        self._check_bound()
+        found, reasons = self.engine.convert(self.hashable, params, args, quant_state)
+        if reasons:
+            what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
+            warnings.warn(f"the weights of {len(reasons)} layers stay in float ({what})", stacklevel=2)
+        return found
 
     def report(self, params: Any, *args: Any) -> Report:
         """List every contraction of the function, with its recipe or the reason for which it is in float.
@@ -137,73 +141,18 @@ class QuantizedFunction:
         Args:
           params, args: as for ``init``.
         """
-        analysis, _ = self._analyze(*split_arrays(params, args))
-        if self._resolver is not None:
-            (self._bound() or decide(analysis, self._resolver)).apply(analysis.plan)
-        return Report(tuple(row_of(site) for site in analysis.plan.contractions()))
+        self._check_bound()
+        return self.engine.report(self.engine.trace(self.hashable, params, args))
 
-    def _bound(self) -> Decisions | None:
-        if self._like is None:
-            return self._decisions
-        bound = self._like._bound()
-        if bound is None:
+    def _check_bound(self) -> None:
+        if self._like is not None and self.engine.resolver is not None and self.engine.decisions is None:
             raise ValueError("jaxquant.quantize like: the whole model has no decisions yet; call its init first")
-        return bound
-
-    def _decide(self, analysis: Analysis) -> Decisions:
-        """Apply the decisions to a trace; the first one makes them."""
-        assert self._resolver is not None
-        bound = self._bound()
-        decisions = bound or decide(analysis, self._resolver)
-        decisions.apply(analysis.plan)
-        self._check(analysis, is_first=bound is None)
-        if bound is None:
-            self._decisions = decisions
-        return decisions
-
-    def _check(self, analysis: Analysis, is_first: bool) -> None:
-        assert self._resolver is not None
-        sites = list(analysis.plan.contractions())
-        if is_first and not analysis.plan.chosen:
-            what = "; ".join(dict.fromkeys(f"{site.path}: {site.reason}" for site in sites)) or "it has no matmul"
-            raise ValueError(
-                f"quantization {self.config.quantization!r} would quantize no matmul of this function ({what})"
-            )
-        if not self.config.strict:
-            return
-        lost = [site for site in sites if site.is_out_of_reach and self._resolver(site.path, site.out_features).recipe]
-        if lost:
-            what = "; ".join(dict.fromkeys(f"{site.path}: {site.reason}" for site in lost))
-            raise NotImplementedError(
-                f"strict true, and {len(lost)} matmuls with parameters stay in float ({what}); leave them out by a "
-                "rule with recipe null, or set strict to false"
-            )
-
-    def _analyze(self, static: Split, arrays: tuple[list[Any], list[Any]]) -> tuple[Analysis, Any]:
-        """Trace the function. Returns what it computes, and the traced program with its output's tree."""
-        closed, shape = jax.make_jaxpr(lambda *arrays: self._fn(*static.rebuild(arrays)), return_shape=True)(*arrays)
-        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in arrays[0]]
-        return Analysis(closed, array_names(static), shapes), (closed, jax.tree.structure(shape))
-
-    def _run(
-        self, static: Split, arrays: tuple[list[Any], list[Any]], quant_state: Mapping[str, Any], key: jax.Array | None
-    ) -> Any:
-        if self._resolver is None:
-            return self._fn(*static.rebuild(arrays))
-        analysis, (closed, structure) = self._analyze(static, arrays)
-        decisions = self._decide(analysis)
-        states = decisions.read_states(analysis.plan, quant_state)
-        if not any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe is not None):
-            key = None
-        flat = [*arrays[0], *arrays[1]]
-        outs = Rewriter(native.contract).evaluate(analysis.plan, closed.consts, flat, states, key)
-        return jax.tree.unflatten(structure, outs)
 
 
-def _refuse_converted(params: Any) -> None:
-    leaves = jax.tree.leaves(params, is_leaf=lambda each: isinstance(each, (QTensor, ConvertedKernel)))
-    if any(isinstance(each, (QTensor, ConvertedKernel)) for each in leaves):
-        raise NotImplementedError(
-            "params hold converted kernels (QTensor), on which a function of jaxquant.quantize does not run yet; "
-            "jaxquant.maybe_quantize_model with checkpoint_is_quantized true does"
-        )
+def _hashable(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that can be hashed; a callable that holds arrays cannot."""
+    try:
+        hash(fn)
+    except TypeError:
+        return lambda *args: fn(*args)
+    return fn

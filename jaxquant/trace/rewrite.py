@@ -2,11 +2,13 @@
 
 An equation that is not replaced goes through ``jax.core.eval_jaxpr`` as a jaxpr of its own, so that no primitive's way
 to be bound is known here. One that holds a chosen contraction is built again: jit (shardings kept; donation, layouts
-and compiler options of inner jits are dropped), remat with its policy, scan, while, cond and shard_map.
+and compiler options of inner jits are dropped), remat with its policy, scan, while, cond and shard_map. So is one that
+a converted kernel goes into; a step of structure is replayed on the kernel (``converted.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +18,10 @@ from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.sharding import PartitionSpec, Sharding
 
-from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
+from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.trace import converted
+from jaxquant.trace.analysis import CUSTOM, JITS, REMATS, called, scan_counts
+from jaxquant.trace.contract import stacked
 from jaxquant.trace.plan import Contraction, Key, Plan
 
 Array = jax.Array
@@ -55,11 +60,14 @@ class Rewriter:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
+        number = itertools.count()
         for index, eqn in enumerate(jaxpr.eqns):
             ins = [read(atom) for atom in eqn.invars]
             site, inner = plan.sites.get(index), plan.inner.get(index, [])
-            if (site is not None and site.recipe is not None) or any(each.chosen for each in inner):
-                own = None if key is None else jax.random.fold_in(key, index)
+            is_chosen = (site is not None and site.recipe is not None) or any(each.chosen for each in inner)
+            if is_chosen or any(isinstance(each, ConvertedKernel) for each in ins):
+                # By its place among those that are replaced: a mesh adds equations of its own between them.
+                own = None if key is None else jax.random.fold_in(key, next(number))
                 outs = self._replace(eqn, site, inner, ins, states, own)
             else:
                 outs = _evaluate_one(eqn, ins)
@@ -75,9 +83,13 @@ class Rewriter:
         """Compute an equation anew, under its name scopes and the context in which it was traced."""
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            if site is not None:
+            if site is not None and site.recipe is not None:
                 return [self._contract(site, eqn, ins, states[site.key], key)]
             name = eqn.primitive.name
+            if not inner:
+                return [converted.replay(eqn, ins[0], _evaluate_one)]
+            if name in CUSTOM:  # of converted kernels alone, which have no derivative
+                return self.evaluate(inner[0], _consts(_custom(eqn)), ins, states, key)
             if name in JITS:
                 return self._jit(eqn, inner[0], ins, states, key)
             if name in REMATS:
@@ -93,7 +105,8 @@ class Rewriter:
     def _jit(self, eqn: Any, plan: Plan, ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
         """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""
         inner, params = called(eqn), eqn.params
-        cached = (id(inner), plan.signature, key is None)
+        kinds = tuple(isinstance(each, ConvertedKernel) for each in ins)
+        cached = (id(inner), plan.signature, kinds, key is None)
         if cached not in self._jits:
             keys = list(plan.stacks)
 
@@ -106,6 +119,7 @@ class Rewriter:
                 [each if isinstance(each, Sharding) else None for each in params.get(f"{side}_shardings", ())]
                 for side in ("in", "out")
             ]
+            placed[0] = [converted.part_shardings(each, place) for each, place in zip(ins, placed[0], strict=False)]
             if any(placed[0]) or any(placed[1]):
                 options |= {"in_shardings": (placed[0], None, None), "out_shardings": placed[1]}
             self._jits[cached] = jax.jit(call, **options), inner  # the jaxpr is held, so that its id stays its own
@@ -125,6 +139,7 @@ class Rewriter:
         (plan,), params = plans, eqn.params
         consts, carries = scan_counts(params)
         given, carry, slices = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
+        slices = [stacked(each, (params["length"],)) if isinstance(each, ConvertedKernel) else each for each in slices]
         over = [each for each, stack in plan.stacks.items() if any(level == plan.level for level, _ in stack)]
         fixed = {each: states[each] for each in plan.stacks if each not in over}
         keys = None if key is None else jax.random.split(key, params["length"])
@@ -137,8 +152,8 @@ class Rewriter:
 
         steps = (slices, [states[each] for each in over], keys)
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(body, carry, steps, **options)
-        return [*carry, *stacked]
+        carry, made = jax.lax.scan(body, carry, steps, **options)
+        return [*carry, *made]
 
     def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
         params, (test, body) = eqn.params, plans
@@ -165,6 +180,7 @@ class Rewriter:
     ) -> Sequence[Any]:
         (plan,), params = plans, eqn.params
         given = _of(states, plans)
+        args_specs = list(map(converted.part_specs, ins, params["in_specs"]))
 
         def call(args: list[Any], states: dict[Key, Any], key: Array | None) -> list[Any]:
             return self.evaluate(plan, _consts(params["jaxpr"]), args, states, key)
@@ -172,7 +188,7 @@ class Rewriter:
         return jax.shard_map(
             call,
             mesh=params["mesh"],
-            in_specs=(list(params["in_specs"]), jax.tree.map(lambda _: PartitionSpec(), given), PartitionSpec()),
+            in_specs=(args_specs, jax.tree.map(lambda _: PartitionSpec(), given), PartitionSpec()),
             out_specs=list(params["out_specs"]),
             check_vma=params["check_vma"],
             axis_names=set(params["newly_manual_axes"]),
@@ -181,6 +197,10 @@ class Rewriter:
 
 def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:
     return {each: states[each] for plan in plans for each in plan.stacks}
+
+
+def _custom(eqn: Any) -> Any:
+    return eqn.params["fun_jaxpr" if eqn.primitive.name == "custom_vjp_call_jaxpr" else "call_jaxpr"]
 
 
 def _consts(jaxpr: Any) -> Sequence[Any]:

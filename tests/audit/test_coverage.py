@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter
 
 import flax.linen as nn
@@ -82,6 +83,8 @@ def specs_of(recipe, matmul):
 def scale_of(spec):
     if spec is None:
         return ""
+    if spec.codec is not None:
+        return f"per block of {spec.codec}, {spec.scaling}"
     # What a program shows of blocks is the tiles that they make of the contraction.
     return f"{spec.granularity.replace('_', ' ').replace('block', 'tile')}, {spec.scaling}"
 
@@ -110,7 +113,7 @@ def test_every_matmul_has_the_dtypes_and_scales_of_its_recipe(string, backend):
         for matmul, row in rows.items():
             specs = specs_of(recipe, matmul)
             assert (row.lhs_scale, row.rhs_scale) == tuple(map(scale_of, specs)), matmul
-            dtypes = [spec and spec.dtype for spec in specs]
+            dtypes = [spec and (spec.codec or spec.dtype) for spec in specs]
             assert row.is_low == all(dtypes)
             shown = [
                 dtype if row.is_low else f"float32 ({dtype} dequantized)" if dtype else "float32" for dtype in dtypes
@@ -453,7 +456,8 @@ def test_a_jitted_function_with_keywords_and_static_arguments():
 def test_what_is_printed_and_stored():
     step, args, layers = gradient(Model(), {"quantization": "fp8", "quant_backend": "native"})
     found = jaxquant.coverage(step, *args, layers=layers)
-    assert "mix/query  e4m3 × e4m3  e5m2 × e4m3  e4m3 × e5m2  per tensor, delayed      3" in found.text()
+    row = r"mix/query  4x7x32 · (32x3x16|3x16x32) +e4m3 × e4m3  e5m2 × e4m3  e4m3 × e5m2  per tensor, delayed +3"
+    assert re.search(row, found.text())
     assert found.summary() in found.text()
     stored = json.loads(found.to_json())
     assert stored["low_precision_share"]["forward"] == pytest.approx(found.share("fwd"))

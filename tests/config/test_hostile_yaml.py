@@ -71,6 +71,14 @@ TEXTS: dict[str, tuple[str, str]] = {
     "control character": ("steps: 3\nseed: \x07", "line 2: character 7 is not allowed"),
     "a long key": ("k" * 900 + ": 3", "TrainConfig has no field 'kkk"),
     "text for a number": ("steps: " + "k" * 50_000, "TrainConfig.steps must be int, got 'kkk"),
+    "a long calibration": (
+        "quantization: fp8_full\nact_quantization_calibration_method: " + "k" * 5000,
+        "act_quantization_calibration_method 'kkk",
+    ),
+    "long bounds": (
+        "quantization: aqt_fp8_full\nconstant_bound_config: " + "k" * 5000,
+        "has 5000 characters, of at most 200",
+    ),
     "a long list": ("steps: [" + "1," * 5000 + "]", "TrainConfig.steps must be int, got [1, 1,"),
 }
 

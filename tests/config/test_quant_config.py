@@ -229,7 +229,7 @@ OPTION_VALUES = {
     "act_quantization_calibration_method": "fixed,3", "bwd_quantization_calibration_method": "rms,4",
     "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax",
 }  # fmt: skip
-DELAYED = {"fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
+DELAYED = {"int8_delayed", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
 READERS = {
     "quantization_local_shard_count": {"int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1"},
     "replicate_quant_scale": {"int8", "aqt_fp8", "aqt_fp8_full"},
@@ -241,8 +241,9 @@ READERS = {
     "amax_init": DELAYED,
 }
 STRINGS = [
-    "", "int8", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full", "fp8_e4m3",
-    "fp8_e5m2", "fp4", "fp4_e2m1", "aqt_fp8", "aqt_fp8_full", "fp8_current", "te_fp8_currentscaling", "int8w", "int4w",
+    "", "int8", "int8_delayed", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full",
+    "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1", "aqt_fp8", "aqt_fp8_full", "fp8_current",
+    "te_fp8_currentscaling", "int8w", "int4w",
 ]  # fmt: skip
 
 

@@ -23,7 +23,8 @@ ROWS = {  # string: (auto, backends)
     "fp4": ("qwix", QWIX), "fp4_e2m1": ("qwix", QWIX), "aqt_fp8": ("aqt", AQT), "aqt_fp8_full": ("aqt", AQT),
     "fp8_current": ("native", NATIVE), "te_fp8_currentscaling": ("native", NATIVE), "int8w": ("native", NATIVE),
     "int4w": ("native", NATIVE), "fp8_block": ("native", NATIVE), "mxfp8": ("native", NATIVE),
-    "te_mxfp8": ("native", NATIVE), "mxfp4": ("native", NATIVE),
+    "te_mxfp8": ("native", NATIVE), "mxfp4": ("native", NATIVE), "int8_delayed": ("native", NATIVE),
+    **{f"ggml_{name}": ("native", NATIVE) for name in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")},
 }  # fmt: skip
 
 
@@ -61,9 +62,18 @@ EXPECTED = {
     "int8": reused(
         "int8", TensorSpec(I8, reciprocal=True), TensorSpec(I8, rounding="stochastic", reciprocal=True), "int32"
     ),
+    # What native alone computes is free to be lean: bits of scaling in bfloat16, gradients in the kernel's dtype.
+    "int8_delayed": reused(
+        "int8_delayed",
+        delayed(I8),
+        TensorSpec(I8, "per_tensor", rounding="stochastic"),
+        "int32",
+        delayed=DelayedSpec(),
+        arithmetic="lean",
+    ),
     "int4": reused("int4", TensorSpec(I4), TensorSpec(I4), "int32"),
-    "fp8": reused("fp8", delayed(E4), delayed(E5), delayed=DelayedSpec()),
-    "nanoo_fp8": reused("nanoo_fp8", delayed(E4Z), delayed(E5Z), delayed=DelayedSpec()),
+    "fp8": reused("fp8", delayed(E4), delayed(E5), delayed=DelayedSpec(), arithmetic="lean"),
+    "nanoo_fp8": reused("nanoo_fp8", delayed(E4Z), delayed(E5Z), delayed=DelayedSpec(), arithmetic="lean"),
     "fp8_full": reused("fp8_full", TensorSpec(E4), TensorSpec(E5)),
     "fp8_e4m3": reused("fp8_e4m3", TensorSpec(E4), TensorSpec(E4)),
     "fp8_e5m2": reused("fp8_e5m2", TensorSpec(E5), TensorSpec(E5)),
@@ -77,9 +87,15 @@ EXPECTED = {
         MatmulSpec(AQT_E5, AQT_E5, "bfloat16"),
         MatmulSpec(AQT_E5, AQT_E5, "bfloat16"),
     ),
-    "fp8_current": reused("fp8_current", TensorSpec(E4, "per_tensor"), TensorSpec(E5, "per_tensor")),
+    "fp8_current": reused("fp8_current", TensorSpec(E4, "per_tensor"), TensorSpec(E5, "per_tensor"), arithmetic="lean"),
     "int8w": Recipe("int8w", MatmulSpec(None, TensorSpec(I8)), MatmulSpec(None, FORWARD)),
     "int4w": Recipe("int4w", MatmulSpec(None, TensorSpec(I4)), MatmulSpec(None, FORWARD)),
+    **{
+        f"ggml_{name}": Recipe(
+            f"ggml_{name}", MatmulSpec(None, TensorSpec(kind, codec=name)), MatmulSpec(None, FORWARD)
+        )
+        for name, kind in {"q4_0": I4, "q8_0": I8, "q4_k": I4, "q5_k": I8, "q6_k": I8}.items()
+    },
 }
 ALIASES = {
     "fp8_gpu": "fp8", "te_fp8_delayedscaling": "fp8", "fp8_nanoo": "nanoo_fp8", "fp4_e2m1": "fp4",

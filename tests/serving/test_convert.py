@@ -57,10 +57,11 @@ def check_what_is_converted(string, variables, converted):
     spec = RECIPES[string].recipe.fwd.rhs
     for path in KERNELS:
         layer, before = at(converted["params"], path), at(variables["params"], path)
-        assert layer["kernel"].qvalue.dtype == spec.dtype
+        assert layer["kernel"].qvalue.dtype == ("uint8" if spec.codec else spec.dtype)
+        assert layer["kernel"].codec == spec.codec
         assert layer["kernel"].shape == before["kernel"].shape
         assert set(layer) - set(before) <= {"input_scale"}
-        assert layer["kernel"].scale.size < before["kernel"].size
+        assert spec.codec or layer["kernel"].scale.size < before["kernel"].size
     assert not is_tensor(converted["params"]["logits"]["kernel"])
 
 
@@ -298,7 +299,7 @@ def test_errors_name_the_layer():
     converted = convert(variables, config, X, model=Linen())
     with pytest.raises(ValueError, match=r"parameter 'layers/mix/kernel' is converted already \(int8\)"):
         convert(converted, config, X, model=Linen())
-    with pytest.raises(ValueError, match=r"layer 'layers/query' has a converted kernel \(int8\) and checkpoint_is_qua"):
+    with pytest.raises(ValueError, match=r"layer 'layers/mix' has a converted kernel \(int8\) and checkpoint_is_qua"):
         maybe_quantize_model(Linen(), config, X).apply(converted, X)
     with pytest.raises(ValueError, match=r"layer 'layers/query' has a float kernel and checkpoint_is_quantized true"):
         maybe_quantize_model(Linen(), config | SERVES, X).apply(variables, X)

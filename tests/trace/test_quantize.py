@@ -183,17 +183,9 @@ def test_without_quantization_the_function_itself_runs():
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        ({"quantization": "int8", "quant_backend": "aqt"}, NotImplementedError, "quant_backend 'aqt' does not run in"),
-        ({"quantization": "int8", "use_qwix_quantization": True}, NotImplementedError, "use_qwix_quantization true"),
         (CURRENT | {"quantize_kvcache": True}, NotImplementedError, "quantize_kvcache True"),
         (CURRENT | {"save_quantized_params_path": "x"}, NotImplementedError, "save_quantized_params_path 'x'"),
-        (CURRENT | {"checkpoint_is_quantized": True}, NotImplementedError, "checkpoint_is_quantized True"),
         (CURRENT | {"rules": [{"path": "mlp", "recipe": "fp8"}]}, ValueError, "'mlp' matches no layer"),
-        (
-            {"quantization": "fp8_full", "quant_backend": "native", "weight_sparsity_n": 2, "weight_sparsity_m": 4},
-            NotImplementedError,
-            "weight_sparsity at 'enc'",
-        ),
     ],
 )
 def test_what_does_not_run_is_refused(config, error, text):
@@ -201,19 +193,14 @@ def test_what_does_not_run_is_refused(config, error, text):
         jaxquant.quantize(encode, config).init(PARAMS, X)
 
 
-def test_auto_is_native():
-    q = jaxquant.quantize(encode, {"quantization": "int8"})
-    assert "i8[6,8]" in str(jax.make_jaxpr(lambda p, x: q(p, {}, x))(PARAMS, X))
-
-
 def test_a_function_without_layers_is_refused_with_its_reasons():
     with pytest.raises(ValueError, match=r"'fp8' would quantize no matmul of this function .*derivative"):
         jaxquant.quantize(lambda p, x: jax.grad(lambda x: jnp.sum(encode(p, x)))(x), FP8).init(PARAMS, X)
 
 
-def test_converted_kernels_are_refused():
+def test_a_bare_qtensor_is_refused():
     kernel = QTensor(jnp.ones((8, 8), jnp.int8), jnp.ones((1, 8)))
-    with pytest.raises(NotImplementedError, match="converted kernels"):
+    with pytest.raises(TypeError, match="QTensor, which does not say the float dtype"):
         jaxquant.quantize(encode, CURRENT)({"enc": {"kernel": kernel}}, {}, jnp.ones((6, 8)))
 
 

@@ -1,0 +1,97 @@
+"""Tracing a function whole: what it returns, and what it changes of its arguments.
+
+A step that updates an NNX model in place and returns its loss has the update among its outputs here: else nobody would
+read it, and nothing of the backward pass would be in the program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxquant.audit.parameters import input_names
+from jaxquant.trace.paths import Name
+
+_JITTED = type(jax.jit(lambda: None))
+_FUNCTION = "model"
+"""The argument that a function is itself, where it is an NNX model or a method of one."""
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Name]]:
+    """Trace a function.
+
+    Args:
+      fn: a function, an NNX model, or a method of one; jitted or not.
+      args, kwargs: its arguments; those of a jitted function as it takes them.
+
+    Returns:
+      The traced function (``jaxpr``), and the path of every input of it.
+    """
+    while isinstance(fn, functools.partial) and any(map(_has_nodes, (*fn.args, *fn.keywords.values()))):
+        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+    given = {str(position): value for position, value in enumerate(args)} | dict(kwargs)
+    owner = fn if isinstance(fn, nnx.Module) else getattr(fn, "__self__", None)
+    if isinstance(owner, nnx.Module):
+        name = getattr(fn, "__name__", "__call__") if owner is not fn else "__call__"
+        given = {_FUNCTION: owner, **given}
+        fn = functools.partial(_call_method, name)
+        args = (owner, *args)
+    if any(map(_has_nodes, given.values())):
+        return _trace_with_nodes(fn, given, len(args))
+    jitted: Any = fn if isinstance(fn, _JITTED) else jax.jit(_with_changes(fn))
+    traced = jitted.trace(*args, **kwargs)
+    return traced, input_names(traced.args_info)
+
+
+def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(owner, name)(*args, **kwargs)
+
+
+def _has_nodes(tree: Any) -> bool:
+    is_node = (nnx.Module, nnx.Optimizer, nnx.Variable)
+    return any(isinstance(each, is_node) for each in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, is_node)))
+
+
+def _with_changes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function return the arrays that are in its arguments when it is done, too."""
+
+    @functools.wraps(fn)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        out = fn(*args, **kwargs)
+        return out, [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+
+    return whole
+
+
+def _trace_with_nodes(fn: Callable[..., Any], given: Mapping[str, Any], positional: int) -> tuple[Any, list[Name]]:
+    """Trace a function of NNX models and optimizers, which it may change."""
+    nodes = {name: value for name, value in given.items() if _has_nodes(value)}
+    graph, states = nnx.split(nodes)
+    others, structure = jax.tree.flatten({name: value for name, value in given.items() if name not in nodes})
+    is_array = [hasattr(leaf, "dtype") or isinstance(leaf, (float, complex)) for leaf in others]
+
+    def whole(inputs: dict[str, Any]) -> Any:
+        arrays = iter(inputs[""])
+        leaves = [next(arrays) if traced else leaf for leaf, traced in zip(others, is_array, strict=True)]
+        merged = nnx.merge(graph, nnx.State({name: inputs[name] for name in nodes}))
+        values = jax.tree.unflatten(structure, leaves) | merged
+        ordered = [values[name] for name in given]
+        out = fn(*ordered[:positional], **dict(zip(list(given)[positional:], ordered[positional:], strict=True)))
+        return out, nnx.split(merged)[1]
+
+    arrays = [leaf for leaf, traced in zip(others, is_array, strict=True) if traced]
+    traced = jax.jit(whole).trace({name: states[name] for name in nodes} | {"": arrays})
+    names = [name[1:] for name in input_names(traced.args_info)]
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, others))[0]]
+    plain = iter(
+        [
+            tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+            for path, arr in zip(paths, is_array, strict=True)
+            if arr
+        ]
+    )
+    return traced, [next(plain) if name[0] == "" else name for name in names]

@@ -1,0 +1,221 @@
+"""Recipes in words: everything here is read from the recipe's dataclasses, and nothing is written for one string."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxquant.config.options import Options
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
+from jaxquant.core.dtypes import Element, element
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
+
+MATMULS = {
+    "fwd": ("the forward matmul, input · weight", ("input", "weight")),
+    "dlhs": ("the input's gradient, output gradient · weight", ("output gradient", "weight")),
+    "drhs": ("the weight's gradient, input · output gradient", ("input", "output gradient")),
+}
+"""Of each matmul, what it is and what its operands are."""
+
+_METHODS = {
+    "absmax": "largest magnitude",
+    "minmax": "smallest and largest value",
+    "rms": "root mean square",
+}
+
+
+def names_of(row: RecipeRow) -> list[str]:
+    """Return the config strings of a row, the one it is named by first."""
+    return [name for name, other in RECIPES.items() if other is row]
+
+
+def strings() -> str:
+    """Format a table of every config string: operand dtypes of the three matmuls, and where it runs."""
+    lines = [("quantization", *MATMULS, "auto", "also on")]
+    rows = dict.fromkeys(map(id, RECIPES.values()))
+    for row in (next(each for each in RECIPES.values() if id(each) == key) for key in rows):
+        names = ", ".join(name or '""' for name in names_of(row))
+        also = ", ".join(backend for backend in row.backends if backend != row.auto)
+        dtypes = [_dtypes(row.recipe, matmul) for matmul in MATMULS] if row.recipe else [row.summary, "", ""]
+        lines.append((names, *dtypes, row.auto or "-", also or "-"))
+    # What has no recipe has a summary, which may run over the columns of dtypes.
+    widths = [max(len(line[i]) for line in lines if line[2]) for i in range(len(lines[0]))]
+    widths[0] = max(len(line[0]) for line in lines)
+    return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    if line[2]:
+        return "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+    name, summary, *_, auto, also = line
+    return "  ".join([f"{name:{widths[0]}}", f"{summary:{sum(widths[1:4]) + 4}}", f"{auto:{widths[4]}}", also]).rstrip()
+
+
+def _dtypes(recipe: Recipe, matmul: Any) -> str:
+    specs = [recipe.resolve(matmul, "lhs"), recipe.resolve(matmul, "rhs")]
+    if not any(specs):
+        return "float"
+    return " × ".join("float" if spec is None else _short(spec.dtype) for spec in specs)
+
+
+def _short(dtype: str) -> str:
+    return dtype.removeprefix("float8_").removeprefix("float4_")
+
+
+def explain(string: str, options: Mapping[str, Any] | None = None) -> str:
+    """Describe a config string: each operand of its three matmuls, its memory, where it runs and what can be changed.
+
+    Args:
+      string: a key of ``RECIPES``.
+      options: further fields of ``QuantConfig``; without them the recipe is that of the table.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as ``QuantConfig``.
+    """
+    row = lookup(string)
+    recipe = row.recipe
+    if options:
+        recipe = QuantConfig.from_any({"quantization": string, **options}).recipe()
+    lines = [f"{string or 'no string'}: {row.summary}"]
+    others = [name for name in names_of(row) if name != string]
+    if others:
+        lines.append(f"The same recipe: {', '.join(others)}.")
+    if row.auto:
+        also = [backend for backend in row.backends if backend != row.auto]
+        lines.append(f"Backend: {row.auto}{f'; also on {_and(also)}' if also else ''}.")
+    where = "its numbers are those of the file that quant_cfg_path names" if "quant_cfg_path" in row.fields else ""
+    lines += ["", *(_recipe(recipe) if recipe else [f"No numbers of its own{f': {where}' if where else ''}."])]
+    fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
+    if fields:
+        lines += ["", "Options it reads, with their defaults:"]
+        lines += [f"  {name}: {_value(default)}" for name, default in fields.items()]
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    return {"": '""', "None": "null", "()": "[]"}.get(str(value), str(value))
+
+
+def _recipe(recipe: Recipe) -> Iterator[str]:
+    for name, (about, sides) in MATMULS.items():
+        spec: MatmulSpec = getattr(recipe, name)
+        yield f"{name}: {about}"
+        for side, tensor in zip(("lhs", "rhs"), sides, strict=True):
+            forward = recipe.resolve(name, side)  # pyright: ignore[reportArgumentType]
+            yield f"  {tensor}: {describe_operand(getattr(spec, side), forward)}"
+        yield f"  {describe_matmul(spec)}"
+    used = dict.fromkeys(spec.dtype for spec in recipe.specs.values() if isinstance(spec, TensorSpec))
+    if used:
+        yield ""
+        yield from (describe_element(element(name)) for name in used)
+    if recipe.delayed:
+        yield describe_delayed(recipe.delayed)
+    if recipe.sparsity:
+        yield describe_sparsity(recipe.sparsity)
+
+
+def describe_matmul(spec: MatmulSpec) -> str:
+    """Describe what a matmul adds up in and whether its contraction is cut."""
+    into = f"adds up in {spec.accumulator}" if spec.accumulator else "adds up in the dtype of its result"
+    shards = (
+        "" if spec.shards == 1 else f"; the first contraction axis in {spec.shards} blocks, each with its own scales"
+    )
+    return into + shards
+
+
+def describe_operand(operand: Operand, forward: TensorSpec | None = None) -> str:
+    """Describe one operand of a matmul.
+
+    Args:
+      operand: the operand.
+      forward: the spec of the forward operand, where that is used again.
+    """
+    if operand is None:
+        return "float, as it is"
+    if operand == FORWARD:
+        if forward is None:
+            return "float, as in the forward matmul"
+        is_folded = forward.granularity == "per_channel"
+        folded = "; its scales are multiplied into the other operand before that is quantized" if is_folded else ""
+        return f"as quantized for the forward matmul{folded}"
+    assert isinstance(operand, TensorSpec)
+    if operand.codec is not None:
+        return f"in the tensor format {operand.codec} of GGML, with its blocks and scales"
+    return ", ".join([operand.dtype, _sharing(operand), _scale(operand), *_details(operand)])
+
+
+def _sharing(spec: TensorSpec) -> str:
+    sharing = {
+        "per_tensor": "one scale for the tensor",
+        "per_channel": "one scale for each row along the contraction",
+        "per_tile": f"one scale for {spec.tile_size} neighbours along the contraction",
+        "per_block": f"one scale for {spec.tile_size} neighbours along the contraction by {spec.free_size} across it",
+    }[spec.granularity]
+    return sharing + (", the tile along each contraction axis" if spec.tiling == "each_axis" else "")
+
+
+def _scale(spec: TensorSpec) -> str:
+    calibration = spec.calibration
+    if spec.scaling == "delayed":
+        return "from the amax history of past steps"
+    if spec.scaling == "static":
+        return "from a scale that is given"
+    if calibration.method == "fixed":
+        return f"from the fixed range {calibration.minimum:g} to {calibration.maximum:g}"
+    times = "" if calibration.factor == 1 else f"{calibration.factor:g} times "
+    return f"from {times}this step's {_METHODS[calibration.method]}"
+
+
+def _details(spec: TensorSpec) -> Iterator[str]:
+    """Describe what is not at its default."""
+    if spec.amax_bound is not None:
+        yield f"at most {spec.amax_bound:g}"
+    if spec.scale_dtype == "float8_e8m0fnu":
+        yield f"the scale a power of two (8 bits, rounded {_direction(spec)})"
+    elif spec.scale_dtype != "float32":
+        yield f"the scale in {spec.scale_dtype} (rounded {_direction(spec)})"
+    elif spec.scale_rounding != "exact":
+        yield f"the scale rounded {_direction(spec)} to a power of two"
+    if spec.outer_scale:
+        yield "over one float32 scale for the tensor"
+    yield "rounded to nearest" if spec.rounding == "nearest" else "rounded stochastically"
+    if spec.reciprocal:
+        yield "multiplied by 1/scale"
+
+
+def _direction(spec: TensorSpec) -> str:
+    return {"up": "up", "nearest": "to nearest"}[spec.scale_rounding]
+
+
+def describe_element(known: Element) -> str:
+    """Describe an element type."""
+    inside = (
+        f"magnitudes up to {known.max:g}"
+        if known.kind == "int"
+        else f"{known.mantissa_bits} mantissa bits, normal from 2^{known.min_exponent}, largest {known.max:g}"
+    )
+    return f"{known.name}: {known.bits} bits, {inside}; a scale is the statistic / {known.bound:g}."
+
+
+def describe_delayed(spec: DelayedSpec) -> str:
+    """Describe delayed scaling."""
+    first = {
+        "warmup": "a tensor without history is scaled by its own amax, and an amax that is not finite is not recorded",
+        "flax": "the first step has scale 1, as flax's own fp8 has",
+    }[spec.amax_init]
+    margin = f", times 2^{spec.margin}" if spec.margin else ""
+    return f"Delayed scaling: the largest amax of the last {spec.amax_history_length} steps{margin}; {first}."
+
+
+def describe_sparsity(spec: SparsitySpec) -> str:
+    """Describe N:M sparsity."""
+    return (
+        f"Sparsity: {spec.n} of every {spec.m} weights along the contraction are kept, from step {spec.start_step} on, "
+        f"chosen anew every {spec.update_step} steps."
+    )
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(words)

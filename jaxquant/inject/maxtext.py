@@ -1,0 +1,189 @@
+"""MaxText's names beside ``configure_quantization`` and ``maybe_quantize_model``, and what its config says."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxquant.backends import load
+from jaxquant.config.quant_config import QuantConfig, is_program_config
+from jaxquant.core.calibration import Calibration, parse_calibration
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.inject.handle import Quantization
+
+Array = jax.Array
+LAYERS = "decoder/.*layers.*"
+"""The modules that MaxText's Qwix rules reach: the decoder's layers, without embedding, norms and head."""
+
+
+def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return example inputs of the model of a MaxText config: tokens, positions, segment ids, and what MTP reads.
+
+    Args:
+      model: any model.
+      config: any config.
+
+    Returns:
+      Positional and keyword arguments of shapes alone, none where the config or the model is not MaxText's.
+    """
+    if "enable_dropout" not in inspect.signature(type(model).__call__).parameters:
+        return (), {}
+    rows, length = (getattr(config, name, None) for name in ("micro_batch_size_to_train_on", "max_target_length"))
+    if not is_program_config(config) or not isinstance(rows, int) or not isinstance(length, int):
+        return (), {}
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    options: dict[str, Any] = {"enable_dropout": False}
+    if getattr(config, "mtp_num_layers", 0):
+        options |= {"decoder_target_tokens": ids, "decoder_target_mask": ids}
+    return (ids, ids, ids), options
+
+
+def holds_handle(model: Any) -> bool:
+    """Return whether a model was given a handle of ``configure_quantization``, so that its layers have their ops."""
+    if isinstance(model, nnx.Module):
+        nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+        return any(isinstance(value, Quantization) for node in nodes for value in vars(node).values())
+    fields = [getattr(model, field.name, None) for field in dataclasses.fields(model)]
+    return any(isinstance(value, Quantization) or (_is_linen(value) and holds_handle(value)) for value in fields)
+
+
+def _is_linen(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "init_with_output")
+
+
+# -- Qwix --------------------------------------------------------------------------------------------------------------
+
+
+def get_quantization_rule(config: Any) -> list[Any] | None:
+    """Make the Qwix rules of a config, for ``qwix.quantize_model``: its own rules, then the decoder's layers.
+
+    Args:
+      config: anything that ``QuantConfig.from_any`` takes.
+
+    Returns:
+      ``qwix.QtRule``s, first match first; None where the config quantizes nothing.
+
+    Raises:
+      NotImplementedError: Qwix does not honour the recipe.
+    """
+    config = QuantConfig.from_any(config)
+    resolver, base = config.resolver(), config.recipe()
+    if resolver is None:
+        return None
+    entries = [*resolver.patterns, *([(LAYERS, base)] if base is not None else [])]
+    return load("qwix").make_rules(entries)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def get_qt_provider(config: Any) -> Any:
+    """Make the Qwix provider of a config; see ``get_quantization_rule``."""
+    rules = get_quantization_rule(config)
+    return None if rules is None else load("qwix").make_provider(rules)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def get_static_scale(qtype: Any, calibration_method: str) -> float:
+    """Return the scale of a constant symmetric range: ``max / bound`` of the dtype, 1 where that is below 1e-19.
+
+    Args:
+      qtype: the dtype to quantize to, or its name.
+      calibration_method: "fixed,max" or "fixed,-max,max".
+
+    Raises:
+      ValueError: another calibration.
+    """
+    scale = _static_range(calibration_method).maximum / element(jnp.dtype(qtype).name).bound
+    return 1.0 if scale < float(jnp.finfo(jnp.float32).tiny) ** 0.5 else scale
+
+
+def _static_range(method: Any) -> Calibration:
+    calibration = parse_calibration(method) if isinstance(method, str) else Calibration()
+    if calibration.method != "fixed" or not calibration.is_symmetric:
+        raise ValueError(f"calibration {method!r} is no constant symmetric range; use 'fixed,max' or 'fixed,-max,max'")
+    return calibration
+
+
+def manual_quantize(tensor: Array, dtype: Any, calibration_method: str) -> QTensor:
+    """Quantize a tensor with one constant scale.
+
+    Args:
+      tensor: any float dtype.
+      dtype: of the qvalue.
+      calibration_method: as in ``get_static_scale``.
+
+    Raises:
+      ValueError: a calibration that is no constant symmetric range.
+    """
+    spec = TensorSpec(jnp.dtype(dtype).name, "per_tensor", _static_range(calibration_method))
+    return quantize(tensor, spec, tuple(range(tensor.ndim)))
+
+
+@dataclasses.dataclass(frozen=True)
+class KVQuant:
+    """What MaxText's attention asks of a quantized cache: the cast, and einsums with what it cached.
+
+    Attributes:
+      axis_cfg: "dkv" (a scale for every head) or "heads_and_dkv" (the heads of a position share one).
+      dtype: of what is cached.
+    """
+
+    axis_cfg: str
+    dtype: Any
+
+    def quantize(self, kv: Array, axis_names: Sequence[str]) -> tuple[Array, Array]:
+        """Quantize keys or values by their absmax, symmetrically; a row of zeros stays zeros.
+
+        Args:
+          kv: keys or values.
+          axis_names: MaxText's names of their axes, "cache_kv" and "cache_heads" among them.
+
+        Returns:
+          The values, and the absmax that MaxText stores beside them.
+        """
+        shared = {"dkv": ("cache_kv",), "heads_and_dkv": ("cache_heads", "cache_kv")}[self.axis_cfg]
+        axes = tuple(list(axis_names).index(name) for name in shared)
+        kind = element(jnp.dtype(self.dtype).name)
+        absmax = jnp.max(jnp.abs(kv), axis=axes, keepdims=True)
+        known = jnp.where(absmax > 0, absmax, 1).astype(jnp.float32)
+        value = kv.astype(jnp.float32) * (kind.bound / known)
+        if kind.kind == "int":
+            value = jnp.rint(value)
+        return jnp.clip(value, -kind.max, kind.max).astype(self.dtype), absmax
+
+    def einsum_fn_with_rhs_qtensor(self, **modes: Any) -> Any:
+        """Return an einsum whose second operand is a cached tensor with ``dequant``; it multiplies in float."""
+        del modes  # AQT's, of where its kernels dequantize
+
+        def einsum(equation: str, lhs: Array, rhs: Any, **options: Any) -> Array:
+            return jnp.einsum(equation, lhs, rhs.dequant() if hasattr(rhs, "dequant") else rhs, **options)
+
+        return einsum
+
+    einsum_fn_with_rhs_qtensor_and_dequant = einsum_fn_with_rhs_qtensor
+
+
+_KV_DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
+
+
+def configure_kv_quant(config: Any) -> KVQuant | None:
+    """Return what quantizes MaxText's key/value cache, None without ``quantize_kvcache``.
+
+    For a model of your own, ``jaxquant.serving.kv_cache`` is the whole cache.
+
+    Args:
+      config: anything that ``QuantConfig.from_any`` takes.
+    """
+    config = QuantConfig.from_any(config)
+    if not config.quantize_kvcache:
+        return None
+    return KVQuant(config.kv_quant_axis, _KV_DTYPES[config.kv_quant_dtype])

@@ -1,0 +1,274 @@
+"""contract: the quantized op of one contraction of a traced function, on any backend, and its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxquant.backends import Backend
+from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.recipe import Recipe
+from jaxquant.core.sharding import transposed
+from jaxquant.ops import sparsity
+from jaxquant.ops.conv import conv_general_dilated
+from jaxquant.ops.dot_general import QuantState, initial_state
+from jaxquant.ops.ragged import ragged_dot
+from jaxquant.trace.plan import Contraction
+from jaxquant.trace.structure import Transpose
+
+Array = jax.Array
+Weights = Callable[[Contraction], Array]
+"""Returns a contraction's weight as its op reads it, with a leading axis for each scan over it."""
+_CONVOLUTION = (
+    "window_strides",
+    "padding",
+    "lhs_dilation",
+    "rhs_dilation",
+    "dimension_numbers",
+    "feature_group_count",
+    "precision",
+)
+_SPARSITY = "sparsity"
+_SPARSITY_FIELDS = ("step", "mask", "uses")
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def make_state(site: Contraction, weights: Weights) -> dict[str, Array]:
+    """Make the state of a contraction, {} for a recipe without, under flax's names.
+
+    It has a leading axis for each scan over the weight, and then the weight's batch axes.
+
+    Args:
+      site: the contraction, with its recipe.
+      weights: asked only where the state depends on the weight: sparsity that has begun.
+    """
+    assert site.recipe is not None
+    lead, spec = leading_axes(site), site.recipe.sparsity
+    state = {
+        f"{tensor}_{field}": jnp.broadcast_to(value, (*lead, *value.shape))
+        for tensor, fields in initial_state(site.recipe).items()
+        for field, value in fields.items()
+    }
+    if spec is None:
+        return state
+    make = functools.partial(sparsity.initial_state, spec=spec, axes=_inner_axes(site)[0])
+    if spec.start_step == 0:
+        for _ in lead:
+            make = jax.vmap(make)
+        made = make(_split_weight(site, weights(site)))
+    else:
+        made = make(jnp.ones(_inner_shape(site)))
+        made = {field: jnp.broadcast_to(value, (*lead, *value.shape)) for field, value in made.items()}
+    return state | {f"{_SPARSITY}_{field}": made[field] for field in _SPARSITY_FIELDS}
+
+
+def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the state of a contraction by name."""
+    assert site.recipe is not None
+    lead = leading_axes(site)
+    fields = {
+        f"{tensor}_{field}": (*lead, *shape)
+        for tensor, fields in _shapes(site.recipe).items()
+        for field, shape in fields.items()
+    }
+    if site.recipe.sparsity is not None:
+        fields |= {f"{_SPARSITY}_{field}": lead for field in _SPARSITY_FIELDS}
+        fields[f"{_SPARSITY}_mask"] = (*lead, *_inner_shape(site))
+    return fields
+
+
+def nested_state(recipe: Recipe, state: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """Return the state of a contraction by tensor and field."""
+    fields: dict[str, Iterable[str]] = dict(_shapes(recipe))
+    if recipe.sparsity is not None:
+        fields[_SPARSITY] = _SPARSITY_FIELDS
+    return {tensor: {field: state[f"{tensor}_{field}"] for field in names} for tensor, names in fields.items()}
+
+
+def leading_axes(site: Contraction) -> tuple[int, ...]:
+    """Return the axes of the state of all that one scan step and one batch element has: of the scans, of the batch."""
+    return (*(length for _, length in site.stack), *site.batch)
+
+
+@functools.lru_cache
+def _shapes(recipe: Recipe) -> dict[str, dict[str, tuple[int, ...]]]:
+    return jax.tree.map(lambda value: value.shape, jax.eval_shape(lambda: initial_state(recipe)))
+
+
+# -- batch axes: each element is a contraction of its own, as under jax.vmap -------------------------------------------
+
+
+def batch_first(batch: tuple[int, ...], ndim: int) -> Transpose:
+    """Return the step that brings batch axes to the front."""
+    return Transpose((*batch, *(axis for axis in range(ndim) if axis not in batch)))
+
+
+def without_batch(axes: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Renumber axes of an operand whose batch axes were mapped over."""
+    return tuple(axis - sum(other < axis for other in batch) for axis in axes)
+
+
+def _inner_axes(site: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    contract, batch = site.weight_axes
+    return without_batch(contract, batch), batch
+
+
+def _inner_shape(site: Contraction) -> tuple[int, ...]:
+    assert site.side is not None
+    return tuple(n for axis, n in enumerate(site.shapes[site.side]) if axis not in site.weight_axes[1])
+
+
+def _split_weight(site: Contraction, weight: Array) -> Array:
+    """Bring the batch axes of a stacked weight behind those of its scans."""
+    order = batch_first(site.weight_axes[1], weight.ndim - len(site.stack))
+    for length in reversed(weight.shape[: len(site.stack)]):
+        order = order.lifted(length)
+    return order.on_array(weight)
+
+
+def _batch_first(x: Any, batch: tuple[int, ...]) -> Any:
+    if tuple(batch) == tuple(range(len(batch))):
+        return x
+    order = batch_first(batch, x.ndim)
+    return order.on_kernel(x) if isinstance(x, ConvertedKernel) else order.on_array(x)
+
+
+def stacked(kernel: ConvertedKernel, sizes: tuple[int, ...]) -> ConvertedKernel:
+    """Return a kernel every part of which has its first axes whole, so that scans and maps can go over them.
+
+    Args:
+      kernel: the kernel of all.
+      sizes: of those axes.
+
+    Raises:
+      NotImplementedError: a scale belongs to some of the slices.
+    """
+    tensor, count = kernel.tensor, len(sizes)
+
+    def whole(part: Array) -> Array:
+        if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
+            raise NotImplementedError(
+                f"a converted kernel of shape {kernel.shape} with scales of shape {tuple(tensor.scale.shape)} cannot "
+                f"be cut along its first {count} axes, across which a scale goes"
+            )
+        return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
+
+    parts = tensor.replace(lambda _, part: whole(part))
+    if tensor.block is not None:
+        parts = dataclasses.replace(parts, block=(*(0,) * count, *tensor.blocks[count:]))
+    scale = kernel.input_scale
+    if scale is not None:
+        scale = whole(scale if scale.ndim == kernel.ndim else scale.reshape((1,) * kernel.ndim))
+    return ConvertedKernel(parts, kernel.dtype, scale)
+
+
+# -- the ops -----------------------------------------------------------------------------------------------------------
+
+
+def contract(
+    backend: Backend,
+    site: Contraction,
+    eqn: Any,
+    operands: list[Any],
+    state: Mapping[str, Array],
+    key: Array | None,
+) -> Array:
+    """Compute an equation of one of ``CONTRACTIONS`` in the low precision of its recipe.
+
+    Each element of the weight's batch axes is quantized by itself, as under ``jax.vmap``.
+
+    Args:
+      backend: whose op it becomes.
+      site: the contraction, with its recipe.
+      eqn: its equation.
+      operands: in the equation's order; the weight may be a converted kernel, which needs no state.
+      state: of this contraction, without axes of scans.
+      key: for stochastic rounding, or None.
+    """
+    recipe = site.recipe
+    assert recipe is not None
+    if site.operation == "ragged_dot_general":
+        lhs, rhs, sizes = operands
+        lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
+        out_dtype, given = eqn.outvars[0].aval.dtype, nested_state(recipe, state)
+        return ragged_dot(lhs, rhs, sizes, eqn.params["precision"], out_dtype, recipe=recipe, state=given, key=key)
+    if site.operation == "conv_general_dilated":
+        lhs, rhs = operands
+        options = {name: eqn.params[name] for name in _CONVOLUTION}
+        lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
+        options["preferred_element_type"] = eqn.outvars[0].aval.dtype
+        return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=nested_state(recipe, state), key=key)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    activation, weight = operands
+    contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+    if site.side == 0:
+        activation, weight, contracted, batch = weight, activation, contracted[::-1], batch[::-1]
+    # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
+    groups, free = len(batch[0]), [x.ndim - len(batch[0]) - len(contracted[0]) for x in (activation, weight)]
+    order = tuple(range(groups + sum(free)))
+    if site.side == 0:
+        order = (*order[:groups], *order[groups + free[0] :], *order[groups : groups + free[0]])
+    place = transposed(eqn.params.get("out_sharding"), order)
+    op = functools.partial(
+        _dot,
+        backend=backend,
+        contracted=(without_batch(contracted[0], batch[0]), without_batch(contracted[1], batch[1])),
+        precision=eqn.params["precision"],
+        dtype=eqn.outvars[0].aval.dtype,
+        recipe=recipe,
+        place=place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:])),
+        implementation=site.implementation,
+    )
+    sizes = tuple(weight.shape[axis] for axis in batch[1])
+    weight = _batch_first(weight, batch[1])
+    given: dict[str, Any] = {}
+    if isinstance(weight, ConvertedKernel):
+        weight = stacked(weight, sizes)
+    else:
+        given = nested_state(recipe, state)
+    for _ in range(groups):
+        op = jax.vmap(op)
+    if key is not None and groups:
+        key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
+    out = op(_batch_first(activation, batch[0]), weight, given, key)
+    return out if site.side == 1 else jnp.transpose(out, order)
+
+
+def _dot(
+    activation: Array,
+    weight: Array | ConvertedKernel,
+    state: dict[str, dict[str, Array]],
+    key: Array | None,
+    *,
+    backend: Backend,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    precision: Any,
+    dtype: Any,
+    recipe: Recipe,
+    place: NamedSharding | None,
+    implementation: str | None,
+) -> Array:
+    if recipe.sparsity is not None and not isinstance(weight, ConvertedKernel):
+        weight = sparsity.sparsify(recipe.sparsity, contracted[1], weight, state[_SPARSITY])
+    amaxes: QuantState = {tensor: fields for tensor, fields in state.items() if tensor != _SPARSITY}
+    return backend.contract(
+        activation,
+        weight,
+        (contracted, ((), ())),
+        precision,
+        dtype,
+        recipe=recipe,
+        state=amaxes,
+        key=key,
+        out_sharding=place,
+        implementation=implementation,
+    )

@@ -1,0 +1,287 @@
+"""Engine: trace a function of parameters, decide over its layers, and run it quantized. The faces stand on it.
+
+A face (``jaxquant.quantize``, a Linen model, an NNX model) hands over a pure function of parameters and arguments, and
+says in its ``Dialect`` how layers, state and errors are called where it comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxquant.backends import Backend, load
+from jaxquant.config.backends import BackendName
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Resolver
+from jaxquant.trace import contract, converted, paths, routes
+from jaxquant.trace.analysis import Analysis
+from jaxquant.trace.arguments import Outputs, Split, array_names, split_arrays
+from jaxquant.trace.decisions import Decisions, decide
+from jaxquant.trace.plan import Contraction
+from jaxquant.trace.report import Report, row_of
+from jaxquant.trace.rewrite import Rewriter
+
+Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """How a face speaks.
+
+    Attributes:
+      what: the thing that is quantized, in errors.
+      layers: what its layers are called there.
+      root_is_layer: whether a parameter ``kernel`` at the root makes the whole a layer, of the path "".
+      may_extend: whether a layer that no trace has shown so far is decided when one does; else it is an error.
+      numbers: whether Python's numbers are traced, as under ``jax.jit``.
+      operation: name below the layer's path under which the state of a contraction stands; "" for none.
+      owner: path of what holds the state of a contraction, where that is not the layer's.
+      missing: the sentence about state that is missing, of (recipe's name, path, field).
+      misfit: the sentence about state of another shape, of (path of the layer, field, shape, shape that is needed).
+      has_scopes: whether the layers' calls are in name scopes already; else each gets that of its path.
+      watch: what is done with the state of a contraction before it is used, of (path, operands, state).
+    """
+
+    what: str = "this function"
+    layers: str = "matmul"
+    root_is_layer: bool = False
+    may_extend: bool = False
+    numbers: bool = True
+    operation: Callable[[Contraction], str] = lambda _: ""
+    owner: Callable[[Contraction], str] | None = None
+    missing: Callable[[str, str, str], str] = lambda recipe, path, field: (
+        f"recipe {recipe!r} at {path!r} keeps state, and quant_state has no {field!r} there; make it with the "
+        "quantized function's init(params, *args)"
+    )
+    misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str] = lambda path, field, has, wanted: (
+        f"quant_state {path!r} has {field!r} of shape {has}, and this call needs {wanted}; make it with init on the "
+        "same model and config"
+    )
+    has_scopes: bool = True
+    watch: Callable[[str, Any, Any], Any] | None = None
+
+
+class Traced(NamedTuple):
+    """A traced call: what analysis found, and the program."""
+
+    analysis: Analysis
+    closed: Any
+    outputs: Outputs
+
+
+class Engine:
+    """Decide over the layers of one model, once, and run functions of its parameters.
+
+    Args:
+      config: what is asked.
+      dialect: how the face speaks.
+      backend: whose ops run; None where nothing is quantized.
+
+    Attributes:
+      decisions: what was decided, None before the first trace.
+
+    Raises:
+      NotImplementedError: a recipe that the backend does not honour.
+    """
+
+    def __init__(self, config: QuantConfig, dialect: Dialect, backend: BackendName | None) -> None:
+        self.config, self.dialect = config, dialect
+        self.resolver: Resolver | None = config.resolver()
+        self.backend = load(backend or "native")
+        for recipe in () if self.resolver is None else self.resolver.recipes:
+            self.backend.check(recipe)
+        self.decisions: Decisions | None = None
+        self._has_seen_all = False
+        # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
+        self._cached = jax.jit(self._run, static_argnums=(0, 1, 2), inline=True)
+
+    def run(
+        self,
+        fn: Function,
+        params: Any,
+        args: tuple[Any, ...],
+        quant_state: Mapping[str, Any],
+        key: jax.Array | None = None,
+        *,
+        prefix: paths.Name = (),
+        is_whole: bool = True,
+        is_cached: bool = True,
+    ) -> Any:
+        """Compute a function in low precision.
+
+        Args:
+          fn: pure, of (params, *args); hashable, and equal to another only where that computes the same.
+          params: parameters.
+          args: further arguments.
+          quant_state: of the whole model.
+          key: for stochastic rounding; None makes noise from the bits of what is rounded.
+          prefix: path of the parameters in the model.
+          is_whole: whether the call runs the whole model, so that rules which match nothing are an error.
+          is_cached: whether the trace may be kept, and a kept one taken.
+        """
+        static, arrays = split_arrays(params, args, self.dialect.numbers)
+        run = self._cached if is_cached else self._run
+        return run(fn, static, (prefix, is_whole), arrays, quant_state, key).rebuild()
+
+    def init(
+        self, fn: Function, params: Any, args: tuple[Any, ...], *, prefix: paths.Name = (), is_whole: bool = True
+    ) -> dict[str, Any]:
+        """Make the quant state of a function's layers, without computing anything of it; as ``run``."""
+        static, arrays = split_arrays(params, args, self.dialect.numbers)
+        plan = self._trace(fn, static, arrays, prefix).analysis
+        state: dict[str, Any] = {}
+        if self.resolver is None:
+            return state
+        decisions = self.decide(plan, is_whole)
+        weights = routes.weights_of(plan.plan, arrays[0])
+        for site in plan.plan.chosen:
+            if site.key in decisions.states:
+                paths.put(state, decisions.states[site.key], contract.make_state(site, weights))
+        return state
+
+    def convert(
+        self,
+        fn: Function,
+        params: Any,
+        args: tuple[Any, ...],
+        quant_state: Mapping[str, Any],
+        skip: Collection[paths.Name] = (),
+    ) -> Any:
+        """Quantize the weight of every layer as the training forward does; as ``run``.
+
+        Args:
+          fn, params, args, quant_state: as for ``run``.
+          skip: paths of leaves that are to stay as they are.
+
+        Returns:
+          The parameters, with a ``ConvertedKernel`` for the leaf of every layer that is converted, and for each layer
+          whose weight stays float the reason.
+        """
+        static, arrays = split_arrays(params, args, self.dialect.numbers)
+        analysis = self._trace(fn, static, arrays).analysis
+        if self.resolver is None:
+            return params, {}
+        decisions = self.decide(analysis)
+        served = converted.check_served(analysis.plan, arrays[0], analysis.layer_paths)
+        states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
+        left = {index for index, name in enumerate(array_names(static)) if name in skip}
+        leaves, reasons = converted.convert(analysis.plan, arrays[0], states, self.backend.name, left)
+        what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
+        if reasons and self.config.strict:
+            raise NotImplementedError(f"strict true, and the weights of {len(reasons)} layers stay in float ({what})")
+        return static.rebuild((leaves, arrays[1]))[0], reasons
+
+    def trace(self, fn: Function, params: Any, args: tuple[Any, ...], prefix: paths.Name = ()) -> Traced:
+        """Trace a function; arrays may be ``jax.ShapeDtypeStruct``."""
+        return self._trace(fn, *split_arrays(params, args, self.dialect.numbers), prefix)
+
+    def report(self, traced: Traced) -> Report:
+        """List every contraction, with its recipe or the reason for which it is in float; binds nothing."""
+        if self.resolver is not None:
+            known = self.decisions
+            self._extended(traced.analysis, known).apply(traced.analysis.plan)
+        return Report(tuple(row_of(site) for site in traced.analysis.plan.contractions()))
+
+    def decide(self, analysis: Analysis, is_whole: bool = True) -> Decisions:
+        """Apply the decisions to a trace; the first one makes them.
+
+        Raises:
+          ValueError: a rule that matches no layer, no layer at all, or one that was not decided on.
+          NotImplementedError: the config is strict, and a layer is out of reach.
+        """
+        decisions = self._extended(analysis, self.decisions, check=is_whole and not self._has_seen_all)
+        decisions.apply(analysis.plan)
+        self._check(analysis, is_first=is_whole and not self._has_seen_all)
+        self.decisions = decisions
+        self._has_seen_all |= is_whole
+        return decisions
+
+    def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
+        assert self.resolver is not None
+        if known is not None and not self.dialect.may_extend:
+            return known
+        names: dict[str, Any] = {"operation": self.dialect.operation, "owner": self.dialect.owner}
+        return decide(analysis, self.resolver, self.backend, known, check=check, **names)
+
+    def _check(self, analysis: Analysis, is_first: bool) -> None:
+        assert self.resolver is not None
+        sites = list(analysis.plan.contractions())
+        if is_first and not analysis.plan.chosen:
+            kind = f"no {self.dialect.layers}"
+            what = "; ".join(dict.fromkeys(f"{site.path}: {site.reason}" for site in sites)) or f"it has {kind}"
+            raise ValueError(
+                f"quantization {self.config.quantization!r} would quantize {kind} of {self.dialect.what} ({what})"
+            )
+        if not self.config.strict:
+            return
+        lost = [site for site in sites if site.is_out_of_reach and self.resolver(site.path, site.out_features).recipe]
+        if lost:
+            what = "; ".join(dict.fromkeys(f"{site.path}: {site.reason}" for site in lost))
+            raise NotImplementedError(
+                f"strict true, and {len(lost)} matmuls with parameters stay in float ({what}); leave them out by a "
+                "rule with recipe null, or set strict to false"
+            )
+
+    def _trace(
+        self, fn: Function, static: Split, arrays: tuple[list[Any], list[Any]], prefix: paths.Name = ()
+    ) -> Traced:
+        converted.refuse_bare(arrays[0])
+        seen = [converted.standin(leaf) for leaf in arrays[0]], arrays[1]
+        found: list[Outputs] = []
+
+        def call(*arrays: Any) -> list[Any]:
+            found.append(Outputs.of(fn(*static.rebuild(arrays))))
+            return found[-1].arrays
+
+        closed = jax.make_jaxpr(call)(*seen)
+        names = [(*prefix, *name) for name in array_names(static)]
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in arrays[0]]
+        analysis = Analysis(closed, names, shapes, root_is_layer=self.dialect.root_is_layer)
+        return Traced(analysis, closed, dataclasses.replace(found[-1], arrays=[]))
+
+    def _run(
+        self,
+        fn: Function,
+        static: Split,
+        place: tuple[paths.Name, bool],
+        arrays: tuple[list[Any], list[Any]],
+        quant_state: Mapping[str, Any],
+        key: jax.Array | None,
+    ) -> Outputs:
+        if self.resolver is None:
+            return Outputs.of(fn(*static.rebuild(arrays)))
+        prefix, is_whole = place
+        analysis, closed, outputs = self._trace(fn, static, arrays, prefix)
+        decisions = self.decide(analysis, is_whole)
+        served = converted.check_served(
+            analysis.plan,
+            arrays[0],
+            analysis.layer_paths,
+            must_be_converted=self.config.checkpoint_is_quantized,
+        )
+        states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
+        if not any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe is not None):
+            key = None
+        run = Rewriter(functools.partial(_contract, self.backend, self.dialect))
+        outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, key)
+        return dataclasses.replace(outputs, arrays=outs)
+
+
+def _contract(
+    backend: Backend,
+    dialect: Dialect,
+    site: Contraction,
+    eqn: Any,
+    operands: Any,
+    *rest: Any,
+) -> Any:
+    state, key = rest
+    if state and dialect.watch is not None:
+        state = dialect.watch(site.path, operands[:2], state)
+    with contextlib.nullcontext() if dialect.has_scopes else jax.named_scope(site.path):
+        return contract.contract(backend, site, eqn, operands, state, key)

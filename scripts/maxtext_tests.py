@@ -1,0 +1,99 @@
+"""Run MaxText's own quantization tests, and read every YAML that it ships, with jaxquant in the place of its module.
+
+    python scripts/maxtext_tests.py CHECKOUT [pytest arguments]
+
+The checkout stays as it is. The shim replaces names alone: what ``maxtext.layers.quantizations`` exports and jaxquant
+has under the same name. It needs Python 3.12 and what MaxText imports: jax, flax, aqtp, qwix, pydantic, omegaconf,
+tensorflow-cpu, transformers, tokamax, sentencepiece, tiktoken, datasets, pathwaysutils, drjax, gcsfs,
+google-cloud-storage, cloud-tpu-diagnostics, ml-goodput-measurement, tensorboardX, pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import types
+
+NAMES = (
+    "configure_kv_quant",
+    "configure_quantization",
+    "get_qt_provider",
+    "get_quant_mode",
+    "get_quantization_rule",
+    "get_static_scale",
+    "in_convert_mode",
+    "in_serve_mode",
+    "manual_quantize",
+    "match_aqt_and_unquantized_param",
+    "maybe_quantize_model",
+    "remove_quantized_params",
+)
+"""What jaxquant puts in the place of MaxText's."""
+TESTS = "tests/unit/quantizations_test.py"
+
+
+def read_yamls(checkout: pathlib.Path) -> int:
+    """Read every shipped YAML as MaxText merges it, over its base configs; print those that are refused."""
+    import yaml
+
+    import jaxquant
+
+    def load(path: pathlib.Path) -> dict:
+        own = yaml.safe_load(path.read_text()) or {}
+        base = own.get("base_config")
+        if not base:
+            return own
+        found = next((at for at in (path.parent / base, configs / base, checkout / base) if at.exists()), None)
+        return (load(found) if found else {}) | own
+
+    configs = next(path for path in (checkout / "src/maxtext/configs", checkout / "MaxText/configs") if path.exists())
+    everything = yaml.safe_load((configs / "base.yml").read_text())
+    count = refused = 0
+    for path in sorted(checkout.rglob("*.yml")):
+        if "configs" not in path.parts:
+            continue
+        own = load(path)
+        if not isinstance(own, dict):
+            continue
+        count += 1
+        try:
+            jaxquant.QuantConfig.from_any(types.SimpleNamespace(**(everything | own)))
+        except Exception as error:  # the report of a refusal is what this is for
+            refused += 1
+            print(f"refused {path.relative_to(checkout)}: {type(error).__name__}: {error}")
+    print(f"{count - refused} of {count} YAMLs are read")
+    return refused
+
+
+def shim() -> None:
+    """Put jaxquant's functions in the place of MaxText's."""
+    from maxtext.layers import quantizations
+
+    import jaxquant
+
+    for name in NAMES:
+        assert hasattr(quantizations, name), f"MaxText has no {name}"
+        setattr(quantizations, name, getattr(jaxquant, name))
+
+
+def main() -> int:
+    """Read the YAMLs, then run the tests."""
+    checkout = pathlib.Path(sys.argv[1]).resolve()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.path[:0] = [str(checkout / "src"), str(checkout)]
+    refused = read_yamls(checkout)
+    os.chdir(checkout)
+    import pytest
+    from absl import flags
+
+    flags.FLAGS(sys.argv[:1])
+    if os.environ.get("WITHOUT_SHIM") != "1":
+        shim()
+    # Its conftest skips by chip; the tests run on CPUs too.
+    options = f"--noconftest -c {os.devnull} --rootdir {checkout} -p no:cacheprovider -q -rA --tb=line".split()
+    return pytest.main([*options, *sys.argv[2:], TESTS]) or refused
+
+
+if __name__ == "__main__":
+    sys.exit(main())

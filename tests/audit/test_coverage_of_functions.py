@@ -1,0 +1,431 @@
+"""Coverage of any function names the layers that ``jaxquant.quantize`` names, decides as it does, reads all of it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxquant
+
+FP8 = {"quantization": "fp8", "quant_backend": "native"}
+CURRENT = {"quantization": "fp8_current", "quant_backend": "native"}
+INT8 = {"quantization": "int8", "quant_backend": "native"}
+
+
+def array(*shape, dtype=jnp.float32):
+    """Nothing here is computed, all is traced."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def square(y):
+    return jnp.mean(jnp.square(y))
+
+
+def first_class(y):
+    return -jax.nn.log_softmax(y)[..., 0].mean()
+
+
+def gradient(fn, config, params, *args, loss=square):
+    """Return (step, arguments, report, config): loss and gradients of a quantized function."""
+    quantized = jaxquant.quantize(fn, config)
+    state = jax.eval_shape(quantized.init, params, *args)
+
+    def step(params, state, *args):
+        return jax.value_and_grad(lambda p, s: loss(quantized(p, s, *args)), argnums=(0, 1))(params, state)
+
+    return step, (params, state, *args), quantized.report(params, *args), config
+
+
+def mlp(params, x):
+    return jax.nn.relu(x @ params["up"]["w"] + params["up"].get("b", 0)) @ params["down"]["w"]
+
+
+def mlp_params():
+    return {"up": {"w": array(32, 64), "b": array(64)}, "down": {"w": array(64, 32)}}
+
+
+def a_dictionary():
+    return gradient(mlp, FP8, mlp_params(), array(8, 32))
+
+
+def a_list():
+    def fn(params, x):
+        return functools.reduce(lambda x, layer: jax.nn.relu(x @ layer["w"]), params, x)
+
+    return gradient(fn, INT8, [{"w": array(32, 32)} for _ in range(3)], array(8, 32))
+
+
+def normalized_input():
+    def fn(params, x):
+        return mlp(params, (x - x.mean()) / (x.std() + 1))
+
+    return gradient(fn, FP8, mlp_params(), array(8, 32))
+
+
+def tied_embedding():
+    def fn(params, tokens):
+        return params["table"][tokens] @ params["mlp"]["w"] @ params["table"].T
+
+    params = {"table": array(50, 32), "mlp": {"w": array(32, 32)}}
+    return gradient(fn, CURRENT, params, array(2, 5, dtype=jnp.int32), loss=first_class)
+
+
+def experts():
+    """A router, an einsum over experts, and a head that no name tells of."""
+
+    def fn(params, tokens):
+        x = params["embedding"][tokens]
+        weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ params["route"]), 2)
+        weight = jnp.sum(jax.nn.one_hot(chosen, 4) * weight[..., None], -2)
+        y = jnp.einsum("bsd,edf->ebsf", x, params["experts"]["wi"])
+        y = jnp.einsum("ebsf,efd->ebsd", jax.nn.relu(y), params["experts"]["wo"])
+        return jax.nn.log_softmax((x + jnp.einsum("ebsd,bse->bsd", y, weight)) @ params["last"]["kernel"])
+
+    params = {
+        "embedding": array(50, 32),
+        "route": array(32, 4),
+        "experts": {"wi": array(4, 32, 16), "wo": array(4, 16, 32)},
+        "last": {"kernel": array(32, 50)},
+    }
+    return gradient(fn, CURRENT, params, array(2, 5, dtype=jnp.int32), loss=lambda y: -y[..., 0].mean())
+
+
+def head_of_a_loss():
+    """The loss stands outside of what is quantized, so that the last layer is one like others there."""
+    return gradient(mlp, CURRENT, mlp_params(), array(8, 32), loss=first_class)
+
+
+def vmapped_experts():
+    def expert(params, x):
+        return jax.nn.relu(x @ params["wi"]) @ params["wo"]
+
+    def fn(params, x):
+        return jax.vmap(expert)(params["experts"], x)
+
+    return gradient(fn, FP8, {"experts": {"wi": array(4, 32, 16), "wo": array(4, 16, 32)}}, array(4, 8, 32))
+
+
+def scan_and_remat():
+    def fn(params, x):
+        def block(x, layer):
+            return x + jax.nn.relu(x @ layer["wi"]["kernel"]) @ layer["wo"]["kernel"], None
+
+        return jax.lax.scan(jax.checkpoint(block), x, params["layers"])[0]
+
+    params = {"layers": {"wi": {"kernel": array(3, 32, 64)}, "wo": {"kernel": array(3, 64, 32)}}}
+    return gradient(fn, FP8, params, array(8, 32))
+
+
+def shards():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("x")
+    fn = jax.shard_map(mlp, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
+    return gradient(fn, CURRENT, mlp_params(), array(8, 32))
+
+
+def ragged():
+    def fn(params, x, sizes):
+        return jax.lax.ragged_dot(jax.nn.relu(jax.lax.ragged_dot(x, params["wi"], sizes)), params["wo"], sizes)
+
+    params = {"wi": array(4, 32, 16), "wo": array(4, 16, 32)}
+    return gradient(fn, CURRENT, params, array(8, 32), array(4, dtype=jnp.int32))
+
+
+def convolutions():
+    def fn(params, x):
+        for name in ("conv0", "conv1"):
+            dims = ("NHWC", "HWIO", "NHWC")
+            kernel = params[name]["kernel"]
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims))
+        return x.mean((1, 2)) @ params["dense"]["kernel"]
+
+    params = {"conv0": {"kernel": array(3, 3, 3, 8)}, "conv1": {"kernel": array(3, 3, 8, 8)}}
+    return gradient(fn, CURRENT, params | {"dense": {"kernel": array(8, 4)}}, array(2, 8, 8, 3))
+
+
+def recurrent():
+    def fn(params, x):
+        def body(h, x):
+            h = jnp.tanh(x @ params["wx"] + h @ params["wh"])
+            return h, h
+
+        return jax.lax.scan(body, jnp.zeros((4, 16)), x)[1]
+
+    return gradient(fn, FP8, {"wx": array(8, 16), "wh": array(16, 16)}, array(5, 4, 8))
+
+
+def low_rank():
+    def fn(params, x):
+        base = params["base"]
+        return jax.nn.relu(x @ (base["kernel"] + base["a"] @ base["b"])) @ params["out"]["kernel"]
+
+    base = {"kernel": array(32, 32), "a": array(32, 2), "b": array(2, 32)}
+    return gradient(fn, FP8, {"base": base, "out": {"kernel": array(32, 8)}}, array(8, 32))
+
+
+def accumulation():
+    _, (params, state, x), report, _ = a_dictionary()
+    quantized = jaxquant.quantize(mlp, FP8)
+    jax.eval_shape(quantized.init, params, x)
+
+    def step(params, state, batches):
+        def body(total, x):
+            grads = jax.grad(lambda p, s: square(quantized(p, s, x)), argnums=(0, 1))(params, state)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, (params, state)), batches)[0]
+
+    return step, (params, state, array(3, 8, 32)), report, FP8
+
+
+def training_loop():
+    """A loop of training steps carries the parameters."""
+    _, (params, state, x), report, _ = a_dictionary()
+    quantized = jaxquant.quantize(mlp, FP8)
+    jax.eval_shape(quantized.init, params, x)
+
+    def step(params, state, batches):
+        def body(carry, x):
+            params, state = carry
+            grads, seen = jax.grad(lambda p, s: square(quantized(p, s, x)), argnums=(0, 1))(params, state)
+            return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), jaxquant.state.update(state, seen)), None
+
+        return jax.lax.scan(body, (params, state), batches)[0]
+
+    return step, (params, state, array(3, 8, 32)), report, FP8
+
+
+def train_state():
+    """Parameters in a TrainState with MultiSteps, the batch in a dictionary."""
+    x = array(8, 32)
+    quantized = jaxquant.quantize(mlp, INT8)
+    jax.eval_shape(quantized.init, mlp_params(), x)
+    optimizer = optax.MultiSteps(optax.adamw(1e-3), 2)
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optimizer), mlp_params())
+
+    def step(state, batch):
+        grads = jax.grad(lambda p: square(quantized(p, {}, batch["inputs"]) - batch["targets"]))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    return step, (state, {"inputs": x, "targets": x}), quantized.report(mlp_params(), x), INT8
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        q = nn.DenseGeneral((2, 16), name="q")(nn.LayerNorm()(x))
+        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
+        return x + nn.DenseGeneral(32, axis=(-2, -1), name="o")(jnp.einsum("bhqk,bkhd->bqhd", scores, q)), None
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = scan(name="blocks")(x, None)
+        return nn.Dense(8, name="last")(nn.RNN(nn.LSTMCell(16), name="rnn")(x))
+
+
+def linen():
+    x = array(2, 5, 32)
+    params = jax.eval_shape(Linen().init, jax.random.key(0), x)["params"]
+    return gradient(lambda p, x: Linen().apply({"params": p}, x), FP8, params, x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(32, 32, rngs=rngs))(rngs.split(3))
+        self.last = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, x):
+        block = nnx.remat(lambda x, layer: nnx.relu(layer(x)))
+        x = nnx.scan(block, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x + self.attention(x), self.layers)
+        return self.last(x)
+
+
+def nnx_model():
+    graph, params, rest = nnx.split(nnx.eval_shape(lambda: Nnx(nnx.Rngs(0))), nnx.Param, ...)
+    return gradient(lambda p, x: nnx.merge(graph, p, rest)(x), FP8, params, array(2, 5, 32))
+
+
+FUNCTIONS = (
+    *(a_dictionary, a_list, normalized_input, tied_embedding, experts, head_of_a_loss, vmapped_experts, scan_and_remat),
+    *(shards, ragged, convolutions, recurrent, low_rank, accumulation, training_loop, train_state, linen, nnx_model),
+)
+
+
+@pytest.mark.parametrize("build", FUNCTIONS, ids=lambda build: build.__name__)
+def test_layers_of_a_quantized_function_are_those_of_its_report(build):
+    step, args, report, config = build()
+    found = jaxquant.coverage(step, *args, config=config)
+    found.check()
+    layers = {row.path for row in report if row.weight is not None}
+    assert {row.path for row in found.rows if row.has_parameter and row.matmul == "fwd"} >= layers
+    assert {row.path for row in found.rows if row.is_low} == {row.path for row in report.quantized}
+    assert all(row.name not in ("", "no path") for row in found.rows)
+    # The same layers without a word of what was asked for.
+    plain = jaxquant.coverage(step, *args)
+    assert [(row.path, row.matmul) for row in plain.rows] == [(row.path, row.matmul) for row in found.rows]
+    # Every layer has a gradient with respect to its weight, as often as it runs.
+    times = Counter[tuple[str, str]]()
+    for row in found.rows:
+        times[row.path, row.matmul] += row.times * (not row.is_recomputed)
+    for path in {row.path for row in report.quantized}:
+        forward = sum(row.times for row in found.rows if row.path == path and row.matmul == "fwd" and row.is_low)
+        recomputed = sum(row.times for row in found.rows if row.path == path and row.is_recomputed)
+        assert times[path, "drhs"] == forward - recomputed
+        assert not times[path, "bwd"]
+
+
+def reasons(build):
+    step, args, _, config = build()
+    return {row.path: row.reason for row in jaxquant.coverage(step, *args, config=config).rows if row.matmul == "fwd"}
+
+
+def test_what_stays_float_by_structure_has_the_reason_of_the_report():
+    found = reasons(experts)
+    assert found["route"] == "router (its result is ranked), left in float by default"
+    assert found["last"].startswith("output head (no layer follows")
+    assert reasons(tied_embedding)["table"].startswith("tied embedding")
+    report = experts()[2]
+    said = {row.path: row.reason for row in report if row.recipe is None and row.weight}
+    assert said == {path: found[path] for path in ("route", "last")}
+
+
+def test_a_float_layer_that_is_not_left_out_by_structure_is_a_fault():
+    params = {"a": {"w": array(32, 32)}, "b": {"w": array(32, 32)}}
+    left_out = CURRENT | {"rules": [{"path": "b", "recipe": None}]}
+    step, args, _, _ = gradient(lambda p, x: jnp.tanh(x @ p["a"]["w"]) @ p["b"]["w"], left_out, params, array(8, 32))
+    with pytest.raises(ValueError, match=r"strict: b fwd: float8_e4m3fn × float8_e4m3fn is wanted .*float32 × float32"):
+        jaxquant.coverage(step, *args, config=CURRENT).check()
+    jaxquant.coverage(step, *args, config=left_out).check()
+
+
+def test_a_convolution_whose_gradients_are_multiplied_as_bfloat16_says_so():
+    step, args, _, config = convolutions()
+    rows = {(row.path, row.matmul): row for row in jaxquant.coverage(step, *args, config=config).rows}
+    assert rows["conv1", "fwd"].is_low
+    assert not rows["conv1", "drhs"].is_low
+    text = "a convolution multiplies float8_e4m3fn × float8_e5m2 as bfloat16: its operands have one type"
+    assert rows["conv1", "drhs"].reason == text
+
+
+def test_a_ragged_and_a_vmapped_matmul_have_their_own_rows():
+    step, args, _, config = ragged()
+    assert {row.operation for row in jaxquant.coverage(step, *args, config=config).rows} == {"ragged_dot_general"}
+    step, args, _, config = vmapped_experts()
+    shapes = {
+        row.path: row.rhs_shape for row in jaxquant.coverage(step, *args, config=config).rows if row.matmul == "fwd"
+    }
+    # The weight may be turned, contraction last, before it is multiplied.
+    assert {path: sorted(shape) for path, shape in shapes.items()} == {key: [4, 16, 32] for key in shapes}
+    assert shapes.keys() == {"experts/wi", "experts/wo"}
+
+
+# -- a step is read whole (must-hold 25) -------------------------------------------------------------------------------
+
+
+class Pair(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+    def total(self, x):
+        return self(x).sum()
+
+
+X = array(8, 32)
+ALL = {("up", "fwd"), ("up", "drhs"), ("down", "fwd"), ("down", "dlhs"), ("down", "drhs")}
+
+
+@functools.cache
+def pair():
+    """Return a quantized model and its optimizer, both without arrays."""
+
+    def make():
+        model = jaxquant.maybe_quantize_model(Pair(nnx.Rngs(0)), FP8, X)
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    return nnx.eval_shape(make)
+
+
+def update(model, optimizer, x):
+    """A step that returns nothing but its loss."""
+    value, grads = jaxquant.state.value_and_grad(lambda model: square(model(x)))(model)
+    jaxquant.state.apply_gradients(model, optimizer, grads)
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, lambda f: nnx.jit(nnx.remat(f))], ids=["plain", "jit", "remat"])
+def test_an_nnx_step_that_returns_its_loss_is_read_whole(wrap):
+    found = jaxquant.coverage(wrap(update), *pair(), X, config=FP8)
+    found.check()
+    assert {(row.path, row.matmul) for row in found.rows} == ALL
+    assert isinstance(pair()[0].up.kernel.get_value(), jax.ShapeDtypeStruct)  # the model itself is as it was
+
+
+def test_an_nnx_step_without_quantization_that_only_updates():
+    model = nnx.eval_shape(lambda: Pair(nnx.Rngs(0)))
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Pair(nnx.Rngs(0)), optax.sgd(1e-2), wrt=nnx.Param))
+
+    @nnx.jit
+    def step(both, *, x, is_training):
+        model, optimizer = both
+        optimizer.update(model, nnx.grad(lambda model: square(model(x)))(model))
+
+    found = jaxquant.coverage(step, (model, optimizer), x=X, is_training=True)
+    assert {(row.path, row.matmul) for row in found.rows} == ALL
+    with pytest.raises(ValueError, match=r"strict: up fwd: float8_e4m3fn × float8_e4m3fn is wanted"):
+        jaxquant.coverage(step, (model, optimizer), x=X, is_training=True, config=FP8).check()
+
+
+def test_a_model_a_method_and_a_partial_function_are_read():
+    model, optimizer = pair()
+    for found in (
+        jaxquant.coverage(model, X, config=FP8),
+        jaxquant.coverage(model.total, X, config=FP8),
+        jaxquant.coverage(functools.partial(update, model, optimizer), X, config=FP8),
+    ):
+        found.check()
+        assert {row.path for row in found.rows} == {"up", "down"}
+
+
+def test_what_a_function_changes_in_a_dictionary_is_read():
+    def step(params, batch):
+        batch["out"] = mlp(params, batch["x"])
+
+    assert {row.path for row in jaxquant.coverage(step, mlp_params(), {"x": array(8, 32)}).rows} == {"up", "down"}
+
+
+@pytest.mark.parametrize("function", [lambda p, x: x.sum(), lambda p, x: (x @ x.T).sum()], ids=["none", "activations"])
+def test_a_function_of_which_nothing_is_quantized_is_never_all_right(function):
+    found = jaxquant.coverage(function, mlp_params(), array(8, 32), config=FP8)
+    with pytest.raises(ValueError, match="strict: the config quantizes nothing of this function"):
+        found.check()
+    jaxquant.coverage(function, mlp_params(), array(8, 32), config={}).check()
+
+
+def test_the_table_has_shapes_and_says_where_what_has_no_path_was_asked_for():
+    def scores(params, x):
+        y = mlp(params, x)
+        return y @ y.T
+
+    text = jaxquant.coverage(scores, mlp_params(), array(8, 32)).text()
+    assert re.search(r"\nup +8x32 · 32x64 +float", text)
+    assert f"{Path(__file__).name}:" in text
+    assert "scores)" in text

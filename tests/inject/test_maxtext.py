@@ -1,0 +1,221 @@
+"""MaxText's names and habits: a mode that is set, both calls always made, configs of a whole program, experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.nnx import bridge
+
+import jaxquant
+from jaxquant.inject.handle import QuantMode
+from jaxquant.inject.maxtext import KVQuant, example_of, holds_handle
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+BASE = {
+    "quantization": "",
+    "use_qwix_quantization": False,
+    "replicate_quant_scale": False,
+    "quantize_kvcache": False,
+    "weight_quantization_calibration_method": "absmax",
+    "quantization_local_shard_count": 1,
+    "micro_batch_size_to_train_on": 2,
+    "max_target_length": 6,
+}
+
+
+def program(**fields):
+    """A config as MaxText's: an object with every field of its own."""
+    return types.SimpleNamespace(**BASE | fields)
+
+
+class Block(nn.Module):
+    quant: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        cls = self.quant.dot_general_cls() if self.quant else None
+        return nn.Dense(4, dot_general_cls=cls, name="wi")(x)
+
+
+class Layer(nnx.Module):
+    """An NNX layer that holds the Linen op of a handle, as MaxText's DenseGeneral does."""
+
+    def __init__(self, quant, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 4)))
+        self.op = bridge.ToNNX(quant.dot_general_cls()(), rngs=rngs)
+        self.op.lazy_init(X, self.kernel[...], (((1,), (0,)), ((), ())))
+
+    def __call__(self, x):
+        return self.op(x, self.kernel[...], (((1,), (0,)), ((), ())))
+
+
+def test_the_mode_of_a_handle_can_be_set_and_nothing_else():
+    quant = jaxquant.configure_quantization({"quantization": "int8", "quant_backend": "native"})
+    before = hash(quant)
+    quant.quant_mode = jaxquant.get_quant_mode("convert")
+    assert jaxquant.in_convert_mode(quant)
+    assert hash(quant) != before
+    # AQT's enum has the same names and other values.
+    quant.quant_mode = enum.Enum("QuantMode", {"TRAIN": 1, "CONVERT": 2, "SERVE": 3}).SERVE
+    assert quant.quant_mode is QuantMode.SERVE
+    with pytest.raises(ValueError, match="is not a mode"):
+        quant.quant_mode = "eval"
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"Quantization\.backend cannot be set"):
+        quant.backend = "aqt"
+
+
+def test_a_set_mode_is_what_runs():
+    quant = jaxquant.configure_quantization({"quantization": "int8", "quant_backend": "native"})
+    params = jax.jit(lambda: Block(quant).init(jax.random.key(1), X))()
+    trained = jax.jit(lambda v: Block(quant).apply(v, X))(params)
+    quant.quant_mode = "convert"
+    converted, stored = jax.jit(lambda v: Block(quant).apply(v, X, mutable=["aqt"]))(params)
+    quant.quant_mode = "serve"
+    kernel = jnp.zeros_like(params["params"]["wi"]["kernel"])
+    served = jax.jit(lambda v: Block(quant).apply(v, X))(
+        {"params": {"wi": {**params["params"]["wi"], "kernel": kernel}}, "aqt": stored["aqt"]}
+    )
+    np.testing.assert_array_equal(trained, converted)
+    np.testing.assert_array_equal(trained, served)
+
+
+@pytest.mark.parametrize("fields", [{}, {"replicate_quant_scale": True}, {"quantization": None, "fp": 1}])
+def test_options_of_a_program_that_quantizes_nothing_are_nobodys(fields):
+    assert jaxquant.configure_quantization(program(**fields)) is None
+    assert jaxquant.maybe_quantize_model(model := Block(), program(**fields)) is model
+    with pytest.raises(ValueError, match="replicate_quant_scale True is not read"):
+        jaxquant.QuantConfig.from_any({"quantization": "", "replicate_quant_scale": True})
+
+
+@pytest.mark.parametrize("string", ["int8", "fp8", "fp8_full", "fp8_gpu", "fp8_nanoo"])
+def test_of_a_config_that_asks_for_qwix_the_model_is_quantized_and_there_is_no_handle(string):
+    pytest.importorskip("qwix")
+    assert jaxquant.configure_quantization(program(quantization=string, use_qwix_quantization=True)) is None
+
+
+def test_maxtexts_strings_on_qwix_mean_what_they_mean_there():
+    read = jaxquant.QuantConfig.from_any
+    for string, meaning in (("fp8", "fp8_e4m3"), ("int8", "int8")):
+        config = read(program(quantization=string, use_qwix_quantization=True))
+        assert (config.quantization, config.resolved_backend) == (meaning, "qwix")
+    for string in ("fp8_gpu", "fp8_nanoo"):
+        config = read(program(quantization=string, use_qwix_quantization=True))
+        assert (config.quantization, config.resolved_backend) == (string, "native")
+
+
+def test_a_model_with_a_handle_comes_back_as_it_is():
+    config = program(quantization="fp8")
+    quant = jaxquant.configure_quantization(config)
+    model = Block(quant)
+    assert jaxquant.maybe_quantize_model(model, config) is model
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    layer.quant = quant
+    assert holds_handle(layer)
+    assert jaxquant.maybe_quantize_model(layer, config) is layer
+    assert not holds_handle(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+def test_a_programs_caches_and_checkpoints_are_its_own_part():
+    config = program(quantization="fp8_current", quantize_kvcache=True, save_quantized_params_path="/x")
+    quantized = jaxquant.maybe_quantize_model(Block(), config)
+    assert type(quantized) is not Block
+
+
+def test_a_program_says_the_shapes_of_its_model():
+    class Theirs(nn.Module):
+        def __call__(self, tokens, positions, segments, enable_dropout=True): ...
+
+    args, options = example_of(Theirs(), program())
+    assert [each.shape for each in args] == [(2, 6)] * 3
+    assert options == {"enable_dropout": False}
+    assert example_of(Theirs(), {"quantization": "int8"}) == example_of(Block(), program()) == ((), {})
+
+
+def test_rules_that_an_op_cannot_honour_are_refused():
+    config = {"quantization": "fp8_current", "rules": [{"path": "wi", "recipe": None}]}
+    quant = jaxquant.configure_quantization(config)
+    with pytest.raises(NotImplementedError, match="rule 'wi' cannot be honoured by the op of configure_quantization"):
+        Layer(quant, nnx.Rngs(0))
+    assert jax.eval_shape(Block(quant).init_with_output, jax.random.key(0), X)[0].shape == (4, 4)
+
+
+def test_state_that_would_stand_still_is_refused_by_the_line_to_change():
+    layer = Layer(jaxquant.configure_quantization({"quantization": "fp8"}), nnx.Rngs(0))
+    assert layer(X).shape == (4, 4)
+    with pytest.raises(ValueError, match=r"write nnx\.State\.merge\(non_param_rest, custom_grads\)"):
+        nnx.grad(lambda layer: layer(X).sum())(layer)
+    with jaxquant.state.nnx.by_hand():
+        assert np.any(nnx.grad(lambda layer: layer(X).sum())(layer)["kernel"][...])
+
+
+def test_experts_read_the_dtypes_of_a_grouped_matmul(tmp_path):
+    quant = jaxquant.configure_quantization({"quantization": "fp8"})
+    sides = quant.quant_dg.fwd.dg_quantizer
+    assert sides.lhs.numerics.get_dtype() == sides.rhs.numerics.get_dtype() == jnp.float8_e4m3fn
+    file = tmp_path / "mixed.json"
+    file.write_text('{"__default__": {"w_bits": 8}, ".*/query": {"w_bits": 4, "a_bits": 8, "tile_size": 2}}')
+    quant = jaxquant.configure_quantization(
+        {"quantization": "intmp", "quant_cfg_path": str(file), "quant_backend": "native"}
+    )
+    entries = quant.quant_dg
+    config, tile = entries["__default__"]
+    assert (config.fwd.dg_quantizer.lhs.numerics.dtype, config.fwd.dg_quantizer.rhs.numerics.bits, tile) == (
+        None,
+        8,
+        -1,
+    )
+    config, tile = entries[".*/query"]
+    assert (config.fwd.dg_quantizer.lhs.numerics.bits, config.fwd.dg_quantizer.rhs.numerics.bits, tile) == (8, 4, 2)
+
+
+def test_qwix_rules_under_maxtexts_names():
+    pytest.importorskip("qwix")
+    rules = jaxquant.get_quantization_rule({"quantization": "fp8_full", "rules": [{"path": ".*gate", "recipe": None}]})
+    assert [rule.module_path for rule in rules] == [".*gate", "decoder/.*layers.*"]
+    assert [rule.weight_qtype for rule in rules] == [None, jnp.float8_e4m3fn]
+    assert jaxquant.get_qt_provider({"quantization": ""}) is None
+    assert type(jaxquant.get_qt_provider({"quantization": "fp8_full"})).__name__ == "QtProvider"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "scale"),
+    [
+        (jnp.float8_e4m3fn, "fixed,224", 0.5),
+        (jnp.int8, "fixed,224", 224 / 127.5),
+        (jnp.float8_e4m3fn, "FIXED,-0.6,0.6", 0.6 / 448),
+    ],
+)
+def test_static_scales(dtype, method, scale):
+    assert jaxquant.get_static_scale(dtype, method) == pytest.approx(scale)
+    x = jnp.asarray([[0.1, -0.55], [1000.0, 0.0]])
+    quantized = jaxquant.manual_quantize(x, dtype, method)
+    assert quantized.qvalue.dtype == dtype
+    assert quantized.scale.shape == (1, 1)
+    np.testing.assert_allclose(quantized.scale, scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fixed,0", "fixed,-1,2", "fixed", "absmax", None])
+def test_other_calibrations_have_no_static_scale(method):
+    with pytest.raises(ValueError, match="calibration"):
+        jaxquant.get_static_scale(jnp.int8, method)
+
+
+@pytest.mark.parametrize(("dtype", "bound", "most"), [("int8", 127.5, 127), ("int4", 7.5, 7), ("fp8", 448, 448)])
+def test_kv_quant_casts_symmetrically_and_keeps_rows_of_zeros(dtype, bound, most):
+    quant = jaxquant.configure_kv_quant(program(quantize_kvcache=True, kv_quant_dtype=dtype, kv_quant_axis="dkv"))
+    assert isinstance(quant, KVQuant)
+    kv = jnp.asarray([[[[-3.0, 3.0, 1.0]], [[0.0, 0.0, 0.0]]]])
+    value, absmax = quant.quantize(kv, ("cache_batch", "cache_sequence", "cache_heads", "cache_kv"))
+    assert absmax.shape == (1, 2, 1, 1)
+    np.testing.assert_array_equal(value.astype(jnp.float32)[0, 0, 0, :2], [-most, most])
+    np.testing.assert_array_equal(value.astype(jnp.float32)[0, 1], 0)
+    assert abs(float(value[0, 0, 0, 2].astype(jnp.float32)) * 3 / bound - 1) <= 0.5 * 3 / bound + 0.07
+    assert jaxquant.configure_kv_quant(program()) is None

@@ -1,0 +1,284 @@
+"""Whatever way leads to a matmul with a parameter, it is quantized: calls that used to run in float without a word."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant import maybe_quantize_model, state
+from jaxquant.core.qtensor import QTensor
+
+INT8 = {"quantization": "int8", "quant_backend": "native"}
+FP8 = {"quantization": "fp8", "quant_backend": "native"}
+X = jax.random.normal(jax.random.key(0), (4, 16))
+OWG = state.OVERWRITE_WITH_GRADIENT
+
+
+class Coder(nn.Module):
+    def setup(self):
+        self.up = nn.Dense(32)
+        self.layers = [nn.Dense(32), nn.Dense(32)]
+        self.down = nn.Dense(16)
+
+    def encode(self, x):
+        for layer in self.layers:
+            x = layer(nn.relu(self.up(x)) if x.shape[-1] == 16 else x)
+        return x
+
+    def __call__(self, x):
+        return self.down(nn.relu(self.encode(x)))
+
+
+class Other(nn.Module):
+    def encode(self, x):
+        return self.layers[0](nn.relu(self.up(x)))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def low(fn, *args):
+    """Count the matmuls of a function, and those in 8 bits; layers that are alike are lowered once."""
+    text = jax.jit(fn).lower(*args).as_text()
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    return len(lines), sum("xi8>" in line or "f8E" in line for line in lines)
+
+
+WAYS = {
+    "a name": lambda m, v, x: m.apply(v, x, method="encode"),
+    "a function of another class": lambda m, v, x: m.apply(v, x, method=Other.encode),
+    "a lambda": lambda m, v, x: m.apply(v, x, method=lambda s, x: s.up(x)),
+    "nn.apply": lambda m, v, x: nn.apply(lambda m, x: m.encode(x), m)(v, x),
+    "nn.apply of a submodule": lambda m, v, x: nn.apply(lambda m, x: m.up(x), m)(v, x),
+    "bind": lambda m, v, x: m.bind(v)(x),
+    "bind and a method": lambda m, v, x: m.bind(v).encode(x),
+    "bind and a submodule": lambda m, v, x: m.bind(v).up(x),
+    "bind and a submodule in a list": lambda m, v, x: m.bind(v).layers[1](m.bind(v).up(x)),
+}
+
+
+@pytest.fixture(scope="module")
+def coder():
+    return Coder(), jax.jit(Coder().init)(jax.random.key(1), X)
+
+
+@pytest.mark.parametrize("config", [INT8, FP8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_into_a_linen_model(coder, way, config):
+    plain, variables = coder
+    model = maybe_quantize_model(plain, config, X)
+    variables = variables | ({} if config is INT8 else {OWG: jax.jit(model.init)(jax.random.key(1), X)[OWG]})
+    matmuls, quantized = low(lambda v, x: WAYS[way](model, v, x), variables, X)
+    assert quantized == matmuls > 0
+    # Bits of a layer do not depend on the way to it.
+    if way == "bind and a submodule":
+        np.testing.assert_array_equal(
+            WAYS[way](model, variables, X), model.apply(variables, X, method=lambda s, x: s.up(x))
+        )
+
+
+def test_a_part_of_the_model_first():
+    """Initialize and run a part before the whole: the same layers, decided as they come."""
+    model = maybe_quantize_model(Coder(), FP8)
+    variables = jax.jit(lambda key, x: model.init(key, x, method="encode"))(jax.random.key(1), X)
+    assert set(variables[OWG]) == {"up", "layers_0", "layers_1"}
+    whole = jax.jit(model.init)(jax.random.key(1), X)
+    assert set(whole[OWG]) == {"up", "layers_0", "layers_1", "down"}
+
+
+class Larger(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="own")(self.inner(nn.Dense(16, name="first")(x)))
+
+
+@pytest.mark.parametrize("config", [INT8, FP8], ids=["int8", "fp8"])
+def test_in_a_larger_float_model(config):
+    outer = Larger(maybe_quantize_model(Coder(), config))
+    plain = Larger(Coder()).init(jax.random.key(1), X)
+    variables = jax.jit(outer.init)(jax.random.key(1), X)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], plain["params"])
+    assert low(outer.apply, variables, X) == (5, 3)
+    params, quant = state.split(variables)
+    grads = jax.jit(jax.grad(lambda p, s: (outer.apply(state.merge(p, s), X) ** 2).sum(), argnums=(0, 1)))
+    seen = grads(params, quant)[1]
+    if quant:
+        history = state.update(quant, seen)["inner"]["down"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+        assert history[0] > 0
+
+
+def test_a_model_that_holds_a_quantized_one_keeps_its_recipe():
+    inner = maybe_quantize_model(Coder(), {"quantization": "int8", "quant_backend": "native"})
+    outer = maybe_quantize_model(Larger(inner), {"quantization": "fp8_current", "quant_backend": "native"})
+    variables = jax.jit(outer.init)(jax.random.key(1), X)
+    text = jax.jit(outer.apply).lower(variables, X).as_text()
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert [sum(kind in line for line in lines) for kind in ("xi8>", "f8E4M3FN>")] == [3, 2]
+
+
+def test_quantized_twice():
+    model = maybe_quantize_model(Coder(), INT8)
+    with pytest.raises(ValueError, match="Coder is quantized already, with 'int8'; quantize the float model"):
+        maybe_quantize_model(model, FP8)
+
+
+@pytest.mark.parametrize("do", [lambda m: pickle.loads(pickle.dumps(m)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_a_quantized_model_is_copied_whole(coder, do):
+    model = maybe_quantize_model(Coder(), INT8, X)
+    np.testing.assert_array_equal(do(model).apply(coder[1], X), model.apply(coder[1], X))
+
+
+class Logged(nn.Dense):
+    @nn.compact
+    def __call__(self, inputs):
+        return 2 * super().__call__(inputs)
+
+
+class Plain(nn.Module):
+    """Einsums and products of the author's own parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (16, 16))
+        mixing = self.param("mixing", nn.initializers.lecun_normal(), (2, 8, 16))
+        x = jnp.einsum("bk,kn->bn", x @ w, w)
+        return jnp.einsum("bhd,hdk->bk", x.reshape(-1, 2, 8), mixing)
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.RNN(nn.LSTMCell(8))(x[None])
+
+
+class Stack(nn.Module):
+    """A scan that knows nothing of quant state."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.Dense(16, dtype=x.dtype)(x), None
+
+        scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return scan(name="layers")(x, None)[0]
+
+
+class Experts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        experts = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0)
+        return experts(8, name="experts")(jnp.stack([x, 2 * x])).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "matmuls"),
+    [(Logged(8), 1), (Plain(), 2), (Recurrent(), 2), (Stack(), 1), (Experts(), 1)],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("config", [INT8, FP8], ids=["int8", "fp8"])
+def test_layers_of_any_author(model, matmuls, config):
+    quantized = maybe_quantize_model(model, config, X)
+    variables = jax.jit(quantized.init)(jax.random.key(1), X)
+    plain = jax.jit(model.init)(jax.random.key(1), X)
+    assert jax.tree.structure(plain["params"]) == jax.tree.structure(variables["params"])
+    jax.tree.map(np.testing.assert_array_equal, plain["params"], variables["params"])
+    assert low(quantized.apply, variables, X) == (matmuls, matmuls)
+    exact, out = model.apply(plain, X), quantized.apply(variables, X)
+    assert (out != exact).any()
+    np.testing.assert_allclose(out, exact, atol=0.15 * float(jnp.abs(exact).max()))
+    params, quant = state.split(variables)
+    if quant:
+        seen = jax.grad(lambda s: (quantized.apply(state.merge(params, s), X) ** 2).sum())(quant)
+        new = state.update(quant, seen)
+        histories = [h for p, h in jax.tree.leaves_with_path(new) if "history" in str(p[-1])]
+        assert histories
+        assert all((history[..., 0] > 0).all() for history in histories)
+
+
+def test_mutable_collections_and_random_streams():
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+            self.sow("intermediates", "seen", x)
+            return nn.Dropout(0.5, deterministic=not train)(x)
+
+    model = maybe_quantize_model(Noisy(), INT8)
+    variables = model.init(jax.random.key(1), X, False)
+    rngs = {"dropout": jax.random.key(2)}
+    out, changed = model.apply(variables, X, True, rngs=rngs, mutable=["batch_stats", "intermediates"])
+    exact, theirs = Noisy().apply(variables, X, True, rngs=rngs, mutable=["batch_stats", "intermediates"])
+    np.testing.assert_array_equal(out == 0, exact == 0)  # the same mask
+    assert jax.tree.structure(changed) == jax.tree.structure(theirs)
+    mean = changed["batch_stats"]["BatchNorm_0"]["mean"]
+    assert (mean != 0).any()
+    assert (mean != theirs["batch_stats"]["BatchNorm_0"]["mean"]).any()
+
+
+def test_a_second_call_does_not_retrace():
+    calls = []
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            calls.append(1)
+            return nn.Dense(8)(x)
+
+    model = maybe_quantize_model(Counted(), INT8, X)
+    variables = model.init(jax.random.key(1), X)
+    model.apply(variables, X)
+    before = len(calls)
+    model.apply(variables, 2 * X)
+    maybe_quantize_model(Counted(), INT8)
+    assert len(calls) == before
+
+
+def test_what_is_no_array_comes_back():
+    class Told(nn.Module):
+        @nn.compact
+        def __call__(self, x, names):
+            return {"out": nn.Dense(8)(x), "names": names, "width": x.shape[-1]}
+
+    model = maybe_quantize_model(Told(), INT8)
+    out = model.apply(model.init(jax.random.key(1), X, ("a", 3)), X, ("a", 3))
+    assert (out["names"], out["width"]) == (("a", 3), 16)
+
+
+class Tied(nn.Module):
+    """Parameters of the author's own, scanned and mapped, two of them in one module."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = Stack()(x) + Plain()(x)
+        up, down = (self.param(name, nn.initializers.lecun_normal(), (16, 16)) for name in ("up", "down"))
+        return nn.Dense(8, name="last")(Experts()(nn.silu(x @ up) @ down))
+
+
+@pytest.mark.parametrize("string", ["int8", "fp8", "fp8_current", "int4w"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_layers_of_any_author_are_served_as_they_were_trained(string, dtype):
+    config = {"quantization": string, "quant_backend": "native"}
+    model, x = Tied(), X.astype(dtype)
+    trained = maybe_quantize_model(model, config, x)
+    variables = jax.jit(trained.init)(jax.random.key(1), x)
+    if OWG in variables:
+        seen = jax.jit(jax.grad(lambda v: (trained.apply(v, x) ** 2).sum()))(variables)[OWG]
+        variables = {**variables, OWG: state.update(variables[OWG], seen)}
+    served_variables = jaxquant.convert(variables, config, x, model=model)
+    kernels = [leaf for leaf in jax.tree.leaves(served_variables, is_leaf=_is_tensor) if _is_tensor(leaf)]
+    assert len(kernels) == 7
+    served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, x)
+    expected = jax.jit(trained.apply)(variables, x)
+    np.testing.assert_array_equal(jax.jit(served.apply)(served_variables, x), expected)
+
+
+def _is_tensor(leaf):
+    return isinstance(leaf, QTensor)

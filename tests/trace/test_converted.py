@@ -1,0 +1,236 @@
+"""Converted parameters in traced functions: the bits of training, the kernels of ``jaxquant.convert``, and errors."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxquant
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Rule
+from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from jaxquant.trace.converted import read_checkpoint
+from tests.serving import models
+from tests.trace.functions import CURRENT, FP8, normal, shape
+from tests.trace.test_bits import assert_same_bits
+
+X = (2, 4, models.D)
+
+
+def is_kernel(leaf):
+    return isinstance(leaf, ConvertedKernel)
+
+
+def kernels(tree):
+    """The converted kernels of a tree by path."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kernel)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in found if is_kernel(leaf)}
+
+
+def served(fn, config, params, *args, state=None):
+    """The quantized function, its converted parameters, and a check of its bits beside training's."""
+    q = jaxquant.quantize(fn, config)
+    state = models.filled(q.init(params, *args)) if state is None else state
+    converted = q.convert(params, state, *args)
+    np.testing.assert_array_equal(
+        *(np.asarray(jax.jit(q)(*given, *args), np.float32) for given in ((params, state), (converted, {})))
+    )
+    return q, converted
+
+
+@pytest.mark.parametrize(
+    ("string", "axis", "dtype"),
+    [("fp8", 0, jnp.bfloat16), ("int8", 1, jnp.float32), ("fp8_block", 1, jnp.bfloat16)],
+)
+def test_linen(string, axis, dtype):
+    """Scanned layers, an einsum over heads and a layer used twice: as trained, and as ``jaxquant.convert`` has it."""
+    model, x = models.Linen(dtype, axis), normal(3, *X).astype(dtype)
+    config = {"quantization": string, "quant_backend": "native"}
+    params = models.filled(jax.eval_shape(model.init, jax.random.key(0), x))["params"]
+    fn = lambda params, x: model.apply({"params": params}, x)  # noqa: E731
+    q, converted = served(fn, config, params, x)
+    assert {path.count("kernel") for path in kernels(converted)} == {1}
+    assert len(kernels(converted)) == 4
+    text = str(jax.make_jaxpr(lambda x: q(converted, {}, x))(x))
+    assert "f32[3,16,2,8]" not in text, "a float kernel was made"
+
+
+class Scanned(nn.Module):
+    """Two layers, stacked along the second axis of their kernel."""
+
+    @nn.compact
+    def __call__(self, x):
+        def body(layer, x, _):
+            return layer(x), None
+
+        axes = {"params": 1, "_overwrite_with_gradient": 0}
+        scan = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)
+        return scan(nn.Dense(8, dtype=jnp.bfloat16, use_bias=False, name="layers"), x, None)[0]
+
+
+@pytest.mark.parametrize("string", ["fp8", "int4w"])
+def test_the_kernels_are_those_of_convert(string):
+    """Same qvalues and scales as the conversion of the injected model, and same outputs."""
+    model, x = Scanned(), normal(3, 4, 8).astype(jnp.bfloat16)
+    config = {"quantization": string, "quant_backend": "native"}
+    injected = jaxquant.maybe_quantize_model(model, config, x)
+    variables = models.filled(jax.eval_shape(injected.init, jax.random.key(0), x))
+    other = jaxquant.convert(variables, config, x, model=model)
+    q = jaxquant.quantize(lambda params, x: model.apply({"params": params}, x), config)
+    state = jax.eval_shape(q.init, variables["params"], x)
+    state = _like(state, variables.get("_overwrite_with_gradient", {}))
+    own = q.convert(variables["params"], state, x)
+    for path, kernel in kernels(own).items():
+        theirs = functools.reduce(lambda node, key: node[key], path[2:-2].split("']['"), other["params"])
+        assert_same_bits(kernel.tensor.parts, theirs.parts)
+    reader_config = config | {"checkpoint_is_quantized": True}
+    reader = jaxquant.maybe_quantize_model(model, reader_config, x)
+    out = jax.jit(q)(own, {}, x)
+    np.testing.assert_array_equal(np.asarray(jax.jit(reader.apply)(other, x), float), np.asarray(out, float))
+    strict = jaxquant.quantize(lambda params, x: model.apply({"params": params}, x), reader_config)
+    read = read_checkpoint(other["params"], variables["params"])
+    np.testing.assert_array_equal(np.asarray(jax.jit(strict)(read, {}, x), float), np.asarray(out, float))
+    with pytest.raises(ValueError, match=r"layer .* has a float kernel and checkpoint_is_quantized true asks for one"):
+        strict(variables["params"], state, x)
+    with pytest.raises(ValueError, match=r"'layers/kernel' is a converted kernel of shape \(8, 2, 8\).*has none there"):
+        read_checkpoint(other["params"], {})
+
+
+def _like(state, linen):
+    """Fill state of a traced function from that of Linen, whose op modules have names of their own."""
+    flat = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(linen):
+        flat["/".join(part.key for part in path if not part.key[0].isupper())] = leaf
+    return jax.tree_util.tree_map_with_path(lambda path, _: flat["/".join(part.key for part in path)], state)
+
+
+def test_gradients_with_respect_to_inputs():
+    """Those of the dequantized kernel, through a scan, remat, jit, a cond and a while loop."""
+
+    @jax.jit
+    def shuffle(w):
+        return jnp.squeeze(w[None].astype(jnp.float32), 0)
+
+    def fn(p, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ shuffle(w)), None))
+        x, _ = jax.lax.scan(layer, x, p["stack"])
+        x = jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w.T, p["either"])
+        return jax.lax.fori_loop(0, 2, lambda _, y: y @ p["loop"], x)
+
+    p, x = {"stack": normal(0, 3, 8, 8), "loop": normal(1, 8, 8), "either": normal(2, 8, 8)}, normal(3, 4, 8)
+    config = CURRENT | {"rules": [{"path": "either", "recipe": None}]}
+    q, converted = served(fn, config, p, x)
+    assert set(kernels(converted)) == {"['stack']", "['loop']"}
+
+    def dequantized(leaf):
+        return dequantize(leaf.tensor, leaf.dtype) if is_kernel(leaf) else leaf
+
+    def scanned(p, x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, p["stack"])[0]
+
+    q = jaxquant.quantize(scanned, CURRENT)
+    only = {"stack": converted["stack"]}
+    _, back = jax.vjp(lambda x: q(only, {}, x), x)
+    _, expected = jax.vjp(lambda x: scanned(jax.tree.map(dequantized, only, is_leaf=is_kernel), x), x)
+    np.testing.assert_allclose(back(x)[0], expected(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_are_converted_each_by_itself():
+    """Batch axes, and a scan over layers of experts; the weight on the left and on the right."""
+
+    def fn(p, x):
+        layer = lambda x, w: (jnp.einsum("efd,ebd->ebf", w, x), None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, x, p["experts"])
+        return jax.vmap(jnp.matmul, in_axes=(0, 2))(x, p["last"])
+
+    p, x = {"experts": normal(0, 3, 2, 8, 8), "last": normal(1, 8, 4, 2)}, normal(2, 2, 5, 8)
+    for config in (FP8, CURRENT):
+        _, converted = served(fn, config, p, x)
+        assert converted["experts"].tensor.scale.shape == (3, 2, 1, 1)
+        assert converted["last"].tensor.scale.shape == (1, 1, 2)
+
+
+def test_uneven_blocks():
+    """Tiles of 8 along 20 inputs, of layers stacked along the last axis."""
+    tiles = TensorSpec("int8", "per_tile", tile_size=8)
+    recipe = Recipe("tiles", MatmulSpec(tiles, tiles))
+    config = QuantConfig(quant_backend="native", rules=(Rule(path=".*", recipe=recipe),))
+    fn = lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.moveaxis(p["w"], 2, 0))[0]  # noqa: E731
+    _, converted = served(fn, config, {"w": normal(0, 20, 20, 3)}, normal(1, 4, 20))
+    assert converted["w"].tensor.scale.shape == (3, 20, 3)
+
+
+def test_what_stays_float_is_said():
+    def fn(p, x):
+        x = jnp.concatenate([x @ w for w in jnp.split(p["fused"], 2, axis=1)], axis=1)
+        x = x @ (p["base"] + p["a"] @ p["b"])
+        x = (x @ p["tied"]) @ p["tied"].T
+        return x @ p["last"]
+
+    p = {name: normal(n, 8, 8) for n, name in enumerate(("fused", "base", "tied", "last"))}
+    p |= {"a": normal(5, 8, 2), "b": normal(6, 2, 8)}
+    q, x = jaxquant.quantize(fn, CURRENT), normal(7, 3, 8)
+    text = r"fused: its weight is not the parameter itself: split; base: its weight is made of several.*2 ways"
+    with pytest.warns(UserWarning, match=text):
+        converted = q.convert(p, {}, x)
+    assert set(kernels(converted)) == {"['last']"}
+    np.testing.assert_array_equal(jax.jit(q)(converted, {}, x), jax.jit(q)(p, {}, x))
+    with pytest.raises(NotImplementedError, match=r"strict true, and the weights of 3 layers stay in float"):
+        jaxquant.quantize(fn, CURRENT | {"strict": True}).convert(p, {}, x)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda p, x: x @ p["w"] + jnp.sum(p["w"]), "layer 'w' has a converted kernel, which reduce_sum reads"),
+        (lambda p, x: (x @ p["w"], p["w"]), "which the function returns it reads"),
+        (lambda p, x: x @ (2 * p["w"]), "which mul reads"),
+        (lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"), "which conv_general_dilated"),
+    ],
+)
+def test_other_readers_of_a_converted_kernel_are_refused(other, text):
+    p, x = {"w": normal(0, 8, 8)}, normal(1, 2, 8)
+    converted = jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT).convert(p, {}, x)
+    with pytest.raises(NotImplementedError, match=text):
+        jaxquant.quantize(other, CURRENT)(converted, {}, x)
+
+
+def test_a_reshape_that_breaks_blocks_is_refused():
+    p, x = {"w": normal(0, 8, 4)}, normal(1, 2, 8)
+    config = {"quantization": "int8", "quant_backend": "native"}  # one scale a column
+    converted = jaxquant.quantize(lambda p, x: x @ p["w"], config).convert(p, {}, x)
+    q = jaxquant.quantize(lambda p, x: x[:, :4] @ p["w"].reshape(4, 8), config)
+    with pytest.raises(NotImplementedError, match=r"reshape of a converted kernel of shape \(8, 4\)"):
+        q(converted, {}, x)
+
+
+def test_an_input_that_was_never_seen_is_refused():
+    q = jaxquant.quantize(lambda p, x: x @ p["w"], FP8)
+    p, x = {"w": normal(0, 8, 4)}, normal(1, 2, 8)
+    with pytest.raises(ValueError, match="no amax history of its input"):
+        q.convert(p, q.init(p, x), x)
+
+
+def test_shapes_alone():
+    q = jaxquant.quantize(lambda p, x: x @ p["w"], FP8)
+    p, x = {"w": shape(8, 4)}, shape(2, 8)
+    converted = jax.eval_shape(q.convert, p, jax.eval_shape(q.init, p, x), x)
+    assert converted["w"].tensor.qvalue.dtype == jnp.float8_e4m3fn
+    assert jax.eval_shape(q, converted, {}, x).shape == (2, 4)
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    inner = lambda w, x: jax.lax.psum(x @ w, "x")  # noqa: E731
+    fn = lambda p, x: jax.shard_map(inner, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P())(p["w"], x)  # noqa: E731
+    p, x = {"w": normal(0, 8, 4)}, normal(1, 2, 8)
+    converted = jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT).convert(p, {}, x)
+    q = jaxquant.quantize(fn, CURRENT)
+    np.testing.assert_array_equal(jax.jit(q)(converted, {}, x), jax.jit(q)(p, {}, x))
