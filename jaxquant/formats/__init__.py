@@ -1,6 +1,7 @@
 """Element packings and block formats: how quantized numbers lie in bytes."""
 
 from jaxquant.formats.codec import Codec as Codec
+from jaxquant.formats.encoded import encode_tensor as encode_tensor
 from jaxquant.formats.packed_array import PackedArray as PackedArray
 from jaxquant.formats.packed_array import fake_quantize as fake_quantize
 from jaxquant.formats.packed_array import pack_array as pack_array

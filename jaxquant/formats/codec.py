@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
+
+from jaxquant.core.qtensor import CODEC_MARK, QTensor
 
 Parts = dict[str, Array]
 """The arrays of an encoded array by name, each with the leading axes of the float one."""
@@ -57,6 +61,17 @@ class Codec:
     def decode(self, parts: Parts, dtype: str = "float32") -> Float[Array, ...]:
         """Decode what ``encode`` made, blocks along the last axis, rounded once to ``dtype``."""
         return _decode(self, parts).astype(dtype)
+
+    def decode_tensor(self, tensor: QTensor) -> Float[Array, "*shape"]:
+        """Return the float32 array of a ``QTensor`` that ``formats.encode_tensor`` made."""
+        sizes = tensor.blocks
+        axes = [axis for axis, size in enumerate(sizes) if size > 1]
+        stored = jnp.moveaxis(tensor.qvalue, axes[-1], -1)
+        stored = jnp.squeeze(stored, axis=tuple(axes[:-1]))
+        contraction = tuple(sizes[axis] for axis in axes)
+        values = self.decode({"blocks": stored})[..., : math.prod(contraction)]
+        values = jnp.moveaxis(values.reshape(*stored.shape[:-1], *contraction), range(-len(axes), 0), axes)
+        return checkpoint_name(values, CODEC_MARK + self.name)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Count the bytes of an encoded array of this shape, a scale for the whole tensor left out."""

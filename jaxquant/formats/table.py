@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxquant.core.qtensor import ENCODINGS
 from jaxquant.formats import ggml, microscaling
 from jaxquant.formats.codec import Codec, Parts
 from jaxquant.formats.packing import PACKED_DTYPES, pack, unpack
@@ -29,6 +30,8 @@ def _nibbles(dtype: str) -> Codec:
 
 CODECS: dict[str, Codec] = {row.name: row for row in (*map(_nibbles, PACKED_DTYPES), *microscaling.ROWS, *ggml.ROWS)}
 """Every tensor format by name. The first three are elements alone, two to a byte, without a scale."""
+
+ENCODINGS.update({row.name: row for row in ggml.ROWS})
 
 
 def codec(name: str) -> Codec:

@@ -1,0 +1,57 @@
+"""Writers and readers of the checkpoints that others serve: one file an exporter, named tensors and a config in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxquant.export import compressed_tensors, fp8, modelopt
+from jaxquant.export.folder import SHARD_BYTES as SHARD_BYTES
+from jaxquant.export.folder import Row as Row
+from jaxquant.export.folder import Scheme, write_folder
+from jaxquant.export.gguf import FILE_TYPES, export_gguf
+from jaxquant.export.gguf import open_gguf as open_gguf
+from jaxquant.export.gpt_oss import export_experts as export_experts
+from jaxquant.export.llama import LlamaShape as LlamaShape
+from jaxquant.export.reading import HfFolder as HfFolder
+from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile
+from jaxquant.export.source import Source as Source
+from jaxquant.export.source import Vocabulary as Vocabulary
+
+FLOAT = Scheme("hf", None, lambda source, module, weight: {}, lambda tensors: tensors[".weight"])
+SCHEMES = {scheme.name: scheme for scheme in (FLOAT, *compressed_tensors.SCHEMES, *fp8.SCHEMES, *modelopt.SCHEMES)}
+"""Formats of Hugging Face folders by name; ``hf`` is the float one."""
+FORMATS = (*SCHEMES, *(f"gguf_{kind.lower()}" for kind in FILE_TYPES))
+"""Every format that ``export`` writes."""
+STATIC_INPUTS = ("ct_fp8_static", "ct_nvfp4", "modelopt_fp8", "modelopt_nvfp4")
+"""Those that store scales of activations, for which a model is calibrated."""
+
+
+def export(
+    source: Source,
+    out: str | Path,
+    format: str,
+    *,
+    dtype: str = "bfloat16",
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Write a model in a format.
+
+    Args:
+      source: named tensors, shape and tokenizer.
+      out: folder, or file of a GGUF format; it must not exist.
+      format: one of ``FORMATS``.
+      dtype: of what stays in float, in a Hugging Face folder.
+      shard_bytes: of a file in a folder at most.
+      progress: called with each tensor that is written.
+
+    Raises:
+      ValueError: no such format, or a model that does not fit it.
+      FileExistsError: ``out`` is there.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is not known; known ones are {', '.join(FORMATS)}")
+    if format not in SCHEMES:
+        return export_gguf(source, out, format.removeprefix("gguf_").upper(), progress=progress)
+    return write_folder(source, out, SCHEMES[format], dtype=dtype, shard_bytes=shard_bytes, progress=progress)

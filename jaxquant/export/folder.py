@@ -1,0 +1,231 @@
+"""Write a Hugging Face folder: sharded safetensors with an index, config, generation config, tokenizer files.
+
+Every exporter to such a folder is a ``Scheme``: what it says in ``config.json``, and what it makes of a weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxquant.export.layouts import row_chunks
+from jaxquant.export.safetensors import SafetensorsWriter
+from jaxquant.export.source import Source, Vocabulary
+
+SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+FLOATS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+"""Dtypes in which an exporter writes what it does not quantize."""
+Tensors = dict[str, np.ndarray]
+"""Tensors of a layer by the end of their name."""
+
+
+class Row(NamedTuple):
+    """One line of an exporter's summary."""
+
+    tensor: str
+    format: str
+    shape: tuple[int, ...]
+    bytes: int
+    sqnr: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """One format of quantized linear layers in a Hugging Face folder.
+
+    Attributes:
+      name: what users call it.
+      config: ``quantization_config``; None writes none.
+      encode: (source, module, weight [out, in] in float32) -> the layer's tensors by the end of their name.
+      decode: those tensors -> float32 [out, in], as a loader computes it; for the summary's SQNR.
+      multiple: of which the contraction must be, for a message before anything is written.
+      files: more JSON files to write, by name.
+    """
+
+    name: str
+    config: Mapping[str, Any] | None
+    encode: Callable[[Source, str, np.ndarray], Tensors]
+    decode: Callable[[Tensors], np.ndarray]
+    multiple: int = 1
+    files: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def check_divides(source: Source, multiple: int, format: str) -> None:
+    """Refuse a model whose contractions do not divide into the blocks of a format.
+
+    Raises:
+      ValueError: names the layer.
+    """
+    for name, (_, depth) in source.shape.linears().items():
+        if depth % multiple:
+            raise ValueError(f"{name} contracts {depth} elements, no multiple of the {multiple} of a block of {format}")
+
+
+def write_folder(
+    source: Source,
+    out: str | Path,
+    scheme: Scheme,
+    *,
+    dtype: str = "bfloat16",
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Write a model as a Hugging Face folder, tensor by tensor.
+
+    Args:
+      source: the model.
+      out: folder; it must not exist.
+      scheme: of the linear layers; embeddings, norms and the head stay in ``dtype``.
+      dtype: a key of ``FLOATS``.
+      shard_bytes: of a file at most, where no tensor is larger.
+      progress: called with each tensor that is written.
+
+    Raises:
+      FileExistsError: ``out`` is there.
+      ValueError: a model or dtype that does not fit the format.
+    """
+    out = Path(out)
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(FLOATS)}")
+    check_divides(source, scheme.multiple, scheme.name)
+    with partial_folder(out) as folder:
+        rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)
+        tokens = source.vocabulary.ids if source.vocabulary else {}
+        config = source.shape.to_config(dtype, tokens)
+        if scheme.config is not None:
+            config["quantization_config"] = scheme.config
+        files = {"config.json": config, **scheme.files, **tokenizer_files(source.vocabulary)}
+        for name, contents in files.items():
+            (folder / name).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    return rows
+
+
+class partial_folder:
+    """Make ``OUT.partial``, which gets its name when all is written and goes away when something fails."""
+
+    def __init__(self, out: Path):
+        self._out, self._partial = out, out.with_name(f"{out.name}.partial")
+
+    def __enter__(self) -> Path:
+        if self._out.exists():
+            raise FileExistsError(f"{self._out} exists; choose another folder or remove it")
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        return self._partial
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self._partial.rename(self._out)
+        else:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _write_tensors(
+    source: Source, folder: Path, scheme: Scheme, dtype: str, limit: int, progress: Callable[[Row], None] | None
+) -> list[Row]:
+    linears, names = source.shape.linears(), list(source.shape.tensors())
+    shards, rows, places = _Shards(folder, limit, 5 * len(names)), [], {}
+    for name in names:
+        module = name.removesuffix(".weight")
+        weight = np.asarray(source.read(name), np.float32)
+        if weight.shape != source.shape.tensors()[name]:
+            raise ValueError(f"{name} has shape {weight.shape}, and the model's is {source.shape.tensors()[name]}")
+        if not all(np.isfinite(weight[part]).all() for part in row_chunks((len(weight), weight[0].size), 1)):
+            raise ValueError(f"{name} has values that are not finite; export another checkpoint")
+        if module in linears and scheme.config is not None:
+            tensors = scheme.encode(source, module, weight)
+            format, back = scheme.name, scheme.decode(tensors)
+        else:
+            # Cast while it is written: an embedding is not in memory twice.
+            place, size = shards.add(name, weight, np.dtype(FLOATS[dtype]))
+            places[name] = place
+            rows.append(Row(name, dtype, weight.shape, size, sqnr(weight, weight, np.dtype(FLOATS[dtype]))))
+            if progress is not None:
+                progress(rows[-1])
+            continue
+        size = 0
+        for end, array in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
+            places[f"{module}{end}"], added = shards.add(f"{module}{end}", array)
+            size += added
+        rows.append(Row(name, format, weight.shape, size, sqnr(weight, back)))
+        if progress is not None:
+            progress(rows[-1])
+    shards.finish(places)
+    return rows
+
+
+def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> float:
+    """Return ``10 · log10(Σ x² / Σ (x − back)²)`` in dB, summed in float64 a part at a time, ``back`` cast first."""
+    signal = noise = 0.0
+    flat, other = x.reshape(-1), back.reshape(-1)
+    for start in range(0, flat.size, 1 << 22):
+        part = flat[start : start + (1 << 22)].astype(np.float64)
+        signal += float(part @ part)
+        restored = other[start : start + (1 << 22)]
+        part -= restored if cast is None else restored.astype(cast).astype(np.float64)
+        noise += float(part @ part)
+    return math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
+
+
+class _Shards:
+    """Files of at most so many bytes; a single one has no number."""
+
+    def __init__(self, folder: Path, limit: int, names: int):
+        self._folder, self._limit, self._names = folder, limit, names
+        self._files: list[SafetensorsWriter] = []
+
+    def add(self, name: str, array: np.ndarray, cast: np.dtype[Any] | None = None) -> tuple[int, int]:
+        """Write a tensor, cast where that is asked, and return the number of its file and its bytes."""
+        size = array.size * (cast or array.dtype).itemsize
+        if not self._files or (self._files[-1].bytes and self._files[-1].bytes + size > self._limit):
+            if self._files:
+                self._files[-1].close()
+            path = self._folder / f"part-{len(self._files)}"
+            self._files.append(SafetensorsWriter(path, self._names, {"format": "pt"}))
+        return len(self._files) - 1, self._files[-1].add(name, array, cast=cast)
+
+    def finish(self, places: Mapping[str, int]) -> None:
+        """Give the files their names, and write the index where there are several."""
+        self._files[-1].close()
+        count = len(self._files)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for file, name in zip(self._files, names, strict=True):
+            file.path.rename(self._folder / name)
+        if count > 1:
+            total = sum(file.bytes for file in self._files)
+            index = {"metadata": {"total_size": total}, "weight_map": {name: names[at] for name, at in places.items()}}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """Return the JSON files of a tokenizer, and of generation with it."""
+    if vocabulary is None:
+        return {}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**9,
+    }
+    for name, token in (("bos_token", vocabulary.bos), ("eos_token", vocabulary.eos), ("pad_token", vocabulary.pad)):
+        if token is not None:
+            config[name] = vocabulary.tokens[token]
+    generation = {
+        "_from_model_config": True,
+        **{key: value for key, value in vocabulary.ids.items() if value is not None},
+    }
+    return {
+        "tokenizer.json": vocabulary.tokenizer_json,
+        "tokenizer_config.json": config,
+        "generation_config.json": generation,
+    }

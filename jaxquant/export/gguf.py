@@ -1,0 +1,271 @@
+"""GGUF of a Llama: what llama.cpp loads. Linear layers in one of GGML's formats, embedding and head in F16, norms F32.
+
+Rotary embedding turns neighbours there and halves in Hugging Face's layout, so the rows of q and k are in another
+order: row ``h, i, j`` (head, half, place) becomes ``h, j, i``.
+
+Source: ``LlamaModel`` of llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant.core.qtensor import QTensor
+from jaxquant.export.folder import Row, check_divides, sqnr
+from jaxquant.export.gguf_file import ALIGNMENT, U32, GgufFile, header, padded, row_bytes
+from jaxquant.export.layouts import decode_blocks, encode_blocks, row_chunks
+from jaxquant.export.llama import EMBEDDING, HEAD, NORM, LlamaShape
+from jaxquant.export.source import Source, Vocabulary
+from jaxquant.formats import codec
+
+FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
+"""What a file is called by llama.cpp, by the type of its linear layers: the formats that are written."""
+_NORMAL, _CONTROL, _UNUSED = 1, 3, 5
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NAMES = {EMBEDDING: "token_embd", NORM: "output_norm", HEAD: "output"}
+
+
+def gguf_name(name: str) -> str:
+    """Return GGUF's name of a tensor of a Hugging Face Llama."""
+    module = name.removesuffix(".weight")
+    if module in _NAMES:
+        return f"{_NAMES[module]}.weight"
+    _, _, index, rest = module.split(".", 3)
+    return f"blk.{index}.{_LAYER_NAMES[rest]}.weight"
+
+
+def to_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of q or k for a rotary embedding of neighbours; whatever the columns are."""
+    return _swap(weight, heads, (2, -1))
+
+
+def to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Undo ``to_neighbours``."""
+    return _swap(weight, heads, (-1, 2))
+
+
+def _swap(weight: np.ndarray, heads: int, sizes: tuple[int, int]) -> np.ndarray:
+    return weight.reshape(heads, *sizes, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _rotated_heads(shape: LlamaShape, name: str) -> int | None:
+    """Return how many heads a tensor's rows have where its order is another, None where it is not."""
+    return {"q_proj.weight": shape.heads, "k_proj.weight": shape.kv_heads}.get(".".join(name.split(".")[-2:]))
+
+
+def tensor_kind(shape: LlamaShape, name: str, kind: str) -> str:
+    """Return the type in which a tensor is written."""
+    if name.endswith("norm.weight"):
+        return "F32"
+    return kind if name.removesuffix(".weight") in shape.linears() else "F16"
+
+
+def metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
+    """Return the metadata of a file."""
+    shape = source.shape
+    found: dict[str, Any] = {
+        "general.architecture": "llama",
+        "general.name": name,
+        "general.file_type": U32(FILE_TYPES[kind]),
+        "general.quantization_version": U32(2),
+        "general.alignment": U32(ALIGNMENT),
+        "llama.context_length": U32(shape.max_length),
+        "llama.embedding_length": U32(shape.hidden),
+        "llama.block_count": U32(shape.layers),
+        "llama.feed_forward_length": U32(shape.intermediate),
+        "llama.attention.head_count": U32(shape.heads),
+        "llama.attention.head_count_kv": U32(shape.kv_heads),
+        "llama.attention.key_length": U32(shape.head_dim),
+        "llama.attention.value_length": U32(shape.head_dim),
+        "llama.attention.layer_norm_rms_epsilon": float(shape.norm_epsilon),
+        "llama.rope.dimension_count": U32(shape.head_dim),
+        "llama.rope.freq_base": float(shape.rope_theta),
+        "llama.vocab_size": U32(shape.vocab_size),
+    }
+    return found | _tokenizer_metadata(source.vocabulary, shape.vocab_size)
+
+
+def _tokenizer_metadata(vocabulary: Vocabulary | None, size: int) -> dict[str, Any]:
+    if vocabulary is None:
+        return {"tokenizer.ggml.model": "none"}
+    if not vocabulary.pre:
+        raise NotImplementedError(
+            "the tokenizer is no byte-level BPE that llama.cpp has (its pre-tokenizer is another); export to a Hugging "
+            "Face folder, or train with another tokenizer"
+        )
+    tokens = list(vocabulary.tokens)
+    unused = [f"[PAD{index}]" for index in range(len(tokens), size)]
+    kinds = [_CONTROL if index in vocabulary.special else _NORMAL for index in range(len(tokens))]
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": vocabulary.pre,
+        "tokenizer.ggml.tokens": tokens + unused,
+        "tokenizer.ggml.token_type": kinds + [_UNUSED] * len(unused),
+        "tokenizer.ggml.merges": list(vocabulary.merges),
+        "tokenizer.ggml.add_bos_token": vocabulary.bos is not None,
+        "tokenizer.ggml.add_eos_token": False,
+    }
+    ids = {"bos_token_id": vocabulary.bos, "eos_token_id": vocabulary.eos, "padding_token_id": vocabulary.pad}
+    return found | {f"tokenizer.ggml.{key}": U32(value) for key, value in ids.items() if value is not None}
+
+
+def export_gguf(
+    source: Source, out: str | Path, kind: str, *, name: str = "jaxquant", progress: Callable[[Row], None] | None = None
+) -> list[Row]:
+    """Write a model as one GGUF file, tensor by tensor.
+
+    A layer that was trained or converted in the same format keeps its bytes.
+
+    Args:
+      source: the model.
+      out: file; it must not exist.
+      kind: a key of ``FILE_TYPES``.
+      name: ``general.name``.
+      progress: called with each tensor that is written.
+
+    Raises:
+      FileExistsError: ``out`` is there.
+      ValueError: a contraction that does not divide into the format's blocks, or values that are not finite.
+      NotImplementedError: a tokenizer that GGUF has not.
+    """
+    out = Path(out)
+    if kind not in FILE_TYPES:
+        raise ValueError(f"GGUF type {kind!r} is none of {', '.join(FILE_TYPES)}")
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another file or remove it")
+    shape = source.shape
+    check_divides(source, codec(kind).elements_per_block, kind)
+    kinds = {each: (tensor_kind(shape, each, kind), size) for each, size in shape.tensors().items()}
+    head = header(metadata(source, kind, name), {gguf_name(each): row for each, row in kinds.items()})
+    partial, rows = out.with_name(f"{out.name}.partial"), []
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with partial.open("wb") as file:
+            file.write(head)
+            for each, (own, size) in kinds.items():
+                stored, back = _stored(source, each, own)
+                if stored.nbytes != row_bytes(own, size[-1]) * (size[0] if len(size) > 1 else 1):
+                    raise ValueError(f"{each} takes {stored.nbytes} bytes, which are not those of {own} {size}")
+                file.write(np.ascontiguousarray(stored).data)
+                file.write(b"\0" * (padded(stored.nbytes) - stored.nbytes))
+                rows.append(Row(each, own, size, stored.nbytes, back))
+                if progress is not None:
+                    progress(rows[-1])
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return rows
+
+
+def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
+    """Return the bytes of a tensor and their SQNR."""
+    heads = _rotated_heads(source.shape, name)
+    tensor = source.packed(name.removesuffix(".weight"))
+    if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
+        data = np.asarray(tensor.qvalue)
+        return data if heads is None else to_neighbours(data, heads), float("inf")
+    weight = np.asarray(source.read(name), np.float32)
+    if not all(np.isfinite(weight[part]).all() for part in row_chunks((len(weight), weight[0].size), 1)):
+        raise ValueError(f"{name} has values that are not finite; export another checkpoint")
+    if heads is not None:
+        weight = to_neighbours(weight, heads)
+    if kind == "F32":
+        return weight.view(np.uint8), float("inf")
+    if kind == "F16":
+        half = weight.astype(np.float16)
+        return half.view(np.uint8), sqnr(weight, half, half.dtype)
+    blocks = encode_blocks(kind, weight)["blocks"]
+    return blocks, sqnr(weight, decode_blocks(kind, blocks))
+
+
+def read_shape(file: GgufFile) -> LlamaShape:
+    """Return the shape that a file's metadata describe.
+
+    Raises:
+      ValueError: a key that is missing or of another kind.
+      NotImplementedError: another architecture, or scaled rotary embedding.
+    """
+    found = file.metadata
+    if found.get("general.architecture") != "llama":
+        raise NotImplementedError(
+            f"{file.path} has general.architecture {found.get('general.architecture')!r}; only llama maps to a decoder"
+        )
+    if found.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
+        raise NotImplementedError(f"{file.path} has scaled rotary embedding, which the decoder has not")
+
+    def number(key: str, default: Any = None) -> Any:
+        value = found.get(f"llama.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{file.path} has no number llama.{key}")
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # the shortest that rounds to it
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ValueError(f"{file.path} has no tensor token_embd.weight of two axes")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": number("attention.key_length", number("rope.dimension_count", 128)),
+        "rope_theta": number("rope.freq_base", 10000.0),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "max_position_embeddings": number("context_length", 2048),
+    }
+    try:
+        return LlamaShape.of_config(config)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from None
+
+
+def open_gguf(path: str | Path) -> Source:
+    """Open a file for reading, as a model with Hugging Face's names and layout.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: as ``GgufFile`` and ``read_shape``; tensors that are not the shape's.
+    """
+    file = GgufFile(path)
+    shape = read_shape(file)
+    for name, size in shape.tensors().items():
+        tensor = file.tensors.get(gguf_name(name))
+        if tensor is None or tensor.shape != size:
+            has = "none" if tensor is None else f"shape {tensor.shape}"
+            raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, got {has}")
+
+    def read(name: str) -> np.ndarray:
+        heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))
+        return array if heads is None else to_halves(array, heads)
+
+    def packed(module: str) -> QTensor | None:
+        name = f"{module}.weight"
+        kind = file.tensors[gguf_name(name)].kind
+        if kind in ("F32", "F16", "BF16"):
+            return None
+        heads, data = _rotated_heads(shape, name), file.raw(gguf_name(name))
+        data = data if heads is None else to_halves(data, heads)
+        return QTensor(jnp.asarray(data), block=(1, shape.tensors()[name][1]), codec=kind.lower())
+
+    return Source(shape, read, packed=packed)

@@ -1,0 +1,238 @@
+"""The GGUF container, version 3, little endian: metadata by key, then tensors, each at a multiple of the alignment.
+
+The reader maps the file and checks every length and place before it follows it.
+
+Source: docs/gguf.md of ggml.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxquant.config.loader import show
+from jaxquant.export.layouts import decode_blocks
+from jaxquant.formats import CODECS, Codec
+
+MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
+_MAX_COUNT, _MAX_TEXT, _MAX_AXES, _MAX_ELEMENTS, _MAX_DEPTH = 2**24, 2**26, 4, 2**48, 2
+
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
+"""Numbers of the tensor types that are written and read."""
+_TYPE_NAMES = {number: name for name, number in TYPES.items()}
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "<?", 10: "<Q", 11: "<q", 12: "<d",
+}  # fmt: skip
+_NUMPY = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+
+
+class U32(int):
+    """A whole number that is written as uint32, which most keys of a model are."""
+
+
+def row_bytes(kind: str, columns: int) -> int:
+    """Return the bytes of a row of a tensor type.
+
+    Raises:
+      ValueError: the columns do not divide into its blocks.
+    """
+    if kind == "F32":
+        return 4 * columns
+    row = _codec(kind)
+    if columns % row.elements_per_block:
+        raise ValueError(f"a row of {columns} elements is no multiple of the {row.elements_per_block} of {kind}")
+    return columns // row.elements_per_block * row.bytes_per_block
+
+
+def _codec(kind: str) -> Codec:
+    return CODECS[kind.lower()]
+
+
+class Tensor(NamedTuple):
+    """A tensor: type by name, shape with the contiguous axis last, first byte in the file, bytes."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+def write_text(value: str) -> bytes:
+    """Return a text with its length."""
+    data = value.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _write_value(value: Any) -> bytes:
+    """Return a type and a value: text, bool, int32, ``U32``, float32, or a list of one of them."""
+    if isinstance(value, list):
+        kinds = {_kind(each) for each in value} or {_STRING}
+        if len(kinds) > 1:
+            raise ValueError(f"a GGUF array has elements of one type, got {show(value)}")
+        (kind,) = kinds
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(_payload(kind, each) for each in value)
+    return struct.pack("<I", _kind(value)) + _payload(_kind(value), value)
+
+
+def _kind(value: Any) -> int:
+    for kind, number in ((bool, _BOOL), (U32, 4), (int, 5), (float, 6), (str, _STRING)):
+        if isinstance(value, kind):
+            return number
+    raise TypeError(f"GGUF metadata hold no {type(value).__name__}")
+
+
+def _payload(kind: int, value: Any) -> bytes:
+    return write_text(value) if kind == _STRING else struct.pack(_SCALARS[kind], value)
+
+
+def header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """Return everything before the tensors' bytes, padded to the alignment.
+
+    Args:
+      metadata: values as ``_write_value`` takes them.
+      tensors: name -> type and shape, in the order in which their bytes will come, each padded to the alignment.
+    """
+    parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
+    parts += [write_text(key) + _write_value(value) for key, value in metadata.items()]
+    offset = 0
+    for name, (kind, shape) in tensors.items():
+        parts.append(write_text(name) + struct.pack("<I", len(shape)))
+        parts.append(struct.pack(f"<{len(shape)}Q", *reversed(shape)) + struct.pack("<IQ", TYPES[kind], offset))
+        offset += padded(row_bytes(kind, shape[-1]) * math.prod(shape[:-1]))
+    data = b"".join(parts)
+    return data.ljust(padded(len(data)), b"\0")
+
+
+def padded(size: int, alignment: int = ALIGNMENT) -> int:
+    """Return a size up to the next multiple of the alignment."""
+    return -(-size // alignment) * alignment
+
+
+class GgufFile:
+    """A file, mapped.
+
+    Attributes:
+      metadata: values by key; arrays of numbers are numpy arrays.
+      tensors: by name.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      ValueError: it is none, or something in it leads outside it; names what.
+      NotImplementedError: a version or a tensor type that is not read.
+      OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        with self.path.open("rb") as file:
+            if self.path.stat().st_size < 24:
+                raise ValueError(f"{path} is not a GGUF file: it has {self.path.stat().st_size} bytes")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 0
+        if self._take(4) != MAGIC:
+            raise ValueError(f"{path} is not a GGUF file: it does not begin with GGUF")
+        version, count, keys = self._unpack("<I"), self._unpack("<Q"), self._unpack("<Q")
+        if version != VERSION:
+            raise NotImplementedError(f"{path} is GGUF of version {version}, and version {VERSION} is read")
+        if max(count, keys) > _MAX_COUNT:
+            raise ValueError(f"{path} says that it has {count} tensors and {keys} keys, more than any model")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._text()
+            if key in self.metadata:
+                raise ValueError(f"{path} has the key {show(key)} twice")
+            self.metadata[key] = self._value(self._unpack("<I"), 0)
+        self.tensors = self._read_tensors(count)
+
+    def raw(self, name: str) -> np.ndarray:
+        """Return the bytes of a tensor, a row each, as a view of the file."""
+        tensor = self.tensors[name]
+        flat = np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.start)
+        return flat.reshape(*tensor.shape[:-1], row_bytes(tensor.kind, tensor.shape[-1]))
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor decoded to float32."""
+        tensor, data = self.tensors[name], self.raw(name)
+        if tensor.kind == "F32":
+            return np.ascontiguousarray(data).view("<f4").reshape(tensor.shape)
+        if tensor.kind == "F16":
+            return np.ascontiguousarray(data).view("<f2").reshape(tensor.shape).astype(np.float32)
+        return decode_blocks(tensor.kind, data)
+
+    def _read_tensors(self, count: int) -> dict[str, Tensor]:
+        infos: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for _ in range(count):
+            name = self._text()
+            what = f"{self.path}: tensor {show(name)}"
+            axes = self._unpack("<I")
+            if name in infos or not 1 <= axes <= _MAX_AXES:
+                raise ValueError(f"{what} is there twice, or has {axes} axes")
+            shape = tuple(self._unpack("<Q") for _ in range(axes))[::-1]
+            number, offset = self._unpack("<I"), self._unpack("<Q")
+            if number not in _TYPE_NAMES:
+                raise NotImplementedError(f"{what} is of type {number}; read are {', '.join(TYPES)}")
+            if not all(1 <= size <= _MAX_ELEMENTS for size in shape) or math.prod(shape) > _MAX_ELEMENTS:
+                raise ValueError(f"{what} has the shape {shape}, which no tensor has")
+            infos[name] = _TYPE_NAMES[number], shape, offset
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+            raise ValueError(f"{self.path} has general.alignment {show(alignment)}, which must be a power of two")
+        begin, end = padded(self._at, alignment), 0
+        found = {}
+        for name, (kind, shape, offset) in infos.items():
+            try:
+                size = row_bytes(kind, shape[-1]) * math.prod(shape[:-1])
+            except ValueError as error:
+                raise ValueError(f"{self.path}: tensor {show(name)}: {error}") from None
+            if offset % alignment or offset < end or begin + offset + size > len(self._map):
+                raise ValueError(
+                    f"{self.path}: tensor {show(name)} lies at {offset} with {size} bytes, outside the file, over the "
+                    "one before it or off the alignment"
+                )
+            end = offset + size
+            found[name] = Tensor(kind, shape, begin + offset, size)
+        return found
+
+    def _take(self, count: int) -> bytes:
+        if count > len(self._map) - self._at:
+            raise ValueError(f"{self.path} ends at byte {len(self._map)}, within its header; download it again")
+        self._at += count
+        return self._map[self._at - count : self._at]
+
+    def _unpack(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _text(self) -> str:
+        length = self._unpack("<Q")
+        if length > _MAX_TEXT:
+            raise ValueError(f"{self.path} has a text of {length} bytes in its header, more than any")
+        try:
+            return self._take(length).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path} has a text in its header that is not UTF-8 ({error.reason})") from None
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind in _SCALARS:
+            return self._unpack(_SCALARS[kind])
+        if kind != _ARRAY or depth >= _MAX_DEPTH:
+            raise ValueError(f"{self.path} has a value of type {kind} in its header, which GGUF has not")
+        inner, count = self._unpack("<I"), self._unpack("<Q")
+        if inner in _NUMPY:
+            size = np.dtype(_NUMPY[inner]).itemsize
+            if count > (len(self._map) - self._at) // size:
+                raise ValueError(f"{self.path} has an array of {count} numbers in its header, beyond its end")
+            return np.frombuffer(self._take(count * size), _NUMPY[inner])
+        if count > (len(self._map) - self._at) // 8:
+            raise ValueError(f"{self.path} has an array of {count} values in its header, beyond its end")
+        return [self._value(inner, depth + 1) for _ in range(count)]

@@ -1,0 +1,200 @@
+"""Llama as checkpoints of Hugging Face have it: its shape, the names and shapes of its tensors, its config.json.
+
+    model.embed_tokens.weight [V, D]        model.norm.weight [D]          lm_head.weight [V, D] (absent where tied)
+    model.layers.N.self_attn.{q,k,v,o}_proj.weight [out, in]               model.layers.N.input_layernorm.weight [D]
+    model.layers.N.mlp.{gate,up,down}_proj.weight [out, in]                …post_attention_layernorm.weight [D]
+
+Heads lie one behind the other along the rows of q, k and v and the columns of o; rotary embedding rotates halves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxquant.config.loader import show
+
+ARCHITECTURE = "LlamaForCausalLM"
+EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+"""Layers that servers run as one matmul, whose scales of the whole tensor must be equal."""
+_SIZE = 2**24
+_MAX_LAYERS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaShape:
+    """Sizes and numbers of a Llama.
+
+    Attributes:
+      vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
+      rope_theta, norm_epsilon: of the rotary embedding and RMSNorm.
+      tied: the output head is the embedding.
+      max_length: positions that it was trained for.
+    """
+
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    norm_epsilon: float = 1e-5
+    tied: bool = False
+    max_length: int = 2048
+
+    def linear_shape(self, module: str) -> tuple[int, int]:
+        """Return [out, in] of a linear layer by its name."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (wide, self.hidden),
+            "k_proj": (narrow, self.hidden),
+            "v_proj": (narrow, self.hidden),
+            "o_proj": (self.hidden, wide),
+            "gate_proj": (self.intermediate, self.hidden),
+            "up_proj": (self.intermediate, self.hidden),
+            "down_proj": (self.hidden, self.intermediate),
+        }[module.rpartition(".")[2]]
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Return the linear layers of all decoder layers by name, [out, in]."""
+        names = [*(f"self_attn.{name}" for name in ATTENTION), *(f"mlp.{name}" for name in MLP)]
+        return {
+            f"model.layers.{index}.{name}": self.linear_shape(name) for index in range(self.layers) for name in names
+        }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of a float checkpoint, in the order of the model."""
+        found: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (self.vocab_size, self.hidden)}
+        linears = {f"{name}.weight": shape for name, shape in self.linears().items()}
+        for index in range(self.layers):
+            at = f"model.layers.{index}."
+            found[f"{at}input_layernorm.weight"] = (self.hidden,)
+            found |= {name: shape for name, shape in linears.items() if name.startswith(f"{at}self_attn.")}
+            found[f"{at}post_attention_layernorm.weight"] = (self.hidden,)
+            found |= {name: shape for name, shape in linears.items() if name.startswith(f"{at}mlp.")}
+        found[f"{NORM}.weight"] = (self.hidden,)
+        if not self.tied:
+            found[f"{HEAD}.weight"] = (self.vocab_size, self.hidden)
+        return found
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.tensors().values())
+
+    def to_config(self, dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
+        """Return ``config.json``, the quantization left out.
+
+        Args:
+          dtype: of what stays in float.
+          tokens: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``; None where there is none.
+        """
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.max_length,
+            "mlp_bias": False,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": self.norm_epsilon,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "tie_word_embeddings": self.tied,
+            "torch_dtype": dtype,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+            **{name: token for name, token in tokens.items() if token is not None},
+        }
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> LlamaShape:
+        """Read ``config.json``.
+
+        Raises:
+          ValueError: a size that is missing or that no model has, by its key.
+          NotImplementedError: what the decoder does not have: another architecture, biases, scaled rotary embedding.
+        """
+        names = config.get("architectures")
+        if not isinstance(names, list) or not set(map(str, names)) <= {ARCHITECTURE, "MistralForCausalLM"} or not names:
+            raise NotImplementedError(
+                f"config.json has architectures {show(names)}; only {ARCHITECTURE} and MistralForCausalLM map to the "
+                "decoder"
+            )
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"config.json: rope_scaling must be a mapping, got {show(rope)}")
+        refused = {
+            "attention_bias": (config.get("attention_bias", False), False),
+            "mlp_bias": (config.get("mlp_bias", False), False),
+            "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+            "sliding_window": (config.get("sliding_window"), None),
+            "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+        }
+        for key, (value, wanted) in refused.items():
+            if value != wanted:
+                raise NotImplementedError(f"config.json has {key} {show(value)}, and the decoder has {wanted!r} alone")
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        kv_heads = _size(config, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            )
+        head_dim = _size(config, "head_dim", max(1, hidden // heads))
+        if head_dim % 2:
+            raise ValueError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
+        tied = config.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {show(tied)}")
+        return cls(
+            _size(config, "vocab_size"),
+            hidden,
+            _size(config, "intermediate_size"),
+            _size(config, "num_hidden_layers", most=_MAX_LAYERS),
+            heads,
+            kv_heads,
+            head_dim,
+            _number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
+            _number(config, "rms_norm_eps", 1e-6),
+            tied,
+            _size(config, "max_position_embeddings", 2048),
+        )
+
+
+def fused_with(module: str) -> tuple[str, ...]:
+    """Return a linear layer and those that servers fuse with it."""
+    for group in FUSED:
+        for name in group:
+            if module.endswith(f".{name}"):
+                return tuple(f"{module.removesuffix(name)}{each}" for each in group)
+    return (module,)
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None, most: int = _SIZE) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"config.json: {key} must be a whole number from 1 to {most}, got {show(value)}")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise ValueError(f"config.json: {key} must be a number above 0, got {show(value)}")
+    return float(value)

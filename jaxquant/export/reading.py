@@ -1,0 +1,168 @@
+"""Open a Hugging Face folder of a Llama, float or quantized, as the named float tensors that an exporter takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxquant.config.hf import CheckpointQuantization, LayerSpec, read_quantization
+from jaxquant.config.loader import show
+from jaxquant.export.folder import INDEX
+from jaxquant.export.layouts import decode_layer
+from jaxquant.export.llama import HEAD, LlamaShape
+from jaxquant.export.safetensors import SafetensorsFile
+from jaxquant.export.source import Source, Vocabulary
+from jaxquant.export.vocabulary import of_tokenizer_json
+
+MAX_JSON_BYTES = 256 * 2**20
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+class HfFolder:
+    """A folder of safetensors files with its config.
+
+    Attributes:
+      config: ``config.json``.
+      shape: of the model.
+      quantization: ordered rules of how layers are quantized; None for a float checkpoint.
+
+    Args:
+      folder: with ``config.json`` and ``model.safetensors`` or its shards and index.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or the tensors are not those of the config; names the tensor.
+      NotImplementedError: an architecture or a quantization that is not read.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.config = read_json(self.folder / "config.json")
+        sidecar = self.folder / "hf_quant_config.json"
+        self._files = self._open_files()
+        known = {name: (entry.shape, entry.dtype) for file in self._files for name, entry in file.entries.items()}
+        self._where = {name: file for file in self._files for name in file.entries}
+        if len(known) != sum(len(file) for file in self._files):
+            raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
+        self.shape = LlamaShape.of_config(self.config)
+        self.quantization: CheckpointQuantization | None = read_quantization(
+            self.config, known, read_json(sidecar) if sidecar.is_file() else None
+        )
+        self._check_names()
+
+    def spec(self, module: str) -> LayerSpec | None:
+        """Return how a linear layer is quantized, or None."""
+        return None if self.quantization is None else self.quantization.spec(module)
+
+    def tensors(self, module: str) -> dict[str, np.ndarray]:
+        """Return the tensors of a layer by the end of their name, as views of the files."""
+        start = f"{module}."
+        return {name[len(module) :]: self._where[name][name] for name in self._where if name.startswith(start)}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor of ``shape.tensors()`` in float32, decoded where it is quantized."""
+        module, size = name.removesuffix(".weight"), self.shape.tensors()[name]
+        spec = self.spec(module) if module in self.shape.linears() else None
+        if spec is not None:
+            try:
+                return decode_layer(spec, self.tensors(module), (size[0], size[1]))
+            except ValueError as error:
+                raise ValueError(f"{self.folder}: {module}: {error}") from None
+        file = self._where.get(name)
+        if file is None:
+            raise ValueError(f"{self.folder} has no tensor {name}")
+        array = file[name]
+        if array.shape != size or array.dtype.name not in _FLOATS:
+            raise ValueError(
+                f"{self.folder}: {name} is {array.dtype.name}{array.shape}, and the config makes it a float of {size}"
+            )
+        return array.astype(np.float32)
+
+    def source(self) -> Source:
+        """Return the model for an exporter or an import; static input scales come along as amaxes."""
+        return Source(self.shape, self.read, self.vocabulary(), self.input_amax(), lambda name: None)
+
+    def input_amax(self) -> dict[str, float]:
+        """Return the largest magnitude of the input that a stored static scale stands for, by layer."""
+        found = {}
+        for module in self.shape.linears():
+            scale = self._where.get(f"{module}.input_scale") or self._where.get(f"{module}.activation_scale")
+            spec = self.spec(module)
+            if scale is None or spec is None or spec.input is None or spec.weight.dtype != "float8_e4m3fn":
+                continue
+            name = next(each for each in (f"{module}.input_scale", f"{module}.activation_scale") if each in scale)
+            found[module] = float(np.max(scale[name].astype(np.float32))) * 448.0
+        return found
+
+    def vocabulary(self) -> Vocabulary | None:
+        """Return the tokenizer, None where the folder has no ``tokenizer.json``."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
+        return of_tokenizer_json(read_json(path), *(value if type(value) is int else None for value in ids))
+
+    def close(self) -> None:
+        """Forget the mapped files."""
+        for file in self._files:
+            file.__exit__(None, None, None)
+
+    def _open_files(self) -> list[SafetensorsFile]:
+        index, single = self.folder / INDEX, self.folder / "model.safetensors"
+        if not index.is_file():
+            return [SafetensorsFile(single)]
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(value, str) for value in places.values()):
+            raise ValueError(f"{index} has no weight_map of names to files")
+        names = sorted(set(places.values()))
+        for name in names:
+            if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                raise ValueError(f"{index} names the file {show(name)}, which is none beside it")
+        files = {name: SafetensorsFile(self.folder / name) for name in names}
+        for tensor, name in places.items():
+            if tensor not in files[name]:
+                raise ValueError(f"{index} has {show(tensor)} in {name}, and it is not there; download it again")
+        for name, file in files.items():
+            for tensor in file:
+                if places.get(tensor) != name:
+                    raise ValueError(f"{self.folder / name} has {show(tensor)}, which the index places elsewhere")
+        return list(files.values())
+
+    def _check_names(self) -> None:
+        """Refuse tensors that nothing reads and those that are missing."""
+        wanted = {name.removesuffix(".weight") for name in self.shape.tensors()}
+        for name in self._where:
+            module = name.rpartition(".")[0]
+            is_buffer = name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))
+            if module == HEAD and self.shape.tied:
+                continue  # the embedding once more
+            if module not in wanted and not is_buffer:
+                raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama of its config has not")
+        for module in sorted(wanted):
+            if not any(name.startswith(f"{module}.") for name in self._where):
+                raise ValueError(f"{self.folder} has no tensors of {module}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a mapping.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: it is too large, or no mapping.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give a folder of a Hugging Face model")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any config")
+    try:
+        contents = json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download it again") from None
+    if not isinstance(contents, Mapping):
+        raise ValueError(f"{path} holds {type(contents).__name__}, not a mapping")
+    return dict(contents)

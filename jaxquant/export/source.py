@@ -1,0 +1,85 @@
+"""What an exporter takes: named float tensors that are read one at a time, the model's shape and its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxquant.core.qtensor import QTensor
+from jaxquant.export.llama import LlamaShape, fused_with
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer on its way into files.
+
+    Attributes:
+      tokens: texts by number, as byte-level BPE spells them; shorter than the embedding where that is padded.
+      merges: pairs in their order, joined by a space.
+      special: numbers of control tokens, such as the beginning of a text.
+      bos, eos, pad: numbers, or None.
+      tokenizer_json: a ``tokenizer.json`` of the tokenizers package.
+      pre: name of the pre-tokenizer in GGUF files.
+    """
+
+    tokens: tuple[str, ...]
+    merges: tuple[str, ...]
+    special: frozenset[int]
+    bos: int | None
+    eos: int | None
+    pad: int | None
+    tokenizer_json: Mapping[str, Any]
+    pre: str = "default"
+
+    @property
+    def ids(self) -> dict[str, int | None]:
+        """The numbers that ``config.json`` and ``generation_config.json`` have."""
+        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model to export.
+
+    Attributes:
+      shape: of the model.
+      read: name of a tensor, as ``LlamaShape.tensors`` has it -> float32 array.
+      vocabulary: its tokenizer; None writes no tokenizer files.
+      input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
+      packed: name of a linear layer -> ``QTensor`` of its weight as [out, in], where it lies in a tensor format; None
+        for float ones.
+    """
+
+    shape: LlamaShape
+    read: Callable[[str], np.ndarray]
+    vocabulary: Vocabulary | None = None
+    input_amax: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    packed: Callable[[str], QTensor | None] = lambda name: None
+
+    def weight(self, module: str) -> np.ndarray:
+        """Return the weight [out, in] of a linear layer."""
+        return self.read(f"{module}.weight")
+
+    def fused_amax(self, module: str) -> float:
+        """Return the largest magnitude of a weight and of those that servers fuse with it."""
+        return max(float(np.max(np.abs(self.weight(name)))) for name in fused_with(module))
+
+    def fused_input_amax(self, module: str) -> float:
+        """Return the largest magnitude of the input of a linear layer and of those that servers fuse with it.
+
+        Raises:
+          ValueError: nobody measured it.
+        """
+        try:
+            found = [self.input_amax[name] for name in fused_with(module)]
+        except KeyError as error:
+            raise ValueError(
+                f"the input of {error.args[0]} has no amax, and this format stores its scale; calibrate the model, or "
+                "use a format with dynamic scales"
+            ) from None
+        if not all(np.isfinite(value) and value > 0 for value in found):
+            raise ValueError(f"the input of {module} has the amax {max(found)}, which is no scale; calibrate the model")
+        return max(found)

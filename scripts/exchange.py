@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Load what the exporters write with the libraries that it is for, and compare logits, weights, text and perplexity.
+
+transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. They are the extra ``exchange``
+(``pip install '.[exchange]'``: torch, and a compiler for llama.cpp); the suite does not run this. Figures go to
+benchmarks/exchange.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
+from train.config import TrainConfig
+from train.data import make_iterators
+from train.exporting import CALIBRATION_BATCHES, open_source
+from train.importing import float_parameters, imported_config
+from train.model import Decoder
+from train.step import model_config
+
+Logits = Callable[[np.ndarray], np.ndarray]
+LENGTH, NEW = 128, 64
+LOGIT_BOUND = 2e-3
+"""Of |Δ| over the logits' root mean square, for float32 on both sides."""
+F16_BOUND = 2e-2
+"""The same where llama.cpp rounds activations to float16."""
+PERPLEXITY_BOUND = 0.005
+PACKAGES = ("jax", "torch", "transformers", "compressed-tensors", "llama-cpp-python")
+
+
+def our_logits(source: Source) -> Logits:
+    """Return a function from tokens [n] to logits [n, V] of the decoder with a model's decoded weights, in float32."""
+    config = imported_config(source.shape, Path("checkpoint"), None, {"dtype": "float32"})
+    decoder = Decoder(model_config(config, source.shape.vocab_size))
+    tokens = jnp.zeros((1, LENGTH), jnp.int32)
+    shapes = jax.eval_shape(decoder.init, jax.random.key(0), tokens)["params"]
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.zeros(()).sharding), shapes)
+    params = float_parameters(source, config, placed)
+    run = jax.jit(lambda tokens: decoder.apply({"params": params}, tokens))
+
+    def logits(tokens: np.ndarray) -> np.ndarray:
+        padded = np.zeros((1, -(-len(tokens) // LENGTH) * LENGTH), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(run(padded))[0, : len(tokens)]
+
+    return logits
+
+
+def transformers_logits(folder: Path) -> Logits:
+    """Return the same of transformers, which decompresses a quantized folder and quantizes inputs as it says."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # compressed-tensors decompresses at the first call, some formats to bfloat16, which float32 inputs do not go with.
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.zeros((1, 2), dtype=torch.int64))
+    model = model.to(torch.float32)
+
+    def logits(tokens: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor(tokens[None].astype(np.int64))).logits[0].float().numpy()
+
+    return logits
+
+
+def llama_cpp_logits(path: Path) -> Logits:
+    """Return the same of llama.cpp."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        str(path), n_ctx=2 * LENGTH, n_batch=2 * LENGTH, n_threads=2, logits_all=True, verbose=False
+    )
+
+    def logits(tokens: np.ndarray) -> np.ndarray:
+        model.reset()
+        model.eval([int(token) for token in tokens])
+        return np.array(model.scores[: len(tokens)])
+
+    return logits
+
+
+def greedy(logits: Logits, prompt: np.ndarray) -> list[int]:
+    """Complete a prompt with the most likely tokens."""
+    tokens = list(prompt)
+    for _ in range(NEW):
+        tokens.append(int(np.argmax(logits(np.array(tokens))[-1])))
+    return tokens[len(prompt) :]
+
+
+def first_difference(logits: Logits, prompt: np.ndarray, ours: list[int], theirs: list[int]) -> float:
+    """Return how far apart our two logits are where two completions part, over their rms; 0 where they do not."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a != b:
+            last = logits(np.array([*prompt, *ours[:place]]))[-1]
+            return float((last[a] - last[b]) / np.sqrt(np.mean(last**2)))
+    return 0.0
+
+
+def perplexity(logits: Logits, texts: Sequence[np.ndarray]) -> float:
+    """Return exp of the mean negative log likelihood of each next token."""
+    total = count = 0.0
+    for tokens in texts:
+        scores = logits(tokens[:-1]).astype(np.float64)
+        peak = scores.max(-1, keepdims=True)
+        logs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
+        total -= logs[np.arange(len(tokens) - 1), tokens[1:]].sum()
+        count += len(tokens) - 1
+    return float(np.exp(total / count))
+
+
+def relative(theirs: np.ndarray, ours: np.ndarray) -> float:
+    return float(np.max(np.abs(theirs - ours)) / np.sqrt(np.mean(np.square(ours))))
+
+
+def decompressed(folder: Path) -> float:
+    """Return the largest difference of our decoded weights to compressed-tensors', over their largest magnitude."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    files = HfFolder(folder)
+    config = QuantizationConfig.model_validate(files.config["quantization_config"])
+    scheme = config.config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
+    worst = 0.0
+    for module in files.shape.linears():
+        state = {}
+        for end, array in files.tensors(module).items():
+            kind = array.dtype.name
+            view = {"float8_e4m3fn": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}.get(kind)
+            raw = array.view(np.uint8 if kind == "float8_e4m3fn" else np.int16) if view else array
+            tensor = torch.from_numpy(np.array(raw))
+            state[end.removeprefix(".")] = tensor.view(view) if view else tensor
+        back = compressor.decompress(state, scheme)
+        weight = (back["weight"] if isinstance(back, dict) else back).float().numpy()
+        own = files.read(f"{module}.weight")
+        worst = max(worst, float(np.max(np.abs(weight - own)) / np.max(np.abs(own))))
+    return worst
+
+
+def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
+    export(source, folder, name, dtype="float32")
+    ours, theirs = our_logits(HfFolder(folder).source()), transformers_logits(folder)
+    delta = max(relative(theirs(text), ours(text)) for text in texts)
+    row: dict[str, Any] = {"format": name, "loader": "transformers", "max |Δ logit| / rms": f"{delta:.2e}"}
+    a, b = perplexity(ours, texts), perplexity(theirs, texts)
+    row |= {"perplexity, ours": f"{a:.4f}", "theirs": f"{b:.4f}", "differs": f"{100 * (b / a - 1):+.3f} %"}
+    note = ""
+    if name.startswith("ct_"):
+        try:
+            note = f"weights differ by {decompressed(folder):.1e} of their largest"
+        except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+            note = f"its decompressor was not reached: {type(error).__name__} {str(error)[:80]}"
+    quantizes_inputs = name.startswith(("ct_fp8", "ct_int8", "ct_nvfp4"))
+    is_good = abs(b / a - 1) < PERPLEXITY_BOUND if quantizes_inputs else delta < LOGIT_BOUND
+    return {**row, "greedy": "", "note": note + ("; inputs quantized there" if quantizes_inputs else ""), "ok": is_good}
+
+
+def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
+    export(source, path, name)
+    ours, theirs = our_logits(open_gguf(path)), llama_cpp_logits(path)
+    delta = max(relative(theirs(text), ours(text)) for text in texts)
+    a, b = perplexity(ours, texts), perplexity(theirs, texts)
+    prompt = texts[0][:16]
+    completions = greedy(ours, prompt), greedy(theirs, prompt)
+    apart = first_difference(ours, prompt, *completions)
+    same = "equal" if completions[0] == completions[1] else f"parts where two logits are {apart:.1e} rms apart"
+    is_good = abs(b / a - 1) < PERPLEXITY_BOUND and (name != "gguf_f16" or apart < F16_BOUND)
+    return {
+        "format": name,
+        "loader": "llama.cpp",
+        "max |Δ logit| / rms": f"{delta:.2e}",
+        "perplexity, ours": f"{a:.4f}",
+        "theirs": f"{b:.4f}",
+        "differs": f"{100 * (b / a - 1):+.3f} %",
+        "greedy": same,
+        "note": "",
+        "ok": is_good,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare; 0 where every format is within its bound, 1 where one is not, 2 where nothing could be compared."""
+    parser = argparse.ArgumentParser(prog="scripts/exchange.py", description=__doc__.splitlines()[0])
+    parser.add_argument("run", metavar="RUN", help="folder of a run whose contractions are multiples of 256")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all that are loaded here")
+    parser.add_argument("--texts", type=int, default=4, metavar="N", help="held-out sequences (default: %(default)s)")
+    parser.add_argument("--out", default="benchmarks/exchange.md", help="(default: %(default)s)")
+    words = parser.parse_args(arguments)
+    loaded = [name for name in FORMATS if name.startswith(("hf", "ct_", "gguf_"))]
+    rows = []
+    try:
+        config = _config(words.run)
+        batch = next(make_iterators(config, max(words.texts, 1)).held_out())
+        texts = [np.asarray(row)[:LENGTH] for row in batch["inputs"]][: words.texts]
+        source = open_source(words.run, batches=CALIBRATION_BATCHES)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in words.formats or loaded:
+                compare = compare_gguf if name.startswith("gguf_") else compare_folder
+                rows.append(compare(source, name, Path(folder) / name, texts))
+                print(" | ".join(str(value) for value in rows[-1].values()), flush=True)
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _write(Path(words.out), rows, words.texts)
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _config(run: str) -> TrainConfig:
+    from jaxquant.config.loader import build, load_yaml
+
+    return build(TrainConfig, load_yaml(Path(run) / "config.yml"))
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int) -> None:
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} absent")
+    lines = [
+        "# exchange",
+        "",
+        f"One model in every format, loaded by the library that the format is for. Logits and perplexity of {texts} "
+        f"held-out sequences of {LENGTH} tokens against our decoder in float32 with the weights decoded from the same "
+        f"files; greedy is a completion of {NEW} tokens. Bounds: float and weight-only folders "
+        f"{LOGIT_BOUND:g} of the logits' rms; perplexity {100 * PERPLEXITY_BOUND:g} % elsewhere (llama.cpp and folders "
+        f"whose inputs are quantized when they run); F16 completions part at most where two logits lie within "
+        f"{F16_BOUND:g} of their rms.",
+        "",
+        f"{datetime.date.today().isoformat()}, {', '.join(versions)}.",
+        "",
+    ]
+    names = list(rows[0])
+    lines += [f"| {' | '.join(names)} |", "| " + " | ".join("---" for _ in names) + " |"]
+    lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

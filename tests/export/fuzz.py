@@ -1,0 +1,179 @@
+"""Mutated checkpoints: ``python -m tests.export.fuzz 70000`` tries many.
+
+A file is refused in words, or it is read, and then an independent reader finds the same bytes in it. A crash is another
+exception; a hang is a case that computes for more than two seconds, or that takes a minute.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import random
+import struct
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
+from jaxquant.export.gguf_file import GgufFile
+from jaxquant.export.safetensors import DTYPES
+from jaxquant.export.vocabulary import byte_vocabulary
+
+DOCUMENTED = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
+SHAPE = LlamaShape(320, 32, 32, 1, 2, 1, 16, max_length=16)
+SLOWEST = 2.0
+_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 31, 33, 2**31, 2**40, 2**63, 2**64, -(2**63), 1.5, -0.0, 1e300, "", "a", "F8_E4M3",
+    "BF16", "fp8", "../x", "\0", "\ud800", [], [0], [128, 128], [-1, 1], {}, {"a": 1}, [[]], "re:(", "re:(a+)+$",
+)  # fmt: skip
+
+
+def seeds(folder: Path) -> tuple[Path, bytes]:
+    """Write a folder in fp8 blocks, with an index, and a GGUF file; give both."""
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPE.tensors().items()}
+    source = Source(SHAPE, tensors.__getitem__, byte_vocabulary(320))
+    export(source, folder / "hf", "fp8_block", shard_bytes=30_000)
+    export(source, folder / "m.gguf", "gguf_q8_0")
+    return folder / "hf", (folder / "m.gguf").read_bytes()
+
+
+def mutate_json(rng: random.Random, value: Any) -> Any:
+    """Return a JSON value with one place changed, removed or added."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key, new = rng.choice(list(value)), dict(value)
+        kind = rng.random()
+        if kind < 0.1:
+            del new[key]
+        elif kind < 0.2:
+            new[rng.choice(["a", "__metadata__", key + "x", "lm_head.weight"])] = new[key]
+        else:
+            new[key] = mutate_json(rng, value[key])
+        return new
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        new = list(value)
+        place = rng.randrange(len(new))
+        new[place] = mutate_json(rng, new[place])
+        return new
+    if type(value) is int and rng.random() < 0.5:
+        return value + rng.choice([-1, 1, -value, value, 2**32])
+    return rng.choice(_VALUES)
+
+
+def mutate_bytes(rng: random.Random, data: bytes, upto: int) -> bytes:
+    """Return bytes with some of the first ``upto`` changed, cut out, put in or the end cut off."""
+    place, kind = rng.randrange(max(1, min(upto, len(data)))), rng.random()
+    if kind < 0.5:
+        new = bytearray(data)
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            new[rng.randrange(max(1, min(upto, len(data))))] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
+        return bytes(new)
+    if kind < 0.65:
+        word = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**32, 2**63, 2**64 - 1, len(data), len(data) + 1]))
+        return data[:place] + word + data[place + 8 :]
+    if kind < 0.8:
+        return data[:place]
+    if kind < 0.9:
+        return data[:place] + data[place + rng.randrange(1, 9) :]
+    return data[:place] + rng.randbytes(rng.randrange(1, 9)) + data[place:]
+
+
+def header_of(data: bytes) -> tuple[Any, bytes]:
+    length = struct.unpack("<Q", data[:8])[0]
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def with_header(header: Any, rest: bytes) -> bytes:
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(text)) + text + rest
+
+
+def check_folder(folder: Path) -> None:
+    """Read a folder, and compare every tensor with what a plain reader finds at the place that the header says."""
+    read = HfFolder(folder)
+    for name in read.shape.tensors():
+        assert read.read(name).shape == read.shape.tensors()[name]
+    for path in folder.glob("*.safetensors"):
+        header, data = header_of(path.read_bytes())
+        for name, row in header.items():
+            if name == "__metadata__" or name not in read._where:
+                continue
+            start, stop = row["data_offsets"]
+            array = read._where[name][name]
+            assert math.prod(row["shape"]) * DTYPES[row["dtype"]].itemsize == stop - start == array.nbytes
+            assert array.tobytes() == data[start:stop]
+
+
+def check_gguf(path: Path) -> None:
+    """Read a file, and compare every tensor with what llama.cpp's own reader finds."""
+    read = open_gguf(path)
+    for name in read.shape.tensors():
+        assert read.read(name).shape == read.shape.tensors()[name]
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    assert {tensor.name for tensor in theirs.tensors} == set(ours.tensors)
+    for tensor in theirs.tensors:
+        assert tensor.data.tobytes() == ours.raw(tensor.name).tobytes()
+
+
+def case(rng: random.Random, folder: Path, files: dict[str, bytes], seed: bytes, target: Path) -> None:
+    """Make one mutated checkpoint and try it."""
+    kind = rng.random()
+    if kind < 0.4:
+        head = seed.index(b"output_norm") + 600  # metadata and the places of tensors
+        target.write_bytes(mutate_bytes(rng, seed, head if rng.random() < 0.9 else len(seed)))
+        check_gguf(target)
+        return
+    name = rng.choice(list(files))
+    data = files[name]
+    if name.endswith(".safetensors"):
+        if kind < 0.7:
+            header, rest = header_of(data)
+            new = with_header(mutate_json(rng, header), rest)
+        else:
+            new = mutate_bytes(rng, data, 8 + struct.unpack("<Q", data[:8])[0])
+    elif kind < 0.85:
+        new = json.dumps(mutate_json(rng, json.loads(data))).encode("utf-8", "surrogatepass")
+    else:
+        new = mutate_bytes(rng, data, len(data))
+    (folder / name).write_bytes(new)
+    try:
+        check_folder(folder)
+    finally:
+        (folder / name).write_bytes(data)
+
+
+def main(count: int, seed: int = 0) -> collections.Counter[str]:
+    """Try mutated checkpoints and count what became of them."""
+    rng, found, slowest = random.Random(seed), collections.Counter[str](), 0.0
+    with tempfile.TemporaryDirectory() as name:
+        folder, file = seeds(Path(name))
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith("token")}
+        files.pop("generation_config.json")  # nothing here reads it
+        for number in range(count):
+            state, began, started = rng.getstate(), time.process_time(), time.perf_counter()
+            try:
+                case(rng, folder, files, file, Path(name) / "try.gguf")
+                found["read"] += 1
+            except DOCUMENTED as error:
+                if len(str(error)) < 10:
+                    raise AssertionError(f"case {number} of seed {seed} is refused without words: {error!r}") from None
+                found[type(error).__name__] += 1
+            except BaseException:
+                print(f"case {number} of seed {seed}, {hash(state)}", file=sys.stderr)
+                raise
+            slowest = max(slowest, time.process_time() - began, (time.perf_counter() - started) / 30)
+            assert slowest < SLOWEST or number < 3, f"case {number} of seed {seed} took {slowest:.1f} s"
+    found["slowest ms"] = round(1000 * slowest)
+    return found
+
+
+if __name__ == "__main__":
+    began = time.perf_counter()
+    counts = main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    print(f"{dict(counts)} in {time.perf_counter() - began:.0f} s")

@@ -1,0 +1,215 @@
+"""Every writer: write, parse its config, read; equal tensors and rules, against the packages that own the formats."""
+
+import json
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxquant.config.hf import QuantFormat, parse_quant_config, read_quantization
+from jaxquant.core.qtensor import dequantize
+from jaxquant.export import FORMATS, SCHEMES, HfFolder, export, export_experts, open_gguf
+from jaxquant.export.gguf import to_halves, to_neighbours
+from jaxquant.export.gpt_oss import decode_experts
+from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int4
+from jaxquant.export.llama import fused_with
+from jaxquant.export.safetensors import SafetensorsFile
+from jaxquant.formats import codec
+from tests.export.models import SHAPE, source, tensors
+
+FOLDERS = tuple(SCHEMES)
+# dB that a format keeps of normal weights, from the relative RMSEs of the formats, less 0.7 for one scale for several
+# layers: e4m3 .0265, int8 of 256 neighbours .0073, int4 of 128 .11, MXFP4 .1154, NVFP4 .0950.
+FLOORS = {
+    "hf": 50, "ct_fp8_dynamic": 31, "ct_fp8_static": 30, "ct_int8": 41, "ct_w4a16": 18.3, "ct_nvfp4": 19.7,
+    "ct_mxfp4": 18.0, "fp8_block": 31, "fbgemm_fp8": 31, "modelopt_fp8": 30, "modelopt_nvfp4": 19.7,
+}  # fmt: skip
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports")
+    return folder, {name: export(source(), folder / name, name, shard_bytes=3 * 10**5) for name in FOLDERS}
+
+
+def sqnr(x, back):
+    return 10 * np.log10(np.sum(np.square(x, dtype=np.float64)) / np.sum(np.square(x - back, dtype=np.float64)))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_reads_as_it_was_written(written, name):
+    folder, rows = written[0] / name, {row.tensor: row for row in written[1][name]}
+    read = HfFolder(folder)
+    assert read.shape == SHAPE
+    back = read.source()
+    assert (back.vocabulary.tokens[256], back.vocabulary.ids) == (
+        "<|begin_of_text|>",
+        {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258},
+    )
+    assert list(rows) == list(SHAPE.tensors())
+    for tensor, weight in tensors().items():
+        found = read.read(tensor)
+        if tensor.removesuffix(".weight") in SHAPE.linears():
+            assert sqnr(weight, found) >= FLOORS[name]
+            assert sqnr(weight, found) == pytest.approx(rows[tensor].sqnr, abs=1e-4)
+        else:
+            np.testing.assert_array_equal(found, weight.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "hf"])
+def test_a_config_says_what_was_written(written, name):
+    config = json.loads((written[0] / name / "config.json").read_text())
+    rules = read_quantization(config)
+    assert all(rules.is_quantized(module) for module in SHAPE.linears())
+    assert not rules.is_quantized("lm_head")
+    assert rules == HfFolder(written[0] / name).quantization
+    if name.startswith("modelopt"):
+        sidecar = json.loads((written[0] / name / "hf_quant_config.json").read_text())
+        alone = read_quantization({}, None, sidecar)
+        assert [alone.spec(module) for module in SHAPE.linears()] == [rules.spec(module) for module in SHAPE.linears()]
+
+
+def test_max_reads_what_it_supports(written):
+    formats = {"ct_fp8_dynamic": QuantFormat.COMPRESSED_TENSORS_FP8, "fp8_block": QuantFormat.BLOCKSCALED_FP8}
+    for name, format in formats.items():
+        read = HfFolder(written[0] / name)
+        names = {f"{module}{end}": array for module in SHAPE.linears() for end, array in read.tensors(module).items()}
+        stripped = {key.removeprefix("model."): value for key, value in names.items()}
+        stripped["embed_tokens.weight"] = read.tensors("model.embed_tokens")[".weight"]
+        found = parse_quant_config(read.config, stripped, "float8_e4m3fn")
+        assert (found.format, found.mlp_quantized_layers) == (format, frozenset({0, 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("ct_fp8_static", ".weight_scale"),
+        ("ct_fp8_static", ".input_scale"),
+        ("ct_nvfp4", ".weight_global_scale"),
+        ("ct_nvfp4", ".input_global_scale"),
+        ("modelopt_fp8", ".weight_scale"),
+        ("modelopt_fp8", ".input_scale"),
+        ("modelopt_nvfp4", ".weight_scale_2"),
+        ("modelopt_nvfp4", ".input_scale"),
+    ],
+)
+def test_fused_layers_have_equal_scales(written, name, end):
+    read = HfFolder(written[0] / name)
+    for module in SHAPE.linears():
+        assert len({float(read.tensors(other)[end].reshape(())) for other in fused_with(module)}) == 1
+    values = {float(read.tensors(module)[end].reshape(())) for module in SHAPE.linears()}
+    assert len(values) == 8  # of both layers: q, k, v; gate, up; o; down
+
+
+def test_the_container_is_the_librarys(written):
+    """The index lists every tensor, and each is where safetensors' own rules put it."""
+    folder = written[0] / "ct_w4a16"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 1
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    loaded = {name: SafetensorsFile(folder / name) for name in files}
+    assert sum(file.path.stat().st_size for file in loaded.values()) >= index["metadata"]["total_size"]
+    for tensor, file in index["weight_map"].items():
+        assert tensor in loaded[file]
+        assert not loaded[file][tensor].flags.writeable
+    np.testing.assert_array_equal(loaded[index["weight_map"][f"{Q}.weight_shape"]][f"{Q}.weight_shape"], [256, 256])
+
+
+def test_int4_lies_eight_to_a_word_lowest_first():
+    codes = np.arange(-8, 8, dtype=np.int8)[None]
+    assert pack_int4(codes)[0].view(np.uint32).tolist() == [0x76543210, 0xFEDCBA98]
+    np.testing.assert_array_equal(unpack_int4(pack_int4(codes[:, :13]), 13), codes[:, :13])
+
+
+def test_experts_are_gpt_oss_s(tmp_path):
+    rng = np.random.default_rng(1)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    kernel = rng.normal(size=(3, 64, 32)).astype(np.float32)
+    others = {"model.layers.0.mlp.router.weight": rng.normal(size=(3, 64)).astype(np.float32)}
+    export_experts([(name, kernel), *others.items()], {"architectures": ["GptOssForCausalLM"]}, tmp_path / "moe")
+    rules = read_quantization(json.loads((tmp_path / "moe/config.json").read_text()))
+    assert rules.is_quantized("model.layers.0.mlp.experts")
+    assert not rules.is_quantized("model.layers.0.mlp.router")
+    file = SafetensorsFile(tmp_path / "moe/model.safetensors")
+    blocks, scales = file[f"{name}_blocks"], file[f"{name}_scales"]
+    assert (blocks.shape, scales.shape) == ((3, 32, 2, 16), (3, 32, 2))
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    plain = np.stack([values[blocks & 15], values[blocks >> 4]], -1).reshape(3, 32, 2, 32)
+    plain = (plain * 2.0 ** (scales[..., None].astype(int) - 127)).reshape(3, 32, 64).transpose(0, 2, 1)
+    np.testing.assert_array_equal(decode_experts(blocks, scales), plain.astype(np.float32))
+    assert sqnr(kernel, plain) > 18
+    with pytest.raises(ValueError, match=r"no tensor …experts"):
+        export_experts(others.items(), {}, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K"])
+def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
+    rows = {row.tensor: row for row in export(source(), tmp_path / "m.gguf", f"gguf_{kind.lower()}")}
+    theirs = gguf.GGUFReader(tmp_path / "m.gguf")
+    names = {tensor.name: tensor for tensor in theirs.tensors}
+    assert len(names) == len(rows)
+    value = lambda key: theirs.fields[key].contents()  # noqa: E731
+    assert (value("general.architecture"), value("llama.attention.head_count_kv")) == ("llama", 2)
+    assert value("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-5)
+    tokens = value("tokenizer.ggml.tokens")
+    assert (len(tokens), tokens[65], tokens[32], tokens[257]) == (320, "A", "Ġ", "<|end_of_text|>")
+    attention = names["blk.1.attn_q.weight"]
+    assert attention.tensor_type == gguf.GGMLQuantizationType[kind]
+    decoded = gguf.quants.dequantize(attention.data, attention.tensor_type)
+    back = open_gguf(tmp_path / "m.gguf")
+    assert back.shape == SHAPE
+    np.testing.assert_array_equal(decoded, to_neighbours(back.weight(Q), 4))
+    for name, weight in tensors().items():
+        found = sqnr(weight, back.read(name)) if not name.endswith("norm.weight") else np.inf
+        assert found == pytest.approx(rows[name].sqnr, abs=1e-3)
+    if kind != "F16":
+        # What is read and written again keeps its bytes: no second rounding.
+        export(back, tmp_path / "again.gguf", f"gguf_{kind.lower()}")
+        assert back.packed(Q).shape == (256, 256)
+        np.testing.assert_array_equal(np.asarray(dequantize(back.packed(Q))), back.weight(Q))
+        again = gguf.GGUFReader(tmp_path / "again.gguf")
+        assert all(np.array_equal(tensor.data, names[tensor.name].data) for tensor in again.tensors)
+
+
+def test_rows_of_heads_turn_and_turn_back():
+    weight = np.arange(16 * 3).reshape(16, 3)
+    turned = to_neighbours(weight, 2)
+    assert turned[:8, 0].tolist() == [3 * row for row in (0, 4, 1, 5, 2, 6, 3, 7)]
+    np.testing.assert_array_equal(to_halves(turned, 2), weight)
+
+
+def test_parts_of_a_large_array_are_encoded_alike():
+    x = np.random.default_rng(2).normal(size=(3, 2**20)).astype(np.float32)  # more than one part, the last one short
+    whole = np.asarray(codec("q8_0").encode(x)["blocks"])
+    from jaxquant.export.layouts import encode_blocks
+
+    found = encode_blocks("q8_0", x)["blocks"]
+    np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(decode_blocks("q8_0", found), np.asarray(codec("q8_0").decode({"blocks": whole})))
+
+
+def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
+    with pytest.raises(ValueError, match=r"'gguf_q3' is not known; known ones are hf, ct_fp8"):
+        export(source(), tmp_path / "a", "gguf_q3")
+    with pytest.raises(ValueError, match=r"input of model.layers.0.self_attn.q_proj has no amax"):
+        export(source(input_amax={}), tmp_path / "a", "modelopt_fp8")
+    small = source(shape=SHAPE.__class__(320, 256, 320, 2, 4, 2, 64))
+    with pytest.raises(
+        ValueError, match=r"down_proj contracts 320 elements, no multiple of the 256 of a block of Q4_K"
+    ):
+        export(small, tmp_path / "a", "gguf_q4_k")
+    broken = dict(tensors())
+    broken[f"{Q}.weight"] = np.full((256, 256), np.nan, np.float32)
+    for name in ("ct_fp8_dynamic", "gguf_f16"):
+        with pytest.raises(ValueError, match=r"q_proj.weight has values that are not finite"):
+            export(source(read=broken.__getitem__), tmp_path / "a", name)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a").mkdir()
+    for name in ("hf", "gguf_f16"):
+        with pytest.raises(FileExistsError, match=r"exists; choose another"):
+            export(source(), tmp_path / "a", name)
+    assert set(FORMATS) == {*SCHEMES, *(f"gguf_{kind}" for kind in ("f16", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k"))}

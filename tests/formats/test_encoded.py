@@ -1,0 +1,61 @@
+"""Kernels of any axes in a tensor format: what llama.cpp's decoder makes of the same rows, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.core.qtensor import QTensor, check, dequantize, stacked_blocks
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.formats import encode_tensor
+from tests.reference import through_gguf
+
+CASES = [
+    ((256, 5), (0,), (144, 5)),
+    ((4, 80, 6), (0, 1), (1, 180, 6)),  # two axes, the last block not full
+    ((8, 2, 64), (0, 2), (1, 2, 288)),  # a free axis between
+    ((1, 64, 4), (0, 1), (1, 36, 4)),
+    ((6, 1, 64), (0,), (18, 1, 64)),
+]
+
+
+@pytest.mark.parametrize(("shape", "axes", "stored"), CASES)
+def test_the_contraction_is_one_row_of_blocks(shape, axes, stored):
+    x = jax.random.normal(jax.random.key(0), shape)
+    tensor = encode_tensor(x, "q4_0", axes) if shape[0] != 256 else encode_tensor(x, "q4_k", axes)
+    check(tensor)
+    assert (tensor.qvalue.shape, tensor.qvalue.dtype, tensor.shape) == (stored, jnp.uint8, shape)
+    free = [axis for axis in range(len(shape)) if axis not in axes]
+    rows = np.asarray(x).transpose(*free, *axes).reshape(*[shape[axis] for axis in free], -1)
+    expected = through_gguf(rows, tensor.codec, -1).reshape([shape[axis] for axis in (*free, *axes)])
+    np.testing.assert_array_equal(np.asarray(dequantize(tensor)).transpose(*free, *axes), expected)
+
+
+def test_stacked_layers_are_those_of_each():
+    x = jax.random.normal(jax.random.key(0), (64, 3, 5))  # the layers in the middle
+    stacked = jax.vmap(lambda x: encode_tensor(x, "q8_0", (0,)), in_axes=1, out_axes=1)(x)
+    stacked = stacked_blocks(stacked, (1,))
+    check(stacked)
+    assert stacked.shape == x.shape
+    for layer in range(3):
+        alone = jax.tree.map(lambda part, layer=layer: part[:, layer], stacked)
+        assert alone.shape == (64, 5)
+        np.testing.assert_array_equal(dequantize(alone), dequantize(encode_tensor(x[:, layer], "q8_0", (0,))))
+
+
+def test_what_is_none_is_refused():
+    with pytest.raises(ValueError, match="'mxfp4' has its scales in arrays of their own"):
+        encode_tensor(jnp.ones((64, 2)), "mxfp4", (0,))
+    with pytest.raises(ValueError, match="has no two elements along"):
+        encode_tensor(jnp.ones((1, 2)), "q4_0", (0,))
+    with pytest.raises(ValueError, match="codec 'q4_k' makes its own scales; leave all fields but dtype"):
+        TensorSpec("int4", "per_tensor", codec="q4_k")
+    good = encode_tensor(jnp.ones((64, 2)), "q4_0", (0,))
+    for bad, message in (
+        (QTensor(good.qvalue, block=(64, 1), codec="q4_9"), "format 'q4_9'; known ones are"),
+        (QTensor(good.qvalue, block=(96, 1), codec="q4_0"), "which takes 54 bytes"),
+        (QTensor(good.qvalue, block=None, codec="q4_0"), "give the sizes of its contraction"),
+        (QTensor(good.qvalue.astype(jnp.int8), block=(64, 1), codec="q4_0"), "whose one part is bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(bad)
