@@ -56,6 +56,10 @@ class TrainConfig(QuantConfig):
       scan_layers: one traced layer, scanned; False gives every layer its own path (``layers_0/mlp/wi_0``).
       remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: matmul
         outputs; ``quantized``: the residuals that quantized matmuls name.
+      attention: whose code mixes the values. ``auto``: cuDNN's on NVIDIA GPUs and splash attention on TPUs where they
+        take the shapes, else ``xla``; ``cudnn``, ``splash``: that one or an error.
+      head_chunks: pieces of a sequence whose logits the loss holds at a time (0: as few as keep them under half a
+        gigabyte a sequence).
       dtype: of activations and matmuls; parameters are always float32.
       dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: see ``train.data``.
       sequence_length: tokens of one sequence.
@@ -91,6 +95,8 @@ class TrainConfig(QuantConfig):
     logits_via_embedding: bool = True
     scan_layers: bool = True
     remat_policy: Literal["none", "full", "dots", "quantized"] = "none"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    head_chunks: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     dataset: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
     dataset_path: str = ""
@@ -151,6 +157,11 @@ class TrainConfig(QuantConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.head_chunks and self.sequence_length % self.head_chunks:
+            raise ValueError(
+                f"head_chunks {self.head_chunks} does not divide sequence_length {self.sequence_length}; use 0, which "
+                "chooses"
+            )
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"batch_size {self.batch_size} does not divide into gradient_accumulation_steps "
@@ -187,6 +198,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "norm_epsilon": (_TINY, 1e30),
     "sequence_length": (1, _SIZE),
     "batch_size": (1, _SIZE),
+    "head_chunks": (0, _SIZE),
     "gradient_accumulation_steps": (1, _SIZE),
     "learning_rate": (0, _HUGE),
     "learning_rate_final_fraction": (0, 1),

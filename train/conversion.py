@@ -181,7 +181,7 @@ def convert_run(
     shapes = _shapes(stored)
     state: dict[tuple[str, ...], Any] = {}
     if _needs_calibration(layers, _as_trained(trained), shape, tokens):
-        found = _calibrate(stored, layers, shape, calibration_batches, say)
+        found = calibrate_run(stored, layers, shape, calibration_batches, say)
         collection = quantization_state.OVERWRITE_WITH_GRADIENT
         state = {(collection, *path.split("/")): leaf for path, leaf in leaves_by_path(found).items()}
         shapes[collection] = found
@@ -275,7 +275,7 @@ def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: Decoder
     return any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items())
 
 
-def _calibrate(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
+def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
     """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf.read()), stored.params, is_leaf=lambda x: isinstance(x, Leaf))
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)

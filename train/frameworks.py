@@ -16,7 +16,6 @@ from jaxquant import state as quantization_state
 from jaxquant.backends import RANDOM_STREAM
 from jaxquant.config.backends import BACKENDS
 from jaxquant.inject.layers import LayerReport
-from jaxquant.serving.kv_cache import KVCache
 from train import model as linen_model
 from train import model_nnx
 from train.config import TrainConfig
@@ -33,7 +32,8 @@ class Model:
     Attributes:
       init: key -> (params, quant_state), nested dicts by module name, the same in both frameworks.
       apply: (params, quant_state, inputs, segment_ids, positions, rngs[, cache]) -> logits, and with a cache
-        (logits, cache); see ``train.model.Decoder``.
+        (logits, cache); with ``targets`` the loss of each token, without all logits at once; see
+        ``train.model.Decoder``.
       linen: the Linen decoder of these parameters, for looking inside: itself, or the twin of an NNX one.
       apply_linen: its ``apply``, called as ours.
       layers: what the configuration makes of each linear layer.
@@ -66,9 +66,9 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
     def init(key: jax.Array) -> tuple[Any, Any]:
         return quantization_state.split(linen.init({"params": key, RANDOM_STREAM: key}, tokens))
 
-    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, cache: KVCache | None = None) -> Any:
+    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, **given: Any) -> Any:
         variables = quantization_state.merge(params, quant_state)
-        return linen.apply(variables, *inputs, rngs={name: rngs[name] for name in streams}, **_given(cache))
+        return linen.apply(variables, *inputs, rngs={name: rngs[name] for name in streams}, **given)
 
     if config.framework == "linen":
         layers = jaxquant.describe_layers(linen_model.Decoder(shape), config, tokens)
@@ -100,18 +100,14 @@ def _make_nnx(
 
     structure, blank = nnx.split(nnx.eval_shape(quantized, nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
 
-    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, cache: KVCache | None = None) -> Any:
+    def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, **given: Any) -> Any:
         model = nnx.merge(structure, blank, copy=True)
         serving.update_nnx(model, params)
         nnx.update(model, _as_in_nnx(quant_state))
         with quantization_state.by_hand():  # the step differentiates both arguments and updates both
-            return model(*inputs, **_given(cache))  # pyright: ignore[reportCallIssue]
+            return model(*inputs, **given)  # pyright: ignore[reportCallIssue]
 
     return Model(init, apply, linen, apply_linen, jaxquant.describe_layers(plain, config, tokens))
-
-
-def _given(cache: KVCache | None) -> dict[str, KVCache]:
-    return {} if cache is None else {"cache": cache}
 
 
 def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:

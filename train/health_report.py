@@ -11,12 +11,37 @@ from jaxquant.ops.arguments import TENSORS
 from train.runs import Run
 
 STATISTICS: dict[str, dict[str, Any]] = {
-    "sqnr": {"title": "SQNR", "unit": " dB", "is_worse": "low", "about": "Signal over rounding error; low is bad."},
-    "saturated": {"title": "Saturated", "is_worse": "high", "about": "Share of elements that were clipped."},
-    "flushed": {"title": "Flushed to zero", "is_worse": "high", "about": "Share of nonzero elements that became 0."},
-    "amax": {"title": "Amax", "is_worse": "", "about": "Largest magnitude."},
-    "scale": {"title": "Scale", "is_worse": "", "about": "The largest that the tensor was quantized with."},
-    "nonfinite": {"title": "Not finite", "is_worse": "high", "about": "Share of elements that are infinite or NaN."},
+    "sqnr": {
+        "title": "SQNR",
+        "unit": " dB",
+        "is_worse": "low",
+        "about": "Signal over rounding error. Bad: under 20 dB in eight bits, under 10 in four, or falling.",
+    },
+    "saturated": {
+        "title": "Saturated",
+        "is_worse": "high",
+        "about": "Share of elements that were clipped. Bad: above 1 %; the scale is too small for the tensor.",
+    },
+    "flushed": {
+        "title": "Flushed to zero",
+        "is_worse": "high",
+        "about": "Share of nonzero elements that became 0. Bad: growing in output gradients; those are lost.",
+    },
+    "amax": {
+        "title": "Amax",
+        "is_worse": "",
+        "about": "Largest magnitude. Bad: a row that grows step by step, or jumps; what follows may overflow.",
+    },
+    "scale": {
+        "title": "Scale",
+        "is_worse": "",
+        "about": "The largest that the tensor was quantized with. Bad: a jump; small elements are flushed then.",
+    },
+    "nonfinite": {
+        "title": "Not finite",
+        "is_worse": "high",
+        "about": "Share of elements that are infinite or NaN. Bad: any; it began in the layer that has them first.",
+    },
 }
 """What is drawn. ``is_worse``: the end of the colours that stands out, "" for neither."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
 from train import processes
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
@@ -224,6 +225,7 @@ def _train(
             return agreed if jax.process_count() > 1 else reason() is not None
 
         batch: Batch = {}
+        on_accelerator = program.mesh.devices.flat[0].platform != "cpu"
         saved = 0
         held_out = _held_out(program, data, state) if first >= config.steps else None
         for step in range(first + 1, config.steps + 1):
@@ -238,6 +240,9 @@ def _train(
             asked = stop_anywhere.ask(reason() is not None)
             settle()
             pending = _Pending(step, values, placed, before, asked, measured)
+            if on_accelerator and (step == first + 1 or _due(step, config.eval_every)):
+                # From here on no cast waits for its own amax: one more compilation, which a CPU would not earn back.
+                state = state._replace(quant_state=quantization_state.warm(state.quant_state))
             last = step == config.steps
             saving = last or _due(step, config.checkpoint_every) or stopping()
             if saving:

@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax.linen.dtypes import promote_dtype
 
 from jaxquant.ops.remat import save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
+from train.attention import Kind, attend, visibility
+
+HEAD_ELEMENTS = 2**27
+"""Logits of one sequence that a loss holds at a time: half a gigabyte of float32."""
 
 REMAT_POLICIES = {
     "full": None,
@@ -71,6 +76,8 @@ class DecoderConfig:
     scan_layers: bool = True
     remat_policy: str = "none"
     dtype: str = "float32"
+    attention: Kind = "xla"
+    head_chunks: int = 0
     activation_sharding: jax.sharding.Sharding | None = None
 
     def dense(self, features: int | tuple[int, ...], name: str, axis: int | tuple[int, ...] = -1) -> nn.DenseGeneral:
@@ -91,19 +98,6 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
-
-
-def attention_mask(
-    tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Return the mask [batch, 1, query, key] of a batch, True where a query may look, and its positions."""
-    length = tokens.shape[1]
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    if segment_ids is not None:
-        mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return mask, positions
 
 
 def cached_mask(
@@ -171,16 +165,56 @@ def empty_cache(
 
 
 def masks(
-    tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None, cache: KVCache | None
+    c: DecoderConfig,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None,
+    positions: jax.Array | None,
+    cache: KVCache | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return the mask of a call, its positions and, with a cache, which tokens are written to it."""
-    if cache is None:
-        return *attention_mask(tokens, segment_ids, positions), None
-    return cached_mask(tokens, segment_ids, positions, cache)
+    """Return who may look at whom (``visibility``), positions and, with a cache, which tokens are written to it."""
+    if cache is not None:
+        return cached_mask(tokens, segment_ids, positions, cache)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return visibility(c.attention, tokens, segment_ids), positions, None
+
+
+def mix(
+    c: DecoderConfig, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, cached: Cached | None
+) -> jax.Array:
+    """Mix values by attention: a cache's by XLA's, whose mask may be any."""
+    kind = c.attention if cached is None else "xla"
+    return attend(query, key, value, mask, kind, c.activation_sharding)
+
+
+def head_chunks(c: DecoderConfig, length: int) -> int:
+    """Return in how many pieces a sequence's logits are made, for a loss that needs no more than one at a time.
+
+    They are the fewest that divide it into pieces of ``HEAD_ELEMENTS`` logits at most, and one where all are few.
+    """
+    if c.head_chunks:
+        return c.head_chunks
+    fits = (n for n in range(1, length + 1) if length % n == 0 and length // n * c.vocab_size <= HEAD_ELEMENTS)
+    return next(fits, length)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the loss of every token, in float32."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+
+
+def in_chunks(x: jax.Array, n: int) -> jax.Array:
+    """Cut [batch, sequence, ...] along the sequence into [n, batch, sequence / n, ...]."""
+    return x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1)
+
+
+def from_chunks(x: jax.Array) -> jax.Array:
+    """Undo ``in_chunks``."""
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; ``mask`` is [batch, 1, query, key], True where a query may look."""
+    """Grouped-query attention; ``mask`` says where a query may look (``masks``)."""
 
     config: DecoderConfig
 
@@ -195,7 +229,7 @@ class SelfAttention(nn.Module):
         query, key = rotate(query, positions, c.rope_theta), rotate(key, positions, c.rope_theta)
         if cached is not None:
             cached, key, value = cached.update(key, value, positions)
-        mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+        mixed = mix(c, query, key, value, mask, cached)
         return c.dense(c.emb_dim, "out", axis=(-2, -1))(mixed), cached
 
 
@@ -229,7 +263,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits (float32).
+    """Tokens to logits (float32) or, where ``targets`` are given, to the loss of each token.
 
     Packed documents do not see each other: a query looks at keys before it with its own segment id.
 
@@ -247,9 +281,10 @@ class Decoder(nn.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: KVCache | None = None,
+        targets: jax.Array | None = None,
     ) -> Any:
         c = self.config
-        mask, positions, valid = masks(tokens, segment_ids, positions, cache)
+        mask, positions, valid = masks(c, tokens, segment_ids, positions, cache)
         embedder = nn.Embed(
             c.vocab_size,
             c.emb_dim,
@@ -264,9 +299,31 @@ class Decoder(nn.Module):
         else:
             x = _run_layers(c, x, mask, positions)
         x = c.norm("decoder_norm")(x)
-        logits = embedder.attend(x) if c.logits_via_embedding else c.dense(c.vocab_size, "logits_dense")(x)
-        logits = logits.astype(jnp.float32)
+        head = embedder if c.logits_via_embedding else c.dense(c.vocab_size, "logits_dense")
+        if targets is not None:
+            return _losses(c, head, x, targets)
+        logits = _logits(head, x).astype(jnp.float32)
         return logits if cache is None else (logits, cache)
+
+
+def _logits(head: nn.Module, x: jax.Array) -> jax.Array:
+    return head.attend(x) if isinstance(head, nn.Embed) else head(x)  # pyright: ignore[reportCallIssue]
+
+
+def _losses(c: DecoderConfig, head: nn.Module, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return each token's loss, from logits that are made piece by piece, again in the backward pass."""
+    n = head_chunks(c, x.shape[1])
+    if n == 1:
+        return cross_entropy(_logits(head, x), targets)
+
+    def piece(head: nn.Module, carry: None, item: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        return carry, cross_entropy(_logits(head, item[0]), item[1])
+
+    shared = ["params", "_overwrite_with_gradient", "intermediates"]
+    scan = nn.scan(
+        nn.remat(piece, prevent_cse=False), variable_broadcast=shared, split_rngs={"params": False, "quant": True}
+    )
+    return from_chunks(scan(head, None, (in_chunks(x, n), in_chunks(targets, n)))[1])
 
 
 def constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:

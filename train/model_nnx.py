@@ -9,7 +9,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxquant.serving.kv_cache import KVCache
-from train.model import REMAT_POLICIES, Cached, DecoderConfig, constrain, masks, rotate
+from train.model import (
+    REMAT_POLICIES,
+    Cached,
+    DecoderConfig,
+    constrain,
+    cross_entropy,
+    from_chunks,
+    head_chunks,
+    in_chunks,
+    masks,
+    mix,
+    rotate,
+)
 
 
 def _dense(
@@ -38,7 +50,7 @@ def _norm(c: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query attention; ``mask`` is [batch, 1, query, key], True where a query may look."""
+    """Grouped-query attention; ``mask`` says where a query may look (``train.model.masks``)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = self.config = config
@@ -55,7 +67,7 @@ class SelfAttention(nnx.Module):
         query, key = rotate(query, positions, theta), rotate(key, positions, theta)
         if cached is not None:
             cached, key, value = cached.update(key, value, positions)
-        return self.out(jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")), cached
+        return self.out(mix(self.config, query, key, value, mask, cached)), cached
 
 
 class Mlp(nnx.Module):
@@ -112,18 +124,37 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: KVCache | None = None,
+        targets: jax.Array | None = None,
     ) -> Any:
         c = self.config
-        mask, positions, valid = masks(tokens, segment_ids, positions, cache)
+        mask, positions, valid = masks(c, tokens, segment_ids, positions, cache)
         x = constrain(self.token_embedder(tokens), c)
         if cache is not None:
             x, cache = self._cached_layers(x, mask, positions, cache, valid)
         else:
             x = self._layers(x, mask, positions)
         x = self.decoder_norm(x)
-        logits = self.token_embedder.attend(x) if c.logits_via_embedding else self.logits_dense(x)
-        logits = logits.astype(jnp.float32)
+        if targets is not None:
+            return self._losses(x, targets)
+        logits = self._logits(x).astype(jnp.float32)
         return logits if cache is None else (logits, cache)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        return self.token_embedder.attend(x) if self.config.logits_via_embedding else self.logits_dense(x)
+
+    def _losses(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return each token's loss, from logits that are made piece by piece, again in the backward pass."""
+        n = head_chunks(self.config, x.shape[1])
+        if n == 1:
+            return cross_entropy(self._logits(x), targets)
+        graph, state = nnx.split(self)
+
+        def piece(state: Any, item: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return cross_entropy(nnx.merge(graph, state)._logits(item[0]), item[1])
+
+        step = jax.checkpoint(piece, prevent_cse=False)
+        items = in_chunks(x, n), in_chunks(targets, n)
+        return from_chunks(jax.lax.scan(lambda _, item: (None, step(state, item)), None, items)[1])
 
     def _layers(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
         c = self.config

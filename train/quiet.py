@@ -7,7 +7,11 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-_RAISED_TOO = ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread")
+_RAISED_TOO = {
+    "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
+    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
+}
+"""By logger, what its records of a failed save hold."""
 
 
 def silence_failed_saves() -> Callable[[], None]:
@@ -18,21 +22,33 @@ def silence_failed_saves() -> Callable[[], None]:
     """
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or not any(words in record.getMessage() for words in _RAISED_TOO)
+        return record.levelno < logging.ERROR or not any(
+            words in record.getMessage() for words in _RAISED_TOO[record.name]
+        )
 
-    before = sys.excepthook
+    before, before_unraisable = sys.excepthook, sys.unraisablehook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        # Of tensorstore's threads, whose write ends after the event loop that gave up on it.
-        if not (kind is RuntimeError and str(value) == "Event loop is closed"):
+        if not _is_late(value):
             before(kind, value, trace)
 
-    logger = logging.getLogger("absl")
+    def hook_unraisable(what: sys.UnraisableHookArgs) -> None:
+        if not _is_late(what.exc_value):
+            before_unraisable(what)
+
+    loggers = [logging.getLogger(name) for name in _RAISED_TOO]
 
     def undo() -> None:
-        logger.removeFilter(is_wanted)
-        sys.excepthook = before
+        for logger in loggers:
+            logger.removeFilter(is_wanted)
+        sys.excepthook, sys.unraisablehook = before, before_unraisable
 
-    logger.addFilter(is_wanted)
-    sys.excepthook = hook
+    for logger in loggers:
+        logger.addFilter(is_wanted)
+    sys.excepthook, sys.unraisablehook = hook, hook_unraisable
     return undo
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Whether this comes from tensorstore's threads, whose write ends after the event loop that gave up on it."""
+    return type(error) is RuntimeError and str(error) == "Event loop is closed"

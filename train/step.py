@@ -16,9 +16,10 @@ from jaxquant import state as quantization_state
 from jaxquant.audit.cost import saved_for_backward
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.recipes import strings_reading
+from train.attention import Kind, choose
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
-from train.model import DecoderConfig
+from train.model import DecoderConfig, cross_entropy, head_chunks
 from train.optimizer import learning_rate_schedule, make_optimizer
 from train.sharding import BATCH, make_mesh, state_shardings
 
@@ -75,14 +76,21 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
         raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size}; use 0 to take it from there")
     shared = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "activation_sharding"}
     sharding = NamedSharding(mesh, BATCH) if mesh is not None and mesh.size > 1 else None
-    values = {name: getattr(config, name) for name in shared}
-    return DecoderConfig(vocab_size=rows, activation_sharding=sharding, **values)
+    values = {name: getattr(config, name) for name in shared - {"attention"}}
+    attention: Kind = "xla"
+    if mesh is not None:
+        platform = mesh.devices.flat[0].platform
+        attention = choose(config.attention, platform, config.head_dim, config.sequence_length, config.dtype)
+    return DecoderConfig(vocab_size=rows, activation_sharding=sharding, attention=attention, **values)
 
 
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Return the sum of the cross-entropies of the targets outside padding, and their number."""
+    return _outside_padding(cross_entropy(logits, batch["targets"]), batch)
+
+
+def _outside_padding(losses: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     weights = (batch["segment_ids"] != 0).astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return (losses * weights).sum(), weights.sum()
 
 
@@ -125,6 +133,9 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
     ) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
+        if apply is model.apply and head_chunks(decoder, config.sequence_length) > 1:
+            losses = apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
+            return _outside_padding(losses, batch)
         return token_losses(apply(params, quant_state, *inputs, rngs={"quant": key}), batch)
 
     def loss(params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply) -> jax.Array:

@@ -122,8 +122,17 @@ class FileTokenizer:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
 
+_CONTEXT = 32
+"""Tokens before a token that its text may depend on."""
+
+_LONGEST_PART = 4
+"""Marks U+FFFD that the beginning of one character may be shown as."""
+
+
 class TextStream:
     """Turn tokens into text as they come: a character of several tokens is held back until it is whole.
+
+    A token decodes the last few again, and not the whole text: so a long text takes the time of its tokens.
 
     Args:
       tokenizer: of the tokens.
@@ -133,21 +142,29 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._tokens = list(before)
-        self._given = len(tokenizer.decode(self._tokens))
+        self._recent = list(before)[-_CONTEXT:]  # the tokens of ``_given`` characters, and those not given yet
+        self._given = len(tokenizer.decode(self._recent))
 
     def add(self, token: int) -> str:
         """Return the text that is whole with this token and was not given before."""
-        self._tokens.append(token)
-        return self._give(self._tokenizer.decode(self._tokens).rstrip("\ufffd"))
+        self._recent.append(token)
+        text = self._tokenizer.decode(self._recent)
+        # What may yet become a character: the last mark, or a few. Many of them are bytes that are no text.
+        whole = max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_PART)
+        new = self._give(text[:whole])
+        if len(self._recent) >= 2 * _CONTEXT:
+            held = len(text) - self._given
+            self._recent = self._recent[-_CONTEXT:]
+            self._given = len(self._tokenizer.decode(self._recent)) - held
+        return new
 
     def end(self) -> str:
         """Return what was held back."""
-        return self._give(self._tokenizer.decode(self._tokens))
+        return self._give(self._tokenizer.decode(self._recent))
 
     def all(self, tokens: Sequence[int]) -> str:
         """Return the text of all tokens that are left."""
-        self._tokens += tokens
+        self._recent += tokens
         return self.end()
 
     def _give(self, text: str) -> str:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests.inject.test_linen import NATIVE
-from tests.train.conftest import CI_CONFIG, ROOT, read_losses, train
+from tests.train.conftest import ROOT, read_losses, train
 from tests.train.test_run import start, wait_for_step
-from train.__main__ import main
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
@@ -78,10 +77,10 @@ def run(config: TrainConfig, steps: int):
 @pytest.mark.slow
 def test_all_native_recipes_side_by_side_train_to_the_same_bits(tiny: TrainConfig):
     """Every layer of one decoder has a recipe of its own: all native ones in one program."""
-    names = [f"layers_{layer}/{place}" for layer in range(3) for place in _PLACES]
+    names = [f"layers_{layer}/{place}" for layer in range(4) for place in _PLACES]
     rules = [{"path": path, "recipe": recipe} for path, recipe in zip(names, NATIVE, strict=False)]
     assert len(rules) == len(NATIVE)
-    fields = {"scan_layers": False, "num_layers": 3, "quant_backend": "native", "rules": rules, "quantization": "int8"}
+    fields = {"scan_layers": False, "num_layers": 4, "quant_backend": "native", "rules": rules, "quantization": "int8"}
     config = dataclasses.replace(tiny, **fields)
     losses, state = run(dataclasses.replace(config, framework="nnx"), 50)
     expected, expected_state = run(config, 50)
@@ -110,7 +109,7 @@ def test_an_nnx_run_is_interrupted_and_goes_on_to_the_bits_of_linen(finished, ti
     whole, run_dir = finished("fp8"), tmp_path / "run"
     config = dataclasses.replace(tiny, framework="nnx", quantization="fp8")
     process = start(config, run_dir, tmp_path)
-    wait_for_step(process, run_dir, 8)
+    wait_for_step(process, run_dir, 12)  # the checkpoint of a step before it is whole by then
     process.kill()
     process.communicate()
     assert not (run_dir / "summary.json").exists(), "it ended before it was killed"
@@ -121,10 +120,12 @@ def test_an_nnx_run_is_interrupted_and_goes_on_to_the_bits_of_linen(finished, ti
         assert ours[name] == theirs[name]
 
 
-def test_aqt_on_nnx_is_refused_and_auto_is_native(corpus, tmp_path, capsys):
-    words = [str(CI_CONFIG), "framework=nnx", "dataset=text", f"dataset_path={corpus}", f"run_dir={tmp_path / 'run'}"]
-    assert main([*words, "quantization=int8", "quant_backend=aqt"]) == 2
-    assert "quant_backend 'aqt' does not run on NNX models" in capsys.readouterr().err
+def test_aqt_runs_on_nnx_and_auto_is_native():
+    config = TrainConfig(framework="nnx", quantization="int8", quant_backend="aqt")
+    assert config.resolved_backend == "aqt"
+    model = made(SHAPE, "nnx", quantization="int8", quant_backend="aqt")
+    _, _, (loss, grads) = gradients(model)
+    assert np.isfinite(loss)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads[0]))
     assert TrainConfig(framework="nnx", quantization="int8").resolved_backend == "native"
     assert TrainConfig(quantization="int8").resolved_backend == "aqt"
-    assert not (tmp_path / "run").exists()

@@ -46,7 +46,9 @@ def test_the_step_of_a_pair_of_the_table_is_in_its_recipe(string, backend, corpu
     coverage = of_trace(check_step(program, batch), layers=layers)
     coverage.check()  # every matmul that the recipe means to quantize is, forward and backward
     # Of weights alone the kernel's rounding is all there is, in no matmul of low precision.
-    assert any(row.is_low for row in coverage.rows) == (string not in ("intmp", "int8w", "int4w"))
+    assert any(row.is_low for row in coverage.rows) == (
+        string not in ("intmp", "int8w", "int4w") and not string.startswith("ggml_")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from train.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
@@ -66,3 +67,39 @@ def test_a_completion_goes_on_from_its_prompt(tmp_path):
     assert TextStream(tokenizer, prompt).all([1]) == " world"
     stream = TextStream(tokenizer, prompt)
     assert stream.add(1) + stream.end() == " world"
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the tokens that it is asked to decode."""
+
+    decoded = 0
+
+    def decode(self, tokens):
+        self.decoded += len(tokens)
+        return super().decode(tokens)
+
+
+def test_a_long_text_is_streamed_in_linear_time():
+    """Each token decodes a bounded number of tokens, whatever came before it; and the text is that of all of them."""
+    text = "def größe(x):  # 測試 🙂\n" * 200
+    tokens = [int(token) for token in ByteTokenizer().encode([text])[0]]
+    work = []
+    for count in (len(tokens) // 4, len(tokens)):
+        tokenizer = CountingTokenizer()
+        stream = TextStream(tokenizer)
+        streamed = "".join(stream.add(token) for token in tokens[:count]) + stream.end()
+        assert streamed == ByteTokenizer().decode(tokens[:count])
+        work.append(tokenizer.decoded / count)
+    assert max(work) < 80
+    assert work[1] < 1.1 * work[0]
+
+
+def test_bytes_that_are_no_text_are_streamed_too():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        tokens = rng.integers(0, 256, 400).tolist()
+        stream = TextStream(ByteTokenizer(), tokens[:50])
+        streamed = "".join(stream.add(token) for token in tokens[50:]) + stream.end()
+        whole = ByteTokenizer().decode(tokens)
+        assert len(streamed) > 100
+        assert whole.endswith(streamed[8:])  # at the seam with the prompt a character may be cut

@@ -1,0 +1,126 @@
+"""Attention by other code than XLA's, and a head that never holds all logits: the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.audit.coverage import coverage
+from tests.train.test_frameworks import POSITIONS, SEGMENTS, SHAPE, TOKENS, made
+from train.attention import attend, choose, visibility
+from train.config import TrainConfig
+from train.model import head_chunks
+
+TARGETS = (TOKENS + 1) % 64
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "head_dim", "length", "dtype", "kind"),
+    [
+        ("auto", "cpu", 128, 2048, "bfloat16", "xla"),
+        ("auto", "cuda", 128, 2048, "bfloat16", "cudnn"),
+        ("auto", "gpu", 64, 100, "bfloat16", "cudnn"),
+        ("auto", "cuda", 128, 2048, "float32", "xla"),
+        ("auto", "cuda", 256, 2048, "bfloat16", "xla"),
+        ("auto", "tpu", 128, 2048, "float32", "splash"),
+        ("auto", "tpu", 64, 2048, "bfloat16", "xla"),
+        ("auto", "tpu", 128, 100, "bfloat16", "xla"),
+        ("xla", "tpu", 128, 2048, "bfloat16", "xla"),
+        ("splash", "tpu", 256, 128, "bfloat16", "splash"),
+    ],
+)
+def test_attention_is_the_platforms_own_where_it_takes_the_shapes(asked, platform, head_dim, length, dtype, kind):
+    assert choose(asked, platform, head_dim, length, dtype) == kind
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "head_dim", "length", "dtype", "message"),
+    [
+        ("cudnn", "cpu", 128, 2048, "bfloat16", "runs on gpu or cuda, and the devices are cpu"),
+        ("splash", "cuda", 128, 2048, "bfloat16", "runs on tpu, and the devices are cuda"),
+        ("cudnn", "cuda", 128, 2048, "float32", "takes bfloat16, and dtype is float32"),
+        ("splash", "tpu", 96, 2048, "bfloat16", "multiple of 128, got 96"),
+        ("splash", "tpu", 128, 100, "bfloat16", "sequence_length that is a multiple of 128, got 100"),
+    ],
+)
+def test_attention_that_does_not_fit_is_an_error(asked, platform, head_dim, length, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        choose(asked, platform, head_dim, length, dtype)
+
+
+def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradients():
+    keys = jax.random.split(jax.random.key(0), 4)
+    query = jax.random.normal(keys[0], (1, 128, 2, 128))
+    key, value = (jax.random.normal(each, (1, 128, 1, 128)) for each in keys[1:3])
+    weight = jax.random.normal(keys[3], query.shape)
+    segments = jnp.asarray([[1] * 50 + [2] * 70 + [0] * 8])
+
+    def loss(kind, *arrays):
+        visible = visibility(kind, segments, segments)
+        mixed = attend(*arrays, visible, kind, interpret=kind == "splash")
+        return jnp.sum(mixed * weight), mixed
+
+    found = {
+        kind: jax.value_and_grad(loss, (1, 2, 3), has_aux=True)(kind, query, key, value) for kind in ("xla", "splash")
+    }
+    for theirs, ours in zip(*(jax.tree.leaves(found[kind]) for kind in ("xla", "splash")), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)  # float32 sums of 128 in another order
+    # What a document holds does not change the others.
+    for kind in ("xla", "splash"):
+        other = loss(kind, query, key.at[:, :50].add(1.0), value.at[:, :50].add(1.0))[1]
+        np.testing.assert_array_equal(other[:, 50:120], found[kind][0][1][:, 50:120])
+
+
+@pytest.mark.parametrize(("framework", "tied"), [("linen", True), ("nnx", False)])
+def test_a_head_in_pieces_has_the_loss_and_gradients_of_the_whole(framework, tied):
+    found = {}
+    for n in (1, 4):
+        shape = dataclasses.replace(SHAPE, logits_via_embedding=tied, head_chunks=n, vocab_size=80)
+        model = made(shape, framework, quantization="")
+        params, state = jax.jit(model.init)(jax.random.key(0))
+
+        def losses(params, model=model, state=state):
+            return model.apply(params, state, TOKENS, SEGMENTS, POSITIONS, rngs={}, targets=TARGETS)
+
+        found[n] = losses(params), jax.grad(lambda p, f=losses: f(p).mean())(params)
+        wide = {aval.shape for aval in _avals(jax.make_jaxpr(jax.grad(lambda p, f=losses: f(p).mean()))(params).jaxpr)}
+        assert ((2, 12, 80) in wide) == (n == 1)  # all logits
+        assert ((2, 3, 80) in wide) == (n == 4)
+    for whole, pieces in zip(*(jax.tree.leaves(found[n]) for n in (1, 4)), strict=True):
+        np.testing.assert_allclose(pieces, whole, rtol=1e-5, atol=1e-7)
+
+
+def _avals(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (var.aval for var in eqn.outvars)
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _avals(inner)
+
+
+def test_coverage_sees_the_head_in_pieces():
+    shape = dataclasses.replace(SHAPE, logits_via_embedding=False, head_chunks=4)
+    model = made(shape, "linen", quantization="fp8")
+    params, state = jax.eval_shape(model.init, jax.random.key(0))
+
+    def loss(params, state):
+        return model.apply(params, state, TOKENS, SEGMENTS, POSITIONS, rngs={}, targets=TARGETS).mean()
+
+    rows = coverage(jax.grad(loss, (0, 1)), params, state, config=TrainConfig(quantization="fp8"), layers=model.layers)
+    (head,) = [row for row in rows.layers() if row["path"].endswith("logits_dense")]
+    assert {head["fwd"], head["dlhs"], head["drhs"]} == {"float"}
+    assert head["reason"]
+    eight = [row for row in rows.layers() if row["fwd"] not in ("float", "")]
+    assert {row["path"].split("/")[-1] for row in eight} >= {"query", "key", "value", "out", "wi_0", "wi_1", "wo"}
+
+
+def test_only_large_heads_are_cut():
+    assert head_chunks(SHAPE, 12) == 1
+    llama = dataclasses.replace(SHAPE, vocab_size=128256)
+    assert [head_chunks(llama, length) for length in (1024, 2048, 8192)] == [1, 2, 8]
+    with pytest.raises(ValueError, match="head_chunks 3 does not divide sequence_length 512"):
+        TrainConfig(head_chunks=3)

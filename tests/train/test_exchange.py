@@ -1,0 +1,126 @@
+"""A run becomes the checkpoints of others and comes back: the same parameters, the same bytes."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxquant import serving
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.trees import leaves_by_path
+from jaxquant.export import HfFolder, open_gguf
+from train.conversion import convert_run
+from train.exporting import export_run, open_source
+from train.importing import import_to_run, import_to_serve
+from train.parameters import open_parameters
+from train.serving import open_served
+
+FIELDS = {"sequence_length": 32, "batch_size": 2, "tensorboard": False, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def run(finished):
+    return finished("")
+
+
+def quiet(text):
+    pass
+
+
+def parameters(folder):
+    stored = open_parameters(folder, say=quiet)
+    return stored.step, {path: leaf.read() for path, leaf in leaves_by_path(stored.params).items()}
+
+
+def data_of(run):
+    from jaxquant.config.loader import load_yaml
+
+    config = load_yaml(Path(run) / "config.yml")
+    return FIELDS | {name: config[name] for name in ("dataset", "dataset_path")}
+
+
+def test_a_float_run_comes_back_as_it_was(run, tmp_path):
+    export_run(run, tmp_path / "hf", "hf", dtype="float32", shard_bytes=30_000, say=quiet)
+    before = parameters(run)[1]
+    made = import_to_run(tmp_path / "hf", tmp_path / "again", data_of(run) | {"quantization": "ggml_q8_0"}, say=quiet)
+    step, after = parameters(tmp_path / "again")
+    assert step == 0
+    assert (made.config.quantization, Path(made.config.tokenizer_path).name) == ("ggml_q8_0", "tokenizer.json")
+    assert set(after) == set(before)
+    for path, array in before.items():
+        np.testing.assert_array_equal(after[path], array)
+    # The byte tokenizer became a file, and means the same text.
+    tokens = open_served(tmp_path / "again").tokenizer
+    assert tokens.encode_prompt("é a\n").tolist() == [256, 0xC3, 0xA9, 32, 97, 10]
+    assert tokens.decode([0xC3, 0xA9, 32, 97, 10]) == "é a\n"
+    with pytest.raises(FileExistsError, match="exists; choose another folder"):
+        import_to_run(tmp_path / "hf", tmp_path / "again", say=quiet)
+
+
+def test_fp8_blocks_are_served_as_they_are(run, tmp_path):
+    export_run(run, tmp_path / "hf", "fp8_block", say=quiet)
+    made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS, say=quiet)
+    assert made.config.quantization == "fp8_block"
+    kernel = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)["layers/mlp/wi_0/kernel"]
+    read = HfFolder(tmp_path / "hf")
+    for layer in (0, 1):
+        tensors = read.tensors(f"model.layers.{layer}.mlp.gate_proj")
+        stored = tensors[".weight"].view(np.uint8).T
+        np.testing.assert_array_equal(np.asarray(kernel.qvalue[layer]).view(np.uint8), stored)
+        assert float(kernel.scale[layer].reshape(())) == tensors[".weight_scale_inv"].reshape(())
+    assert open_served(tmp_path / "served").step == 0
+
+
+def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
+    string = "ggml_q4_0"
+    convert_run(run, tmp_path / "served", {"quantization": string}, say=quiet)
+    export_run(tmp_path / "served", tmp_path / "m.gguf", f"gguf_{string.removeprefix('ggml_')}", say=quiet)
+    made = import_to_serve(tmp_path / "m.gguf", tmp_path / "again", FIELDS, say=quiet)
+    assert made.config.quantization == string
+    here, there = (
+        leaves_by_path(serving.load(tmp_path / name).params, is_leaf=is_tensor) for name in ("served", "again")
+    )
+    kinds = set()
+    for path, leaf in here.items():
+        if is_tensor(leaf):
+            kinds.add((leaf.qvalue.dtype.name, leaf.codec))
+            np.testing.assert_array_equal(np.asarray(leaf.qvalue), np.asarray(there[path].qvalue))
+            assert (leaf.block, leaf.shape) == (there[path].block, there[path].shape)
+    assert kinds == {("uint8", string.removeprefix("ggml_"))}
+    # Straight from the run the same bytes come out.
+    export_run(run, tmp_path / "direct.gguf", f"gguf_{string.removeprefix('ggml_')}", say=quiet)
+    name = "model.layers.1.self_attn.q_proj"
+    both = [open_gguf(tmp_path / file).packed(name).qvalue for file in ("m.gguf", "direct.gguf")]
+    np.testing.assert_array_equal(*map(np.asarray, both))
+
+
+def is_tensor(node):
+    return isinstance(node, QTensor)
+
+
+def test_what_does_not_map_is_refused(run, tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match="neither the folder of a run nor one that"):
+        open_source(tmp_path)
+    export = importlib.import_module("scripts.export").main
+    assert export(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "gguf_q4_k"]) == 2
+    assert "q_proj contracts 32 elements, no multiple of the 256 of a block of Q4_K" in capsys.readouterr().err
+    assert export(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "ct_int8"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight \(2\) +│ ct_int8 +│", shown)
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    for key, value, message in (
+        ("architectures", ["Qwen3ForCausalLM"], "only LlamaForCausalLM"),
+        ("attention_bias", True, "attention_bias True, and the decoder has False alone"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_type 'llama3'"),
+        ("num_hidden_layers", 3, "has no tensors of model.layers.2"),
+        ("quantization_config", {"quant_method": "gptq"}, "gptq"),
+    ):
+        (tmp_path / "a/config.json").write_text(json.dumps(config | {key: value}))
+        words = [sys.executable, "--checkpoint", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--serve"][1:]
+        assert importlib.import_module("scripts.import").main(words) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
