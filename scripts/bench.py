@@ -23,6 +23,7 @@ from rich.table import Table
 
 from train.bench import measure_losses, measure_steps
 from train.benchmarks.decode import measure_decode, random_decoder, trained_decoder
+from train.benchmarks.formats import measure_formats, measure_transfer
 from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
 from train.benchmarks.layers import measure_memory, measure_trace
 from train.benchmarks.schemes import ROOT, Row, schemes
@@ -108,6 +109,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     decode.add_argument("--texts", type=int, default=8, help="decoded at once (default: %(default)s)")
     decode.add_argument("--length", type=int, default=512, help="of a text, in tokens (default: %(default)s)")
+    formats = commands.add_parser("formats", parents=[out], help="encoding and decoding against gguf and ggml's C")
+    formats.add_argument("--rounds", type=int, default=10, help="of each (default: %(default)s)")
+    commands.add_parser("transfer", parents=[out], help="export and import of a model of a billion parameters")
     return parser.parse_args(arguments)
 
 
@@ -129,6 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _finish(name, measure_decode(decoder, words.rounds), measure_decode, words.out)
         if name == "serving":
             return _finish(name, measure_serving(words.steps, Path(words.runs)), measure_serving, words.out)
+        if name == "formats":
+            return _finish(name, measure_formats(words.rounds), measure_formats, words.out)
+        if name == "transfer":
+            return _finish(name, measure_transfer(), measure_transfer, words.out)
         if name == "serving-memory":
             return _finish(name, measure_serving_memory(), measure_serving_memory, words.out)
         strings = words.strings or (list(QUICK_STRINGS) if words.quick else None)

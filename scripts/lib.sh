@@ -57,7 +57,7 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
     # PYTHONWARNINGS: setuptools warns that an editable install looks into this folder, which is what it is for.
     # compat: a plain path entry; the default import hook loses to a folder named jaxquant beside a user's script.
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
-      --config-settings editable_mode=compat --editable "$root[aqt,qwix,train,parquet,dev]" ||
+      --config-settings editable_mode=compat --editable "$root[aqt,qwix,train,parquet,docs,dev]" ||
       fail "the pinned install failed; the lines above say why"
     echo "$wanted" >"$stamp"
   fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests: scripts/test.sh [--all] [pytest arguments]
 #   (nothing)   the quick suite; tests that compile for absent chips are skipped
-#   --all       formatting, lint, types, the import contract and the whole suite, as CI does
+#   --all       formatting, lint, types, the import contract, the docs and the whole suite, as CI does
 # Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Another Python, in an
 # environment of its own: PYTHON=python3.12 scripts/test.sh
 set -euo pipefail
@@ -40,6 +40,7 @@ if $all; then
   step "formatting" ruff format --check .
   step "types" pyright
   step "import contract" lint-imports --no-cache
+  step "docs" env NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
 else
   tests+=(-m "not slow")
   export JAXQUANT_SKIP_AOT=1

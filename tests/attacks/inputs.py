@@ -1,0 +1,156 @@
+"""Mutated configurations and manifests: each is read, or refused with a sentence of a documented kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import yaml
+
+from jaxquant.config.loader import build, load_yaml, parse_overrides
+from jaxquant.config.mixed_precision import load_mixed_precision
+from jaxquant.serving import manifest as manifests
+from jaxquant.serving.checkpoint import load, save
+from tests.serving.test_hostile import mutate, sign
+from tests.serving.trees import quantized
+from train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTED = (ValueError, TypeError, NotImplementedError)
+LONGEST_MESSAGE = 2000
+ODD_TEXTS = (
+    *("nan", ".inf", "-1", "9" * 400, "0x" + "f" * 99, "1e999", "!!int x", "!mine", "*a", "&a ", "<<: ", "? ", "- "),
+    *("[" * 50, "{a: " * 50, "null", "~", "'", '"', "|", ">", "\t", "\0", "\x1b", "\ufeff", "\u2028", "#", ": ", ", "),
+    *("(a+)+$", "(?P<x", r"\1", ".*", "fp8", "fp9", "int8", "qwix", "aqt", "true", "[]", "{}", "-0.0", "1_000", "1e-3"),
+)
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of attempts.
+
+    Attributes:
+      read, refused: how many were taken, and refused as documented.
+      wrong: those that ended otherwise, each as one line.
+      slowest_s: process seconds of the slowest.
+      slowest: what that was.
+    """
+
+    read: int = 0
+    refused: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    slowest_s: float = 0.0
+    slowest: str = ""
+    kinds: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def attempt(self, what: str, call: Callable[[], Any], documented: tuple[type, ...] = DOCUMENTED) -> None:
+        began = time.process_time()
+        try:
+            call()
+            self.read += 1
+        except Exception as error:  # every kind is what is looked for
+            message = str(error)
+            if type(error) not in documented or not message or len(message) > LONGEST_MESSAGE:
+                self.wrong.append(f"{what}: {type(error).__name__}: {message[:300]}")
+            else:
+                self.refused += 1
+                self.kinds[type(error).__name__] += 1
+        seconds = time.process_time() - began
+        if seconds > self.slowest_s:
+            self.slowest_s, self.slowest = seconds, what
+
+
+def attack_configs(count: int, seed: int) -> Tally:
+    """Read ``count`` mutated configurations as ``python -m train`` does: files, command lines, files of ``intmp``."""
+    rng, tally = random.Random(seed), Tally()
+    files = sorted(ROOT.glob("configs/**/*.yml"))
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+    defaults = yaml.safe_load(texts["configs/base.yml"])
+    mixed = {path.name: json.loads(path.read_text()) for path in sorted(ROOT.glob("configs/intmp/*.json"))}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "mutated"
+        for number in range(count):
+            way = rng.random()
+            if way < 0.6:
+                name = rng.choice(sorted(texts))
+                path.write_bytes(_mangle(rng, texts[name].encode()))
+                tally.attempt(f"{number}: {name}, bytes", lambda: build(TrainConfig, load_yaml(path)))
+            elif way < 0.75:
+                fields = mutate(rng, {key: defaults[key] for key in rng.sample(sorted(defaults), 12)})
+                path.write_text(yaml.safe_dump(fields))
+                tally.attempt(f"{number}: values", lambda: build(TrainConfig, load_yaml(path)))
+            elif way < 0.9:
+                keys = rng.choices(sorted(defaults), k=rng.randrange(1, 4))
+                words = [_mangle(rng, f"{key}={defaults[key]}".encode()).decode(errors="replace") for key in keys]
+                tally.attempt(f"{number}: {words}", lambda words=words: build(TrainConfig, parse_overrides(words)))
+            else:
+                name = rng.choice(sorted(mixed))
+                text = json.dumps(mutate(rng, mixed[name]))
+                path.write_bytes(_mangle(rng, text.encode()) if rng.random() < 0.5 else text.encode())
+                tally.attempt(f"{number}: {name}", lambda: load_mixed_precision(path))
+    return tally
+
+
+def _mangle(rng: random.Random, data: bytes) -> bytes:
+    """Change a text in one to four places: bits, bytes, pieces left out, doubled or moved, odd words put in."""
+    for _ in range(rng.randrange(1, 5)):
+        start = rng.randrange(len(data) + 1)
+        end = min(len(data), start + rng.randrange(1, 60))
+        kind = rng.randrange(6)
+        if kind == 0 and start < len(data):
+            data = data[:start] + bytes([data[start] ^ 1 << rng.randrange(8)]) + data[start + 1 :]
+        elif kind == 1:
+            data = data[:start] + data[end:]
+        elif kind == 2:
+            data = data[:end] + data[start:end] * rng.randrange(1, 40) + data[end:]
+        elif kind == 3:
+            place = rng.randrange(len(data) + 1)
+            data = data[:place] + data[start:end] + data[place:]
+        else:  # an odd word instead of a value, or anywhere
+            colon = data.find(b": ", start)
+            line = data.find(b"\n", max(colon, 0))
+            word = rng.choice(ODD_TEXTS).encode()
+            if kind == 4 and 0 <= colon < line:
+                data = data[: colon + 2] + word + data[line:]
+            else:
+                data = data[:start] + word + data[start:]
+    return data
+
+
+def attack_manifests(count: int, seed: int) -> Tally:
+    """Load ``count`` mutated serving folders, every sum taken anew: changed values, and the text itself mangled."""
+    rng, tally = random.Random(seed), Tally()
+    tree = {"mlp": {"kernel": quantized("int8", (4, 6), (1, 6))}, "norm": {"scale": jnp.ones(5)}}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        whole, copy = Path(folder) / "whole", Path(folder) / "copy"
+        save(whole, tree, {"quantization": "int8w"})
+        contents = json.loads((whole / manifests.NAME).read_text())
+        arrays = sorted(whole.rglob(".zarray"))
+        for number in range(count):
+            if not copy.exists() or rng.random() < 0.3:
+                shutil.rmtree(copy, ignore_errors=True)
+                shutil.copytree(whole, copy)
+            way = rng.random()
+            if way < 0.6:
+                changed = mutate(rng, {name: value for name, value in contents.items() if name != "checksum"})
+                if not isinstance(changed, dict):
+                    changed = {"leaves": changed}
+                sign(copy, changed, sum_files=False)
+            elif way < 0.8:
+                (copy / manifests.NAME).write_bytes(_mangle(rng, (whole / manifests.NAME).read_bytes()))
+            else:
+                path = copy / rng.choice(arrays).relative_to(whole)
+                path.write_text(json.dumps(mutate(rng, json.loads(path.read_text()) or {})))
+                sign(copy, dict(contents))
+            tally.attempt(f"manifest {number}", lambda: load(copy), (*DOCUMENTED, FileNotFoundError))
+            shutil.rmtree(copy, ignore_errors=True)
+    return tally
