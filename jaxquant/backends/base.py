@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours, check_honoured
-from jaxquant.config.backends import BACKENDS, BackendName, BackendRow
+from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
@@ -198,33 +197,102 @@ class Backend:
         """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
         raise self._absent("einsum on converted kernels")
 
-    def converted_linen_op(
-        self, op: Op, recipe: Recipe, *, implementation: str | None = None
-    ) -> Callable[[], Callable[..., Array]]:
-        """Make a factory of ops on converted kernels, for a Linen layer; as ``linen_op``."""
-        run = functools.partial(getattr(self, op), recipe=recipe, **chosen(implementation))
-        return lambda: run
-
     def _absent(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"quant_backend {self.name!r} has no {what}; use quant_backend 'native'")
 
 
-def refuse_dropped(title: str, lhs: Array, rhs: Any, precision: Any, dtype: Any, out_sharding: Any) -> None:
-    """Refuse the options of a traced contraction that a library drops, those that change nothing apart.
+class LibraryBackend(Backend):
+    """A backend whose numbers are another library's: what the library would drop is refused, sides have one dtype.
 
-    Raises:
-      NotImplementedError: names the option.
+    Attributes:
+      serving: its ``dot_general``, ``einsum`` and ``convert_kernel`` of converted kernels.
     """
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    wanted = jnp.promote_types(lhs.dtype, rhs.dtype)
-    given = {
-        "precision": next((each for each in asked if each not in (None, jax.lax.Precision.DEFAULT)), None),
-        "preferred_element_type": None if dtype is None or jnp.dtype(dtype) == wanted else jnp.dtype(dtype).name,
-        "out_sharding": out_sharding,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} {value} of a contraction is dropped by {title}; {NATIVE_INSTEAD}")
+
+    serving: ClassVar[Any]
+
+    def train(
+        self, lhs: Array, rhs: Array, dimension_numbers: Any, *, recipe: Recipe, key: Array | None = None
+    ) -> Array:
+        """Compute the library's ``dot_general`` of two float operands of one dtype."""
+        raise self._absent("op for a function")
+
+    def contract(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+        out_sharding: Any = None,
+        implementation: str | None = None,
+    ) -> Array:
+        """Compute the library's ``dot_general``; see ``Backend.contract``."""
+        check_implementation(self.name, implementation)
+        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        self._refuse_dropped(dtype, precision, preferred_element_type, out_sharding)
+        lhs = lhs.astype(dtype)
+        if isinstance(rhs, ConvertedKernel):
+            rhs = dataclasses.replace(rhs, dtype=dtype.name)
+            return self.serving.dot_general(lhs, rhs, dimension_numbers, recipe=recipe)
+        return self.train(lhs, rhs.astype(dtype), dimension_numbers, recipe=recipe, key=key)
+
+    def convert_kernel(
+        self,
+        recipe: Recipe,
+        kernel: Array,
+        axes: Sequence[int],
+        state: Mapping[str, Mapping[str, Array]],
+        batch: Sequence[int] = (),
+    ) -> tuple[QTensor, Array | None]:
+        """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
+        return self.serving.convert_kernel(recipe, kernel, axes, state)
+
+    def dot_general(
+        self,
+        lhs: Array,
+        rhs: ConvertedKernel,
+        dimension_numbers: Any,
+        *args: Any,
+        recipe: Recipe,
+        implementation: str | None = None,
+        **kwargs: Any,
+    ) -> Array:
+        """Compute ``dot_general`` on a converted kernel; see ``Backend.dot_general``."""
+        check_implementation(self.name, implementation)
+        return self.serving.dot_general(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
+
+    def einsum(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: ConvertedKernel,
+        *args: Any,
+        recipe: Recipe,
+        implementation: str | None = None,
+        **kwargs: Any,
+    ) -> Array:
+        """Compute an einsum on a converted kernel; see ``Backend.einsum``."""
+        check_implementation(self.name, implementation)
+        return self.serving.einsum(equation, lhs, rhs, *args, recipe=recipe, **kwargs)
+
+    def _refuse_dropped(self, dtype: Any, precision: Any, preferred_element_type: Any, out_sharding: Any) -> None:
+        """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""
+        asked = precision if isinstance(precision, tuple) else (precision,)
+        is_other = preferred_element_type is not None and jnp.dtype(preferred_element_type) != dtype
+        given = {
+            "precision": next((each for each in asked if each not in (None, jax.lax.Precision.DEFAULT)), None),
+            "preferred_element_type": jnp.dtype(preferred_element_type).name if is_other else None,
+            "out_sharding": out_sharding,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise NotImplementedError(
+                    f"{name} {value} of a contraction is dropped by {self.row.title}; {NATIVE_INSTEAD}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -134,11 +134,5 @@ class NativeBackend(Backend):
         lhs = native.activation_as_read(recipe, lhs, rhs)
         return ops.einsum(equation, lhs, rhs, recipe=recipe, **dict(zip(names, args, strict=False)), **kwargs)
 
-    def converted_linen_op(
-        self, op: Op, recipe: Recipe, *, implementation: str | None = None
-    ) -> Callable[[], Callable[..., Array]]:
-        """Make a factory of ops on converted kernels: the modules of training, which read the random stream."""
-        return self.linen_op(op, recipe, implementation=implementation)
-
 
 BACKEND = NativeBackend("native")

@@ -181,7 +181,7 @@ def test_aqt_as_a_function_is_its_module(string, tile):
     backend = load("aqt")
     module = backend.linen_op("dot_general", recipe)()
     ways = (
-        lambda lhs, rhs: backend.dot_general(lhs, rhs, numbers, recipe=recipe),
+        lambda lhs, rhs: backend.contract(lhs, rhs, numbers, recipe=recipe),
         lambda lhs, rhs: module.apply({}, lhs, rhs, numbers, None),
     )
 
