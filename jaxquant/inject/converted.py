@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jaxquant.backends import RANDOM_STREAM, load
 from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.backends._weights import never_seen
-from jaxquant.config.rules import Resolver
+from jaxquant.config.rules import Decision
 from jaxquant.core.paths import float_rule, layer_name
 from jaxquant.core.qtensor import QTensor, stacked_blocks
 from jaxquant.core.recipe import Recipe
@@ -31,6 +31,7 @@ from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
+Decide = Callable[[str, int], Decision]
 _PROBE = "jaxquant_probe"
 
 
@@ -111,13 +112,14 @@ def _convert_stacked(layer: LayerKernel, kernel: Array, state: Any) -> tuple[QTe
 
 
 def linen_kernels(
-    model: nn.Module, backend: str, resolver: Resolver, variables: Any, *example_inputs: Any, **example_kwargs: Any
+    model: nn.Module, backend: str, decide: Decide, variables: Any, *example_inputs: Any, **example_kwargs: Any
 ) -> dict[str, LayerKernel]:
     """Find the layers of a Linen model whose kernels a config quantizes, without computing anything.
 
     Args:
       model: the float model, not bound.
-      backend, resolver: of the config.
+      backend: of the config.
+      decide: the decision on a layer, of (path, number of outputs).
       variables: the model's, arrays or ``jax.ShapeDtypeStruct``.
       example_inputs, example_kwargs: arguments of its ``__call__``.
 
@@ -133,7 +135,7 @@ def linen_kernels(
         if kind_of(module) is None or context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         path = relative_path(module, ())
-        recipe = resolver(path, out_features(module, args, kwargs)).recipe
+        recipe = decide(path, out_features(module, args, kwargs)).recipe
         if recipe is None or recipe.fwd.rhs is None:
             return next_fun(*args, **kwargs)
 

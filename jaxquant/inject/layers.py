@@ -16,7 +16,6 @@ from flax.core import meta
 from jaxquant.backends import RANDOM_STREAM, load
 from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.rules import Resolver
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.core.paths import join_path, layer_name
 from jaxquant.core.recipe import Matmul, Recipe, Side
@@ -197,24 +196,6 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
         return model.init(rngs, *args, **kwargs)
 
     return jax.eval_shape(initialize, jax.random.key(0), arrays)
-
-
-def describe(layers: Iterable[Layer], resolver: Resolver | None, backend: str | None) -> list[LayerReport]:
-    """Report what a config makes of every linear layer, float ones with the reason.
-
-    Args:
-      layers: of the model.
-      resolver, backend: of the config; None where it quantizes nothing.
-    """
-    reports = []
-    for layer in layers:
-        decision = None if resolver is None else resolver(layer.path, layer.out_features)
-        recipe = None if decision is None else decision.recipe
-        reason = "quantization is off" if decision is None else decision.reason
-        name = None if recipe is None else recipe.name
-        kept = backend if recipe is not None else None
-        reports.append(LayerReport(layer.path, name, kept, layer.kernel_shape, matmul_dtypes(recipe), reason))
-    return reports
 
 
 def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:

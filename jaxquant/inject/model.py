@@ -7,12 +7,10 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from jaxquant.config.backends import BackendName
 from jaxquant.config.quant_config import QuantConfig, is_program_config
-from jaxquant.config.rules import Resolver
-from jaxquant.core.recipe import Recipe
 from jaxquant.inject import maxtext
-from jaxquant.inject.layers import Layer, LayerReport, describe, linen_layers, refuse_nothing
+from jaxquant.inject.decided import Decided, decide_layers
+from jaxquant.inject.layers import Layer, LayerReport, linen_layers
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
 from jaxquant.inject.nnx_layers import nnx_layers
@@ -79,19 +77,15 @@ def _refuse_what_is_not_the_models(config: QuantConfig) -> None:
         )
 
 
-def choose_recipes(
-    model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any
-) -> tuple[BackendName | None, dict[str, Recipe], list[Layer]]:
-    """Choose the backend, and the recipe of each layer to quantize, by path; all layers come with them.
+def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Decided:
+    """Decide on the layers of a model, where that is not nothing.
 
     Raises:
       ValueError: a rule that matches no layer, or a model without a layer to quantize.
     """
-    resolver = config.resolver()
-    layers = linear_layers(model, *example_inputs, **example_kwargs)
-    if resolver is None:
-        return None, {}, layers
-    return _backend(model, config), _recipes(config, resolver, layers), layers
+    decided = decide_layers(model, config, *example_inputs, **example_kwargs)
+    decided.check()
+    return decided
 
 
 def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
@@ -113,24 +107,12 @@ def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> li
 def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[LayerReport]:
     """Report what a config makes of every linear layer of a model, float ones with the reason.
 
+    Of a model that is traced, which needs the example inputs, every matmul with a parameter is a layer; flax's own come
+    first.
+
     Args:
       model: the model, before quantization.
       config: anything that ``QuantConfig.from_any`` takes.
       example_inputs, example_kwargs: as in ``linear_layers``.
     """
-    config = QuantConfig.from_any(config)
-    layers = linear_layers(model, *example_inputs, **example_kwargs)
-    return describe(layers, config.resolver(), _backend(model, config))
-
-
-def _backend(model: Any, config: QuantConfig) -> BackendName | None:
-    return config.resolved_nnx_backend if isinstance(model, nnx.Module) else config.resolved_backend
-
-
-def _recipes(config: QuantConfig, resolver: Resolver, layers: list[Layer]) -> dict[str, Recipe]:
-    """Choose the recipe of each layer to quantize, and refuse rules and configs that do nothing."""
-    resolver.check_used(layer.path for layer in layers)
-    decisions = {layer.path: resolver(layer.path, layer.out_features) for layer in layers}
-    recipes = {path: decision.recipe for path, decision in decisions.items() if decision.recipe is not None}
-    refuse_nothing(config, {path: decision.reason for path, decision in decisions.items()}, bool(recipes))
-    return recipes
+    return decide_layers(model, QuantConfig.from_any(config), *example_inputs, **example_kwargs).reports()

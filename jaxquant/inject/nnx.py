@@ -30,7 +30,7 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import refuse_nothing
 from jaxquant.inject.nnx_layers import contraction_axes, copy_model, linear_modules, op_name, out_features, stacked_axes
 from jaxquant.state.nnx import QuantState, require_state_gradient
-from jaxquant.trace.engine import Dialect, Engine
+from jaxquant.trace.engine import Dialect, Engine, Traced
 from jaxquant.trace.plan import Contraction
 
 _CONTAINERS = (nnx.List, nnx.Dict)
@@ -80,25 +80,6 @@ def plain_model(model: nnx.Module) -> nnx.Module:
             object.__setattr__(node, "__class__", type(node)._jaxquant_base)  # pyright: ignore[reportAttributeAccessIssue]
             delattr(node, _PATH)
     return copy
-
-
-def other_layers(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> list[str]:
-    """List the layers with a quantized weight that are not flax's linear layers.
-
-    Args:
-      model: quantized; or float, and then a call with the example inputs is traced, without which nothing is known.
-      config: what is asked.
-      example_inputs, example_kwargs: arguments of ``__call__``.
-    """
-    face = quantized_with(model)
-    if face is None and (example_inputs or example_kwargs) and config.resolver() is not None:
-        face = Face(config, model)
-        face.init(model, *example_inputs, is_whole=False, **example_kwargs)
-    if face is None or face.engine.decisions is None:
-        return []
-    known = {path for path, _ in linear_modules(model)}
-    found = face.engine.decisions.paths.items()
-    return [path for path, each in found if path not in known and each.recipe is not None and each.recipe.fwd.rhs]
 
 
 def _missing(recipe: str, path: str, field: str) -> str:
@@ -212,10 +193,15 @@ class Face:
           args, kwargs: the example inputs.
           is_whole: whether a rule that matches nothing, or a config that quantizes nothing, is an error.
         """
+        return self.engine.init(*self._example(model, args, kwargs), is_whole=is_whole)
+
+    def trace_example(self, model: nnx.Module, *args: Any, **kwargs: Any) -> Traced:
+        """Trace a call with example inputs, arrays or shapes, of a model whose classes are its own."""
+        return self.engine.trace(*self._example(model, args, kwargs))
+
+    def _example(self, model: nnx.Module, args: Any, kwargs: Any) -> tuple[_Call, Any, tuple[Any, Any]]:
         args, kwargs = jax.tree.map(_as_array, (args, kwargs))
-        kind = type(model)
-        call, params, rest = self._split(model, kind, "__call__", args, kwargs)
-        return self.engine.init(call, params, rest, is_whole=is_whole)
+        return self._split(model, type(model), "__call__", args, kwargs)
 
     def check_rules(self, model: nnx.Module) -> None:
         """Check the rules on flax's linear layers, where nothing was traced that could show the others."""

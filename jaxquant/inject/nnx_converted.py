@@ -22,6 +22,7 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject import nnx_layers as inject_nnx
 from jaxquant.inject.converted import LayerKernel
+from jaxquant.inject.decided import Decided
 from jaxquant.inject.layers import Layer, check_layers
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.nnx import QuantState
@@ -98,33 +99,24 @@ class _Op:
             return op(*args, recipe=self.recipe, **kwargs, **chosen(self.implementation))
 
 
-def convert_nnx(
-    model: nnx.Module,
-    backend: str | None,
-    recipes: Mapping[str, Recipe],
-    layers: list[Layer],
-    implementation: str | None = None,
-) -> nnx.Module:
+def convert_nnx(model: nnx.Module, decided: Decided) -> nnx.Module:
     """Convert the kernels of a model's quantized layers.
 
     Args:
       model: float, or quantized by ``quantize_nnx`` on the native backend, whose quant state then counts; it stays as
         it is.
-      backend: the name of one that runs on NNX; None where nothing is quantized.
-      recipes: of the layers to quantize, by path.
-      layers: all layers of the model, float.
-      implementation: what computes the matmuls; None picks.
+      decided: what was decided on its layers.
 
     Raises:
       ValueError: a recipe needs quant state and the layer has none, or it has not seen what a static scale must know.
       NotImplementedError: an einsum that sums its kernel by itself, or a layer under ``nnx.WeightNorm``.
     """
-    backend = backend or "native"
+    backend, recipes, implementation = decided.backend or "native", decided.recipes, decided.config.implementation
     for recipe in dict.fromkeys(recipes.values()):
         load(backend).check(recipe)
-    check_layers(backend, (layer for layer in layers if layer.path in recipes))
+    check_layers(backend, (layer for layer in decided.layers if layer.path in recipes))
     copy = inject_nnx.copy_model(model)
-    by_path = {layer.path: layer for layer in layers}
+    by_path = {layer.path: layer for layer in decided.layers}
     weight_norms = (path for path, node in nnx.iter_graph(copy) if isinstance(node, nnx.WeightNorm))
     normalized = tuple("".join(f"{name}/" for name in path) for path in weight_norms)
     for path, module in list(inject_nnx.linear_modules(copy)):

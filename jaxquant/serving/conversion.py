@@ -27,7 +27,7 @@ from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked
 from jaxquant.inject.converted import LayerKernel, linen_kernels
 from jaxquant.inject.linen import Face, scale_name
 from jaxquant.inject.model import choose_recipes
-from jaxquant.inject.nnx import other_layers, plain_model
+from jaxquant.inject.nnx import plain_model
 from jaxquant.inject.nnx_converted import convert_nnx
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
@@ -64,16 +64,14 @@ def convert(
     """
     config = _config(config)
     if isinstance(model_or_variables, nnx.Module):
-        others = other_layers(model_or_variables, config, *example_inputs, **example_kwargs)
-        if others:
+        decided = choose_recipes(model_or_variables, config, *example_inputs, **example_kwargs)
+        if decided.other_kernels:
             raise NotImplementedError(
-                f"layers {', '.join(others)} of an NNX model are not flax's own, and convert cannot put a "
-                "converted kernel into them; quantize the function of the model's parameters with jaxquant.quantize, "
+                f"layers {', '.join(decided.other_kernels)} of an NNX model are not flax's own, and convert cannot put "
+                "a converted kernel into them; quantize the function of the model's parameters with jaxquant.quantize, "
                 "whose convert does, or leave them in float by rules"
             )
-        plain = plain_model(model_or_variables)
-        backend, recipes, layers = choose_recipes(plain, config, *example_inputs, **example_kwargs)
-        return convert_nnx(plain, backend, recipes, layers, config.implementation)
+        return convert_nnx(plain_model(model_or_variables), decided)
     if not isinstance(model_or_variables, Mapping):
         raise TypeError(
             f"convert takes an NNX model or the variables of a Linen one, got {type(model_or_variables).__name__}"
@@ -88,7 +86,7 @@ def convert(
     params = variables["params"]
     for layer in found.values():
         params = _replaced(params, layer, _convert_whole(layer, variables))
-    if config.resolved_backend == "native":
+    if config.resolved_backend is not None:
         for path, kernel in other_kernels(model, config, variables, found, *example_inputs, **example_kwargs).items():
             params = _put(params, path, kernel)
     others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
@@ -143,12 +141,12 @@ def find_kernels(
     if "params" not in variables:
         raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
     config = _config(config)
-    resolver, backend = config.resolver(), config.resolved_backend
-    if resolver is None or backend is None:
+    backend = config.resolved_backend
+    if backend is None:
         return {}
-    choose_recipes(model, config, *example_inputs, **example_kwargs)  # refuses what does nothing
+    decided = choose_recipes(model, config, *example_inputs, **example_kwargs)
     _refuse_converted(variables["params"])
-    layers = linen_kernels(model, backend, resolver, variables, *example_inputs, **example_kwargs)
+    layers = linen_kernels(model, backend, decided, variables, *example_inputs, **example_kwargs)
     for layer in layers.values():
         _check(layer, variables)
     return layers

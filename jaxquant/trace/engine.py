@@ -201,6 +201,12 @@ class Engine:
         self._has_seen_all |= is_whole
         return decisions
 
+    def preview(self, analysis: Analysis) -> Decisions:
+        """Apply the decisions that a trace would have made; binds nothing, and takes rules that match nothing."""
+        decisions = self._extended(analysis, self.decisions, check=False)
+        decisions.apply(analysis.plan)
+        return decisions
+
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
         assert self.resolver is not None
         if known is not None and not self.dialect.may_extend:

@@ -43,7 +43,7 @@ def layer_names(names: Sequence[Name], root_is_layer: bool = False) -> list[Name
 
     Args:
       names: path of every leaf.
-      root_is_layer: whether a generic name alone is of a layer with the empty path, as of a model that is one layer.
+      root_is_layer: whether ``kernel`` alone is of a layer with the empty path, as of a model that is one layer.
     """
     beside: dict[Name, int] = {}
     for name in names:
@@ -54,7 +54,7 @@ def layer_names(names: Sequence[Name], root_is_layer: bool = False) -> list[Name
 def _layer(name: Name, alone: bool, root_is_layer: bool) -> Name:
     for last in name[-1:]:
         is_generic = last in GENERIC or (alone and last in _GENERIC_IF_ALONE)
-        if is_generic and (len(name) > 1 or root_is_layer):
+        if is_generic and (len(name) > 1 or (root_is_layer and last == "kernel")):
             return name[:-1]
     return name
 

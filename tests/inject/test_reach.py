@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxquant
 from jaxquant import maybe_quantize_model, state
@@ -282,3 +283,60 @@ def test_layers_of_any_author_are_served_as_they_were_trained(string, dtype):
 
 def _is_tensor(leaf):
     return isinstance(leaf, QTensor)
+
+
+class Classifier(nn.Module):
+    """Its head has no head's name: what becomes of its result says it. One matmul is the author's own."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (16, 4, 8))
+        x = jnp.einsum("bd,dhk->bhk", x, w).reshape(x.shape[0], 32)
+        return nn.log_softmax(nn.Dense(8, name="last")(nn.relu(nn.Dense(16, name="first")(x))))
+
+
+class NNXClassifier(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return jax.nn.log_softmax(self.last(jax.nn.relu(self.first(x))))
+
+
+BACKENDS = [("fp8", "native"), ("int8", "native"), ("int8", "aqt"), ("fp8_full", "qwix")]
+
+
+@pytest.mark.parametrize(("string", "backend"), BACKENDS)
+def test_reports_and_conversion_know_what_the_trace_decided(string, backend):
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    config = {"quantization": string, "quant_backend": backend}
+    model = Classifier()
+    reports = {report.path: report for report in jaxquant.describe_layers(model, config, x)}
+    assert {path: report.recipe for path, report in reports.items()} == {"first": string, "last": None, "w": string}
+    assert reports["last"].reason.startswith("output head (no layer follows")
+    assert reports["w"].kernel_shape == (16, 4, 8)
+
+    quantized = maybe_quantize_model(model, config, x)
+    variables = quantized.init(jax.random.key(1), x)
+    if string == "fp8":
+        variables = jaxquant.calibrate(variables, config, [x], model=model)
+    converted = jaxquant.convert(variables, config, x, model=model)
+    params = converted["params"]
+    assert isinstance(params["w"], QTensor)
+    assert isinstance(params["first"]["kernel"], QTensor)
+    assert not isinstance(params["last"]["kernel"], QTensor)
+    served = maybe_quantize_model(model, {**config, "checkpoint_is_quantized": True}, x)
+    np.testing.assert_array_equal(jax.jit(served.apply)(converted, x), jax.jit(quantized.apply)(variables, x))
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_conversion_of_an_nnx_model_knows_what_the_trace_decided(with_inputs):
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    config = {"quantization": "int8", "quant_backend": "native"}
+    quantized = maybe_quantize_model(NNXClassifier(nnx.Rngs(0)), config, x)
+    recipes = {report.path: report.recipe for report in jaxquant.describe_layers(NNXClassifier(nnx.Rngs(0)), config, x)}
+    assert recipes == {"first": "int8", "last": None}
+    converted = jaxquant.convert(quantized, config, *([x] if with_inputs else []))
+    assert isinstance(converted.last.kernel, nnx.Param)
+    assert not isinstance(converted.first.kernel, nnx.Param)
+    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(converted, x), nnx.jit(lambda m, x: m(x))(quantized, x))

@@ -1,0 +1,127 @@
+"""What a config makes of every layer of a model: decided on the trace of a call, by rules and names without one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from jaxquant.config.backends import BackendName
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Decision
+from jaxquant.core.recipe import Recipe
+from jaxquant.inject import linen, nnx_layers
+from jaxquant.inject import nnx as nnx_face
+from jaxquant.inject.layers import Layer, LayerReport, linen_layers, matmul_dtypes, refuse_nothing
+from jaxquant.trace.plan import Contraction
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """The layers of a model, and what was decided on each.
+
+    Attributes:
+      config: what was asked.
+      backend: that runs it, None where nothing is quantized.
+      layers: flax's linear layers.
+      sites: contractions with a parameter that a trace showed, by path of their layer; {} without a trace.
+      known: decisions that were made on an earlier trace, by path.
+    """
+
+    config: QuantConfig
+    backend: BackendName | None
+    layers: list[Layer]
+    sites: Mapping[str, Contraction]
+    known: Mapping[str, Decision]
+
+    def __call__(self, path: str, out_features: int) -> Decision:
+        """Return the decision on a layer."""
+        resolver = self.config.resolver()
+        if resolver is None:
+            return Decision(None, "quantization is off")
+        decision = resolver(path, out_features)
+        if path in self.sites:
+            site = self.sites[path]
+            return dataclasses.replace(decision, recipe=site.recipe, reason=site.reason)
+        known = self.known.get(path)
+        return decision if known is None or known.recipe is not None or decision.rule is not None else known
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of each of flax's layers that is quantized, by path."""
+        decisions = {layer.path: self(layer.path, layer.out_features) for layer in self.layers}
+        return {path: decision.recipe for path, decision in decisions.items() if decision.recipe is not None}
+
+    @property
+    def other_kernels(self) -> list[str]:
+        """The paths of layers with a quantized weight that are not flax's."""
+        own = {layer.path for layer in self.layers}
+        recipes = {path: each.recipe for path, each in {**self.known, **self.sites}.items() if path not in own}
+        return [path for path, recipe in recipes.items() if recipe is not None and recipe.fwd.rhs is not None]
+
+    def check(self) -> None:
+        """Refuse rules that match no layer, and a config that quantizes nothing.
+
+        Raises:
+          ValueError: there are some, or it does.
+        """
+        resolver = self.config.resolver()
+        if resolver is None:
+            return
+        paths = dict.fromkeys([*(layer.path for layer in self.layers), *self.sites, *self.known])
+        resolver.check_used(paths)
+        reasons = {path: self(path, self._out_features(path)).reason for path in paths}
+        refuse_nothing(self.config, reasons, bool(self.recipes or self.other_kernels))
+
+    def reports(self) -> list[LayerReport]:
+        """Report every layer, flax's first."""
+        shapes = {layer.path: layer.kernel_shape for layer in self.layers}
+        for path, site in self.sites.items():
+            shapes.setdefault(path, () if site.side is None else site.shapes[site.side])
+        reports = []
+        for path, shape in shapes.items():
+            decision = self(path, self._out_features(path))
+            recipe = decision.recipe
+            name, backend = (None, None) if recipe is None else (recipe.name, self.backend)
+            reports.append(LayerReport(path, name, backend, shape, matmul_dtypes(recipe), decision.reason))
+        return reports
+
+    def _out_features(self, path: str) -> int:
+        sizes = {path: site.out_features for path, site in self.sites.items()}
+        return (sizes | {layer.path: layer.out_features for layer in self.layers}).get(path, 0)
+
+
+def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Decided:
+    """Decide on every layer of a model without computing anything of it.
+
+    Args:
+      model: a Linen module that is not bound, or an NNX module, quantized or not.
+      config: what is asked.
+      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``. An NNX
+        model may go without, and then what was decided when it was quantized counts beside rules and names.
+    """
+    is_nnx = isinstance(model, nnx.Module)
+    face: Any = None
+    known: Mapping[str, Decision] = {}
+    if is_nnx:
+        before = nnx_face.quantized_with(model)
+        if before is not None:
+            known = {} if before.engine.decisions is None else before.engine.decisions.paths
+            model = nnx_face.plain_model(model)
+        layers = nnx_layers.nnx_layers(model, *example_inputs, **example_kwargs)
+        if example_inputs or example_kwargs:
+            face = nnx_face.Face(config, model)
+    else:
+        layers = linen_layers(model, *example_inputs, **example_kwargs)
+        face = linen.Face(config)
+    sites: dict[str, Contraction] = {}
+    if face is not None and config.resolver() is not None:
+        analysis = face.trace_example(model, *example_inputs, **example_kwargs).analysis
+        face.engine.preview(analysis)
+        for site in analysis.plan.contractions():
+            if site.names:
+                sites.setdefault(site.path, site)
+    backend = config.resolved_nnx_backend if is_nnx else config.resolved_backend
+    return Decided(config, backend, layers, sites, {} if sites else known)
