@@ -95,19 +95,20 @@ def dot_general(
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
+    out_sharding: Any = None,
     *,
     recipe: Recipe,
 ) -> Array:
     """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
 
     Args:
-      lhs, rhs, dimension_numbers, precision, preferred_element_type: as for ``jax.lax.dot_general``.
+      lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding: as for ``jax.lax.dot_general``.
       recipe: all numbers.
 
     Raises:
       NotImplementedError: an option that AQT would ignore.
     """
-    refuse_options(lhs.dtype, precision, preferred_element_type)
+    refuse_options(lhs.dtype, precision, preferred_element_type, out_sharding)
     return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
 
 
@@ -117,11 +118,12 @@ def einsum(
     rhs: ConvertedKernel,
     precision: Any = None,
     preferred_element_type: Any = None,
+    out_sharding: Any = None,
     *,
     recipe: Recipe,
 ) -> Array:
     """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
-    refuse_options(lhs.dtype, precision, preferred_element_type)
+    refuse_options(lhs.dtype, precision, preferred_element_type, out_sharding)
     run = lambda equation, a, b, dot: aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
     return _weights.einsum(
         run,

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -277,10 +276,7 @@ class Face:
         params, rest = _collections(variables)
         rngs = dict.fromkeys(("params", "dropout", RANDOM_STREAM), jax.random.key(0))
         state = variables.get(OVERWRITE_WITH_GRADIENT, {})
-        found, reasons = self.engine.convert(call, params, (rest, rngs, inputs, kwargs), state, known)
-        if reasons:
-            what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
-            warnings.warn(f"the weights of {len(reasons)} layers stay in float ({what})", stacklevel=3)
+        found, _ = self.engine.convert(call, params, (rest, rngs, inputs, kwargs), state, known)
         leaves = leaves_by_path(found, lambda leaf: isinstance(leaf, ConvertedKernel))
         return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ConvertedKernel)}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +26,9 @@ from flax import nnx
 from jaxquant.backends import native_nnx
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import layer_name
+from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
+from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.layers import refuse_nothing
 from jaxquant.inject.nnx_layers import contraction_axes, copy_model, linear_modules, op_name, out_features, stacked_axes
 from jaxquant.state.nnx import QuantState, require_state_gradient
@@ -37,6 +39,10 @@ _CONTAINERS = (nnx.List, nnx.Dict)
 _PATH = "jaxquant_path"
 
 _at_work = jax.make_user_context(None)
+
+
+class ConvertedParam(nnx.Variable[ConvertedKernel]):
+    """A converted kernel in the place of an author's parameter; no optimizer that trains ``nnx.Param`` touches it."""
 
 
 def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Any:
@@ -203,6 +209,28 @@ class Face:
         args, kwargs = jax.tree.map(_as_array, (args, kwargs))
         return self._split(model, type(model), "__call__", args, kwargs)
 
+    def convert(
+        self, model: nnx.Module, skip: Collection[str], *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, ConvertedKernel], Mapping[str, str]]:
+        """Convert every kernel that a call with example inputs runs quantized.
+
+        Args:
+          model: of classes of its own, with the quant state of training.
+          skip: paths of parameters that are to stay as they are.
+          args, kwargs: the example inputs.
+
+        Returns:
+          By "/"-joined path of the parameter, its ``ConvertedKernel``, and for each layer whose weight stays float the
+          reason.
+        """
+        call, params, rest = self._example(model, args, kwargs)
+        own: Any = nnx.to_pure_dict(rest[0])
+        state = _named(own.get(0, {}))
+        names = {tuple(path.split("/")) for path in skip}
+        found, reasons = self.engine.convert(call, params, rest, state, names)
+        leaves = leaves_by_path(nnx.to_pure_dict(found), lambda leaf: isinstance(leaf, ConvertedKernel))
+        return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ConvertedKernel)}, reasons
+
     def check_rules(self, model: nnx.Module) -> None:
         """Check the rules on flax's linear layers, where nothing was traced that could show the others."""
         resolver = self.engine.resolver
@@ -255,7 +283,7 @@ class Face:
         return nnx.merge(*out)
 
     def _split(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> tuple[_Call, Any, tuple[Any, Any]]:
-        own = (_own(nnx.Param), _own(QuantState), ...)
+        own = (_own((nnx.Param, ConvertedParam)), _own(QuantState), ...)
         graph, params, quant, rest = nnx.split((module, args, kwargs), *own)
         parts: Any = params
         return _Call(self, kind, name, graph), parts.get(0, nnx.State({})), (quant, rest)
@@ -310,8 +338,8 @@ def _variables(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     return ((path, node) for path, node in nnx.iter_graph(tree) if isinstance(node, nnx.Variable))
 
 
-def _own(kind: type) -> Callable[[Any, Any], bool]:
-    """Filter the variables of a type that are of the module, not of the arguments."""
+def _own(kind: Any) -> Callable[[Any, Any], bool]:
+    """Filter the variables of a type, or of several, that are of the module, not of the arguments."""
     is_kind = nnx.filterlib.to_predicate(kind)
     return lambda path, value: path[0] == 0 and is_kind(path, value)
 
@@ -335,7 +363,8 @@ _PLAIN = (jax.lax.dot_general, jnp.einsum)
 
 def _has_plain_op(module: Any) -> bool:
     """Whether a layer has no op of its own, so that its quant state may stand in the op's place."""
-    return getattr(module, "dot_general_cls", None) is None and getattr(module, op_name(module)) in (None, *_PLAIN)
+    op = getattr(module, op_name(module))
+    return getattr(module, "dot_general_cls", None) is None and (op in (None, *_PLAIN) or isinstance(op, Held))
 
 
 class Held(native_nnx.QuantizedOp):

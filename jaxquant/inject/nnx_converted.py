@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxquant.backends import load, native_nnx
 from jaxquant.backends.base import chosen
-from jaxquant.core.paths import at_layer, float_rule, layer_name
+from jaxquant.core.paths import at_layer, float_rule, join_path, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.trees import leaves_by_path
@@ -24,6 +24,8 @@ from jaxquant.inject import nnx_layers as inject_nnx
 from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.decided import Decided
 from jaxquant.inject.layers import Layer, check_layers
+from jaxquant.inject.linen import scale_name
+from jaxquant.inject.nnx import ConvertedParam, Face, Held, plain_model
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.nnx import QuantState
 
@@ -99,23 +101,24 @@ class _Op:
             return op(*args, recipe=self.recipe, **kwargs, **chosen(self.implementation))
 
 
-def convert_nnx(model: nnx.Module, decided: Decided) -> nnx.Module:
+def convert_nnx(model: nnx.Module, decided: Decided, *example_inputs: Any, **example_kwargs: Any) -> nnx.Module:
     """Convert the kernels of a model's quantized layers.
 
     Args:
-      model: float, or quantized by ``quantize_nnx`` on the native backend, whose quant state then counts; it stays as
-        it is.
+      model: float, or quantized by ``quantize_nnx``, whose quant state then counts; it stays as it is.
       decided: what was decided on its layers.
+      example_inputs, example_kwargs: arguments of its ``__call__``, which layers that are not flax's need.
 
     Raises:
-      ValueError: a recipe needs quant state and the layer has none, or it has not seen what a static scale must know.
+      ValueError: a recipe needs quant state and the layer has none, or it has not seen what a static scale must know;
+        a layer that is not flax's, without example inputs.
       NotImplementedError: an einsum that sums its kernel by itself, or a layer under ``nnx.WeightNorm``.
     """
     backend, recipes, implementation = decided.backend or "native", decided.recipes, decided.config.implementation
     for recipe in dict.fromkeys(recipes.values()):
         load(backend).check(recipe)
     check_layers(backend, (layer for layer in decided.layers if layer.path in recipes))
-    copy = inject_nnx.copy_model(model)
+    float_model, copy = plain_model(model), plain_model(model)
     by_path = {layer.path: layer for layer in decided.layers}
     weight_norms = (path for path, node in nnx.iter_graph(copy) if isinstance(node, nnx.WeightNorm))
     normalized = tuple("".join(f"{name}/" for name in path) for path in weight_norms)
@@ -151,7 +154,30 @@ def convert_nnx(model: nnx.Module, decided: Decided) -> nnx.Module:
         delattr(module, name)
         kind = "einsum" if name == "einsum_op" else "dot_general"
         setattr(module, name, _Op(recipe, backend, path, kind, implementation))
-    return copy
+    if not decided.other_kernels:
+        return copy
+    if not (example_inputs or example_kwargs):
+        raise ValueError(
+            f"layers {', '.join(decided.other_kernels)} are not flax's own; give convert example inputs whose call "
+            "runs them"
+        )
+    face, known = Face(decided.config, float_model), [f"{path}/kernel" if path else "kernel" for path in recipes]
+    kernels, reasons = face.convert(float_model, known, *example_inputs, **example_kwargs)
+    _put_kernels(copy, kernels, has_state=bool(reasons))
+    return face.adopt(copy)
+
+
+def _put_kernels(model: nnx.Module, kernels: Mapping[str, ConvertedKernel], *, has_state: bool) -> None:
+    """Put converted kernels into the place of parameters, wherever a module has them, and drop quant state."""
+    nodes = list(nnx.iter_graph(model))
+    paths = {join_path(path): node for path, node in nodes if isinstance(node, nnx.Variable)}
+    new = {id(paths[path]): ConvertedParam(kernel) for path, kernel in kernels.items()}
+    for _, node in nodes:
+        for name, value in list(vars(node).items()) if isinstance(node, nnx.Module) else ():
+            if id(value) in new:
+                setattr(node, name, new[id(value)])
+            elif isinstance(value, Held) and not has_state:
+                delattr(node, name)
 
 
 def nnx_params(model: nnx.Module) -> dict[str, Any]:
@@ -185,8 +211,9 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a path that only one of them has; nothing is put in.
     """
-    given = _as_in_nnx(params)
-    here, there = (set(leaves_by_path(tree)) for tree in (_kept(model), given))
+    kept = _kept(model)
+    given = _as_in_nnx(params, kept)
+    here, there = (set(leaves_by_path(tree, _is_kernel)) for tree in (kept, given))
     if here != there:
         raise ValueError(
             f"the model has {', '.join(sorted(here - there)) or 'nothing'} that the parameters do not, and they have "
@@ -205,23 +232,35 @@ def _as_in_linen(
             parts = dict(value)
             scale = parts.pop(INPUT_SCALE, None)
             new |= {str(name): QTensor.of_parts(parts, *blocks[here])} | ({} if scale is None else {INPUT_SCALE: scale})
+        elif isinstance(value, ConvertedKernel):
+            scale = value.input_scale
+            new |= {str(name): value.tensor} | ({} if scale is None else {scale_name(str(name)): scale})
         else:
             new[str(name)] = _as_in_linen(value, blocks, here) if isinstance(value, Mapping) else value
     return new
 
 
-def _as_in_nnx(tree: Mapping[str, Any]) -> dict[Any, Any]:
+def _as_in_nnx(tree: Mapping[str, Any], kept: Any) -> dict[Any, Any]:
     new: dict[Any, Any] = {}
+    scales = {scale_name(name) for name, value in tree.items() if isinstance(value, QTensor)}
     for name, value in tree.items():
         key = int(name) if name.isdigit() else name  # a place in an nnx.List
+        own = kept.get(key) if isinstance(kept, Mapping) else None
         if isinstance(value, QTensor):
-            scale = tree.get(INPUT_SCALE)
-            new[key] = value.parts | ({} if scale is None else {INPUT_SCALE: scale})
+            scale = tree.get(scale_name(name))
+            if isinstance(own, ConvertedKernel):
+                new[key] = ConvertedKernel(value, own.dtype, scale)
+            else:
+                new[key] = value.parts | ({} if scale is None else {INPUT_SCALE: scale})
         elif isinstance(value, Mapping):
-            new[key] = _as_in_nnx(value)
-        elif name != INPUT_SCALE or not any(isinstance(other, QTensor) for other in tree.values()):
+            new[key] = _as_in_nnx(value, own)
+        elif name not in scales:
             new[key] = value
     return new
+
+
+def _is_kernel(node: Any) -> bool:
+    return isinstance(node, ConvertedKernel)
 
 
 def _kernel(layer: Layer, module: Any, recipe: Recipe, backend: str) -> LayerKernel:

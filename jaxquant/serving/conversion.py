@@ -27,7 +27,6 @@ from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked
 from jaxquant.inject.converted import LayerKernel, linen_kernels
 from jaxquant.inject.linen import Face, scale_name
 from jaxquant.inject.model import choose_recipes
-from jaxquant.inject.nnx import plain_model
 from jaxquant.inject.nnx_converted import convert_nnx
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
@@ -65,13 +64,7 @@ def convert(
     config = _config(config)
     if isinstance(model_or_variables, nnx.Module):
         decided = choose_recipes(model_or_variables, config, *example_inputs, **example_kwargs)
-        if decided.other_kernels:
-            raise NotImplementedError(
-                f"layers {', '.join(decided.other_kernels)} of an NNX model are not flax's own, and convert cannot put "
-                "a converted kernel into them; quantize the function of the model's parameters with jaxquant.quantize, "
-                "whose convert does, or leave them in float by rules"
-            )
-        return convert_nnx(plain_model(model_or_variables), decided)
+        return convert_nnx(model_or_variables, decided, *example_inputs, **example_kwargs)
     if not isinstance(model_or_variables, Mapping):
         raise TypeError(
             f"convert takes an NNX model or the variables of a Linen one, got {type(model_or_variables).__name__}"

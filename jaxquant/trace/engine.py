@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -172,8 +173,11 @@ class Engine:
         left = {index for index, name in enumerate(array_names(static)) if name in skip}
         leaves, reasons = converted.convert(analysis.plan, arrays[0], states, self.backend.name, left)
         what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
+        text = f"the weights of {len(reasons)} layers stay in float ({what})"
         if reasons and self.config.strict:
-            raise NotImplementedError(f"strict true, and the weights of {len(reasons)} layers stay in float ({what})")
+            raise NotImplementedError(f"strict true, and {text}")
+        if reasons:
+            warnings.warn(text, stacklevel=3)
         return static.rebuild((leaves, arrays[1]))[0], reasons
 
     def trace(self, fn: Function, params: Any, args: tuple[Any, ...], prefix: paths.Name = ()) -> Traced:

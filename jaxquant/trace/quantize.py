@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,11 +128,7 @@ class QuantizedFunction:
           NotImplementedError: the config is strict, and the weight of a quantized layer stays float.
         """
         self._check_bound()
-        found, reasons = self.engine.convert(self.hashable, params, args, quant_state)
-        if reasons:
-            what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
-            warnings.warn(f"the weights of {len(reasons)} layers stay in float ({what})", stacklevel=2)
-        return found
+        return self.engine.convert(self.hashable, params, args, quant_state)[0]
 
     def report(self, params: Any, *args: Any) -> Report:
         """List every contraction of the function, with its recipe or the reason for which it is in float.

@@ -340,3 +340,40 @@ def test_conversion_of_an_nnx_model_knows_what_the_trace_decided(with_inputs):
     assert isinstance(converted.last.kernel, nnx.Param)
     assert not isinstance(converted.first.kernel, nnx.Param)
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(converted, x), nnx.jit(lambda m, x: m(x))(quantized, x))
+
+
+class NNXOwn(nnx.Module):
+    """Parameters of the author's own, one of them in a list and one shared, beside a layer of flax."""
+
+    def __init__(self, rngs):
+        key = rngs.params
+        self.up = nnx.Param(jax.random.normal(key(), (16, 4, 8)))
+        self.mixes = nnx.List([nnx.Param(jax.random.normal(key(), (32, 32))) for _ in range(2)])
+        self.same = self.mixes[0]
+        self.down = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.einsum("bd,dhk->bhk", x, self.up[...]).reshape(x.shape[0], 32)
+        for mix in self.mixes:
+            x = nn.silu(x @ mix)
+        return self.down(x @ self.same)
+
+
+@pytest.mark.parametrize(("string", "backend"), BACKENDS)
+def test_an_nnx_model_of_any_author_is_served_as_it_was_trained(string, backend):
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    config = {"quantization": string, "quant_backend": backend}
+    plain = NNXOwn(nnx.Rngs(0))
+    trained = maybe_quantize_model(plain, config, x) if string != "fp8" else jaxquant.calibrate(plain, config, [x])
+    call = nnx.jit(lambda model, x: model(x))
+    converted = jaxquant.convert(trained, config, x)
+    params = jaxquant.serving.nnx_params(converted)
+    tensors = {name for name, value in params.items() if isinstance(value, QTensor)}
+    assert tensors == {"up"}
+    assert all(isinstance(value, QTensor) for value in (*map(params["mixes"].get, "01"), params["down"]["kernel"]))
+    assert converted.same is converted.mixes[0]
+    np.testing.assert_array_equal(call(converted, x), call(trained, x))
+
+    empty = nnx.eval_shape(lambda: jaxquant.convert(trained, config, x))
+    jaxquant.serving.update_nnx(empty, params)
+    np.testing.assert_array_equal(call(empty, x), call(trained, x))
