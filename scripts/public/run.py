@@ -1,0 +1,140 @@
+"""One public model, quantized in every way, trained and served: a JSON line for each recipe.
+
+    python -m scripts.public.run NAME MODULE RECIPES STEPS NAME=FOLDER...
+
+scripts/public_models.py starts it in the environment that the model needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxquant
+from scripts.public.problem import Batch, Loop, Problem, functional
+
+
+def train(loop: Loop, batches: list[Batch], steps: int) -> tuple[Any, list[float]]:
+    """Run a loop on batches in turn. Returns what it carried last, and the losses."""
+    step, carry, losses = jax.jit(loop.step), loop.carry, []
+    for i in range(steps):
+        carry, loss = step(carry, *batches[i % len(batches)])
+        losses.append(float(loss))
+    return carry, losses
+
+
+def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
+    """Train what ``jaxquant.quantize`` returns; say what it quantized, learned, moved, and what it serves."""
+    params, batches = problem.params, problem.batches
+    config = {"quantization": recipe, "quant_backend": "native"}
+    fn = jaxquant.quantize(problem.loss, config)
+    state = fn.init(params, *batches[0])
+    report = fn.report(params, *batches[0])
+    mine = [each for each in report if each.weight is not None or each.is_out_of_reach]
+    loop = functional(fn, params, state)
+    carry, losses = train(loop, batches, steps)
+    trained, state_after, _ = carry
+    before, after = (_histories(tree) for tree in (state, state_after))
+    return {
+        "quantized": len(report.quantized),
+        "all": len(mine),
+        "why": [[each.path, each.reason] for each in mine if each.recipe is None],
+        "layers": [each.path for each in report.quantized],
+        "first": losses[0],
+        "loss": _last(losses, batches),
+        "histories": len(before),
+        "advanced": sum(bool(np.any(after[key] != before[key])) for key in before),
+        "check": check(loop, batches[0], config),
+        "served": serve(fn, trained, state_after, batches),
+    }
+
+
+def row_of_face(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
+    """Train what ``maybe_quantize_model`` returns, in the loop that its framework has."""
+    assert problem.face is not None
+    config = {"quantization": recipe, "quant_backend": "native"}
+    loop = problem.face(config)
+    _, losses = train(loop, problem.batches, steps)
+    rows = jaxquant.coverage(loop.step, loop.carry, *problem.batches[0]).rows
+    forward = [row for row in rows if row.matmul == "fwd" and row.has_parameter and not row.is_recomputed]
+    return {
+        "quantized": sum(row.is_low for row in forward),
+        "all": len(forward),
+        "float": sorted({row.path for row in forward if not row.is_low}),
+        "loss": _last(losses, problem.batches),
+        "check": check(loop, problem.batches[0], config),
+    }
+
+
+def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> str:
+    """Return "ok", or what ``Coverage.check`` says of a step."""
+    try:
+        jaxquant.coverage(loop.step, loop.carry, *batch, config=config).check()
+    except ValueError as error:
+        return str(error).split("; leave the layer out")[0]
+    return "ok"
+
+
+def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
+    """Say whether converted parameters give the bits of the trained ones, and how many weights were converted."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        converted = fn.convert(params, state, *batches[0])
+    left = [str(each.message) for each in caught if "stay in float" in str(each.message)]
+    run = jax.jit(fn)
+    pairs = [(float(run(params, state, *batch)), float(run(converted, {}, *batch))) for batch in batches]
+    worst = max(abs(trained - served) for trained, served in pairs)
+    return "; ".join(["same bits" if worst == 0 else f"differs by {worst:.2g}", *left])
+
+
+def _histories(tree: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path): np.asarray(value)
+        for path, value in jax.tree.leaves_with_path(tree)
+        if str(getattr(path[-1], "key", "")).endswith("amax_history")
+    }
+
+
+def _last(losses: list[float], batches: list[Batch]) -> float:
+    return float(np.mean(losses[-len(batches) :]))
+
+
+def _try(make: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    try:
+        return make(*args)
+    except Exception as error:  # a row of the table is what a failure is worth here
+        return {"error": f"{type(error).__name__}: {error}"[:600]}
+
+
+def main(name: str, module: str, recipes: str, steps: str, *checkouts: str) -> None:
+    """Train one model in float and with every recipe; print a JSON line for each."""
+    folders = dict(each.split("=", 1) for each in checkouts)
+
+    def at(path: str) -> str:
+        first, _, rest = path.partition("/")
+        return str(pathlib.Path(folders[first], rest))
+
+    problem = getattr(importlib.import_module(f"scripts.public.{module}"), name)(at)
+
+    def show(recipe: str, row: dict[str, Any]) -> None:
+        print("ROW " + json.dumps({"model": name, "recipe": recipe, "steps": int(steps), **row}), flush=True)
+
+    plain = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
+    show("", _try(lambda: {"loss": _last(train(plain, problem.batches, int(steps))[1], problem.batches)}))
+    for recipe in recipes.split(","):
+        row = _try(row_of_function, problem, recipe, int(steps))
+        if problem.face is not None:
+            row["face"] = _try(row_of_face, problem, recipe, int(steps))
+        show(recipe, row)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
