@@ -19,6 +19,8 @@ class BackendRow:
       has_layer_ops: whether a layer is quantized by an op that is passed to it; otherwise a whole model is, which needs
         example inputs.
       is_auto_on_nnx: whether ``auto`` takes it on NNX models, too; else native takes its place there.
+      needs_random_stream: whether stochastic rounding draws from the random stream of a Linen model, where it has one;
+        otherwise its noise is of the output gradient's bits alone.
       names_residuals: whether a remat policy can name what a quantized matmul saves.
       shards_batch: whether ``quantization_local_shard_count`` cuts the first axis of the weight gradient's contraction,
         the batch; otherwise the last.
@@ -31,6 +33,7 @@ class BackendRow:
     series: str = ""
     has_layer_ops: bool = True
     is_auto_on_nnx: bool = True
+    needs_random_stream: bool = True
     names_residuals: bool = False
     shards_batch: bool = True
     implementations: tuple[str, ...] = ()
@@ -55,6 +58,7 @@ BACKENDS: dict[BackendName, BackendRow] = {
     "native": BackendRow(
         title="native",
         module="jaxquant.backends.native_backend",
+        needs_random_stream=False,
         names_residuals=True,
         implementations=("xla",),
     ),

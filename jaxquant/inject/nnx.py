@@ -25,7 +25,7 @@ from flax import nnx
 
 from jaxquant.backends import native_nnx
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.paths import layer_name
+from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.trees import leaves_by_path
@@ -90,7 +90,7 @@ def plain_model(model: nnx.Module) -> nnx.Module:
 
 def _missing(recipe: str, path: str, field: str) -> str:
     return (
-        f"recipe {recipe!r} at {path!r} keeps quant state, and the model has no {field!r} there; give "
+        f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the model has no {field!r} there; give "
         "maybe_quantize_model example inputs whose call runs that layer"
     )
 
