@@ -1,0 +1,184 @@
+"""The table of what cannot be reached, in docs/guide/what.md: every message is the one that a user sees."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxquant
+from tests.trace.functions import CURRENT, shape
+
+PAGE = Path(__file__).parents[2] / "docs/guide/what.md"
+X, W, STACK = shape(8, 8), shape(8, 8), shape(4, 8, 8)
+MASK = np.ones((8, 8), np.float32)
+
+
+def _times(x, w):
+    return x @ w
+
+
+_vjp, _jvp = jax.custom_vjp(_times), jax.custom_jvp(_times)
+_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+_jvp.defjvp(lambda a, t: (a[0] @ a[1], t[0] @ a[1] + a[0] @ t[1]))
+
+
+def _kernel(x, w, out):
+    out[...] = x[...] @ w[...]
+
+
+def _conv(lhs, rhs, **options):
+    return jax.lax.conv_general_dilated(lhs, rhs, (1, 1), "SAME", **options)
+
+
+def _sharded(fn, *specs):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    names = [PartitionSpec(*spec) for spec in specs]
+    return jax.shard_map(fn, mesh=mesh, in_specs=tuple(names), out_specs=PartitionSpec(), check_vma=False)
+
+
+def _ragged(x, w, **numbers):
+    numbers = {"dot_dimension_numbers": (((1,), (1,)), ((), ())), "lhs_ragged_dimensions": [0]} | numbers
+    numbers = jax.lax.RaggedDotDimensionNumbers(rhs_group_dimensions=[0], **numbers)
+    return jax.lax.ragged_dot_general(x, w, jnp.array([2, 2, 2, 2]), numbers)
+
+
+def _scanned(w, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+
+CASES = {
+    "custom_vjp": (lambda w, x: _vjp(x, w), W),
+    "custom_jvp": (lambda w, x: _jvp(x, w), W),
+    "callback": (lambda w, x: jax.pure_callback(_times, X, x, w), W),
+    "kernel": (lambda w, x: pl.pallas_call(_kernel, X, interpret=True)(x, w), W),
+    "solve": (lambda w, x: jax.lax.custom_linear_solve(lambda v: v @ w, x, lambda _, b: b, lambda _, b: b), W),
+    "picked": (lambda w, x: jnp.einsum("td,tdf->tf", x, w[(x[:, 0] > 0).astype(int)]), STACK),
+    "gradient": (lambda w, x: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x), W),
+    "closure": (lambda w, x: x + MASK @ w, W),
+    "constant": (lambda w, x: x + jnp.ones((8, 8)) @ w, W),
+    "parameters": (lambda w, x: x + w @ w, W),
+    "integers": (lambda w, x: x.astype("int32") @ w.astype("int32") + x, W),
+    "outer": (lambda w, x: jnp.einsum("i,jk->ijk", x[:, 0], w)[:, 0], W),
+    "algorithm": (lambda w, x: jnp.matmul(x, w, precision="BF16_BF16_F32"), W),
+    "first": (lambda w, x: _conv(w[None, None], x[None, None])[0, 0], W),
+    "groups": (lambda w, x: _conv(jnp.stack([x, x])[:, None], w[:2, None], batch_group_count=2)[0, 0], STACK),
+    "sharded convolution": (_sharded(lambda w, x: _conv(x[None, None], w[None, None])[0, 0], (), ()), W),
+    "ragged": (lambda w, x: _ragged(x, w, dot_dimension_numbers=(((1,), (2,)), ((), ()))), STACK),
+    "sharded ragged": (_sharded(lambda w, x: _ragged(x, w), (), ()), STACK),
+    "stack": (_sharded(_scanned, ("x",), ()), STACK),
+    "batch": (_sharded(lambda w, x: jnp.einsum("etd,edf->etf", jnp.stack([x] * 4), w)[0], (None, "x"), ()), STACK),
+}
+"""What is done to a parameter, and its shape."""
+
+
+def _with_layer(fn):
+    """Put a layer that is quantized behind what is done to the parameter ``w``."""
+    return lambda p, x: fn(p["w"], x) @ p["layer"]["w"]
+
+
+def _reason(fn, w, config=CURRENT):
+    """Return what the report says of ``w``."""
+    rows = jaxquant.quantize(_with_layer(fn), config).report({"w": w, "layer": {"w": W}}, X)
+    assert [row.recipe for row in rows if row.path == "layer"] == [config["quantization"]]
+    (found,) = {row.reason for row in rows if row.path == "w"}
+    return found
+
+
+def _convolution(w, x):
+    return _conv(x[None, None], w[None, None])[0, 0]
+
+
+def _config(string, backend="native", **options):
+    return {"quantization": string, "quant_backend": backend, **options}
+
+
+BY_BACKEND = {
+    "convolution on AQT": (_convolution, W, _config("int8", "aqt")),
+    "ragged on Qwix": (lambda w, x: _ragged(x, w), STACK, _config("int8", "qwix")),
+    "convolution of blocks": (_convolution, W, _config("mxfp8")),
+}
+
+
+class Own(nnx.Module):
+    """A layer of the author's own, and one of flax's."""
+
+    def __init__(self):
+        self.mine = nnx.Dict(kernel=nnx.Param(jnp.ones((8, 8))))
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x @ self.mine.kernel.get_value())
+
+
+def _new_layer():
+    params = {"w": W, "layer": {"w": W}}
+    known = jaxquant.quantize(lambda p, x: x @ p["layer"]["w"], _config("fp8"))
+    known.init(params, X)
+    new = jaxquant.quantize(lambda p, x: x @ p["layer"]["w"] @ p["w"], _config("fp8"), like=known)
+    jax.eval_shape(new, params, {}, X)
+
+
+def _init(fn, config):
+    return lambda: jaxquant.quantize(fn, config).init({"w": W, "layer": {"w": W}}, X)
+
+
+_OUT = CASES["custom_vjp"][0]
+ERRORS = {
+    "nothing else": _init(lambda p, x: _OUT(p["w"], x), _config("fp8")),
+    "strict": _init(_with_layer(_OUT), _config("fp8", strict=True)),
+    "rule": _init(_with_layer(_OUT), _config("fp8", rules=[{"path": "w", "recipe": "fp8"}])),
+    "rule on AQT": _init(_with_layer(_convolution), _config("int8", "aqt", rules=[{"path": "w", "recipe": "int8"}])),
+    "new layer": _new_layer,
+    "no example": lambda: nnx.eval_shape(
+        lambda: jaxquant.maybe_quantize_model(Own(), _config("fp8"))(jnp.ones((8, 8)))
+    ),
+}
+"""What raises."""
+
+
+def _error(call):
+    with pytest.raises((ValueError, NotImplementedError)) as found:
+        call()
+    return str(found.value)
+
+
+def _tables():
+    """Return the messages of the two tables of the section, in order."""
+    section = PAGE.read_text().partition("## What cannot be reached")[2].partition("\n## ")[0]
+    return [re.findall(r"^\| .* \| `(.+)` \|$", table, re.M) for table in section.split("With `strict: true`")]
+
+
+REASONS, MESSAGES = _tables()
+SHOWN = {name: partial(_reason, *case) for name, case in (CASES | BY_BACKEND).items()}
+SHOWN |= {name: partial(_error, call) for name, call in ERRORS.items()}
+
+
+def test_a_parameter_at_the_root_has_a_place_in_the_message():
+    class Root(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((8, 8)))
+
+        def __call__(self, x):
+            return x @ self.kernel.get_value()
+
+    call = lambda: nnx.eval_shape(lambda: jaxquant.maybe_quantize_model(Root(), _config("fp8"))(jnp.ones((8, 8))))  # noqa: E731
+    assert _error(call).startswith("recipe 'fp8' at the root layer keeps quant state, and the model has no")
+
+
+def test_every_line_of_the_tables_is_run():
+    assert len(REASONS) == len(CASES) + len(BY_BACKEND)
+    assert len(MESSAGES) == len(ERRORS)
+
+
+@pytest.mark.parametrize(("name", "message"), list(zip(SHOWN, REASONS + MESSAGES, strict=True)))
+def test_the_message_is_what_a_user_sees(name, message):
+    assert SHOWN[name]() == message
