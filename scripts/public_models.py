@@ -75,7 +75,8 @@ def python_of(environment: str, folder: pathlib.Path) -> str:
 def rows_of(name: str, python: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run a model; return its rows as they come, or one that says why there is none."""
     errors: list[str] = []
-    command = [python, "-m", "scripts.public.run", name, MODELS[name].module, options.recipes, str(options.steps)]
+    command = [python, "-m", "scripts.public.run", name, MODELS[name].module]
+    command += [options.recipes, options.faces, str(options.steps)]
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ
     has_rows = False
     with subprocess.Popen(
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("checkouts", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--faces", default=",".join(RECIPES), help="recipes with which maybe_quantize_model is tried")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--environments", type=pathlib.Path, default=ROOT / ".environments")
     parser.add_argument("--python", default="", help="an interpreter to use for all models instead of environments")

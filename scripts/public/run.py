@@ -1,6 +1,6 @@
 """One public model, quantized in every way, trained and served: a JSON line for each recipe.
 
-    python -m scripts.public.run NAME MODULE RECIPES STEPS NAME=FOLDER...
+    python -m scripts.public.run NAME MODULE RECIPES FACES STEPS NAME=FOLDER...
 
 scripts/public_models.py starts it in the environment that the model needs.
 """
@@ -11,6 +11,7 @@ import importlib
 import json
 import pathlib
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -114,8 +115,8 @@ def _try(make: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:600]}
 
 
-def main(name: str, module: str, recipes: str, steps: str, *checkouts: str) -> None:
-    """Train one model in float and with every recipe; print a JSON line for each."""
+def main(name: str, module: str, recipes: str, faces: str, steps: str, *checkouts: str) -> None:
+    """Train one model in float, with every recipe, and its face with those of ``faces``; print a JSON line for each."""
     folders = dict(each.split("=", 1) for each in checkouts)
 
     def at(path: str) -> str:
@@ -125,13 +126,19 @@ def main(name: str, module: str, recipes: str, steps: str, *checkouts: str) -> N
     problem = getattr(importlib.import_module(f"scripts.public.{module}"), name)(at)
 
     def show(recipe: str, row: dict[str, Any]) -> None:
-        print("ROW " + json.dumps({"model": name, "recipe": recipe, "steps": int(steps), **row}), flush=True)
+        print(
+            "ROW "
+            + json.dumps(
+                {"model": name, "recipe": recipe, "steps": int(steps), "seconds": round(time.process_time()), **row}
+            ),
+            flush=True,
+        )
 
     plain = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
     show("", _try(lambda: {"loss": _last(train(plain, problem.batches, int(steps))[1], problem.batches)}))
     for recipe in recipes.split(","):
         row = _try(row_of_function, problem, recipe, int(steps))
-        if problem.face is not None:
+        if problem.face is not None and recipe in faces.split(","):
             row["face"] = _try(row_of_face, problem, recipe, int(steps))
         show(recipe, row)
 
