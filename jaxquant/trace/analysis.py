@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
@@ -19,6 +18,7 @@ from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
 from jaxquant.trace.paths import Name, layer_names, layer_path
 from jaxquant.trace.plan import CONTRACTIONS, Contraction, Plan
+from jaxquant.trace.reach import Place, out_of_reach
 
 JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
@@ -27,46 +27,7 @@ _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 _PICKING = frozenset({"gather", "dynamic_slice"})
 _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
-_DIFFERENTIATED = frozenset({"jvp", "transpose"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a jaxpr occurs.
-
-    Attributes:
-      level: number of scans around.
-      context: index of the equation at each level of nesting, which tells occurrences apart.
-      scopes: name scopes.
-      is_differentiated: whether it is part of a derivative that the function takes itself.
-      is_backward: whether of that derivative's backward pass.
-      is_sharded: whether a shard_map is around.
-      is_einsum: whether a ``jnp.einsum`` is around.
-      closed: why nothing in it can be replaced, or "".
-    """
-
-    level: int = 0
-    context: tuple[int, ...] = ()
-    scopes: tuple[str, ...] = ()
-    is_differentiated: bool = False
-    is_backward: bool = False
-    is_sharded: bool = False
-    is_einsum: bool = False
-    closed: str = ""
-
-    def at(self, index: int, eqn: Any) -> _Place:
-        stack = eqn.source_info.name_stack
-        own, transforms = str(stack), {each.name for each in stack.stack if type(each).__name__ == "Transform"}
-        return dataclasses.replace(
-            self,
-            context=(*self.context, index),
-            scopes=(*self.scopes, own) if own else self.scopes,
-            is_differentiated=self.is_differentiated or not transforms.isdisjoint(_DIFFERENTIATED),
-            is_backward=self.is_backward or "transpose" in transforms,
-        )
-
-    def branch(self, number: int) -> _Place:
-        return dataclasses.replace(self, context=(*self.context, number))
+_OF_PARAMETERS = "both operands are made of parameters alone"
 
 
 class Analysis:
@@ -102,7 +63,7 @@ class Analysis:
         jaxpr = closed.jaxpr
         known = list(inputs or [Flow(frozenset({Leaf(index)})) for index in range(len(names))])
         known += [DATA] * (len(jaxpr.invars) - len(known))
-        self.plan, _ = self._run(jaxpr, known, _Place())
+        self.plan, _ = self._run(jaxpr, known, Place())
 
     @property
     def layer_paths(self) -> list[str]:
@@ -118,7 +79,7 @@ class Analysis:
         fits = [index for index in leaves if math.prod(self._shapes[index]) == size]
         return self.path(fits if len(fits) == 1 else leaves)
 
-    def _run(self, jaxpr: Any, given: Sequence[Flow], place: _Place) -> tuple[Plan, list[Flow]]:
+    def _run(self, jaxpr: Any, given: Sequence[Flow], place: Place) -> tuple[Plan, list[Flow]]:
         jaxpr = open_jaxpr(jaxpr)
         plan, known = Plan(jaxpr, place.level), {}
         known.update((var, self._closure(var.aval)) for var in jaxpr.constvars)
@@ -132,7 +93,7 @@ class Analysis:
             known.update(zip(eqn.outvars, outs, strict=True))
         return plan, [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: _Place) -> list[Flow]:
+    def _equation(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> list[Flow]:
         name = eqn.primitive.name
         if name in CONTRACTIONS:
             site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
@@ -163,7 +124,7 @@ class Analysis:
 
     # -- programs in programs ----------------------------------------------------------------------------------------
 
-    def _scan(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+    def _scan(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         consts, carries = scan_counts(eqn.params)
         level = place.level + 1
         within = dataclasses.replace(place, level=level)
@@ -171,7 +132,7 @@ class Analysis:
         body, outs = self._loop(eqn.params["jaxpr"], ins[:consts], ins[consts : consts + carries], slices, within)
         return [body], [flows.leave_scan(each, level) for each in outs]
 
-    def _while(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+    def _while(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body, outs = self._loop(
             eqn.params["body_jaxpr"], ins[first : first + second], ins[first + second :], [], place.branch(1)
@@ -180,7 +141,7 @@ class Analysis:
         return [test, body], outs
 
     def _loop(
-        self, jaxpr: Any, consts: list[Flow], carry: list[Flow], slices: list[Flow], place: _Place
+        self, jaxpr: Any, consts: list[Flow], carry: list[Flow], slices: list[Flow], place: Place
     ) -> tuple[Plan, list[Flow]]:
         """Read a loop's body until what is known of its carry stays. Returns the carry and what it stacks."""
         while True:
@@ -204,19 +165,19 @@ class Analysis:
         indices = {leaf.index for leaf in flow.leaves or ()}
         return self._is_step and len(indices) == 1 and tuple(aval.shape) == tuple(self._shapes[min(indices)])
 
-    def _cond(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+    def _cond(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         runs = [self._run(branch, ins[1:], place.branch(n)) for n, branch in enumerate(eqn.params["branches"])]
         outs = [flows.join(each) for each in zip(*(outs for _, outs in runs), strict=True)]
         if ins[0].is_data:
             outs = [self._met_data(each, [each]) for each in outs]
         return [plan for plan, _ in runs], outs
 
-    def _shards(self, eqn: Any, ins: list[Flow], place: _Place) -> tuple[list[Plan], list[Flow]]:
+    def _shards(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         parts = [flows.enter_shards(each, spec) for each, spec in zip(ins, eqn.params["in_specs"], strict=True)]
         body, outs = self._run(eqn.params["jaxpr"], parts, dataclasses.replace(place, is_sharded=True))
         return [body], [flows.leave_shards(each, ins) for each in outs]
 
-    def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: _Place) -> None:
+    def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
         """Note a program that cannot be opened, where a parameter goes into it and may be multiplied there."""
         weights = [each for each in ins if each.is_weight]
         name = eqn.primitive.name
@@ -233,6 +194,8 @@ class Analysis:
 
     def _plain(self, eqn: Any, ins: list[Flow]) -> Flow:
         name, out = eqn.primitive.name, flows.join(ins)
+        if out.is_product and out.leaves:
+            out = self._met_product(out, eqn.outvars[0].aval)
         if name in _RANKING:
             for site in out.marked("result"):
                 site.is_ranked = True
@@ -255,6 +218,16 @@ class Analysis:
             return dataclasses.replace(out, picked=out.picked | {(leaf.index, rank) for leaf in ins[0].leaves})
         return out
 
+    def _met_product(self, out: Flow, aval: Any) -> Flow:
+        """Describe a value that is made of parameters and a product of others: a weight where it is a leaf, changed.
+
+        The update of a kernel is as large as that is. A bias or a scale is smaller than the product that it is put on.
+        """
+        size, rank = math.prod(getattr(aval, "shape", ())), len(getattr(aval, "shape", ()))
+        shapes = {leaf: self._shapes[leaf.index][len(leaf.stack) :] for leaf in out.leaves or ()}
+        kept = frozenset(leaf for leaf, own in shapes.items() if math.prod(own) >= size and len(own) >= rank)
+        return dataclasses.replace(out, leaves=kept, is_product=not kept)
+
     def _met_data(self, out: Flow, ins: Sequence[Flow]) -> Flow:
         """Describe a value in which data was mixed into parameters, or chose between them."""
         met = {(leaf.index, self._rank(leaf)) for each in ins for leaf in each.leaves or ()}
@@ -271,24 +244,27 @@ class Analysis:
         site.stack = tuple(sorted({each for leaf in leaves for each in leaf.stack}))
         site.path = self.weight_path(indices, size * math.prod(length for _, length in site.stack))
 
-    def _contraction(self, site: Contraction, eqn: Any, ins: list[Flow], place: _Place) -> Flow:
+    def _contraction(self, site: Contraction, eqn: Any, ins: list[Flow], place: Place) -> Flow:
         operands, out = ins[:2], flows.join(ins)
         site.shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
         site.side, site.is_out_of_reach, site.reason = None, False, ""
-        result = Flow(out.leaves, out.is_closure, out.after)
+        result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
         if not any(each.is_weight for each in operands):
             self._explain_no_weight(site, operands)
             return result
         if all(each.is_weight for each in operands):
             self._name(site, out.leaves or frozenset())
-            site.reason = "both operands are made of parameters alone"
+            site.reason = _OF_PARAMETERS
             # No weight any more: learned queries times keys are attention scores, kernel + a · b is the kernel's layer.
-            return dataclasses.replace(result, leaves=frozenset())
+            return dataclasses.replace(result, leaves=frozenset(), is_product=True)
         side = 0 if operands[0].is_weight else 1
         weight, other = operands[side], operands[1 - side]
         assert weight.leaves is not None
         self._name(site, weight.leaves, math.prod(site.shapes[side]))
         if not other.is_data:
+            if other.is_product:
+                site.reason = _OF_PARAMETERS
+                return dataclasses.replace(result, leaves=frozenset())
             site.reason = "its other operand is constant"
             if other.is_closure:
                 site.is_out_of_reach = True
@@ -296,7 +272,7 @@ class Analysis:
             return result
         site.side = side
         self._describe_weight(site, eqn, side)
-        site.reason = self._out_of_reach(site, eqn, place)
+        site.reason = out_of_reach(site, eqn, place)
         site.is_out_of_reach = bool(site.reason)
         if place.is_backward:
             return Flow(None, out.is_closure)
@@ -331,49 +307,6 @@ class Analysis:
         site.weight_axes = contract, batch
         site.batch = tuple(shape[axis] for axis in (*groups, *batch))
         site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
-
-    def _out_of_reach(self, site: Contraction, eqn: Any, place: _Place) -> str:
-        """Explain why a parameter contraction cannot be replaced; "" where it can."""
-        if place.closed:
-            return place.closed
-        if place.is_differentiated:
-            return "part of a derivative that the function takes itself; quantize what is differentiated instead"
-        if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn, place)):
-            return why
-        if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn, place)):
-            return why
-        if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
-            return "contracts no axis"
-        if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
-            return "its operands are not float"
-        if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
-            return "its stack of layers is split over devices by a shard_map"
-        if site.batch and any(leaf.split for leaf in site.leaves):
-            return "its weight has batch axes and is split over devices by a shard_map"
-        precision = eqn.params["precision"]
-        if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
-            return f"asks for the algorithm {precision}"
-        return ""
-
-
-def _unusual_ragged(site: Contraction, eqn: Any, place: _Place) -> str:
-    """Explain why a ragged matmul is not the one of ``jax.lax.ragged_dot``; "" where it is."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
-    plain = (tuple(map(tuple, contracted)), tuple(map(tuple, batch))) == (((1,), (1,)), ((), ()))
-    if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(groups) != (0,) or site.side != 1:
-        return "a ragged matmul of other dimensions than those of jax.lax.ragged_dot"
-    if eqn.params["group_offset"] is not None:
-        return "a ragged matmul with a group_offset"
-    return "a ragged matmul inside a shard_map" if place.is_sharded else ""
-
-
-def _unusual_convolution(site: Contraction, eqn: Any, place: _Place) -> str:
-    if site.side != 1:
-        return "a convolution whose first operand is the parameter"
-    if eqn.params["batch_group_count"] != 1:
-        return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
-    return "a convolution inside a shard_map" if place.is_sharded else ""
 
 
 def _multiplies(jaxpr: Any) -> bool:

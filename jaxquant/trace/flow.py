@@ -37,6 +37,7 @@ class Flow:
       after: parameter contractions that it comes from with no other of these between.
       marks: of the contractions that it comes from with no contraction of any kind between, how it depends on them.
       picked: leaves that data was mixed into, or picked from, with the number of their axes that are left.
+      is_product: whether it is made of a product of parameters, such as learned queries times their kernel: no weight.
     """
 
     leaves: frozenset[Leaf] | None = frozenset()
@@ -44,6 +45,7 @@ class Flow:
     after: frozenset[Any] = frozenset()
     marks: frozenset[tuple[Mark, Any]] = frozenset()
     picked: frozenset[tuple[int, int]] = frozenset()
+    is_product: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -76,6 +78,7 @@ def join(flows: Iterable[Flow]) -> Flow:
         empty.union(*(flow.after for flow in flows)),
         empty.union(*(flow.marks for flow in flows)),
         empty.union(*(flow.picked for flow in flows)),
+        leaves is not None and any(flow.is_product for flow in flows),
     )
 
 

@@ -243,6 +243,22 @@ def linen():
     return gradient(lambda p, x: Linen().apply({"params": p}, x), FP8, params, x)
 
 
+class Pooling(nn.Module):
+    """Attention whose query is a learned probe, and a head that no name tells of."""
+
+    @nn.compact
+    def __call__(self, x):
+        probe = jnp.tile(self.param("probe", nn.initializers.normal(), (1, 1, 32)), (len(x), 1, 1))
+        x = nn.MultiHeadDotProductAttention(4, name="attention")(probe, x)
+        return nn.Dense(10, name="logitdense")(x + nn.Dense(32, name="linear2")(nn.gelu(x)))[:, 0]
+
+
+def pooling():
+    x = array(2, 5, 32)
+    params = jax.eval_shape(Pooling().init, jax.random.key(0), x)["params"]
+    return gradient(lambda p, x: first_class(Pooling().apply({"params": p}, x)), FP8, params, x, loss=lambda y: y)
+
+
 class Nnx(nnx.Module):
     def __init__(self, rngs):
         self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
@@ -263,6 +279,7 @@ def nnx_model():
 FUNCTIONS = (
     *(a_dictionary, a_list, normalized_input, tied_embedding, experts, head_of_a_loss, vmapped_experts, scan_and_remat),
     *(shards, ragged, convolutions, recurrent, low_rank, accumulation, training_loop, train_state, linen, nnx_model),
+    pooling,
 )
 
 

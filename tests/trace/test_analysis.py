@@ -69,6 +69,20 @@ def test_a_product_of_two_parameters_is_no_weight():
     assert report.rows[0].reason == "both operands are made of parameters alone"
 
 
+@pytest.mark.parametrize("made", ["biased", "normed", "multiplied again", "one"])
+def test_what_is_made_of_a_product_of_two_parameters_is_no_weight(made):
+    """Learned queries with a bias, a norm's scale or another layer on them: their scores are no layer of these."""
+
+    def learned_queries(p, x):
+        queries = p["queries"][:1] if made == "one" else p["queries"]
+        y = queries @ p["wq"]
+        y = {"normed": lambda: y * p["b"], "multiplied again": lambda: y @ p["again"]}.get(made, lambda: y + p["b"])()
+        return jax.nn.softmax(y @ (x @ p["wk"]).T) @ x @ p["out"]
+
+    p = {"queries": shape(2, 8), "b": shape(8)} | dict.fromkeys(("wq", "wk", "again", "out"), SQUARE)
+    assert layers(learned_queries, p, X) == {"wk": QUANTIZED, "out": QUANTIZED}
+
+
 def test_a_batch_axis_of_a_weight_has_a_scale_for_each_element():
     def experts(p, x):
         return jax.vmap(lambda q, x: jax.nn.relu(x @ q["wi"]) @ q["wo"])(p["experts"], x)

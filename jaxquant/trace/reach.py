@@ -1,0 +1,96 @@
+"""Reach: where an equation of a traced function stands, and why a parameter contraction cannot be replaced there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.trace.plan import Contraction
+
+_DIFFERENTIATED = frozenset({"jvp", "transpose"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a jaxpr occurs.
+
+    Attributes:
+      level: number of scans around.
+      context: index of the equation at each level of nesting, which tells occurrences apart.
+      scopes: name scopes.
+      is_differentiated: whether it is part of a derivative that the function takes itself.
+      is_backward: whether of that derivative's backward pass.
+      is_sharded: whether a shard_map is around.
+      is_einsum: whether a ``jnp.einsum`` is around.
+      closed: why nothing in it can be replaced, or "".
+    """
+
+    level: int = 0
+    context: tuple[int, ...] = ()
+    scopes: tuple[str, ...] = ()
+    is_differentiated: bool = False
+    is_backward: bool = False
+    is_sharded: bool = False
+    is_einsum: bool = False
+    closed: str = ""
+
+    def at(self, index: int, eqn: Any) -> Place:
+        stack = eqn.source_info.name_stack
+        own, transforms = str(stack), {each.name for each in stack.stack if type(each).__name__ == "Transform"}
+        return dataclasses.replace(
+            self,
+            context=(*self.context, index),
+            scopes=(*self.scopes, own) if own else self.scopes,
+            is_differentiated=self.is_differentiated or not transforms.isdisjoint(_DIFFERENTIATED),
+            is_backward=self.is_backward or "transpose" in transforms,
+        )
+
+    def branch(self, number: int) -> Place:
+        return dataclasses.replace(self, context=(*self.context, number))
+
+
+def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
+    """Explain why a parameter contraction cannot be replaced; "" where it can."""
+    if place.closed:
+        return place.closed
+    if place.is_differentiated:
+        return "part of a derivative that the function takes itself; quantize what is differentiated instead"
+    if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn, place)):
+        return why
+    if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn, place)):
+        return why
+    if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+        return "contracts no axis"
+    if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
+        return "its operands are not float"
+    if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
+        return "its stack of layers is split over devices by a shard_map"
+    if site.batch and any(leaf.split for leaf in site.leaves):
+        return "its weight has batch axes and is split over devices by a shard_map"
+    precision = eqn.params["precision"]
+    if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        return f"asks for the algorithm {precision}"
+    return ""
+
+
+def _unusual_ragged(site: Contraction, eqn: Any, place: Place) -> str:
+    """Explain why a ragged matmul is not the one of ``jax.lax.ragged_dot``; "" where it is."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    plain = (tuple(map(tuple, contracted)), tuple(map(tuple, batch))) == (((1,), (1,)), ((), ()))
+    if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(groups) != (0,) or site.side != 1:
+        return "a ragged matmul of other dimensions than those of jax.lax.ragged_dot"
+    if eqn.params["group_offset"] is not None:
+        return "a ragged matmul with a group_offset"
+    return "a ragged matmul inside a shard_map" if place.is_sharded else ""
+
+
+def _unusual_convolution(site: Contraction, eqn: Any, place: Place) -> str:
+    if site.side != 1:
+        return "a convolution whose first operand is the parameter"
+    if eqn.params["batch_group_count"] != 1:
+        return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
+    return "a convolution inside a shard_map" if place.is_sharded else ""
