@@ -7,9 +7,10 @@ is left out. Environments for what models import are made under ``--environments
 runs in a process of its own (``scripts/public/run.py``); ``--json`` keeps what each of them printed.
 
 What a row of the first table says of ``jaxquant.quantize(loss, ...)``: how many matmuls with parameters are quantized,
-and why the others are not; the loss after the steps beside that of the float model, on the same batches; whether every
-amax history has moved; what ``Coverage.check`` says; whether converted parameters give the trained bits. The second one
-is of the model that ``maybe_quantize_model`` returns, in its framework's own training loop.
+which share of the step's FLOPs has operands of 8 bits, and why the other matmuls are not; the loss after the steps
+beside that of the float model, on the same batches; whether every amax history has moved; what ``Coverage.check``
+says; whether converted parameters give the trained bits. The second one is of the model that ``maybe_quantize_model``
+returns, in its framework's own training loop.
 """
 
 from __future__ import annotations
@@ -100,19 +101,21 @@ def rows_of(name: str, python: str, options: argparse.Namespace) -> Iterator[dic
 
 def write_functions(rows: list[dict[str, Any]]) -> str:
     """Write the table of ``jaxquant.quantize``."""
-    lines = ["| model | recipe | matmuls quantized | float, and why | loss (float) | state | check() | served |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    lines = [
+        "| model | recipe | matmuls quantized | FLOPs | float, and why | loss (float) | state | check() | served |"
+    ]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     floats = {row["model"]: row.get("loss") for row in rows if not row["recipe"]}
     for row in rows:
         begin = f"| {row['model']} | {row['recipe']} |"
         if "error" in row:
-            lines.append(f"{begin} {'fails' if row['recipe'] else 'fails in float'} | {row['error']} | | | | |")
+            lines.append(f"{begin} {'fails' if row['recipe'] else 'fails in float'} | | {row['error']} | | | | |")
         elif row["recipe"]:
             why = Counter(reason for _, reason in row["why"])
             reasons = "; ".join(f"{count} {reason}" for reason, count in why.items()) or "-"
             state = f"{row['advanced']} of {row['histories']}" if row["histories"] else "none kept"
             lines.append(
-                f"{begin} {row['quantized']} of {row['all']} | {reasons} | {row['loss']:.4f} "
+                f"{begin} {row['quantized']} of {row['all']} | {row['share']:.1%} | {reasons} | {row['loss']:.4f} "
                 f"({floats[row['model']]:.4f}) | {state} | {row['check']} | {row['served']} |"
             )
     return "\n".join(lines).replace("\u2026", "...")
@@ -120,18 +123,19 @@ def write_functions(rows: list[dict[str, Any]]) -> str:
 
 def write_faces(rows: list[dict[str, Any]]) -> str:
     """Write the table of ``maybe_quantize_model``."""
-    lines = ["| model | recipe | matmuls quantized | float | loss | check() |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| model | recipe | matmuls quantized | FLOPs | float | loss | check() |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         face = row.get("face")
         if face is None:
             continue
         begin = f"| {row['model']} | {row['recipe']} |"
         if "error" in face:
-            lines.append(f"{begin} fails | {face['error']} | | |")
+            lines.append(f"{begin} fails | | {face['error']} | | |")
             continue
         same = " (the same)" if face["loss"] == row.get("loss") else ""
         lines.append(
-            f"{begin} {face['quantized']} of {face['all']} | {', '.join(face['float']) or '-'} | "
+            f"{begin} {face['quantized']} of {face['all']} | {face['share']:.1%} | {', '.join(face['float']) or '-'} | "
             f"{face['loss']:.4f}{same} | {face['check']} |"
         )
     return "\n".join(lines)

@@ -173,7 +173,7 @@ class Engine:
         left = {index for index, name in enumerate(array_names(static)) if name in skip}
         leaves, reasons = converted.convert(analysis.plan, arrays[0], states, self.backend.name, left)
         what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
-        text = f"the weights of {len(reasons)} layers stay in float ({what})"
+        text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
         if reasons and self.config.strict:
             raise NotImplementedError(f"strict true, and {text}")
         if reasons:

@@ -53,7 +53,7 @@ def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]
         "loss": _last(losses, batches),
         "histories": len(before),
         "advanced": sum(bool(np.any(after[key] != before[key])) for key in before),
-        "check": check(loop, batches[0], config),
+        **check(loop, batches[0], config),
         "served": serve(fn, trained, state_after, batches),
     }
 
@@ -64,24 +64,25 @@ def row_of_face(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
     config = {"quantization": recipe, "quant_backend": "native"}
     loop = problem.face(config)
     _, losses = train(loop, problem.batches, steps)
-    rows = jaxquant.coverage(loop.step, loop.carry, *problem.batches[0]).rows
+    rows = jaxquant.coverage(loop.step, loop.carry, *problem.batches[0], config=config).rows
     forward = [row for row in rows if row.matmul == "fwd" and row.has_parameter and not row.is_recomputed]
     return {
         "quantized": sum(row.is_low for row in forward),
         "all": len(forward),
         "float": sorted({row.path for row in forward if not row.is_low}),
         "loss": _last(losses, problem.batches),
-        "check": check(loop, problem.batches[0], config),
+        **check(loop, problem.batches[0], config),
     }
 
 
-def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> str:
-    """Return "ok", or what ``Coverage.check`` says of a step."""
+def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``Coverage.check`` says of a step, "ok" where nothing, and the share of its FLOPs in 8 bits."""
+    found = jaxquant.coverage(loop.step, loop.carry, *batch, config=config)
     try:
-        jaxquant.coverage(loop.step, loop.carry, *batch, config=config).check()
+        found.check()
     except ValueError as error:
-        return str(error).split("; leave the layer out")[0]
-    return "ok"
+        return {"check": str(error).split("; leave the layer out")[0], "share": found.share()}
+    return {"check": "ok", "share": found.share()}
 
 
 def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
@@ -91,7 +92,8 @@ def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
         converted = fn.convert(params, state, *batches[0])
     left = [str(each.message) for each in caught if "stay in float" in str(each.message)]
     run = jax.jit(fn)
-    pairs = [(float(run(params, state, *batch)), float(run(converted, {}, *batch))) for batch in batches]
+    kept = state if left else {}  # of layers whose weight is not converted
+    pairs = [(float(run(params, state, *batch)), float(run(converted, kept, *batch))) for batch in batches]
     worst = max(abs(trained - served) for trained, served in pairs)
     return "; ".join(["same bits" if worst == 0 else f"differs by {worst:.2g}", *left])
 

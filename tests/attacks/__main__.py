@@ -8,7 +8,6 @@ it is part of the test suite but a few of the first two; figures are in ``benchm
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import resource
@@ -32,7 +31,7 @@ def main() -> int:
 
         attack = {"configs": inputs.attack_configs, "manifests": inputs.attack_manifests}[words.attack]
         tally = attack(count, words.seed)
-        found = dataclasses.asdict(tally) | {"peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        found = vars(tally) | {"peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
         print(json.dumps(found, indent=1))
         return bool(tally.wrong)
     with tempfile.TemporaryDirectory() as folder:  # programs are compiled once

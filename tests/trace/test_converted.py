@@ -167,6 +167,21 @@ def test_uneven_blocks():
     assert converted["w"].tensor.scale.shape == (3, 20, 3)
 
 
+def test_a_layer_whose_weight_stays_float_needs_its_state():
+    def fn(p, x):
+        return jnp.tanh(jax.lax.conv(x[:, :, None], p["conv"]["kernel"], (1,), "VALID")[..., 0]) @ p["last"]["kernel"]
+
+    p = {"conv": {"kernel": normal(0, 8, 8, 1)}, "last": {"kernel": normal(1, 8, 8)}}
+    q, x = jaxquant.quantize(fn, FP8), normal(2, 3, 8)
+    state = q.init(p, x)
+    state = jaxquant.state.update(state, jax.grad(lambda s: jnp.sum(q(p, s, x)))(state))
+    with pytest.warns(UserWarning, match="weights of 1 layers stay in float and need their quant state, if any .conv:"):
+        converted = q.convert(p, state, x)
+    np.testing.assert_array_equal(jax.jit(q)(converted, state, x), jax.jit(q)(p, state, x))
+    with pytest.raises(ValueError, match="recipe 'fp8' at 'conv' keeps state"):
+        q(converted, {}, x)
+
+
 def test_what_stays_float_is_said():
     def fn(p, x):
         x = jnp.concatenate([x @ w for w in jnp.split(p["fused"], 2, axis=1)], axis=1)
