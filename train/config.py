@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxquant.config.backends import BACKENDS, BackendName
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.loader import show
 from jaxquant.config.quant_config import QuantConfig
 
@@ -126,11 +126,6 @@ class TrainConfig(QuantConfig):
     tensorboard: bool = True
     health_every: int = 0
     health_sequences: int = 0
-
-    @property
-    def resolved_backend(self) -> BackendName | None:
-        """The backend that runs, ``auto`` resolved for the framework; None where nothing is quantized."""
-        return self.resolved_nnx_backend if self.framework == "nnx" else super().resolved_backend
 
     def __post_init__(self) -> None:
         super().__post_init__()

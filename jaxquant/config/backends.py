@@ -18,7 +18,6 @@ class BackendRow:
       package, series: distribution that it needs and leading part of the versions that were tested; "" for none.
       has_layer_ops: whether a layer is quantized by an op that is passed to it; otherwise a whole model is, which needs
         example inputs.
-      is_auto_on_nnx: whether ``auto`` takes it on NNX models, too; else native takes its place there.
       needs_random_stream: whether stochastic rounding draws from the random stream of a Linen model, where it has one;
         otherwise its noise is of the output gradient's bits alone.
       names_residuals: whether a remat policy can name what a quantized matmul saves.
@@ -32,7 +31,6 @@ class BackendRow:
     package: str = ""
     series: str = ""
     has_layer_ops: bool = True
-    is_auto_on_nnx: bool = True
     needs_random_stream: bool = True
     names_residuals: bool = False
     shards_batch: bool = True
@@ -45,7 +43,6 @@ BACKENDS: dict[BackendName, BackendRow] = {
         module="jaxquant.backends.aqt_backend",
         package="aqtp",
         series="0.9.",
-        is_auto_on_nnx=False,
     ),
     "qwix": BackendRow(
         title="Qwix",

@@ -97,22 +97,11 @@ class QuantConfig(options.Options):
 
     @property
     def resolved_backend(self) -> BackendName | None:
-        """The backend that runs on a Linen model, ``auto`` resolved; None where nothing is quantized.
+        """The backend that runs, ``auto`` resolved, whatever is quantized; None where nothing is.
 
         Raises:
           ValueError: ``auto`` with rules alone whose strings go to different backends.
         """
-        return self._asked_backend()
-
-    @property
-    def resolved_nnx_backend(self) -> BackendName | None:
-        """The backend that runs on an NNX model: ``auto`` is native where it would be AQT on a Linen one."""
-        backend = self._asked_backend()
-        if backend is None or BACKENDS[backend].is_auto_on_nnx or self.quant_backend == backend:
-            return backend
-        return "native"
-
-    def _asked_backend(self) -> BackendName | None:
         strings = self.strings
         if not self._quantizes:
             return None

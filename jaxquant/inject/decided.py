@@ -102,10 +102,9 @@ def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **examp
       example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``. An NNX
         model may go without, and then what was decided when it was quantized counts beside rules and names.
     """
-    is_nnx = isinstance(model, nnx.Module)
     face: Any = None
     known: Mapping[str, Decision] = {}
-    if is_nnx:
+    if isinstance(model, nnx.Module):
         before = nnx_face.quantized_with(model)
         if before is not None:
             known = {} if before.engine.decisions is None else before.engine.decisions.paths
@@ -123,5 +122,4 @@ def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **examp
         for site in analysis.plan.contractions():
             if site.names:
                 sites.setdefault(site.path, site)
-    backend = config.resolved_nnx_backend if is_nnx else config.resolved_backend
-    return Decided(config, backend, layers, sites, {} if sites else known)
+    return Decided(config, config.resolved_backend, layers, sites, {} if sites else known)

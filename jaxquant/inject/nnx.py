@@ -171,7 +171,7 @@ class Face:
             has_scopes=False,
             watch=require_state_gradient,
         )
-        self.engine = Engine(config, dialect, config.resolved_nnx_backend)
+        self.engine = Engine(config, dialect, config.resolved_backend)
         self._classes: dict[type, type] = {}
 
     def _operation(self, site: Contraction) -> str:

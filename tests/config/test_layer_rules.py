@@ -144,20 +144,15 @@ def test_a_rule_may_carry_a_recipe_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("fields", "linen", "on_nnx"),
+    ("fields", "backend"),
     [
-        ({}, "native", "native"),  # which honours every recipe
-        ({"quantization": "int8"}, "aqt", "native"),
-        ({"quant_backend": "qwix"}, "qwix", "qwix"),
+        ({}, "native"),  # which honours every recipe
+        ({"quantization": "int8"}, "aqt"),
+        ({"quant_backend": "qwix"}, "qwix"),
     ],
 )
-def test_the_backend_of_a_recipe_of_ones_own(fields, linen, on_nnx):
-    config = QuantConfig(rules=(Rule(".*", MINE),), **fields)
-    assert (config.resolved_backend, config.resolved_nnx_backend) == (linen, on_nnx)
-
-
-def test_aqt_on_nnx_with_a_recipe_of_ones_own():
-    assert QuantConfig(rules=(Rule(".*", MINE),), quant_backend="aqt").resolved_nnx_backend == "aqt"
+def test_the_backend_of_a_recipe_of_ones_own(fields, backend):
+    assert QuantConfig(rules=(Rule(".*", MINE),), **fields).resolved_backend == backend
 
 
 def test_a_config_file_has_strings_alone(tmp_path):
