@@ -26,6 +26,7 @@ from train.benchmarks.decode import measure_decode, random_decoder, trained_deco
 from train.benchmarks.formats import measure_formats, measure_transfer
 from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
 from train.benchmarks.layers import measure_memory, measure_trace
+from train.benchmarks.lowering import measure_lowering
 from train.benchmarks.schemes import ROOT, Row, schemes
 from train.benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from train.health_cost import measure_health
@@ -89,6 +90,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     health = commands.add_parser("health", parents=[shared], help="cost of health every 10 steps, quickstart model")
     health.add_argument("--rounds", type=int, default=8, help="of 20 steps and a pass (default: %(default)s)")
     commands.add_parser("trace", parents=[shared], help="StableHLO lines per quantized layer")
+    lowering = commands.add_parser("lowering", parents=[out], help="time to trace and lower a step, lines of StableHLO")
+    lowering.add_argument("--against", type=Path, metavar="DIR", help="a checkout of another commit, measured, too")
+    lowering.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
     commands.add_parser("memory", parents=[shared], help="bytes saved for backward per layer")
     losses = commands.add_parser("losses", parents=[shared], help="held-out losses of the quickstart model")
     losses.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
@@ -135,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _finish(name, measure_serving(words.steps, Path(words.runs)), measure_serving, words.out)
         if name == "formats":
             return _finish(name, measure_formats(words.rounds), measure_formats, words.out)
+        if name == "lowering":
+            return _finish(name, measure_lowering(words.against, words.rounds), measure_lowering, words.out)
         if name == "transfer":
             return _finish(name, measure_transfer(), measure_transfer, words.out)
         if name == "serving-memory":

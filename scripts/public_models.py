@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -26,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-RECIPES = ("fp8", "int8", "fp8_current", "fp8_full")
+RECIPES = ("float", "fp8", "int8", "fp8_current", "fp8_full")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = {
     "plain": ["dm-haiku", "equinox", "einops", "ml_collections", "clu", "absl-py", "scipy", "tensorflow-cpu", "pillow"],
@@ -73,11 +74,11 @@ def python_of(environment: str, folder: pathlib.Path) -> str:
     return str(python)
 
 
-def rows_of(name: str, python: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, recipes: list[str], python: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run a model; return its rows as they come, or one that says why there is none."""
     errors: list[str] = []
     command = [python, "-m", "scripts.public.run", name, MODELS[name].module]
-    command += [options.recipes, options.faces, str(options.steps)]
+    command += [",".join(recipes), options.faces, str(options.steps)]
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ
     has_rows = False
     with subprocess.Popen(
@@ -96,7 +97,14 @@ def rows_of(name: str, python: str, options: argparse.Namespace) -> Iterator[dic
                 yield json.loads(line[4:])
     if not has_rows:
         told = [line.strip() for line in errors if "Error" in line]
-        yield {"model": name, "recipe": "", "error": "".join(told[-1:])[:600]}
+        yield {"model": name, "recipe": "float", "error": "".join(told[-1:])[:600]}
+
+
+def read(file: pathlib.Path | None) -> dict[tuple[str, str], dict[str, Any]]:
+    """Read the rows that a file has, by model and recipe, but those that failed."""
+    lines = file.read_text().splitlines() if file is not None and file.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {(row["model"], row["recipe"]): row for row in rows if "error" not in row}
 
 
 def write_functions(rows: list[dict[str, Any]]) -> str:
@@ -105,18 +113,18 @@ def write_functions(rows: list[dict[str, Any]]) -> str:
         "| model | recipe | matmuls quantized | FLOPs | float, and why | loss (float) | state | check() | served |"
     ]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    floats = {row["model"]: row.get("loss") for row in rows if not row["recipe"]}
+    floats = {row["model"]: row.get("loss", math.nan) for row in rows if row["recipe"] == "float"}
     for row in rows:
         begin = f"| {row['model']} | {row['recipe']} |"
         if "error" in row:
-            lines.append(f"{begin} {'fails' if row['recipe'] else 'fails in float'} | | {row['error']} | | | | |")
-        elif row["recipe"]:
+            lines.append(f"{begin} fails | | {row['error']} | | | | |")
+        elif row["recipe"] != "float":
             why = Counter(reason for _, reason in row["why"])
             reasons = "; ".join(f"{count} {reason}" for reason, count in why.items()) or "-"
             state = f"{row['advanced']} of {row['histories']}" if row["histories"] else "none kept"
             lines.append(
                 f"{begin} {row['quantized']} of {row['all']} | {row['share']:.1%} | {reasons} | {row['loss']:.4f} "
-                f"({floats[row['model']]:.4f}) | {state} | {row['check']} | {row['served']} |"
+                f"({floats.get(row['model'], math.nan):.4f}) | {state} | {row['check']} | {row['served']} |"
             )
     return "\n".join(lines).replace("\u2026", "...")
 
@@ -151,27 +159,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--environments", type=pathlib.Path, default=ROOT / ".environments")
     parser.add_argument("--python", default="", help="an interpreter to use for all models instead of environments")
-    parser.add_argument("--json", type=pathlib.Path, help="file of rows, one JSON object a line, to add to")
+    parser.add_argument("--json", type=pathlib.Path, help="file of rows; only those are run that it has not")
     parser.add_argument("--out", type=pathlib.Path, help="file of the tables")
     options = parser.parse_args()
     folders = dict(each.split("=", 1) for each in options.checkouts)
     options.checkouts = [f"{name}={pathlib.Path(folder).resolve()}" for name, folder in folders.items()]
-    rows: list[dict[str, Any]] = []
+    rows = read(options.json)
     for name in options.models.split(","):
         if missing := [each for each in MODELS[name].checkouts if each not in folders]:
             print(f"{name}: left out, no checkout of {missing[0]}")
             continue
+        recipes = [each for each in options.recipes.split(",") if (name, each) not in rows]
+        if not recipes:
+            continue
         python = options.python or python_of(MODELS[name].environment, options.environments)
-        own = []
-        for row in rows_of(name, python, options):
-            own.append(row)
+        for row in rows_of(name, recipes, python, options):
+            print(name, row["recipe"], row.get("error", "done"), flush=True)
+            rows[name, row["recipe"]] = row
             if options.json:
                 with options.json.open("a") as kept:
                     kept.write(json.dumps(row) + "\n")
-        rows += own
-        print(write_functions(own), write_faces(own), sep="\n", flush=True)
+    order = list(MODELS)
+    found = sorted(rows.values(), key=lambda row: order.index(row["model"]))
+    text = f"{write_functions(found)}\n\n{write_faces(found)}\n"
     if options.out:
-        options.out.write_text(f"{write_functions(rows)}\n\n{write_faces(rows)}\n")
+        options.out.write_text(text)
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

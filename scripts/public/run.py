@@ -32,6 +32,12 @@ def train(loop: Loop, batches: list[Batch], steps: int) -> tuple[Any, list[float
     return carry, losses
 
 
+def row_of_float(problem: Problem, steps: int) -> dict[str, Any]:
+    """Train the model as it is."""
+    loop = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
+    return {"loss": _last(train(loop, problem.batches, steps)[1], problem.batches)}
+
+
 def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
     """Train what ``jaxquant.quantize`` returns; say what it quantized, learned, moved, and what it serves."""
     params, batches = problem.params, problem.batches
@@ -118,7 +124,7 @@ def _try(make: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
 
 
 def main(name: str, module: str, recipes: str, faces: str, steps: str, *checkouts: str) -> None:
-    """Train one model in float, with every recipe, and its face with those of ``faces``; print a JSON line for each."""
+    """Train one model with every recipe, "float" for none, and its face with those of ``faces``."""
     folders = dict(each.split("=", 1) for each in checkouts)
 
     def at(path: str) -> str:
@@ -136,13 +142,15 @@ def main(name: str, module: str, recipes: str, faces: str, steps: str, *checkout
             flush=True,
         )
 
-    plain = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
-    show("", _try(lambda: {"loss": _last(train(plain, problem.batches, int(steps))[1], problem.batches)}))
     for recipe in recipes.split(","):
-        row = _try(row_of_function, problem, recipe, int(steps))
+        if recipe == "float":
+            row = _try(row_of_float, problem, int(steps))
+        else:
+            row = _try(row_of_function, problem, recipe, int(steps))
         if problem.face is not None and recipe in faces.split(","):
             row["face"] = _try(row_of_face, problem, recipe, int(steps))
-        show(recipe, row)
+        row = {"model": name, "recipe": recipe, "steps": int(steps), "seconds": round(time.process_time())} | row
+        print("ROW " + json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

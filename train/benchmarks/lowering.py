@@ -28,8 +28,8 @@ def measure_lowering(other: Path | None = None, rounds: int = 3) -> list[Row]:
 
     `seconds`: of the processor, the least of some rounds, each with empty caches; `trace` makes the jaxpr, `lower` its
     StableHLO, of which lines and characters are counted. `calls traced`: how often the model's own code was run in
-    three calls of the jitted step, whose parameters and state are what the call before returned. Native backend;
-    nothing is compiled. Each library is measured in a process of its own.
+    three calls of the jitted step, whose parameters and state are what the call before returned (of the quickstart's).
+    Native backend; nothing is compiled. Each library is measured in a process of its own.
 
     Args:
       other: a checkout whose jaxquant is measured, too, on this one's decoder.
@@ -118,7 +118,8 @@ def _measure(library: str, rounds: int) -> None:
             row = {"model": name, "quantization": string, "through": face}
             row |= {"trace seconds": round(best[0], 2), "lower seconds": round(best[1], 2)}
             row |= {"lines": len(text.splitlines()), "characters": len(text)}
-            print(json.dumps(row | {"calls traced": _calls(jax.jit(step), params, state, tokens, calls)}), flush=True)
+            row["calls traced"] = _calls(jax.jit(step), params, state, tokens, calls) if shape["scan_layers"] else "-"
+            print(json.dumps(row), flush=True)
 
 
 def _calls(jitted: Callable[..., Any], params: Any, state: Any, tokens: Any, calls: list[int]) -> str:
