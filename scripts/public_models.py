@@ -121,11 +121,12 @@ def write_functions(rows: list[dict[str, Any]]) -> str:
         elif row["recipe"] != "float":
             why = Counter(reason for _, reason in row["why"])
             reasons = "; ".join(f"{count} {reason}" for reason, count in why.items()) or "-"
-            state = f"{row['advanced']} of {row['histories']}" if row["histories"] else "none kept"
-            lines.append(
-                f"{begin} {row['quantized']} of {row['all']} | {row['share']:.1%} | {reasons} | {row['loss']:.4f} "
-                f"({floats.get(row['model'], math.nan):.4f}) | {state} | {row['check']} | {row['served']} |"
-            )
+            cells = [f"{row['quantized']} of {row['all']}", f"{row['share']:.1%}", reasons, "-", "-", row["check"], "-"]
+            if row["steps"]:
+                state = f"{row['advanced']} of {row['histories']}" if row["histories"] else "none kept"
+                cells[3:5] = f"{row['loss']:.4f} ({floats.get(row['model'], math.nan):.4f})", state
+                cells[6] = row["served"]
+            lines.append(f"{begin} {' | '.join(cells)} |")
     return "\n".join(lines).replace("\u2026", "...")
 
 
@@ -141,11 +142,10 @@ def write_faces(rows: list[dict[str, Any]]) -> str:
         if "error" in face:
             lines.append(f"{begin} fails | | {face['error']} | | |")
             continue
-        same = " (the same)" if face["loss"] == row.get("loss") else ""
-        lines.append(
-            f"{begin} {face['quantized']} of {face['all']} | {face['share']:.1%} | {', '.join(face['float']) or '-'} | "
-            f"{face['loss']:.4f}{same} | {face['check']} |"
-        )
+        same = " (the same)" if face.get("loss") == row.get("loss") else ""
+        cells = [f"{face['quantized']} of {face['all']}", f"{face['share']:.1%}", ", ".join(face["float"]) or "-"]
+        cells += [f"{face['loss']:.4f}{same}" if row["steps"] else "-", face["check"]]
+        lines.append(f"{begin} {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--faces", default=",".join(RECIPES), help="recipes with which maybe_quantize_model is tried")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="0 traces alone (default: %(default)s)")
     parser.add_argument("--environments", type=pathlib.Path, default=ROOT / ".environments")
     parser.add_argument("--python", default="", help="an interpreter to use for all models instead of environments")
     parser.add_argument("--json", type=pathlib.Path, help="file of rows; only those are run that it has not")

@@ -35,7 +35,7 @@ def train(loop: Loop, batches: list[Batch], steps: int) -> tuple[Any, list[float
 def row_of_float(problem: Problem, steps: int) -> dict[str, Any]:
     """Train the model as it is."""
     loop = functional(lambda params, state, *batch: problem.loss(params, *batch), problem.params, {})
-    return {"loss": _last(train(loop, problem.batches, steps)[1], problem.batches)}
+    return {"loss": _last(train(loop, problem.batches, steps)[1], problem.batches)} if steps else {}
 
 
 def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
@@ -47,19 +47,22 @@ def row_of_function(problem: Problem, recipe: str, steps: int) -> dict[str, Any]
     report = fn.report(params, *batches[0])
     mine = [each for each in report if each.weight is not None or each.is_out_of_reach]
     loop = functional(fn, params, state)
-    carry, losses = train(loop, batches, steps)
-    trained, state_after, _ = carry
-    before, after = (_histories(tree) for tree in (state, state_after))
-    return {
+    row = {
         "quantized": len(report.quantized),
         "all": len(mine),
         "why": [[each.path, each.reason] for each in mine if each.recipe is None],
         "layers": [each.path for each in report.quantized],
+        **check(loop, batches[0], config),
+    }
+    if not steps:
+        return row
+    (trained, state_after, _), losses = train(loop, batches, steps)
+    before, after = (_histories(tree) for tree in (state, state_after))
+    return row | {
         "first": losses[0],
         "loss": _last(losses, batches),
         "histories": len(before),
         "advanced": sum(bool(np.any(after[key] != before[key])) for key in before),
-        **check(loop, batches[0], config),
         "served": serve(fn, trained, state_after, batches),
     }
 
@@ -69,16 +72,17 @@ def row_of_face(problem: Problem, recipe: str, steps: int) -> dict[str, Any]:
     assert problem.face is not None
     config = {"quantization": recipe, "quant_backend": "native"}
     loop = problem.face(config)
-    _, losses = train(loop, problem.batches, steps)
-    rows = jaxquant.coverage(loop.step, loop.carry, *problem.batches[0], config=config).rows
+    rows = jaxquant.coverage(loop.step, loop.carry, *problem.batches[0]).rows
     forward = [row for row in rows if row.matmul == "fwd" and row.has_parameter and not row.is_recomputed]
-    return {
+    row = {
         "quantized": sum(row.is_low for row in forward),
         "all": len(forward),
         "float": sorted({row.path for row in forward if not row.is_low}),
-        "loss": _last(losses, problem.batches),
         **check(loop, problem.batches[0], config),
     }
+    if steps:
+        row["loss"] = _last(train(loop, problem.batches, steps)[1], problem.batches)
+    return row
 
 
 def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from scripts.public_models import MODELS, PACKAGES
 ROW = {
     "model": "lm1b",
     "recipe": "fp8",
+    "steps": 50,
     "quantized": 12,
     "all": 13,
     "share": 0.75,
