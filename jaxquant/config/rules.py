@@ -149,6 +149,12 @@ class Resolver:
         self._base = Decision(base, reason, implementation=implementation)
         self.implementation = implementation
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Resolver) and (self._entries, self._base) == (other._entries, other._base)
+
+    def __hash__(self) -> int:
+        return hash((self._entries, self._base))
+
     @property
     def recipes(self) -> tuple[Recipe, ...]:
         """Every recipe that a layer can get, each once, the base first."""

@@ -21,6 +21,7 @@ from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import join_path
 from jaxquant.core.recipe import Recipe
+from jaxquant.inject import linen, nnx
 from jaxquant.inject.layers import einsum_out_features
 from jaxquant.state.nnx import require_hand
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
@@ -113,9 +114,19 @@ class Quantization:
         kind = self._named("dot_general", _DotGeneral)
         return lambda: kind(self, tuple(mesh_axes))
 
-    def einsum(self, mesh_axes: tuple[str | None, ...] = ()) -> nn.Module:
+    def einsum(self, mesh_axes: tuple[str | None, ...] = ()) -> Callable[..., jax.Array]:
         """Make an einsum module, called as ``module(equation, activation, weight)``; to be called inside a layer."""
+        if self.is_left_to_the_trace:
+            return jax.numpy.einsum
         return self._named("einsum", _Einsum)(self, tuple(mesh_axes))
+
+    @property
+    def is_left_to_the_trace(self) -> bool:
+        """Whether the ops are float here, because a model is being traced that is quantized with the same config."""
+        if self.quant_mode is not QuantMode.TRAIN:
+            return False
+        engines = (linen.tracing_engine(), nnx.tracing_engine())
+        return any(e is not None and (e.resolver, e.backend.name) == (self.resolver, self.backend) for e in engines)
 
     @property
     def _backend(self) -> Backend:
@@ -146,8 +157,12 @@ class _ByPath(nn.Module):
     mesh_axes: tuple[str | None, ...] = ()
 
     def _op(self, name: Op, out_features: int) -> nn.Module | None:
+        if self.quantization.is_left_to_the_trace:
+            return None
         path = join_path(self.path[:-1])
-        if not self.path:
+        if not self.path and self._has_patterns:
+            if self.is_initializing():
+                return None  # the model is only being built; a trace of it may honour them
             self._refuse_unknown_path()
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
@@ -157,14 +172,17 @@ class _ByPath(nn.Module):
         nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op
 
+    @property
+    def _has_patterns(self) -> bool:
+        return bool(self.quantization.resolver.patterns)
+
     def _refuse_unknown_path(self) -> None:
         """Refuse rules in an op that has no layer above it: one that an NNX layer holds, which Linen cannot see."""
-        if patterns := [pattern for pattern, _ in self.quantization.resolver.patterns]:
-            raise NotImplementedError(
-                f"rule {patterns[0]!r} cannot be honoured by the op of configure_quantization in an NNX layer, which "
-                "does not know the layer's path; leave the op out and call "
-                "jaxquant.maybe_quantize_model(model, config), which knows every path"
-            )
+        pattern, _ = self.quantization.resolver.patterns[0]
+        raise NotImplementedError(
+            f"rule {pattern!r} cannot be honoured by the op of configure_quantization in an NNX layer, which does not "
+            "know the layer's path; call jaxquant.maybe_quantize_model(model, config), which knows every path"
+        )
 
     def _watch(self, out: jax.Array) -> jax.Array:
         """Return a result as it is, and raise in training where nobody is known to advance the op's state."""
@@ -234,9 +252,9 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
       ValueError: an unknown mode, or a config whose backend replaces functions of a whole model (Qwix).
     """
     mode = get_quant_mode(quant_mode_str)
-    is_program = is_program_config(config)
-    asks_for_qwix = is_program and getattr(config, "use_qwix_quantization", False)
-    config = QuantConfig.from_any(config)
+    program, is_program = config, is_program_config(config)
+    asks_for_qwix = is_program and getattr(program, "use_qwix_quantization", False)
+    config = QuantConfig.from_any(program)
     resolver, backend = config.resolver(), config.resolved_backend
     if resolver is None or backend is None or asks_for_qwix:
         return None
@@ -249,7 +267,25 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
         )
     for recipe in resolver.recipes:
         load(backend).check(recipe)
+    if is_program:
+        refuse_accumulation(program, resolver)
     return Quantization(backend, mode, config.replicate_quant_scale, resolver, config.recipe())
+
+
+def refuse_accumulation(program: Any, resolver: Resolver) -> None:
+    """Refuse quant state under MaxText's gradient accumulation, which averages it as if it were a gradient.
+
+    Raises:
+      ValueError: a MaxText config with more than one micro-batch, and a recipe that keeps state.
+    """
+    steps = getattr(program, "gradient_accumulation_steps", 1)
+    stateful = [recipe.name for recipe in resolver.recipes if recipe.is_stateful]
+    if hasattr(program, "micro_batch_size_to_train_on") and steps > 1 and stateful:
+        raise ValueError(
+            f"gradient_accumulation_steps {steps} with recipe {stateful[0]!r}: MaxText averages the quant state over "
+            "the micro-batches as if it were a gradient; set it to 1, or take a recipe without state, as 'fp8_full' or "
+            "'te_fp8_currentscaling'"
+        )
 
 
 def in_convert_mode(quant: Quantization | None) -> bool:

@@ -39,6 +39,7 @@ from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")
+_DEFAULTS = {"rngs": None, "method": None, "mutable": False, "capture_intermediates": False}
 
 # Part of the key of jit's caches too, so that a function which was traced inside a trace is traced anew outside.
 _at_work = jax.make_user_context(None)
@@ -76,6 +77,12 @@ def as_float(model: nn.Module) -> Iterator[None]:
 def quantized_with(model: Any) -> Face | None:
     """Return the face of a quantized Linen model, None for another."""
     return getattr(type(model), "_jaxquant_face", None)
+
+
+def tracing_engine() -> Engine | None:
+    """Return the engine of the model that is being traced or initialized, None where none is."""
+    face = _at_work.value
+    return None if face is None else face.engine
 
 
 def _missing(recipe: str, path: str, field: str) -> str:
@@ -116,17 +123,9 @@ class _Call:
 
     def __call__(self, params: Any, rest: Mapping[str, Any], rngs: Any, args: Any, kwargs: Any) -> Any:
         variables = rest if params is None else {**rest, "params": params}
+        options = _asked(rngs=rngs, method=self.method, mutable=self.mutable, capture_intermediates=self.capture)
         with _at_work(self.face):
-            return nn.Module.apply(
-                self.module,
-                variables,
-                *args,
-                rngs=rngs,
-                method=self.method,
-                mutable=self.mutable,
-                capture_intermediates=self.capture,
-                **kwargs,
-            )
+            return _own(self.module, "apply")(self.module, variables, *args, **options, **kwargs)
 
     def __hash__(self) -> int:
         return hash((id(self.face), type(self.module), self.method))
@@ -310,7 +309,7 @@ class Face:
             args, kwargs = rebuild(arrays)
             streams = dict.fromkeys(("params", "dropout", RANDOM_STREAM, *rngs), key)
             with _at_work(self):
-                return nn.Module.init(module, streams, *args, method=method, **kwargs)
+                return _own(module, "init")(module, streams, *args, **_asked(method=method), **kwargs)
 
         return nn.meta.unbox(jax.eval_shape(initialize, jax.random.key(0), arrays)["params"])
 
@@ -437,6 +436,16 @@ def _call_bound(face: Face, module: Any, name: str, plain: Any, args: Any, kwarg
     return out
 
 
+def _own(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return the float model's function: a model may have an ``init`` and an ``apply`` of its own."""
+    return getattr(getattr(type(module), "_jaxquant_base", type(module)), name)
+
+
+def _asked(**options: Any) -> dict[str, Any]:
+    """Return the options that are not Linen's defaults; a model's own ``apply`` need not take the others."""
+    return {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
+
+
 def _rngs(module: Any) -> dict[str, Any]:
     return {name: module.make_rng(name) for name in module.scope.rngs}
 
@@ -455,9 +464,10 @@ def _init_with_output(
 ) -> tuple[Any, Any]:
     """Initialize the float model's variables and the quant state; returns the quantized output and the variables."""
     face = self._jaxquant_face
-    options = {"method": method, "mutable": mutable, "capture_intermediates": capture_intermediates}
+    options = _asked(method=method, capture_intermediates=capture_intermediates)
+    options |= {} if mutable is _ALL_BUT_INTERMEDIATES else {"mutable": mutable}
     if _at_work.value is face:
-        return nn.Module.init_with_output(self, rngs, *args, **options, **kwargs)
+        return _own(self, "init_with_output")(self, rngs, *args, **options, **kwargs)
     variables = _init(self, rngs, *args, **options, **kwargs)
     given = {name: value for name, value in variables.items() if name != "intermediates"}
     out = face.call(
@@ -477,16 +487,17 @@ def _init(
 ) -> Any:
     """Initialize the float model's variables and the quant state, without computing the output."""
     face = self._jaxquant_face
-    options = {"method": method, "mutable": mutable, "capture_intermediates": capture_intermediates}
+    options = _asked(method=method, capture_intermediates=capture_intermediates)
+    options |= {} if mutable is _ALL_BUT_INTERMEDIATES else {"mutable": mutable}
     if face.engine.config.checkpoint_is_quantized and _at_work.value is not face:
         raise ValueError(
             f"{type(self).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert the "
             "parameters with jaxquant.convert"
         )
     if _at_work.value is face:
-        return nn.Module.init(self, rngs, *args, **options, **kwargs)
+        return _own(self, "init")(self, rngs, *args, **options, **kwargs)
     with _at_work(face):
-        variables = nn.Module.init(self, rngs, *args, **options, **kwargs)
+        variables = _own(self, "init")(self, rngs, *args, **options, **kwargs)
     if mutable is False:
         return variables
     state = face.init_state(self, variables, args, kwargs, rngs=_streams(rngs), method=method)
@@ -510,16 +521,8 @@ def _apply(
     """Apply a method in low precision; as ``nn.Module.apply``."""
     face = self._jaxquant_face
     if _at_work.value is face or self.scope is not None:
-        return nn.Module.apply(
-            self,
-            variables,
-            *args,
-            rngs=rngs,
-            method=method,
-            mutable=mutable,
-            capture_intermediates=capture_intermediates,
-            **kwargs,
-        )
+        options = _asked(rngs=rngs, method=method, mutable=mutable, capture_intermediates=capture_intermediates)
+        return _own(self, "apply")(self, variables, *args, **options, **kwargs)
     return face.call(
         self,
         variables,

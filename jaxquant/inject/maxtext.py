@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.inject.handle import Quantization
+from jaxquant.inject.nnx_layers import copy_model
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
 Array = jax.Array
 LAYERS = "decoder/.*layers.*"
@@ -47,17 +49,31 @@ def example_of(model: Any, config: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return (ids, ids, ids), options
 
 
-def holds_handle(model: Any) -> bool:
-    """Return whether a model was given a handle of ``configure_quantization``, so that its layers have their ops."""
+def handle_of(model: Any) -> Quantization | None:
+    """Find the handle of ``configure_quantization`` that a model was given; None where it has none."""
     if isinstance(model, nnx.Module):
         nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-        return any(isinstance(value, Quantization) for node in nodes for value in vars(node).values())
-    fields = [getattr(model, field.name, None) for field in dataclasses.fields(model)]
-    return any(isinstance(value, Quantization) or (_is_linen(value) and holds_handle(value)) for value in fields)
+        values = [value for node in nodes for value in vars(node).values()]
+        return next((value for value in values if isinstance(value, Quantization)), None)
+    if isinstance(model, Mapping):
+        values = list(model.values())
+    else:
+        values = [getattr(model, field.name, None) for field in dataclasses.fields(model)]
+    found = (handle_of(value) if _may_hold(value) else value for value in values)
+    return next((value for value in found if isinstance(value, Quantization)), None)
 
 
-def _is_linen(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "init_with_output")
+def without_op_state(model: nnx.Module) -> nnx.Module:
+    """Return a copy of a model without the variables of the handle's ops, which a trace of it leaves unused."""
+    copy = copy_model(model)
+    nnx.pop(copy, nnx.variablelib.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True))
+    return copy
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether it is a Linen module, or a mapping, as of arguments that a module passes on."""
+    is_linen = dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "init_with_output")
+    return is_linen or isinstance(value, Mapping)
 
 
 # -- Qwix --------------------------------------------------------------------------------------------------------------

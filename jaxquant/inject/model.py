@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ from flax import nnx
 from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.inject import maxtext
 from jaxquant.inject.decided import Decided, decide_layers
+from jaxquant.inject.handle import QuantMode, refuse_accumulation
 from jaxquant.inject.layers import Layer, LayerReport, linen_layers
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
@@ -23,9 +25,10 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
     with state (delayed scaling, sparsity) adds the collection ``_overwrite_with_gradient`` in Linen and variables of
     type ``jaxquant.state.QuantState`` in NNX; see ``jaxquant.state``.
 
-    Of the config of a whole program, such as MaxText's, the example inputs are its batch's shapes, what it says of
-    caches and checkpoints is the program's own part, and a model that holds the handle of ``configure_quantization``
-    comes back as it is.
+    Of the config of a whole program, such as MaxText's, the example inputs are its batch's shapes, and what it says of
+    caches and checkpoints is the program's own part. A model that holds the handle of ``configure_quantization`` comes
+    back as it is in the handle's modes "convert" and "serve". In "train" it is quantized like any other, on the
+    handle's backend, and the handle's ops in it are float.
 
     Args:
       model: a Linen or NNX module. It stays as it is; an NNX model shares its arrays with the one that comes back. With
@@ -41,11 +44,16 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
       TypeError: something that is no model.
     """
     if is_program_config(config):
-        if isinstance(model, (nn.Module, nnx.Module)) and maxtext.holds_handle(model):
-            return model
         if not (example_inputs or example_kwargs):
             example_inputs, example_kwargs = maxtext.example_of(model, config)
-        config = QuantConfig.from_any(config)
+        program, config = config, QuantConfig.from_any(config)
+        if (handle := maxtext.handle_of(model)) is not None:
+            if handle.quant_mode is not QuantMode.TRAIN:
+                return model
+            config = dataclasses.replace(config, quant_backend=handle.backend)
+            model = maxtext.without_op_state(model) if isinstance(model, nnx.Module) else model
+        if (resolver := config.resolver()) is not None:
+            refuse_accumulation(program, resolver)
     else:
         config = QuantConfig.from_any(config)
         _refuse_what_is_not_the_models(config)

@@ -36,7 +36,6 @@ from jaxquant.trace.engine import Dialect, Engine, Traced
 from jaxquant.trace.plan import Contraction
 
 _CONTAINERS = (nnx.List, nnx.Dict)
-_PATH = "jaxquant_path"
 
 _at_work = jax.make_user_context(None)
 
@@ -78,13 +77,18 @@ def quantized_with(model: Any) -> Face | None:
     return getattr(type(model), "_jaxquant_face", None)
 
 
+def tracing_engine() -> Engine | None:
+    """Return the engine of the model that is being traced, None where none is."""
+    face = _at_work.value
+    return None if face is None else face.engine
+
+
 def plain_model(model: nnx.Module) -> nnx.Module:
     """Return a copy of a quantized model in which every module has its own class again, with the same arrays."""
     copy = copy_model(model)
     for _, node in nnx.iter_graph(copy):
         if quantized_with(node) is not None:
             object.__setattr__(node, "__class__", type(node)._jaxquant_base)  # pyright: ignore[reportAttributeAccessIssue]
-            delattr(node, _PATH)
     return copy
 
 
@@ -136,7 +140,9 @@ class _Call:
         return _Told(told), [*changed.values()], [value for _, value, _ in new.values()], nnx.split(out)
 
     def __hash__(self) -> int:
-        return hash((id(self.face), self.kind, self.name, self.graph))
+        return hash(
+            (id(self.face), self.kind, self.name)
+        )  # not of the graph: a module may have a list among its fields
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -157,7 +163,7 @@ class Face:
     def __init__(self, config: QuantConfig, model: nnx.Module) -> None:
         self._operations = {path: op_name(module) for path, module in linear_modules(model) if _has_plain_op(module)}
         nodes = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
-        self._modules = {"/".join(map(str, path)) for path, node in nodes if not isinstance(node, _CONTAINERS)} | {""}
+        self._modules = {"/".join(map(str, path)) for path, node in nodes if _takes_attributes(node)} | {""}
         dialect = Dialect(
             what="this model",
             layers="layer",
@@ -172,7 +178,7 @@ class Face:
             watch=require_state_gradient,
         )
         self.engine = Engine(config, dialect, config.resolved_backend)
-        self._classes: dict[type, type] = {}
+        self._classes: dict[tuple[type, str], type] = {}
 
     def _operation(self, site: Contraction) -> str:
         """Name the holder of a contraction's state, an attribute of the module that owns the parameter."""
@@ -181,7 +187,7 @@ class Face:
         return f"quant_{site.names[0].removeprefix(self._owner(site)).strip('/').replace('/', '_')}"
 
     def _owner(self, site: Contraction) -> str:
-        """Find the module that owns the parameter; what holds modules in a list has no attributes."""
+        """Find the module that owns the parameter, or the next above it that takes attributes."""
         if site.path in self._operations:
             return site.path
         owner = site.names[0].rpartition("/")[0]
@@ -263,7 +269,7 @@ class Face:
 
     def call(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> Any:
         """Compute a method of a module; ``kind`` is its own class."""
-        path = getattr(module, _PATH)
+        path = type(module)._jaxquant_path
         prefix = tuple(path.split("/")) if path else ()
         call, params, rest = self._split(module, kind, name, args, kwargs)
         own: Any = nnx.to_pure_dict(rest[0])
@@ -296,17 +302,18 @@ class Face:
             if isinstance(node, nnx.Module) and not isinstance(node, (*_CONTAINERS, native_nnx.QuantizedOp)):
                 if quantized_with(node) is not None:
                     continue
-                setattr(node, _PATH, "/".join(map(str, path)))
-                object.__setattr__(node, "__class__", self._class(type(node)))
+                object.__setattr__(node, "__class__", self._class(type(node), "/".join(map(str, path))))
         return model
 
-    def _class(self, base: type) -> type:
-        if base not in self._classes:
+    def _class(self, base: type, path: str) -> type:
+        """Make the class of one module. It knows the path: flax's ``ToNNX`` takes every attribute for a variable."""
+        if (base, path) not in self._classes:
             fields: dict[str, Any] = {name: _wrapped(base, name) for name in _methods(base)}
             fields |= {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
-            fields |= {"_jaxquant_face": self, "_jaxquant_base": base}
-            self._classes[base] = types.new_class(base.__name__, (base,), {}, lambda body: body.update(fields))
-        return self._classes[base]
+            fields |= {"_jaxquant_face": self, "_jaxquant_base": base, "_jaxquant_path": path}
+            made = types.new_class(base.__name__, (base,), {}, lambda body: body.update(fields))
+            self._classes[base, path] = made
+        return self._classes[base, path]
 
 
 def _wrapped(base: type, name: str) -> Callable[..., Any]:
@@ -359,6 +366,11 @@ def _as_array(leaf: Any) -> Any:
 # -- quant state -------------------------------------------------------------------------------------------------------
 
 _PLAIN = (jax.lax.dot_general, jnp.einsum)
+
+
+def _takes_attributes(module: nnx.Module) -> bool:
+    """Whether a module may hold quant state: not what holds modules in a list, nor a Linen module's bridge."""
+    return not isinstance(module, (*_CONTAINERS, nnx.bridge.ToNNX))
 
 
 def _has_plain_op(module: Any) -> bool:

@@ -24,14 +24,21 @@ from flax import nnx
 
 from jaxquant.core.paths import join_path, layer_name
 from jaxquant.state.optimizer import have_stepped, multi_steps
-from jaxquant.state.tree import hold_observation, update, with_waiting
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, hold_observation, update, with_waiting
 
 Array = jax.Array
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
-class QuantState(nnx.Variable[Array]):
-    """Amax histories, scales and sparsity masks: no parameter, so ``nnx.Optimizer(wrt=nnx.Param)`` leaves it alone."""
+_Overwritten: Any = nnx.variablelib.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
+
+
+class QuantState(_Overwritten):
+    """Amax histories, scales and sparsity masks: no parameter, so ``nnx.Optimizer(wrt=nnx.Param)`` leaves it alone.
+
+    It is of the type that flax makes for Linen's collection of the same purpose, so that loops which look for that,
+    as MaxText's, find it.
+    """
 
 
 TRAINED = (nnx.Param, QuantState)
@@ -248,7 +255,10 @@ def _watched_fwd(path: str, answer: Answer, operands: Any, state: Any) -> tuple[
         raise ValueError(
             f"{layer_name(path)} has quant state and its gradient is taken outside jaxquant.state.value_and_grad, "
             "where an optimizer would drop it without a word; use that and jaxquant.state.apply_gradients, or hold "
-            "jaxquant.state.by_hand() and hand the gradient of the state to jaxquant.state.update or advance"
+            "jaxquant.state.by_hand() and hand the gradient of the state to jaxquant.state.update or advance. In "
+            "MaxText's train_step, which overwrites the state with it, hold by_hand() and write "
+            "nnx.State.merge(non_param_rest, custom_grads) where it has (custom_grads, non_param_rest), or the old "
+            "state goes over the new one"
         )
     return jax.tree.map(lambda x: x.value, state), None
 

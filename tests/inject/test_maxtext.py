@@ -16,7 +16,8 @@ from flax.nnx import bridge
 
 import jaxquant
 from jaxquant.inject.handle import QuantMode
-from jaxquant.inject.maxtext import KVQuant, example_of, holds_handle
+from jaxquant.inject.maxtext import KVQuant, example_of, handle_of
+from jaxquant.state import QuantState
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 BASE = {
@@ -111,16 +112,105 @@ def test_maxtexts_strings_on_qwix_mean_what_they_mean_there():
         assert (config.quantization, config.resolved_backend) == (string, "native")
 
 
-def test_a_model_with_a_handle_comes_back_as_it_is():
-    config = program(quantization="fp8")
-    quant = jaxquant.configure_quantization(config)
-    model = Block(quant)
-    assert jaxquant.maybe_quantize_model(model, config) is model
+def test_the_handle_of_a_model_is_found():
+    quant = jaxquant.configure_quantization(program(quantization="fp8"))
     layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert handle_of(layer) is handle_of(Block()) is None
     layer.quant = quant
-    assert holds_handle(layer)
-    assert jaxquant.maybe_quantize_model(layer, config) is layer
-    assert not holds_handle(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    assert handle_of(layer) is handle_of(Block(quant)) is quant
+    # As MaxText's Linen model around its NNX one holds it, among the arguments that it passes on.
+    assert handle_of(bridge.ToLinen(Layer, kwargs=nn.FrozenDict(quant=quant))) is quant
+
+
+@pytest.mark.parametrize("mode", ["convert", "serve"])
+def test_a_model_with_a_handle_that_does_not_train_comes_back_as_it_is(mode):
+    config = program(quantization="fp8")
+    model = Block(jaxquant.configure_quantization(config, mode))
+    assert jaxquant.maybe_quantize_model(model, config) is model
+
+
+class Layers(nnx.Module):
+    """Two layers with ops of a handle, and an expert's einsum, as MaxText's NNX model has them."""
+
+    def __init__(self, quant, rngs):
+        self.quant = quant
+        self.wi, self.wo = (Layer(quant, rngs) for _ in range(2))
+        self.experts = nnx.Param(jnp.ones((3, 4, 8)))
+
+    def __call__(self, x):
+        x = self.quant.einsum(mesh_axes=("exp", None, None))("bf,efd->ebd", self.wi(x), self.experts[...]).sum(0)
+        return self.wo(x)
+
+
+def low(model):
+    """Return the paths of the forward matmuls in 8 bits."""
+    return {row.path for row in jaxquant.coverage(model, X).rows if str(row.dtypes) != "float"}
+
+
+@pytest.mark.parametrize("string", ["fp8", "int8"])
+def test_the_trace_takes_the_place_of_the_ops_of_a_handle_and_honours_rules(string):
+    rules = [{"path": "wo", "recipe": None}]
+    config = program(quantization=string, quant_backend="native", rules=rules)
+    plain = Layers(jaxquant.configure_quantization(config), nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="rule 'wo' cannot be honoured"):
+        plain.wi(X)
+    model = jaxquant.maybe_quantize_model(plain, config, X)
+    assert low(model) == {"wi", "experts"}
+    states = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    assert all(isinstance(each, QuantState) for each in states)
+    assert bool(states) == (string == "fp8")
+
+
+class Two(nn.Module):
+    quant: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="own")(Block(self.quant)(x))
+
+
+def test_another_models_trace_leaves_the_ops_of_a_handle_alone():
+    inner = jaxquant.configure_quantization({"quantization": "int8", "quant_backend": "native"})
+    model = jaxquant.maybe_quantize_model(Two(inner), {"quantization": "fp8_current", "quant_backend": "native"}, X)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    text = jax.jit(model.apply).lower(variables, X).as_text()
+    assert [sum(kind in line for line in text.splitlines() if "dot_general" in line) for kind in ("xi8>", "f8E")] == [
+        1,
+        1,
+    ]
+
+
+def train_step(model, merge):
+    """Differentiate and overwrite as MaxText's NNX train_step does; ``merge`` is the order of its last line."""
+    kind = nnx.variablelib.variable_type_from_name("_overwrite_with_gradient", allow_register=True)
+    graph, params, custom, rest = nnx.split(model, nnx.Param, kind, ...)
+
+    def loss(params, custom, rest):
+        local = nnx.merge(graph, params, custom, rest, copy=True)
+        return (local(X) ** 2).sum(), nnx.state(local, nnx.Not(nnx.Param))
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, non_param_rest), (_, custom_grads) = grad(params, custom, rest)
+    nnx.update(model, merge(custom_grads, non_param_rest))
+
+
+def test_quant_state_advances_in_maxtexts_train_step_once_the_line_is_changed():
+    config = program(quantization="fp8")
+    model = jaxquant.maybe_quantize_model(Layers(jaxquant.configure_quantization(config), nnx.Rngs(0)), config, X)
+    with pytest.raises(ValueError, match=r"write nnx\.State\.merge\(non_param_rest, custom_grads\) where it has"):
+        train_step(model, lambda new, old: nnx.State.merge(new, old))
+    with jaxquant.state.by_hand():
+        train_step(model, lambda new, old: nnx.State.merge(old, new))
+    histories = [x for path, x in jax.tree.leaves_with_path(nnx.state(model, QuantState)) if "history" in str(path)]
+    assert len(histories) == 9
+    assert all((x[..., 0] > 0).all() for x in histories)
+
+
+@pytest.mark.parametrize("do", [jaxquant.configure_quantization, lambda c: jaxquant.maybe_quantize_model(Block(), c)])
+def test_quant_state_under_maxtexts_accumulation_is_refused(do):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps 2 with recipe 'nanoo_fp8'"):
+        do(program(quantization="fp8_nanoo", gradient_accumulation_steps=2))
+    assert do(program(quantization="int8", gradient_accumulation_steps=2)) is not None
 
 
 def test_a_programs_caches_and_checkpoints_are_its_own_part():
@@ -142,8 +232,9 @@ def test_a_program_says_the_shapes_of_its_model():
 def test_rules_that_an_op_cannot_honour_are_refused():
     config = {"quantization": "fp8_current", "rules": [{"path": "wi", "recipe": None}]}
     quant = jaxquant.configure_quantization(config)
+    layer = Layer(quant, nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match="rule 'wi' cannot be honoured by the op of configure_quantization"):
-        Layer(quant, nnx.Rngs(0))
+        layer(X)
     assert jax.eval_shape(Block(quant).init_with_output, jax.random.key(0), X)[0].shape == (4, 4)
 
 

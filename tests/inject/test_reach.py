@@ -135,6 +135,52 @@ def test_a_quantized_model_is_copied_whole(coder, do):
     np.testing.assert_array_equal(do(model).apply(coder[1], X), model.apply(coder[1], X))
 
 
+class Moody(nn.Module):
+    """A model with ``init`` and ``apply`` of its own, which take an argument more, as MaxText's has."""
+
+    mood: str = "train"
+
+    def init(self, *args, mood="train", **kwargs):
+        return nn.Module.init(self.clone(mood=mood), *args, **kwargs)
+
+    def apply(self, *args, mood="train", **kwargs):
+        return nn.Module.apply(self.clone(mood=mood), *args, **kwargs)
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x) * (-1 if self.mood == "serve" else 1)
+
+
+def test_a_model_with_an_apply_of_its_own():
+    model = maybe_quantize_model(Moody(), FP8)
+    variables = jax.jit(lambda key: model.init(key, X, mood="serve"))(jax.random.key(1))
+    assert set(variables) == {"params", OWG}
+    trained, served = (model.apply(variables, X, mood=mood) for mood in ("train", "serve"))
+    np.testing.assert_array_equal(trained, -served)
+    assert low(lambda v: model.apply(v, X, mood="serve"), variables) == (1, 1)
+
+
+class Bridged(nnx.Module):
+    """A Linen layer within an NNX model, and a field that has no hash, as MaxText's layers have."""
+
+    def __init__(self, rngs):
+        self.widths = [8, 4]
+        self.inner = nnx.bridge.ToNNX(nn.Dense(8), rngs=rngs)
+        self.inner.lazy_init(X)
+        self.outer = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.inner(x))
+
+
+@pytest.mark.parametrize("config", [INT8, FP8], ids=["int8", "fp8"])
+def test_a_linen_layer_in_an_nnx_model(config):
+    model = maybe_quantize_model(Bridged(nnx.Rngs(0)), config, X)
+    rows = jaxquant.coverage(model, X).rows
+    assert [(row.path, str(row.dtypes) != "float") for row in rows] == [("inner", True), ("outer", True)]
+    np.testing.assert_array_equal(model(X), model.outer(model.inner(X)))
+
+
 class Logged(nn.Dense):
     @nn.compact
     def __call__(self, inputs):
