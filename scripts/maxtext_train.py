@@ -254,10 +254,12 @@ def run(fields: dict[str, Any], checkout: pathlib.Path, steps: int, is_changed: 
     return seen
 
 
-def compare(case: Case, checkout: pathlib.Path, steps: int) -> dict[str, Outcome]:
-    """Run a case by MaxText alone and with jaxquant."""
+def compare(case: Case, checkout: pathlib.Path, steps: int, with_maxtext: bool = True) -> dict[str, Outcome]:
+    """Run a case by MaxText alone, if asked, and with jaxquant."""
     fields = case.fields(checkout)
-    result = {"maxtext": run(fields, checkout, steps)}
+    result: dict[str, Outcome] = {}
+    if with_maxtext or not case.quantization:
+        result["maxtext"] = run(fields, checkout, steps)
     if not case.quantization:
         return result
     with shimmed():
@@ -298,6 +300,7 @@ def main() -> int:
     parser.add_argument("--paths", default=",".join(PATHS))
     parser.add_argument("--cases", default="", help="regex that a case's name must have")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--jaxquant-alone", action="store_true", help="leave out MaxText's own runs")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--json", type=pathlib.Path)
     asked = parser.parse_args()
@@ -311,7 +314,7 @@ def main() -> int:
     for case in cases():
         if case.path not in asked.paths.split(",") or not re.search(asked.cases, str(case)):
             continue
-        results[str(case)] = compare(case, checkout, asked.steps)
+        results[str(case)] = compare(case, checkout, asked.steps, not asked.jaxquant_alone)
         print(table({str(case): results[str(case)]}), flush=True)
         if asked.json:
             kept = {name: {by: dataclasses.asdict(each) for by, each in row.items()} for name, row in results.items()}
