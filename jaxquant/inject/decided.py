@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,9 +42,9 @@ class Decided:
         resolver = self.config.resolver()
         if resolver is None:
             return Decision(None, "quantization is off")
-        decision = resolver(path, out_features)
-        if path in self.sites:
-            site = self.sites[path]
+        decision, site = resolver(path, out_features), self.sites.get(path)
+        # A layer of flax's that is out of reach is asked for all the same: what is there instead is coverage's to say.
+        if site is not None and not (site.is_out_of_reach and path in self._own):
             return dataclasses.replace(decision, recipe=site.recipe, reason=site.reason)
         known = self.known.get(path)
         return decision if known is None or known.recipe is not None or decision.rule is not None else known
@@ -57,8 +58,8 @@ class Decided:
     @property
     def other_kernels(self) -> list[str]:
         """The paths of layers with a quantized weight that are not flax's."""
-        own = {layer.path for layer in self.layers}
-        recipes = {path: each.recipe for path, each in {**self.known, **self.sites}.items() if path not in own}
+        found = {**self.known, **self.sites}
+        recipes = {path: each.recipe for path, each in found.items() if path not in self._own}
         return [path for path, recipe in recipes.items() if recipe is not None and recipe.fwd.rhs is not None]
 
     def check(self) -> None:
@@ -87,6 +88,10 @@ class Decided:
             name, backend = (None, None) if recipe is None else (recipe.name, self.backend)
             reports.append(LayerReport(path, name, backend, shape, matmul_dtypes(recipe), decision.reason))
         return reports
+
+    @functools.cached_property
+    def _own(self) -> set[str]:
+        return {layer.path for layer in self.layers}
 
     def _out_features(self, path: str) -> int:
         sizes = {path: site.out_features for path, site in self.sites.items()}

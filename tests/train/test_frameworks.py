@@ -120,12 +120,12 @@ def test_an_nnx_run_is_interrupted_and_goes_on_to_the_bits_of_linen(finished, ti
         assert ours[name] == theirs[name]
 
 
-def test_aqt_runs_on_nnx_and_auto_is_native():
+def test_aqt_runs_on_nnx_and_auto_is_linens():
     config = TrainConfig(framework="nnx", quantization="int8", quant_backend="aqt")
     assert config.resolved_backend == "aqt"
     model = made(SHAPE, "nnx", quantization="int8", quant_backend="aqt")
     _, _, (loss, grads) = gradients(model)
     assert np.isfinite(loss)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads[0]))
-    assert TrainConfig(framework="nnx", quantization="int8").resolved_backend == "native"
-    assert TrainConfig(quantization="int8").resolved_backend == "aqt"
+    for framework in ("linen", "nnx"):
+        assert TrainConfig(framework=framework, quantization="int8").resolved_backend == "aqt"
