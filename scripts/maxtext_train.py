@@ -227,7 +227,7 @@ def histories(state: Any, steps: int) -> tuple[int, int]:
 
     leaves = jax.tree.leaves_with_path(state)
     found = [leaf for path, leaf in leaves if "amax_history" in jax.tree_util.keystr(path)]
-    filled = [(np.asarray(leaf)[..., :steps] > 0).all(-1).reshape(-1) for leaf in found]
+    filled = [((np.asarray(leaf) > 0).sum(-1) == steps).reshape(-1) for leaf in found]
     return sum(int(each.sum()) for each in filled), sum(each.size for each in filled)
 
 
