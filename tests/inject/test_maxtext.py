@@ -170,6 +170,24 @@ class Two(nn.Module):
         return nn.Dense(4, name="own")(Block(self.quant)(x))
 
 
+class Sowing(nnx.Module):
+    """A model that notes something of its calls and multiplies a parameter that is no layer's."""
+
+    def __init__(self):
+        self.param = nnx.Param(jnp.ones((2, 2)))
+
+    def __call__(self, tokens, positions, segments, enable_dropout=True):
+        self.sow(nnx.Intermediate, "mean", self.param[...].mean())
+        return tokens.astype(jnp.float32) @ self.param[...]
+
+
+def test_the_example_call_of_a_program_leaves_no_intermediates():
+    pytest.importorskip("qwix")
+    config = program(quantization="int8", use_qwix_quantization=True, max_target_length=2)
+    model = jaxquant.maybe_quantize_model(Sowing(), config)
+    assert set(nnx.to_pure_dict(nnx.state(model))) == {"param"}
+
+
 def test_another_models_trace_leaves_the_ops_of_a_handle_alone():
     inner = jaxquant.configure_quantization({"quantization": "int8", "quant_backend": "native"})
     model = jaxquant.maybe_quantize_model(Two(inner), {"quantization": "fp8_current", "quant_backend": "native"}, X)
