@@ -28,6 +28,7 @@ LONGEST = (
     "train/test_run.py",
     "train/test_generate.py",
     "must_hold/test_state.py",
+    "inject/test_reach.py",
     "train/test_health.py",
     "backends/test_handle.py",
     "backends/test_translation.py",

@@ -310,8 +310,10 @@ class Tied(nn.Module):
         return nn.Dense(8, name="last")(Experts()(nn.silu(x @ up) @ down))
 
 
-@pytest.mark.parametrize("string", ["int8", "fp8", "fp8_current", "int4w"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("string", "dtype"),
+    [("int8", jnp.float32), ("fp8", jnp.bfloat16), ("fp8_current", jnp.bfloat16), ("int4w", jnp.float32)],
+)
 def test_layers_of_any_author_are_served_as_they_were_trained(string, dtype):
     config = {"quantization": string, "quant_backend": "native"}
     model, x = Tied(), X.astype(dtype)
