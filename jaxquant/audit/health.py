@@ -37,7 +37,7 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.core.trees import subtree
 from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
-from jaxquant.inject.linen import as_float
+from jaxquant.inject.linen_classes import as_float
 from jaxquant.ops.arguments import TENSORS
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.einsum import plan_einsum

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxquant.backends import RANDOM_STREAM, load
+from jaxquant.backends import load
 from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.backends._weights import never_seen
 from jaxquant.config.rules import Decision
 from jaxquant.core.paths import float_rule, layer_name
 from jaxquant.core.qtensor import QTensor, stacked_blocks
 from jaxquant.core.recipe import Recipe
+from jaxquant.inject.faces import STREAMS
 from jaxquant.inject.layers import call_einsum, out_features, relative_path, split_arrays, substituted
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
@@ -168,7 +169,7 @@ def linen_kernels(
 
     def call(variables: Any, arrays: list[Any], key: jax.Array) -> Any:
         args, kwargs = rebuild(arrays)
-        rngs = {stream: key for stream in ("params", RANDOM_STREAM, "dropout")}
+        rngs = dict.fromkeys(STREAMS, key)
         return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)[1]["params"]
 
     plain = {name: collection for name, collection in variables.items() if name != OVERWRITE_WITH_GRADIENT}

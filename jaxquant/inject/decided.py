@@ -15,6 +15,7 @@ from jaxquant.config.rules import Decision
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen, nnx_layers
 from jaxquant.inject import nnx as nnx_face
+from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.layers import Layer, LayerReport, linen_layers, matmul_dtypes, refuse_nothing
 from jaxquant.trace.plan import Contraction
 
@@ -110,7 +111,7 @@ def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **examp
     face: Any = None
     known: Mapping[str, Decision] = {}
     if isinstance(model, nnx.Module):
-        before = nnx_face.quantized_with(model)
+        before = quantized_with(model)
         if before is not None:
             known = {} if before.engine.decisions is None else before.engine.decisions.paths
             model = nnx_face.plain_model(model)

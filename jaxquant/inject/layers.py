@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 
-from jaxquant.backends import RANDOM_STREAM, load
+from jaxquant.backends import load
 from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.core.paths import join_path, layer_name
 from jaxquant.core.recipe import Matmul, Recipe, Side
+from jaxquant.inject.faces import STREAMS
 from jaxquant.ops.einsum import plan_einsum
 
 
@@ -192,7 +193,7 @@ def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) ->
 
     def initialize(key: jax.Array, arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        rngs = {stream: key for stream in ("params", RANDOM_STREAM, "dropout")}
+        rngs = dict.fromkeys(STREAMS, key)
         return model.init(rngs, *args, **kwargs)
 
     return jax.eval_shape(initialize, jax.random.key(0), arrays)

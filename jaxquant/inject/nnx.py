@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.trees import leaves_by_path
+from jaxquant.inject.faces import quantized_with, refuse_twice, subclass
 from jaxquant.inject.layers import refuse_nothing
 from jaxquant.inject.nnx_layers import contraction_axes, copy_model, linear_modules, op_name, out_features, stacked_axes
 from jaxquant.state.nnx import QuantState, require_state_gradient
@@ -56,11 +56,7 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
     Raises:
       ValueError: a rule that matches no layer, no layer at all, or a model that is quantized already.
     """
-    if (before := quantized_with(model)) is not None:
-        raise ValueError(
-            f"{type(model).__name__} is quantized already, with {before.engine.config.quantization!r}; quantize the "
-            "float model"
-        )
+    refuse_twice(model)
     face = Face(config, model)
     copy = copy_model(model)
     states: dict[str, Any] = {}
@@ -70,11 +66,6 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
         face.check_rules(copy)
     face.hold_states(copy, states)
     return face.adopt(copy)
-
-
-def quantized_with(model: Any) -> Face | None:
-    """Return the face of a quantized NNX model, None for another."""
-    return getattr(type(model), "_jaxquant_face", None)
 
 
 def tracing_engine() -> Engine | None:
@@ -273,10 +264,7 @@ class Face:
         prefix = tuple(path.split("/")) if path else ()
         call, params, rest = self._split(module, kind, name, args, kwargs)
         own: Any = nnx.to_pure_dict(rest[0])
-        state: Any = _named(own.get(0, {}))
-        for part in reversed(prefix):
-            state = {part: state}
-        is_whole = not prefix and name == "__call__"
+        state, is_whole = _named(own.get(0, {})), not prefix and name == "__call__"
         told, changed, new, out = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole)
         whole = (module, args, kwargs)
         if changed or new:
@@ -309,10 +297,7 @@ class Face:
         """Make the class of one module. It knows the path: flax's ``ToNNX`` takes every attribute for a variable."""
         if (base, path) not in self._classes:
             fields: dict[str, Any] = {name: _wrapped(base, name) for name in _methods(base)}
-            fields |= {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
-            fields |= {"_jaxquant_face": self, "_jaxquant_base": base, "_jaxquant_path": path}
-            made = types.new_class(base.__name__, (base,), {}, lambda body: body.update(fields))
-            self._classes[base, path] = made
+            self._classes[base, path] = subclass(self, base, fields | {"_jaxquant_path": path})
         return self._classes[base, path]
 
 

@@ -119,12 +119,14 @@ class Engine:
           fn: pure, of (params, *args); hashable, and equal to another only where that computes the same.
           params: parameters.
           args: further arguments.
-          quant_state: of the whole model.
+          quant_state: of the parameters' part of the model.
           key: for stochastic rounding; None makes noise from the bits of what is rounded.
           prefix: path of the parameters in the model.
           is_whole: whether the call runs the whole model, so that rules which match nothing are an error.
           is_cached: whether the trace may be kept, and a kept one taken.
         """
+        for part in reversed(prefix):
+            quant_state = {part: quant_state}
         static, arrays = split_arrays(params, args, self.dialect.numbers)
         run = self._cached if is_cached else self._run
         return run(fn, static, (prefix, is_whole), arrays, quant_state, key).rebuild()
@@ -132,7 +134,7 @@ class Engine:
     def init(
         self, fn: Function, params: Any, args: tuple[Any, ...], *, prefix: paths.Name = (), is_whole: bool = True
     ) -> dict[str, Any]:
-        """Make the quant state of a function's layers, without computing anything of it; as ``run``."""
+        """Make the quant state of a function's layers, at ``prefix``, without computing anything; as ``run``."""
         static, arrays = split_arrays(params, args, self.dialect.numbers)
         plan = self._trace(fn, static, arrays, prefix).analysis
         state: dict[str, Any] = {}
@@ -143,6 +145,8 @@ class Engine:
         for site in plan.plan.chosen:
             if site.key in decisions.states:
                 paths.put(state, decisions.states[site.key], contract.make_state(site, weights))
+        for part in prefix:
+            state = state.get(part, {})
         return state
 
     def convert(

@@ -1,0 +1,243 @@
+"""The classes that a quantized Linen model and its bound submodules have: their calls go through the model's face."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import unfreeze
+from flax.core.scope import DenyList, in_filter
+
+from jaxquant.inject.faces import quantized_with, subclass
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
+
+_ALL_BUT_INTERMEDIATES = DenyList("intermediates")
+_DEFAULTS = {"rngs": None, "method": None, "mutable": False, "capture_intermediates": False}
+
+# Part of the key of jit's caches too, so that a function which was traced inside a trace is traced anew outside.
+at_work = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def as_float(model: nn.Module) -> Iterator[None]:
+    """Let a quantized model, and any other, be the float one, for the length of a context."""
+    with at_work(quantized_with(model)):
+        yield
+
+
+def make_class(face: Any, base: type, *, is_model: bool) -> type:
+    """Make the class of a quantized model, or of a submodule of one that is bound."""
+    methods = {name: _wrapped(base, name) for name in _model_methods(base)}
+    return subclass(face, base, methods | _BOUND | (_MODEL if is_model else {}))
+
+
+def _model_methods(base: type) -> list[str]:
+    """Return the methods that a model's own classes define, for which layers may run: ``__call__`` and public ones."""
+    own = [cls for cls in reversed(base.__mro__) if cls not in nn.Module.__mro__]
+    methods = {name: value for cls in own for name, value in vars(cls).items() if inspect.isfunction(value)}
+    return [
+        name
+        for name, value in methods.items()
+        if name == "__call__" or not (name == "setup" or name.startswith("_") or getattr(value, "nowrap", False))
+    ]
+
+
+def _wrapped(base: type, name: str) -> Callable[..., Any]:
+    """Wrap a method: called from plain Python on a bound module, it is traced like a call of ``apply``."""
+    plain = getattr(base, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        face = quantized_with(self)
+        if self.scope is None or face is None or at_work.value is face:
+            return plain(self, *args, **kwargs)
+        return _call_bound(face, self, name, plain, args, kwargs)
+
+    return method
+
+
+def _call_bound(face: Any, module: Any, name: str, plain: Any, args: Any, kwargs: Any) -> Any:
+    root = getattr(module, "_jaxquant_root", module)
+    prefix = tuple(module.path[len(root.path) :])
+    if module.is_initializing():
+        with at_work(face):
+            out = plain(module, *args, **kwargs)
+        if module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+            copy, variables = nn.Module.unbind(module)
+            rngs = _rngs(module)
+            state = face.init_state(copy, variables, args, kwargs, rngs=rngs, method=name, prefix=prefix)
+            for key, value in state.items():
+                module.put_variable(OVERWRITE_WITH_GRADIENT, key, value)
+        return out
+    copy, variables = nn.Module.unbind(module)
+    mutable = module.scope.mutable
+    out = face.call(
+        copy,
+        variables,
+        args,
+        kwargs,
+        rngs=_rngs(module),
+        method=name,
+        mutable=mutable,
+        capture=False,
+        prefix=prefix,
+    )
+    if mutable is False:
+        return out
+    out, changed = out
+    for collection, values in changed.items():
+        for key, value in values.items():
+            if collection != OVERWRITE_WITH_GRADIENT:
+                module.put_variable(collection, key, value)
+    return out
+
+
+def own(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return the float model's function: a model may have an ``init`` and an ``apply`` of its own."""
+    return getattr(getattr(type(module), "_jaxquant_base", type(module)), name)
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    """Return the options that are not Linen's defaults; a model's own ``apply`` need not take the others."""
+    return {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
+
+
+def _rngs(module: Any) -> dict[str, Any]:
+    return {name: module.make_rng(name) for name in module.scope.rngs}
+
+
+# -- what the class of a quantized model has beside its methods --------------------------------------------------------
+
+
+def _init_with_output(
+    self: Any,
+    rngs: Any,
+    *args: Any,
+    method: Any = None,
+    mutable: Any = _ALL_BUT_INTERMEDIATES,
+    capture_intermediates: Any = False,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Initialize the float model's variables and the quant state; returns the quantized output and the variables."""
+    face = self._jaxquant_face
+    options = asked(method=method, capture_intermediates=capture_intermediates)
+    options |= {} if mutable is _ALL_BUT_INTERMEDIATES else {"mutable": mutable}
+    if at_work.value is face:
+        return own(self, "init_with_output")(self, rngs, *args, **options, **kwargs)
+    variables = _init(self, rngs, *args, **options, **kwargs)
+    given = {name: value for name, value in variables.items() if name != "intermediates"}
+    out = face.call(
+        self, given, args, kwargs, rngs=_streams(rngs), method=method, mutable=mutable, capture=capture_intermediates
+    )
+    return (out if mutable is False else out[0]), variables
+
+
+def _init(
+    self: Any,
+    rngs: Any,
+    *args: Any,
+    method: Any = None,
+    mutable: Any = _ALL_BUT_INTERMEDIATES,
+    capture_intermediates: Any = False,
+    **kwargs: Any,
+) -> Any:
+    """Initialize the float model's variables and the quant state, without computing the output."""
+    face = self._jaxquant_face
+    options = asked(method=method, capture_intermediates=capture_intermediates)
+    options |= {} if mutable is _ALL_BUT_INTERMEDIATES else {"mutable": mutable}
+    if face.engine.config.checkpoint_is_quantized and at_work.value is not face:
+        raise ValueError(
+            f"{type(self).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert the "
+            "parameters with jaxquant.convert"
+        )
+    if at_work.value is face:
+        return own(self, "init")(self, rngs, *args, **options, **kwargs)
+    with at_work(face):
+        variables = own(self, "init")(self, rngs, *args, **options, **kwargs)
+    if mutable is False:
+        return variables
+    state = face.init_state(self, variables, args, kwargs, rngs=_streams(rngs), method=method)
+    if not state or not in_filter(mutable, OVERWRITE_WITH_GRADIENT):
+        return variables
+    given: Any = variables.get(OVERWRITE_WITH_GRADIENT, {})
+    merged = _merge(unfreeze(given), state)
+    return type(variables)({**variables, OVERWRITE_WITH_GRADIENT: merged})
+
+
+def _apply(
+    self: Any,
+    variables: Any,
+    *args: Any,
+    rngs: Any = None,
+    method: Any = None,
+    mutable: Any = False,
+    capture_intermediates: Any = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a method in low precision; as ``nn.Module.apply``."""
+    face = self._jaxquant_face
+    if at_work.value is face or self.scope is not None:
+        options = asked(rngs=rngs, method=method, mutable=mutable, capture_intermediates=capture_intermediates)
+        return own(self, "apply")(self, variables, *args, **options, **kwargs)
+    return face.call(
+        self,
+        variables,
+        args,
+        kwargs,
+        rngs=_streams(rngs),
+        method=method,
+        mutable=mutable,
+        capture=capture_intermediates,
+    )
+
+
+def _merge(first: Any, second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested dicts; a model may have quant state of its own ops."""
+    both = {name: _merge(first[name], second[name]) for name in second if isinstance(first.get(name), Mapping)}
+    return {**first, **second, **both}
+
+
+def _streams(rngs: Any) -> Any:
+    return rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
+
+
+def _getattr(self: Any, name: str) -> Any:
+    """Set up the module, as Linen does, and wrap the submodules that this made."""
+    value = self._jaxquant_base.__getattr__(self, name)
+    _mark(self)
+    return value
+
+
+def _post_init(self: Any) -> None:
+    self._jaxquant_base.__post_init__(self)
+    _mark(self)
+
+
+def _mark(self: Any) -> None:
+    face = quantized_with(self)
+    if face is not None and self.scope is not None and at_work.value is not face:
+        face.mark(self, getattr(self, "_jaxquant_root", self))
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    """Pickle as the float model, the config and what was decided."""
+    face, base = self._jaxquant_face, self._jaxquant_base
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init and f.name != "parent"}
+    return face.restored, (base, fields, face.engine.config, face.engine.decisions)
+
+
+_BOUND = {"__getattr__": nn.nowrap(_getattr), "__post_init__": _post_init}
+"""What the class of any wrapped module has."""
+_MODEL = {
+    "init": nn.nowrap(_init),
+    "init_with_output": nn.nowrap(_init_with_output),
+    "apply": nn.nowrap(_apply),
+    "__reduce__": nn.nowrap(_reduce),
+}
+"""What the class of a model has, too."""
