@@ -364,6 +364,14 @@ def _has_plain_op(module: Any) -> bool:
     return getattr(module, "dot_general_cls", None) is None and (op in (None, *_PLAIN) or isinstance(op, Held))
 
 
+def _compute(held: Held, *args: Any, **kwargs: Any) -> Any:
+    """Compute the op in float; no ``self`` here, by which Qwix finds the layer that calls on Python's stack."""
+    if held.operation == "einsum_op":
+        kwargs.pop("out_sharding", None)
+        return jnp.einsum(*args, **kwargs)
+    return jax.lax.dot_general(*args, **kwargs)
+
+
 class Held(native_nnx.QuantizedOp):
     """Quant state of one contraction, in place of a flax layer's op, which it computes in float.
 
@@ -379,11 +387,7 @@ class Held(native_nnx.QuantizedOp):
             for field, value in values.items():
                 setattr(self, f"{name}_{field}", QuantState(value))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.operation == "einsum_op":
-            kwargs.pop("out_sharding", None)
-            return jnp.einsum(*args, **kwargs)
-        return jax.lax.dot_general(*args, **kwargs)
+    __call__: Any = _compute
 
 
 def _holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -356,3 +356,23 @@ def test_an_nnx_model_quantized_twice():
     quantized = maybe_quantize_model(_linear(), asked("int8"))
     with pytest.raises(ValueError, match="Linear is quantized already, with 'int8'; quantize the float model"):
         maybe_quantize_model(quantized, asked("fp8"))
+
+
+@pytest.mark.parametrize("string", ["fp8", "int8"])
+def test_qwix_adds_lora_to_a_quantized_model(string):
+    """Qwix finds the layer that calls a matmul on Python's stack."""
+    qwix = pytest.importorskip("qwix")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.up, self.down = (nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2))
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    x = jnp.ones((2, 8))
+    model = jaxquant.maybe_quantize_model(Model(), {"quantization": string, "quant_backend": "native"}, x)
+    model = qwix.apply_lora_to_model(model, qwix.LoraProvider(module_path="up", rank=2, alpha=2.0), x, rngs=nnx.Rngs(2))
+    rows = jaxquant.coverage(model, x).rows
+    expected = {"up": True, "up/kernel_lora_a": False, "up/kernel_lora_b": False, "down": True}
+    assert {row.path: row.is_low for row in rows} == expected
