@@ -39,9 +39,18 @@ def _decode_f16(data: UInt8[Array, "... 2"]) -> Float[Array, "... 1"]:
     return _floats(data)[..., None]
 
 
+def _halves(first: UInt8[Array, "... n"], second: UInt8[Array, "... n"]) -> UInt8[Array, "... 2 n"]:
+    """Return both, one after the other, by a choice and not by a concatenation.
+
+    XLA on CPU makes of a concatenation of short rows a branch for each element, which keeps the loops around it from
+    using vectors.
+    """
+    return jnp.where(jnp.arange(2)[:, None] == 0, first[..., None, :], second[..., None, :])
+
+
 def _decode_q4_0(data: UInt8[Array, "... 18"]) -> Float[Array, "... 32"]:
     """Return ``d · (q − 8)``: float16 d, then 16 bytes whose low nibbles are elements 0 to 15."""
-    nibbles = joined(_shifted(data[..., 2:], (0, 4), 0xF)).astype(jnp.float32)
+    nibbles = joined(_halves(data[..., 2:] & 0xF, data[..., 2:] >> 4)).astype(jnp.float32)
     return _floats(data[..., :2])[..., None] * (nibbles - 8)
 
 
@@ -54,9 +63,9 @@ def _decode_q8_0(data: UInt8[Array, "... 34"]) -> Float[Array, "... 32"]:
 def unpack_scales(data: UInt8[Array, "... 12"]) -> tuple[UInt8[Array, "... 8"], UInt8[Array, "... 8"]]:
     """Return the eight 6-bit scales and the eight 6-bit minimums of a Q4_K or Q5_K block."""
     first, second, third = data[..., :4], data[..., 4:8], data[..., 8:]
-    scales = jnp.concatenate([first & 0x3F, third & 0xF | first >> 2 & 0x30], axis=-1)
-    minimums = jnp.concatenate([second & 0x3F, third >> 4 | second >> 2 & 0x30], axis=-1)
-    return scales, minimums
+    scales = _halves(first & 0x3F, third & 0xF | first >> 2 & 0x30)
+    minimums = _halves(second & 0x3F, third >> 4 | second >> 2 & 0x30)
+    return joined(scales), joined(minimums)
 
 
 def _decode_affine_k(data: UInt8[Array, "... bytes"], bits: int) -> Float[Array, "... 256"]:
@@ -66,7 +75,8 @@ def _decode_affine_k(data: UInt8[Array, "... bytes"], bits: int) -> Float[Array,
     then 128 bytes: sub-blocks 2p and 2p + 1 are the low and high nibbles of bytes 32p on.
     """
     scales, minimums = unpack_scales(data[..., 4:16])
-    values = _shifted(blocks_of(data[..., -128:], 32), (0, 4), 0xF).reshape(*data.shape[:-1], 8, 32)
+    nibbles = blocks_of(data[..., -128:], 32)
+    values = jnp.stack([nibbles & 0xF, nibbles >> 4], axis=-2).reshape(*data.shape[:-1], 8, 32)
     if bits == 5:
         values = values | _shifted(data[..., 16:48], tuple(range(8)), 1) << 4
     step = _floats(data[..., 0:2])[..., None] * scales.astype(jnp.float32)
@@ -80,9 +90,10 @@ def _decode_q6_k(data: UInt8[Array, "... 210"]) -> Float[Array, "... 256"]:
     128 bytes of low nibbles, 64 of high bit pairs, 16 int8 scales, float16 d. In each half of 128 elements the four
     groups of 32 are: low nibbles of 32 bytes, of the next 32, high nibbles of the first, of the second.
     """
-    low = _shifted(blocks_of(data[..., :128], 64), (0, 4), 0xF)  # [..., half, nibble, 64]
-    high = _shifted(blocks_of(data[..., 128:192], 32), (0, 2, 4, 6), 3)  # [..., half, pair, 32]
-    quants = joined(joined(low)) | joined(joined(high)) << 4
+    low, high = blocks_of(data[..., :128], 64), blocks_of(data[..., 128:192], 32)  # [..., half, bytes]
+    nibbles = (low[..., :32] & 0xF, low[..., 32:] & 0xF, low[..., :32] >> 4, low[..., 32:] >> 4)
+    groups = [part | (high >> 2 * group & 3) << 4 for group, part in enumerate(nibbles)]
+    quants = joined(joined(jnp.stack(groups, axis=-2)))
     scales = jax.lax.bitcast_convert_type(data[..., 192:208], jnp.int8).astype(jnp.float32)
     step = _floats(data[..., 208:])[..., None] * scales
     return joined(step[..., None] * (blocks_of(quants, 16).astype(jnp.float32) - 32))

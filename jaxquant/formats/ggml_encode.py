@@ -10,16 +10,20 @@ Source: ``quantize_row_q*_ref``, ``make_qkx2_quants`` and ``make_qx_quants`` of 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxquant.formats.codec import blocks_of, joined
-from jaxquant.formats.minifloat import SMALLEST_NORMAL, exponent, power_of_two
+from jaxquant.formats.minifloat import SMALLEST_NORMAL, amax, exponent, power_of_two
 
 _F16_MAX = 65504.0
 _Q6_EPSILON = 1e-15
+_CACHED = 1 << 15
+"""Elements that a core's cache holds with what is computed of them."""
 
 
 def _bytes(x: Array) -> UInt8[Array, "... n"]:
@@ -41,16 +45,17 @@ def _divide(x: Float[Array, ...] | float, by: Float[Array, ...]) -> Float[Array,
 def _normalized(x: Float[Array, "... n"]) -> tuple[Float[Array, "... n"], Float[Array, ...]]:
     """Return ``x / 2**e`` with a largest magnitude of about 1, and ``2**e``; what is not finite becomes 0."""
     x = jnp.where(jnp.isfinite(x), x, 0)
-    power = jnp.clip(exponent(jnp.max(jnp.abs(x), axis=-1)), -126, 126)
+    power = jnp.clip(exponent(amax(x)), -126, 126)
     return x * power_of_two(-power)[..., None], power_of_two(power)
 
 
 def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
     """Return the element of largest magnitude with its sign; the first of several, by reductions alone."""
     magnitude, place = jnp.abs(x), jnp.arange(x.shape[-1], dtype=jnp.int32)
-    is_largest = magnitude == jnp.max(magnitude, axis=-1, keepdims=True)
-    first = jnp.min(jnp.where(is_largest, place, x.shape[-1]), axis=-1, keepdims=True)
-    return jnp.sum(jnp.where(place == first, x, 0), axis=-1)
+    largest = amax(x)
+    # The place and the sign in one number, of which the smallest is that of the first.
+    key = jnp.where(magnitude == largest[..., None], 2 * place + (x < 0), 2 * x.shape[-1])
+    return jnp.where(jnp.min(key, axis=-1) & 1, -largest, largest)
 
 
 def encode_f16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
@@ -67,44 +72,80 @@ def encode_bf16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
 
 def encode_q4_0(x: Float[Array, "... 32"]) -> UInt8[Array, "... 18"]:
     """Encode ``d = m / −8`` with m the signed largest, ``q = min(15, trunc(x / d + 8.5))``."""
-    finite = jnp.all(jnp.isfinite(x), axis=-1)
-    x = jnp.where(finite[..., None], x, 0)
-    step = jnp.clip(_signed_amax(x) / -8, -_F16_MAX, _F16_MAX)
-    codes = jnp.clip(jnp.trunc(x * _divide(1, step)[..., None] + 8.5), 0, 15).astype(jnp.uint8)
+    largest = _signed_amax(x)
+    finite = jnp.isfinite(largest)
+    step = jnp.clip(jnp.where(finite, largest, 0) / -8, -_F16_MAX, _F16_MAX)
+    scaled = jnp.where(finite[..., None], x * _divide(1, step)[..., None], 0)
+    codes = jnp.clip(jnp.trunc(scaled + 8.5), 0, 15).astype(jnp.uint8)
     nibbles = codes[..., :16] | codes[..., 16:] << 4
     return jnp.concatenate([_bytes(_f16(step, finite)[..., None]), nibbles], axis=-1)
 
 
 def encode_q8_0(x: Float[Array, "... 32"]) -> UInt8[Array, "... 34"]:
     """Encode ``d = max|x| / 127``, ``q = x / d`` rounded half away from zero."""
-    finite = jnp.all(jnp.isfinite(x), axis=-1)
-    x = jnp.where(finite[..., None], x, 0)
-    step = jnp.clip(jnp.max(jnp.abs(x), axis=-1) / 127, -_F16_MAX, _F16_MAX)
-    scaled = x * _divide(1, step)[..., None]
+    largest = amax(x)
+    finite = jnp.isfinite(largest)
+    step = jnp.clip(jnp.where(finite, largest, 0) / 127, -_F16_MAX, _F16_MAX)
+    scaled = jnp.where(finite[..., None], x * _divide(1, step)[..., None], 0)
     rounded = jnp.clip(jax.lax.round(scaled, jax.lax.RoundingMethod.AWAY_FROM_ZERO), -127, 127)
     codes = jax.lax.bitcast_convert_type(rounded.astype(jnp.int8), jnp.uint8)
     return jnp.concatenate([_bytes(_f16(step, finite)[..., None]), codes], axis=-1)
 
 
+def _blocks_last(x: Float[Array, "... super sub n"]) -> Float[Array, "... n blocks"]:
+    """Return the sub-blocks of a row side by side, elements along the axis before."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]), -1, -2)
+
+
+def _in_parts(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n blocks"]) -> tuple[Array, ...]:
+    """Compute ``fit`` of each row; on CPU of so many at a time that a loop over trials reads them from the cache.
+
+    Elsewhere, and where a mesh with explicit axes cuts the rows, of all at once.
+    """
+    rows = max(1, _CACHED // (x.shape[-2] * x.shape[-1]))
+    lead = x.shape[:-2]
+    if math.prod(lead) <= rows or any(axis is not None for axis in jax.typeof(x).sharding.spec):
+        return fit(x)
+
+    def parts(x: jax.Array) -> tuple[jax.Array, ...]:
+        found = jax.lax.map(fit, x.reshape(-1, *x.shape[-2:]), batch_size=rows)
+        return tuple(part.reshape(*lead, x.shape[-1]) for part in found)
+
+    return jax.lax.platform_dependent(x, cpu=parts, default=fit)
+
+
+def _sums(*terms: Float[Array, "... n blocks"]) -> list[Float[Array, "... blocks"]]:
+    """Return the sums over each block, added one after another as ggml does, all in one pass.
+
+    Elements lie along the axis before the last, so that neighbours in memory belong to different blocks and XLA on CPU
+    uses vectors; sums of their own would compute the terms once for each.
+    """
+    zeros = (jnp.float32(0),) * len(terms)
+    return jax.lax.reduce(terms, zeros, lambda x, y: tuple(map(jnp.add, x, y)), (terms[0].ndim - 2,))
+
+
 def _fit_affine(
-    x: Float[Array, "... 32"], qmax: int, start: float, steps: int
-) -> tuple[Float[Array, ...], Float[Array, ...]]:
+    x: Float[Array, "... 32 blocks"], qmax: int, start: float, steps: int
+) -> tuple[Float[Array, "... blocks"], Float[Array, "... blocks"]]:
     """Fit ``x ≈ scale · q − minimum`` with q in 0 … qmax and minimum ≥ 0; ``make_qkx2_quants``.
 
     Weights are ``rms(x) + |x|``. From each of ``steps + 1`` trial scales q follows by rounding and (scale, minimum) by
     weighted least squares; the pair with the smallest weighted squared error wins. As in ggml, a trial starts from the
     minimum of the best pair so far.
     """
-    weights = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True)) + jnp.abs(x)
-    high = jnp.max(x, axis=-1)
-    low = jnp.minimum(jnp.min(x, axis=-1), 0)
-    sum_w, sum_x = jnp.sum(weights, axis=-1), jnp.sum(weights * x, axis=-1)
+    (sum_squares,) = _sums(x * x)
+    rms = jnp.sqrt(sum_squares / x.shape[-2])[..., None, :]
+    high = jnp.max(x, axis=-2)
+    lowest = low = jnp.minimum(jnp.min(x, axis=-2), 0)
+    weights = rms + jnp.abs(x)
+    sum_w, sum_x = _sums(weights, weights * x)
 
     def quantize(inverse: jax.Array, low: jax.Array) -> jax.Array:
-        return jnp.clip(jnp.round(inverse[..., None] * (x - low[..., None])), 0, qmax)
+        return jnp.clip(jnp.round(inverse[..., None, :] * (x - low[..., None, :])), 0, qmax)
 
     def error_of(scale: jax.Array, low: jax.Array, q: jax.Array) -> jax.Array:
-        return jnp.sum(weights * (scale[..., None] * q + low[..., None] - x) ** 2, axis=-1)
+        weights = rms + jnp.abs(x)
+        return _sums(weights * (scale[..., None, :] * q + low[..., None, :] - x) ** 2)[0]
 
     inverse = _divide(qmax, high - low)
     scale = _divide(1, inverse)
@@ -113,8 +154,8 @@ def _fit_affine(
     def trial(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         _, low, error = state
         q = quantize(_divide(start + 0.1 * index + qmax, high - low), low)
-        sum_q, sum_qq = jnp.sum(weights * q, axis=-1), jnp.sum(weights * q * q, axis=-1)
-        sum_qx = jnp.sum(weights * q * x, axis=-1)
+        weighted = (rms + jnp.abs(x)) * q
+        sum_q, sum_qq, sum_qx = _sums(weighted, weighted * q, weighted * x)
         determinant = sum_w * sum_qq - sum_q * sum_q
         new_scale = _divide(sum_w * sum_qx - sum_x * sum_q, determinant)
         new_low = _divide(sum_qq * sum_x - sum_q * sum_qx, determinant)
@@ -126,7 +167,7 @@ def _fit_affine(
         return tuple(jnp.where(better, new, old) for new, old in zip(new_state, state, strict=True))
 
     scale, low, _ = jax.lax.fori_loop(0, steps + 1, trial, state)
-    return jnp.where(high == jnp.minimum(jnp.min(x, axis=-1), 0), 0, scale), -low
+    return jnp.where(high == lowest, 0, scale), -low
 
 
 def _six_bits(values: Float[Array, "... 8"]) -> tuple[Float[Array, ...], Int[Array, "... 8"]]:
@@ -144,10 +185,11 @@ def _pack_scales(scales: Int[Array, "... 8"], minimums: Int[Array, "... 8"]) -> 
 
 
 def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps: int) -> UInt8[Array, "... bytes"]:
-    finite = jnp.all(jnp.isfinite(x), axis=-1)
+    finite = jnp.isfinite(amax(x))
     x = blocks_of(jnp.where(finite[..., None], x, 0), 32)
     normalized, unit = _normalized(x)
-    scales, minimums = (value * unit for value in _fit_affine(normalized, qmax, start, steps))
+    fits = _in_parts(lambda part: _fit_affine(part, qmax, start, steps), _blocks_last(normalized))
+    scales, minimums = (value.reshape(unit.shape) * unit for value in fits)
     largest_scale, scale_codes = _six_bits(scales)
     largest_minimum, minimum_codes = _six_bits(minimums)
     step, offset = _f16(largest_scale / 63, finite), _f16(largest_minimum / 63, finite)
@@ -168,39 +210,40 @@ encode_q4_k = functools.partial(_encode_affine_k, qmax=15, start=-1.0, steps=20)
 encode_q5_k = functools.partial(_encode_affine_k, qmax=31, start=-0.5, steps=15)
 
 
-def _fit_symmetric(x: Float[Array, "... 16"]) -> Float[Array, ...]:
+def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... blocks"]]:
     """Fit ``x ≈ scale · q`` with q in −32 … 31, weighted by x²; ``make_qx_quants`` with rmse_type 1.
 
     Of 19 trial scales around −32 / m, m the signed largest, the one wins whose q explains most:
     the largest ``(Σ w x q)² / Σ w q²``.
     """
-    largest = _signed_amax(x)
-    weights = x * x
+    largest = _signed_amax(jnp.swapaxes(x, -1, -2))
+    trials = jnp.arange(-9.0, 10.0)[:, None]
+    inverse = _divide(-(32 + 0.1 * trials), largest[..., None, :])[..., None, :]
+    x = x[..., None, :, :]
+    q = jnp.clip(jnp.round(inverse * x), -32, 31)
+    weighted = x * x * q
+    sums_xq, sums_qq = _sums(weighted * x, weighted * q)  # [..., trials, blocks]
 
-    def sums(trial: jax.Array | float) -> tuple[jax.Array, jax.Array]:
-        q = jnp.clip(jnp.round(_divide(-(32 + 0.1 * trial), largest)[..., None] * x), -32, 31)
-        return jnp.sum(weights * x * q, axis=-1), jnp.sum(weights * q * q, axis=-1)
-
-    sum_xq, sum_qq = sums(0.0)
-    scale = _divide(sum_xq, sum_qq)
-
-    def trial(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def trial(index: jax.Array | int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         scale, best = state
-        sum_xq, sum_qq = sums((index - 9).astype(jnp.float32))
+        sum_xq, sum_qq = (jax.lax.dynamic_index_in_dim(sums, index, -2, False) for sums in (sums_xq, sums_qq))
         better = (sum_qq > 0) & (sum_xq * sum_xq > best * sum_qq)
         new_scale = _divide(sum_xq, sum_qq)
         return jnp.where(better, new_scale, scale), jnp.where(better, new_scale * sum_xq, best)
 
-    return jax.lax.fori_loop(0, 19, trial, (scale, scale * sum_xq))[0]
+    # The trial with −32 / m itself comes first.
+    scale = _divide(sums_xq[..., 9, :], sums_qq[..., 9, :])
+    return jax.lax.fori_loop(0, 19, trial, (scale, scale * sums_xq[..., 9, :]))[:1]
 
 
 def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     """Encode sixteen sub-blocks of 16 with int8 shares of a float16 scale; below 1e-15 all is 0."""
-    finite = jnp.all(jnp.isfinite(x), axis=-1)
+    finite = jnp.isfinite(amax(x))
     x = blocks_of(jnp.where(finite[..., None], x, 0), 16)
     normalized, unit = _normalized(x)
-    is_zero = jnp.max(jnp.abs(x), axis=-1) < _Q6_EPSILON
-    scales = jnp.where(is_zero, 0, _fit_symmetric(normalized) * unit)
+    is_zero = amax(x) < _Q6_EPSILON
+    (fit,) = _in_parts(_fit_symmetric, _blocks_last(normalized))
+    scales = jnp.where(is_zero, 0, fit.reshape(unit.shape) * unit)
     largest = _signed_amax(scales)
     used = jnp.abs(largest) >= _Q6_EPSILON
     inverse = jnp.where(used, _divide(-128, largest), 0)
@@ -211,7 +254,7 @@ def encode_q6_k(x: Float[Array, "... 256"]) -> UInt8[Array, "... 210"]:
     codes = jnp.clip(jnp.where(finite[..., None, None], codes, 0), -32, 31).astype(jnp.int32) + 32
     # As in ggml, which leaves the codes of sub-blocks of zeros at 0, and all bytes of a block that has no others.
     codes = jnp.where(used[..., None, None] & ~is_zero[..., None], codes, 0).astype(jnp.uint8)
-    groups = codes.reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
+    groups = joined(codes).reshape(*codes.shape[:-2], 2, 4, 32)  # [..., half, group, 32]
     low = joined(groups[..., 0:2, :] & 0xF | groups[..., 2:4, :] << 4)
     high = groups >> 4
     pairs = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6

@@ -12,6 +12,7 @@ from jaxquant.formats.minifloat import (
     E8M0_NAN,
     MINIFLOATS,
     SMALLEST_NORMAL,
+    amax,
     decode_minifloat,
     encode_e8m0,
     encode_minifloat,
@@ -43,7 +44,7 @@ def encode_mx(x: Float[Array, "... K"], dtype: str, rounding: str = "up") -> Par
     """
     kind = MINIFLOATS[dtype]
     blocks = blocks_of(x.astype(jnp.float32), MX_BLOCK)
-    scale = encode_e8m0(jnp.max(jnp.abs(blocks), axis=-1), kind, rounding)
+    scale = encode_e8m0(amax(blocks), kind, rounding)
     inverse = power_of_two(E8M0_BIAS - scale.astype(jnp.int32))[..., None]
     codes = encode_minifloat(jnp.where(jnp.isfinite(blocks), blocks * inverse, 0), kind)
     return {"qvalue": pack_codes(joined(codes), kind.bits), "scale": scale}
@@ -72,11 +73,11 @@ def encode_nvfp4(x: Float[Array, "... K"]) -> Parts:
     """
     kind, scales = MINIFLOATS["float4_e2m1fn"], MINIFLOATS["float8_e4m3fn"]
     blocks = blocks_of(x.astype(jnp.float32), NVFP4_BLOCK)
-    amax = jnp.max(jnp.abs(blocks), axis=-1)
-    largest = jnp.max(amax, initial=0.0)
+    block_amax = amax(blocks)
+    largest = amax(block_amax.reshape(-1))
     # A quotient below the smallest normal number would be flushed to 0.
     tensor_scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / NVFP4_MAX, SMALLEST_NORMAL))
-    scale = jnp.minimum(amax / kind.max / tensor_scale, scales.max).astype(scales.name)
+    scale = jnp.minimum(block_amax / kind.max / tensor_scale, scales.max).astype(scales.name)
     product = scale.astype(jnp.float32) * tensor_scale
     inverse = jnp.where(product >= SMALLEST_NORMAL, 1 / product, 0)[..., None]
     codes = encode_minifloat(blocks * inverse, kind)

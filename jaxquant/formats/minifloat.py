@@ -84,6 +84,16 @@ def decode_minifloat(code: UInt8[Array, ...], kind: Minifloat) -> Float[Array, .
     return jnp.where(code >> (kind.bits - 1) & 1 == 1, -value, value)
 
 
+def amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
+    """Return the largest magnitude along the last axis, NaN where there is one.
+
+    By the bits, whose order is that of the magnitudes with NaN above all: XLA's maximum of floats on CPU forgets NaN in
+    arrays that are not small.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1, initial=0), jnp.float32)
+
+
 def exponent(x: Float[Array, ...]) -> Int[Array, ...]:
     """Return ``floor(log2(|x|))`` of float32, exactly; −127 for zero and subnormal numbers, 128 for inf and NaN."""
     return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF) - 127

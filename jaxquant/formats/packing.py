@@ -27,7 +27,7 @@ def pack(x: jax.Array, axis: int = -1) -> jax.Array:
     nibbles = jnp.moveaxis(jax.lax.bitcast_convert_type(x, "uint4").astype(jnp.uint8), axis, -1)
     if nibbles.shape[-1] % 2:
         nibbles = jnp.pad(nibbles, [(0, 0)] * (nibbles.ndim - 1) + [(0, 1)])
-    return jnp.moveaxis(nibbles[..., 0::2] | nibbles[..., 1::2] << 4, -1, axis)
+    return jnp.moveaxis(pack_codes(nibbles, 4), -1, axis)
 
 
 def unpack(packed: jax.Array, dtype: str, size: int, axis: int = -1) -> jax.Array:
@@ -70,10 +70,15 @@ def pack_codes(codes: UInt8[Array, "... K"], bits: int) -> UInt8[Array, "... B"]
     """
     if bits == 8:
         return codes
+    # Neighbours as one word, not as strided slices, which XLA on CPU fuses with what makes the codes and then computes
+    # one by one.
     if bits == 4:
-        return codes[..., 0::2] | codes[..., 1::2] << 4
-    a, b, c, d = (codes[..., index::4] for index in range(4))
-    return _interleave(a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2)
+        pair = jax.lax.bitcast_convert_type(_grouped(codes, 2), jnp.uint16)
+        return (pair | pair >> 4).astype(jnp.uint8)
+    four = jax.lax.bitcast_convert_type(_grouped(codes, 4), jnp.uint32)
+    stream = four & 0x3F | four >> 2 & 0xFC0 | four >> 4 & 0x3F000 | four >> 6 & 0xFC0000
+    three = jax.lax.bitcast_convert_type(stream, jnp.uint8)[..., :3]
+    return three.reshape(*codes.shape[:-1], codes.shape[-1] * 3 // 4)
 
 
 def unpack_codes(packed: UInt8[Array, "... B"], bits: int) -> UInt8[Array, "... K"]:
@@ -84,6 +89,10 @@ def unpack_codes(packed: UInt8[Array, "... B"], bits: int) -> UInt8[Array, "... 
         return _interleave(packed & 0xF, packed >> 4)
     a, b, c = (packed[..., index::3] for index in range(3))
     return _interleave(a & 0x3F, a >> 6 | (b & 0xF) << 2, b >> 4 | (c & 3) << 4, c >> 2)
+
+
+def _grouped(codes: jax.Array, count: int) -> jax.Array:
+    return codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)
 
 
 def _interleave(*parts: jax.Array) -> jax.Array:
