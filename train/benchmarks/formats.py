@@ -35,12 +35,14 @@ def measure_formats(rounds: int) -> list[Row]:
 
     In every round each contender goes once, so that a slow moment of the machine hits all alike. gguf is the package of
     llama.cpp (numpy; it cannot encode the K formats), ggml its C code, one thread, where llama-cpp-python is installed.
+    copy is a compiled x + 1 of the same float32, which writes as much as decoding does: what memory allows.
 
     Args:
       rounds: how many.
     """
     x = np.random.default_rng(0).normal(size=_SHAPE).astype(np.float32)
-    device, library = jnp.asarray(x), _library()
+    device, library, copy = jnp.asarray(x), _library(), jax.jit(lambda x: x + 1)
+    jax.block_until_ready(copy(device))
     rows = []
     for name in (*ENCODINGS, *OTHERS):
         row = codec(name)
@@ -48,6 +50,7 @@ def measure_formats(rounds: int) -> list[Row]:
         runs: dict[str, Callable[[], object]] = {
             "encode": lambda row=row: jax.block_until_ready(row.encode(device)),
             "decode": lambda row=row, parts=parts: jax.block_until_ready(row.decode(parts)),
+            "copy": lambda: jax.block_until_ready(copy(device)),
         }
         if name in ENCODINGS:
             kind, blocks = gguf.GGMLQuantizationType[name.upper()], np.asarray(parts["blocks"])
@@ -63,12 +66,13 @@ def measure_formats(rounds: int) -> list[Row]:
                 run()
                 best[what] = min(best[what], time.perf_counter() - began)
         speeds = {what: x.nbytes / 1e9 / seconds for what, seconds in best.items()}
-        columns = ("encode", "encode, gguf", "encode, ggml", "decode", "decode, gguf")
+        columns = ("encode", "encode, gguf", "encode, ggml", "decode", "decode, gguf", "copy")
         rows.append({"format": name, **{what: f"{speeds[what]:.3f}" if what in speeds else "" for what in columns}})
         rows[-1]["encode / ggml"] = (
             f"{speeds['encode'] / speeds['encode, ggml']:.2f}" if "encode, ggml" in speeds else ""
         )
         rows[-1]["decode / gguf"] = f"{speeds['decode'] / speeds['decode, gguf']:.1f}" if name in ENCODINGS else ""
+        rows[-1]["decode / copy"] = f"{speeds['decode'] / speeds['copy']:.2f}"
         tell(" ".join(map(str, rows[-1].values())))
     return rows
 
