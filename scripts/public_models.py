@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("checkouts", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--recipes", default=",".join(RECIPES))
-    parser.add_argument("--faces", default=",".join(RECIPES[1:]), help="recipes with which maybe_quantize_model is tried")
+    parser.add_argument("--faces", default=",".join(RECIPES[1:]), help="recipes for maybe_quantize_model")
     parser.add_argument("--steps", type=int, default=50, help="0 traces alone (default: %(default)s)")
     parser.add_argument("--environments", type=pathlib.Path, default=ROOT / ".environments")
     parser.add_argument("--python", default="", help="an interpreter to use for all models instead of environments")
