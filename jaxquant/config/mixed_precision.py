@@ -79,7 +79,7 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
 def _read(path: str) -> dict[str, Any]:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in (".json", ".yml", ".yaml"):
-        raise ValueError(f"quant_cfg_path {path!r} must end in .json, .yml or .yaml")
+        raise ValueError(f"quant_cfg_path {show(path)} must end in .json, .yml or .yaml")
     text = read_text(path, "quant_cfg_path")
     if suffix != ".json":
         return load_yaml(path)

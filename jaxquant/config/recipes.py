@@ -9,7 +9,7 @@ import dataclasses
 from typing import Literal
 
 from jaxquant.config.backends import BACKENDS
-from jaxquant.config.loader import nearest
+from jaxquant.config.loader import nearest, show
 from jaxquant.config.options import (
     BOUND_OPTIONS,
     CALIBRATION_OPTIONS,
@@ -268,7 +268,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
             f"{place} {name!r} is a block-scaled recipe, which is not implemented yet; the closest is {REFUSED[name]!r}"
         )
     if name not in RECIPES:
-        raise ValueError(f"{place} {name!r} is not a known recipe; {nearest(name, (*RECIPES, *REFUSED), 3)}")
+        raise ValueError(f"{place} {show(name)} is not a known recipe; {nearest(name, (*RECIPES, *REFUSED), 3)}")
     return RECIPES[name]
 
 

@@ -75,6 +75,8 @@ TEXTS: dict[str, tuple[str, str]] = {
         "quantization: fp8_full\nact_quantization_calibration_method: " + "k" * 5000,
         "act_quantization_calibration_method 'kkk",
     ),
+    "a long recipe": ("quantization: " + "k" * 5000, "quantization 'kkk"),
+    "a long path": ("quantization: intmp\nquant_cfg_path: " + "k" * 5000, "quant_cfg_path 'kkk"),
     "long bounds": (
         "quantization: aqt_fp8_full\nconstant_bound_config: " + "k" * 5000,
         "has 5000 characters, of at most 200",
