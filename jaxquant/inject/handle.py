@@ -65,6 +65,7 @@ class Quantization:
       resolver: decides the recipe of each layer by its path.
       base: recipe of the layers that no rule names; None where a file or rules alone decide.
       asked: paths of the layers that have run, or been traced, with this handle.
+      building: the operands with which an op without a path was initialized last.
     """
 
     backend: str
@@ -73,6 +74,7 @@ class Quantization:
     resolver: Resolver
     base: Recipe | None = None
     asked: set[str] = dataclasses.field(default_factory=set, init=False, compare=False, repr=False)
+    building: list[Any] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "quant_mode":
@@ -156,13 +158,13 @@ class _ByPath(nn.Module):
     quantization: Quantization
     mesh_axes: tuple[str | None, ...] = ()
 
-    def _op(self, name: Op, out_features: int) -> nn.Module | None:
+    def _op(self, name: Op, out_features: int, *operands: jax.Array) -> nn.Module | None:
         if self.quantization.is_left_to_the_trace:
             return None
         path = join_path(self.path[:-1])
         if not self.path and self._has_patterns:
-            if self.is_initializing():
-                return None  # the model is only being built; a trace of it may honour them
+            if self._is_built(operands):
+                return None  # a trace of the model may honour the rules
             self._refuse_unknown_path()
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
@@ -171,6 +173,19 @@ class _ByPath(nn.Module):
         op = self.quantization.make_op(name, recipe, self.mesh_axes)()
         nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op
+
+    def _is_built(self, operands: tuple[jax.Array, ...]) -> bool:
+        """Whether the layer is only being made: its op is initialized, and called once with the same arrays after it.
+
+        MaxText's ``DenseGeneral`` does both while it is constructed.
+        """
+        building = self.quantization.building
+        if self.is_initializing():
+            building[:] = operands
+            return True
+        is_same = bool(building) and all(a is b for a, b in zip(building, operands, strict=True))
+        building.clear()
+        return is_same
 
     @property
     def _has_patterns(self) -> bool:
@@ -206,7 +221,7 @@ class _DotGeneral(_ByPath):
     ) -> jax.Array:
         (_, contracting), (_, batch) = dimension_numbers
         kept = [size for axis, size in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
-        op = self._op("dot_general", math.prod(kept)) or jax.lax.dot_general
+        op = self._op("dot_general", math.prod(kept), lhs, rhs) or jax.lax.dot_general
         out = op(lhs, rhs, dimension_numbers, precision, *args, **kwargs)
         return self._watch(out)
 
@@ -217,7 +232,7 @@ class _Einsum(_ByPath):
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
-        op = self._op("einsum", out_features)
+        op = self._op("einsum", out_features, lhs, rhs)
         return self._watch((op or jax.numpy.einsum)(equation, lhs, rhs, **options))
 
 

@@ -52,7 +52,9 @@ class Layer(nnx.Module):
     def __init__(self, quant, rngs):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 4)))
         self.op = bridge.ToNNX(quant.dot_general_cls()(), rngs=rngs)
-        self.op.lazy_init(X, self.kernel[...], (((1,), (0,)), ((), ())))
+        inputs = jnp.zeros_like(X)
+        self.op.lazy_init(inputs, self.kernel[...], (((1,), (0,)), ((), ())))
+        self(inputs)  # where rules cannot be honoured yet
 
     def __call__(self, x):
         return self.op(x, self.kernel[...], (((1,), (0,)), ((), ())))
