@@ -36,13 +36,11 @@ class Backend:
       honours: fields of a recipe that it honours, with a rule for each; None for every field.
       op_names: names of its Linen modules for recipes without state; Linen names variables after them.
       drops: attributes of a layer that it would ignore, so that a layer which has one is refused.
-      knows_weights_by_shape: whether it takes an input of the shape of a layer's parameter for a weight.
     """
 
     honours: Honours | None = None
     op_names: ClassVar[Mapping[Op, str]] = {}
     drops: tuple[str, ...] = ()
-    knows_weights_by_shape = False
 
     def __init__(self, name: BackendName) -> None:
         self.name: BackendName = name

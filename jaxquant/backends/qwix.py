@@ -8,17 +8,10 @@ What Qwix does in its own way, under every recipe:
   sequence), where the other backends cut the first, and blocks of fewer than 128 elements are dequantized before the
   matmul.
 - Both backward matmuls round with the same noise.
-- ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; ``maybe_quantize_model`` refuses
-  layers that have one.
-- An operand counts as the weight when it is a parameter of the module, derived from one by unary operations, or **of
-  the same shape as one**. An activation of the kernel's shape stops with Qwix's ``AssertionError: lhs and rhs cannot be
-  both weights.``; ``maybe_quantize_model`` refuses it by name where the example has that shape. The other backends take
-  the roles from the call and do not mind.
-
-Qwix replaces functions of jax while a model runs, so a matmul inside a jitted function (``jnp.matmul``, ``x @ w``) can
-come out of jax's cache quantized or not, as whoever traced it first had it. The layers that are quantized here do not
-take that way: ``nn.Dense`` and ``nn.DenseGeneral``, and their NNX twins, call ``jax.lax.dot_general``; ``nn.Einsum``
-and ``nnx.Einsum`` call ``jnp.einsum``, which Qwix runs without jit.
+- ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; a contraction that has one is
+  refused.
+- An operand of the same shape as a parameter counts as a weight. ``dot_general`` here gives the kernel more axes than
+  any activation has, and a jit of its own, so that roles come from the call as with the other backends.
 
 Tested with the series in ``jaxquant.config.backends``; everything imported is public there.
 """

@@ -105,6 +105,7 @@ class HfFolder:
         if not path.is_file():
             return None
         ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
+        ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
         return of_tokenizer_json(read_json(path), *(value if type(value) is int else None for value in ids))
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class HfFolder:
             is_buffer = name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))
             if module == HEAD and self.shape.tied:
                 continue  # the embedding once more
-            if module not in wanted and not is_buffer:
+            if (module not in wanted and not is_buffer) or name.endswith(".bias"):
                 raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama of its config has not")
         for module in sorted(wanted):
             if not any(name.startswith(f"{module}.") for name in self._where):

@@ -89,8 +89,15 @@ def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None,
       bos, eos, pad: numbers, or None.
 
     Raises:
-      ValueError: no model with a vocabulary in it.
+      ValueError: no model with a vocabulary in it, or parts that are none of a tokenizer's.
     """
+    try:
+        return _read(data, bos, eos, pad)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"tokenizer.json is not of the library's layout ({type(error).__name__}: {error})") from None
+
+
+def _read(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
     model = data.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(vocab, Mapping) or not all(type(number) is int and number >= 0 for number in vocab.values()):
@@ -98,7 +105,13 @@ def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None,
     numbers = {number: token for token, number in vocab.items()}
     added = [row for row in data.get("added_tokens", []) if isinstance(row, Mapping)]
     numbers |= {row["id"]: row["content"] for row in added}
+    most = 2 * len(numbers) + 1_000_000
+    if not all(type(number) is int and 0 <= number < most for number in numbers):
+        raise ValueError(f"tokenizer.json numbers {len(numbers):,} tokens by something else than 0 to {most:,}")
     tokens = tuple(numbers.get(index, f"[unused{index}]") for index in range(max(numbers, default=-1) + 1))
+    for name, number in (("bos", bos), ("eos", eos), ("pad", pad)):
+        if number is not None and not 0 <= number < len(tokens):
+            raise ValueError(f"{name}_token_id {number} is none of the {len(tokens):,} tokens of tokenizer.json")
     merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges", ()))  # pyright: ignore[reportOptionalMemberAccess]
     special = frozenset(row["id"] for row in added if row.get("special"))
     pre = _pre_tokenizer(data) if model.get("type") == "BPE" else ""  # pyright: ignore[reportOptionalMemberAccess]

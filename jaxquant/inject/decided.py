@@ -126,6 +126,6 @@ def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **examp
         analysis = face.trace_example(model, *example_inputs, **example_kwargs).analysis
         face.engine.preview(analysis)
         for site in analysis.plan.contractions():
-            if site.names:
-                sites.setdefault(site.path, site)
+            if site.names and (site.path not in sites or sites[site.path].recipe is None):
+                sites[site.path] = site
     return Decided(config, config.resolved_backend, layers, sites, {} if sites else known)

@@ -147,7 +147,7 @@ def linen_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
 
 
 def check_layers(backend: str, layers: Iterable[Layer]) -> None:
-    """Refuse layers that a backend would compute otherwise than they ask, or could not tell the weight of.
+    """Refuse layers that a backend would compute otherwise than they ask.
 
     Args:
       backend: its name.
@@ -155,7 +155,6 @@ def check_layers(backend: str, layers: Iterable[Layer]) -> None:
 
     Raises:
       NotImplementedError: a layer has an option that the backend drops.
-      ValueError: an input has the shape of a parameter of its layer, and the backend knows weights by their shape.
     """
     chosen = load(backend)
     title = chosen.row.title
@@ -165,12 +164,6 @@ def check_layers(backend: str, layers: Iterable[Layer]) -> None:
             if value is not None:
                 raise NotImplementedError(
                     f"{layer_name(layer.path)} has {option} {value!r}, which {title} drops; use quant_backend 'native'"
-                )
-        for name, shape in layer.parameter_shapes if chosen.knows_weights_by_shape else ():
-            if shape in layer.input_shapes:
-                raise ValueError(
-                    f"{layer_name(layer.path)} has an input of shape {shape}, that of its {name}, and {title} takes it "
-                    "for a second weight; use quant_backend 'native'"
                 )
 
 

@@ -96,6 +96,8 @@ class _Call:
     method: Any
     mutable: Any
     capture: Any
+    # Flax's logical axis rules belong to the thread, and constraints in the model read them.
+    rules: Any = dataclasses.field(default_factory=lambda: tuple(nn.get_logical_axis_rules()))
 
     def __call__(self, params: Any, rest: Mapping[str, Any], rngs: Any, args: Any, kwargs: Any) -> Any:
         variables = rest if params is None else {**rest, "params": params}
@@ -109,7 +111,7 @@ class _Call:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Call) or self.face is not other.face:
             return False
-        mine, theirs = ((each.method, each.mutable, each.capture) for each in (self, other))
+        mine, theirs = ((each.method, each.mutable, each.capture, each.rules) for each in (self, other))
         return mine == theirs and _same(self.module, other.module)
 
 
@@ -123,10 +125,17 @@ def _same(first: nn.Module, second: nn.Module) -> bool:
         mine, theirs = getattr(first, field.name), getattr(second, field.name)
         if mine is theirs or field.name == "parent":
             continue
-        leaves = [*jax.tree.leaves(mine), *jax.tree.leaves(theirs)]
-        if any(hasattr(leaf, "shape") for leaf in leaves) or mine != theirs:
+        (leaves, structure), (others, like) = (jax.tree.flatten(each) for each in (mine, theirs))
+        if structure != like or not all(map(_same_leaf, leaves, others)):
             return False
     return True
+
+
+def _same_leaf(first: Any, second: Any) -> bool:
+    if isinstance(first, nn.Module) and isinstance(second, nn.Module):
+        return _same(first, second)
+    is_array = hasattr(first, "shape") or hasattr(second, "shape")
+    return first is second or (not is_array and type(first) is type(second) and bool(first == second))
 
 
 class Face:

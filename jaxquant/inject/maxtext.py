@@ -171,7 +171,7 @@ class KVQuant:
         kind = element(jnp.dtype(self.dtype).name)
         absmax = jnp.max(jnp.abs(kv), axis=axes, keepdims=True)
         known = jnp.where(absmax > 0, absmax, 1).astype(jnp.float32)
-        value = kv.astype(jnp.float32) * (kind.bound / known)
+        value = kv.astype(jnp.float32) / known * kind.bound
         if kind.kind == "int":
             value = jnp.rint(value)
         return jnp.clip(value, -kind.max, kind.max).astype(self.dtype), absmax

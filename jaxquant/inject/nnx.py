@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.linen import get_logical_axis_rules
 
 from jaxquant.backends import native_nnx
 from jaxquant.config.quant_config import QuantConfig
@@ -114,6 +115,8 @@ class _Call:
     kind: type
     name: str
     graph: Any
+    kinds: tuple[type, ...]  # of the arguments: to the graph 1 is True
+    rules: Any = dataclasses.field(default_factory=lambda: tuple(get_logical_axis_rules()))
 
     def __call__(self, params: Any, quant: Any, rest: Any) -> Any:
         module, args, kwargs = whole = nnx.merge(self.graph, nnx.State({0: params}), quant, rest)
@@ -131,14 +134,14 @@ class _Call:
         return _Told(told), [*changed.values()], [value for _, value, _ in new.values()], nnx.split(out)
 
     def __hash__(self) -> int:
-        return hash(
-            (id(self.face), self.kind, self.name)
-        )  # not of the graph: a module may have a list among its fields
+        # Not of the graph: a module may have a list among its fields.
+        return hash((id(self.face), self.kind, self.name, self.kinds, self.rules))
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, _Call)
             and (self.face, self.kind, self.name) == (other.face, other.kind, other.name)
+            and (self.kinds, self.rules) == (other.kinds, other.rules)
             and self.graph == other.graph
         )
 
@@ -266,6 +269,9 @@ class Face:
         own: Any = nnx.to_pure_dict(rest[0])
         state, is_whole = _named(own.get(0, {})), not prefix and name == "__call__"
         told, changed, new, out = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole)
+        if call in self.engine.idle:  # nothing to quantize: what it sets and returns is the modules themselves
+            with _at_work(self):
+                return getattr(kind, name)(module, *args, **kwargs)
         whole = (module, args, kwargs)
         if changed or new:
             variables = dict(_variables(whole))
@@ -280,7 +286,8 @@ class Face:
         own = (_own((nnx.Param, ConvertedParam)), _own(QuantState), ...)
         graph, params, quant, rest = nnx.split((module, args, kwargs), *own)
         parts: Any = params
-        return _Call(self, kind, name, graph), parts.get(0, nnx.State({})), (quant, rest)
+        kinds = tuple(type(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        return _Call(self, kind, name, graph, kinds), parts.get(0, nnx.State({})), (quant, rest)
 
     # -- classes -----------------------------------------------------------------------------------------------------
 
@@ -317,12 +324,17 @@ def _wrapped(base: type, name: str) -> Callable[..., Any]:
 def _methods(kind: type) -> list[str]:
     """Return the methods that a model's own classes define: ``__call__`` and public ones, jitted ones too."""
     own = [cls for cls in reversed(kind.__mro__) if cls not in nnx.Module.__mro__]
-    methods = {name: value for cls in own for name, value in vars(cls).items() if callable(value)}
+    methods = {name: value for cls in own for name, value in vars(cls).items() if _is_method(value)}
     return [
         name
         for name, value in methods.items()
         if (name == "__call__" or not name.startswith("_")) and not isinstance(value, (type, staticmethod, classmethod))
     ]
+
+
+def _is_method(value: Any) -> bool:
+    """Whether a class attribute gets the instance when it is called: a function, jitted or not, but no partial."""
+    return callable(value) and hasattr(type(value), "__get__")
 
 
 def _variables(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -18,7 +18,7 @@ class Split:
 
     Attributes:
       structures: trees of the parameters and of the other arguments.
-      statics: for each of the two, every leaf that is no array, in a tuple of its own; () stands for an array.
+      statics: for each of the two, every leaf that is no array, with its type: 1 is not True; () stands for an array.
     """
 
     structures: tuple[Any, Any]
@@ -43,12 +43,14 @@ class Outputs:
     statics: tuple[tuple[Any, ...], ...]
 
     @classmethod
-    def of(cls, tree: Any) -> Outputs:
+    def of(cls, tree: Any, numbers: bool = True) -> Outputs:
+        """Part what a function returned; ``numbers`` as for ``split_arrays``."""
         leaves, structure = jax.tree.flatten(tree)
+        is_array = _is_array if numbers else _has_dtype
         return cls(
-            [leaf for leaf in leaves if _is_array(leaf)],
+            [leaf for leaf in leaves if is_array(leaf)],
             structure,
-            tuple(() if _is_array(leaf) else (hashable(leaf),) for leaf in leaves),
+            tuple(() if is_array(leaf) else (hashable(leaf), type(leaf)) for leaf in leaves),
         )
 
     def rebuild(self) -> Any:
@@ -104,7 +106,7 @@ def split_arrays(params: Any, args: tuple[Any, ...], numbers: bool = True) -> tu
                 raise TypeError(f"{what} {leaf!r} is no array and cannot be hashed, got {type(leaf).__name__}")
         structures.append(structure)
         statics.append(
-            tuple(() if traced else (hashable(leaf),) for leaf, traced in zip(leaves, is_array, strict=True))
+            tuple(() if traced else (hashable(leaf), type(leaf)) for leaf, traced in zip(leaves, is_array, strict=True))
         )
         arrays.append([leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced])
     return Split(tuple(structures), tuple(statics)), tuple(arrays)  # pyright: ignore[reportReturnType]

@@ -85,6 +85,7 @@ class Engine:
 
     Attributes:
       decisions: what was decided, None before the first trace.
+      idle: functions in which a trace found nothing to quantize.
 
     Raises:
       NotImplementedError: a recipe that the backend does not honour.
@@ -97,6 +98,7 @@ class Engine:
         for recipe in () if self.resolver is None else self.resolver.recipes:
             self.backend.check(recipe)
         self.decisions: Decisions | None = None
+        self.idle: set[Function] = set()
         self._has_seen_all = False
         # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
         self._cached = jax.jit(self._run, static_argnums=(0, 1, 2), inline=True)
@@ -249,7 +251,7 @@ class Engine:
         found: list[Outputs] = []
 
         def call(*arrays: Any) -> list[Any]:
-            found.append(Outputs.of(fn(*static.rebuild(arrays))))
+            found.append(Outputs.of(fn(*static.rebuild(arrays)), self.dialect.numbers))
             return found[-1].arrays
 
         closed = jax.make_jaxpr(call)(*seen)
@@ -268,10 +270,12 @@ class Engine:
         key: jax.Array | None,
     ) -> Outputs:
         if self.resolver is None:
-            return Outputs.of(fn(*static.rebuild(arrays)))
+            return Outputs.of(fn(*static.rebuild(arrays)), self.dialect.numbers)
         prefix, is_whole = place
         analysis, closed, outputs = self._trace(fn, static, arrays, prefix)
         decisions = self.decide(analysis, is_whole)
+        if not analysis.plan.chosen:
+            self.idle.add(fn)
         served = converted.check_served(
             analysis.plan,
             arrays[0],

@@ -73,6 +73,11 @@ class QuantizedFunction:
 
     def __init__(self, fn: Callable[..., Any], config: QuantConfig, like: QuantizedFunction | None) -> None:
         functools.update_wrapper(self, fn, updated=())
+        if like is not None and config != like.config:
+            raise ValueError(
+                f"jaxquant.quantize like: the other function was quantized with {like.config.quantization!r}, and this "
+                f"config asks for {config.quantization!r} or has other options; give one config to both"
+            )
         self.config = config
         self.hashable, self._like = _hashable(fn), like
         self.engine = Engine(config, Dialect(), config.resolved_backend) if like is None else like.engine

@@ -1,11 +1,14 @@
 """Every writer: write, parse its config, read; equal tensors and rules, against the packages that own the formats."""
 
 import json
+import re
+import shutil
 
 import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxquant.config.hf import QuantFormat, parse_quant_config, read_quantization
 from jaxquant.core.qtensor import dequantize
@@ -15,6 +18,7 @@ from jaxquant.export.gpt_oss import decode_experts
 from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int4
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
+from jaxquant.export.vocabulary import of_tokenizer_json
 from jaxquant.formats import codec
 from tests.export.models import SHAPE, source, tensors
 
@@ -213,3 +217,34 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
         with pytest.raises(FileExistsError, match=r"exists; choose another"):
             export(source(), tmp_path / "a", name)
     assert set(FORMATS) == {*SCHEMES, *(f"gguf_{kind}" for kind in ("f16", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k"))}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens": [{"content": "x"}]}, "KeyError: 'id'"),
+        ({"added_tokens": [{"content": "x", "id": 10**9}]}, "tokens by something else than 0 to"),
+        ({"added_tokens": [{"content": "x", "id": -1}]}, "tokens by something else than 0 to"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": None}}, "TypeError"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [1]}}, "AttributeError"),
+        ({}, "bos_token_id 7 is none of the 2 tokens"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused_in_words(change, message):
+    data = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        of_tokenizer_json({**data, **change}, 7 if not change else 0, None, None)
+
+
+def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
+    folder = tmp_path / "hf"
+    shutil.copytree(written[0] / "hf", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [257, 258]}))
+    assert HfFolder(folder).vocabulary().eos == 257
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    save_file({f"{Q}.bias": np.ones(4, np.float32)}, folder / "biases.safetensors")
+    index["weight_map"][f"{Q}.bias"] = "biases.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="bias', which a Llama of its config has not"):
+        HfFolder(folder)

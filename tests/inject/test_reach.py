@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import flax.linen as nn
@@ -426,3 +427,95 @@ def test_an_nnx_model_of_any_author_is_served_as_it_was_trained(string, backend)
     empty = nnx.eval_shape(lambda: jaxquant.convert(trained, config, x))
     jaxquant.serving.update_nnx(empty, params)
     np.testing.assert_array_equal(call(empty, x), call(trained, x))
+
+
+class Counted(nn.Module):
+    @nn.compact
+    def __call__(self, x, n):
+        return nn.Dense(8)(x), jnp.full((2,), n), x.shape[0]
+
+
+def test_numbers_of_a_call_keep_their_types_and_results_stay_numbers():
+    model = maybe_quantize_model(Counted(), INT8)
+    x = jnp.ones((4, 16))
+    variables = model.init(jax.random.key(0), x, 1)
+    for n in (1, True, 1.0):
+        assert model.apply(variables, x, n)[1].dtype == jnp.full((2,), n).dtype
+    assert jax.jit(lambda v: (lambda y, _, rows: y.reshape(rows, -1))(*model.apply(v, x, 1)))(variables).shape == (4, 8)
+
+
+class Shifted(nn.Module):
+    table: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x) + self.table(x)
+
+
+class Table(nn.Module):
+    shift: jax.Array
+
+    def __call__(self, x):
+        return self.shift
+
+
+def test_models_that_differ_in_an_array_of_a_nested_module_are_two():
+    x = jnp.ones((4, 16))
+    model = maybe_quantize_model(Shifted(Table(jnp.ones(8))), INT8)
+    variables = model.init(jax.random.key(0), x)
+    other = model.clone(table=Table(jnp.zeros(8)))
+    np.testing.assert_allclose(model.apply(variables, x) - other.apply(variables, x), 1, rtol=1e-5)
+
+
+def test_logical_axis_rules_of_the_moment_count():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+    class Constrained(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.with_logical_constraint(nn.Dense(8)(x), ("batch", "emb"), mesh=mesh)
+
+    x = jnp.ones((4, 16))
+    model = maybe_quantize_model(Constrained(), INT8)
+    variables = model.init(jax.random.key(0), x)
+    texts = []
+    for rules in ((("batch", "data"), ("emb", None)), (("batch", None), ("emb", "model"))):
+        with nn.logical_axis_rules(rules):
+            texts.append(str(jax.make_jaxpr(lambda v: model.apply(v, x))(variables)))
+    assert "'data'" in texts[0]
+    assert "'model'" in texts[1]
+
+
+class Settings(nnx.Module):
+    act = functools.partial(jax.nn.gelu, approximate=False)
+
+    def __init__(self, rngs):
+        self.inner, self.flag = nnx.Linear(16, 16, rngs=rngs), True
+
+    def set_flag(self, flag):
+        self.flag = flag
+
+    def first(self):
+        return self.inner
+
+    def __call__(self, x):
+        return self.act(self.inner(x)) if self.flag else jnp.zeros_like(x)
+
+
+def test_nnx_methods_without_a_matmul_are_the_models_own():
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    model = maybe_quantize_model(Settings(nnx.Rngs(0)), INT8, x)
+    assert model(x).any()
+    for _ in range(2):
+        assert model.first() is model.inner
+    model.set_flag(False)
+    assert not model(x).any()
+
+
+@pytest.mark.parametrize("backend", ["native", "aqt", "qwix"])
+def test_an_input_of_the_shape_of_a_kernel_is_no_weight(backend):
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    config = {"quantization": "int8", "quant_backend": backend}
+    trained = maybe_quantize_model(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), config, x)
+    converted = jaxquant.convert(trained, config, x)
+    np.testing.assert_array_equal(jax.jit(lambda m, x: m(x))(converted, x), jax.jit(lambda m, x: m(x))(trained, x))

@@ -99,6 +99,8 @@ def test_stale_decisions_are_an_error():
         other.init(PARAMS, X)
     with pytest.raises(ValueError, match="has no decisions yet; call its init first"):
         jaxquant.quantize(decode, CURRENT, like=jaxquant.quantize(encode, CURRENT)).init(PARAMS, X)
+    with pytest.raises(ValueError, match="was quantized with 'fp8_current', and this config asks for 'fp8' or has oth"):
+        jaxquant.quantize(decode, FP8, like=jaxquant.quantize(encode, CURRENT))
 
 
 def test_the_first_call_decides_without_init():
