@@ -47,7 +47,8 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
         if not (example_inputs or example_kwargs):
             example_inputs, example_kwargs = maxtext.example_of(model, config)
         program, config = config, QuantConfig.from_any(config)
-        if (handle := maxtext.handle_of(model)) is not None:
+        handle = maxtext.handle_of(model) if isinstance(model, (nn.Module, nnx.Module)) else None
+        if handle is not None:
             if handle.quant_mode is not QuantMode.TRAIN:
                 return model
             config = dataclasses.replace(config, quant_backend=handle.backend)

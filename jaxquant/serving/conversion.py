@@ -25,6 +25,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
 from jaxquant.inject.converted import LayerKernel, linen_kernels
+from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.linen import Face, scale_name
 from jaxquant.inject.model import choose_recipes
 from jaxquant.inject.nnx_converted import convert_nnx
@@ -74,6 +75,8 @@ def convert(
             "convert of a Linen model's variables needs the float model too: "
             "jaxquant.convert(variables, config, *example_inputs, model=model)"
         )
+    if quantized_with(model) is not None:
+        raise ValueError(f"{type(model).__name__} is quantized; give convert the float model")
     variables = meta.unbox(dict(model_or_variables))
     found = find_kernels(model, config, variables, *example_inputs, **example_kwargs)
     params = variables["params"]
