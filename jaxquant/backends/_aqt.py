@@ -3,7 +3,7 @@
 from jaxquant.backends._versions import require
 from jaxquant.config.backends import BACKENDS
 
-require(BACKENDS["aqt"].package, BACKENDS["aqt"].series)
+require(BACKENDS["aqt"].package, BACKENDS["aqt"].series, BACKENDS["aqt"].title)
 
 from aqt.jax.v2 import (  # noqa: E402
     aqt_dot_general,

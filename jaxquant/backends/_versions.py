@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 
 
-def require(package: str, series: str) -> None:
+def require(package: str, series: str, title: str = "this backend") -> None:
     """Check that an installed package belongs to a tested series of versions.
 
     Args:
       package: name on the package index.
       series: leading part of the version, such as ``"0.9."``.
+      title: what errors call the backend.
 
     Raises:
       ImportError: the package is missing or of another series; says what to install.
@@ -19,6 +20,9 @@ def require(package: str, series: str) -> None:
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"{package} is not installed and this backend needs {series}*; run {fix}") from None
+        raise ImportError(
+            f"{package} is not installed, and {title}, on which this config's recipe runs, needs {series}*: run {fix}, or "
+            "set quant_backend to 'native' where that has the recipe too"
+        ) from None
     if not found.startswith(series):
-        raise ImportError(f"{package} {found} was not tested with this backend, which needs {series}*; run {fix}")
+        raise ImportError(f"{package} {found} was not tested with {title}, which needs {series}*; run {fix}")

@@ -34,7 +34,7 @@ from jaxquant.config.backends import BACKENDS
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import operands_key
 
-require(BACKENDS["qwix"].package, BACKENDS["qwix"].series)
+require(BACKENDS["qwix"].package, BACKENDS["qwix"].series, BACKENDS["qwix"].title)
 
 import qwix  # noqa: E402
 
