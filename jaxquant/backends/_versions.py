@@ -21,8 +21,8 @@ def require(package: str, series: str, title: str = "this backend") -> None:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(
-            f"{package} is not installed, and {title}, on which this config's recipe runs, needs {series}*: run {fix}, or "
-            "set quant_backend to 'native' where that has the recipe too"
+            f"{package} is not installed, and {title}, on which this config's recipe runs, needs {series}*: run {fix}, "
+            "or set quant_backend to 'native' where that has the recipe too"
         ) from None
     if not found.startswith(series):
         raise ImportError(f"{package} {found} was not tested with {title}, which needs {series}*; run {fix}")
