@@ -126,6 +126,9 @@ def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **examp
         analysis = face.trace_example(model, *example_inputs, **example_kwargs).analysis
         face.engine.preview(analysis)
         for site in analysis.plan.contractions():
-            if site.names and (site.path not in sites or sites[site.path].recipe is None):
+            is_table = any(leaf.index in analysis.looked_up for leaf in site.leaves)
+            if not site.names or (is_table and site.recipe is None):
+                continue  # an embedding that is multiplied is no layer unless a rule makes it one
+            if site.path not in sites or sites[site.path].recipe is None:
                 sites[site.path] = site
     return Decided(config, config.resolved_backend, layers, sites, {} if sites else known)
