@@ -218,8 +218,11 @@ def read_shape(file: GgufFile) -> LlamaShape:
         return float(str(np.float32(value))) if isinstance(value, float) else value  # the shortest that rounds to it
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
-    rotated = number("rope.dimension_count", number("attention.key_length", hidden // heads))
-    if rotated != number("attention.key_length", hidden // heads):
+    if heads < 1:
+        raise ValueError(f"{file.path} has {heads} attention heads")
+    size = number("attention.key_length", hidden // heads)
+    rotated = number("rope.dimension_count", size)
+    if rotated != size:
         raise NotImplementedError(f"{file.path} rotates {rotated} elements of a head alone, which the decoder does not")
     if bias := next((name for name in file.tensors if name.endswith(".bias")), None):
         raise NotImplementedError(f"{file.path} has the tensor {bias}, and the decoder has no biases")

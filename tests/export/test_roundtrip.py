@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import types
 
 import gguf
 import ml_dtypes
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 from jaxquant.config.hf import QuantFormat, parse_quant_config, read_quantization
 from jaxquant.core.qtensor import dequantize
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, export, export_experts, open_gguf
-from jaxquant.export.gguf import to_halves, to_neighbours
+from jaxquant.export.gguf import read_shape, to_halves, to_neighbours
 from jaxquant.export.gpt_oss import decode_experts
 from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int4
 from jaxquant.export.llama import fused_with
@@ -248,3 +249,18 @@ def test_what_a_folder_of_another_family_has_is_not_dropped(tmp_path, written):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="bias', which a Llama of its config has not"):
         HfFolder(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "tensors", "message"),
+    [
+        ({"llama.attention.head_count": 0}, (), "has 0 attention heads"),
+        ({"llama.rope.dimension_count": 32}, (), "rotates 32 elements of a head alone"),
+        ({}, ("blk.0.attn_q.bias",), "has the tensor blk.0.attn_q.bias"),
+    ],
+)
+def test_a_gguf_that_no_decoder_of_ours_computes_is_refused(change, tensors, message):
+    metadata = {"general.architecture": "llama", "llama.attention.head_count": 4, "llama.embedding_length": 256}
+    file = types.SimpleNamespace(path="x.gguf", metadata={**metadata, **change}, tensors=dict.fromkeys(tensors))
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        read_shape(file)
