@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small decoder on the Python standard library's sources: unquantized, in int8, and in fp8 with delayed scaling.
 # Prints a table of held-out loss, gap and step time, and writes runs/demo/report.html. Then it converts the int8 run to a
-# quantized checkpoint, compares the two, and completes a Python function from it. Under 9 minutes on two cores.
+# quantized checkpoint, compares the two, and completes a Python function from it. Under 8 minutes on two cores.
 # Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Run it again to see the
 # report again: runs that are complete are not trained again, runs that were cut short go on where they stopped.
 # Start over: rm -r runs/demo
