@@ -67,7 +67,7 @@ def read_yamls(checkout: pathlib.Path) -> int:
 
 
 def shim() -> None:
-    """Put jaxquant's functions in the place of MaxText's."""
+    """Set jaxquant's functions in the place of MaxText's."""
     from maxtext.layers import quantizations
 
     import jaxquant

@@ -157,7 +157,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def shimmed() -> Iterator[None]:
-    """Put jaxquant's functions in the place of MaxText's, for the length of a context."""
+    """Set jaxquant's functions in the place of MaxText's, for the length of a context."""
     from maxtext.layers import quantizations
 
     import jaxquant

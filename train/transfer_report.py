@@ -18,7 +18,7 @@ from jaxquant.export import Row
 
 @contextmanager
 def progress(verb: str) -> Iterator[Any]:
-    """Give a function to call with each row; on a terminal a line counts along."""
+    """Return a function to call with each row; on a terminal a line counts along."""
     with Progress(
         TextColumn(verb),
         BarColumn(),

@@ -105,7 +105,7 @@ def _without(name: Name, prefix: int) -> Name:
 
 
 class _Inputs:
-    """Tell parameters from data among the inputs, argument by argument.
+    """Separate parameters from data among the inputs, argument by argument.
 
     An argument that an operand is a multiple of, where the other operand is computed, is a parameter, and so are the
     other leaves of its tree. What is multiplied with a parameter is data, unless it stands beside it. Where both

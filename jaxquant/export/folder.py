@@ -194,7 +194,7 @@ class _Shards:
         return len(self._files) - 1, self._files[-1].add(name, array, cast=cast)
 
     def finish(self, places: Mapping[str, int]) -> None:
-        """Give the files their names, and write the index where there are several."""
+        """Rename the files, and write the index where there are several."""
         self._files[-1].close()
         count = len(self._files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

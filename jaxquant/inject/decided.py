@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxquant.config.backends import BackendName
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.rules import Decision
+from jaxquant.config.rules import Decision, Resolver
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen, nnx_layers
 from jaxquant.inject import nnx as nnx_face
@@ -40,10 +40,9 @@ class Decided:
 
     def __call__(self, path: str, out_features: int) -> Decision:
         """Return the decision on a layer."""
-        resolver = self.config.resolver()
-        if resolver is None:
+        if self._resolver is None:
             return Decision(None, "quantization is off")
-        decision, site = resolver(path, out_features), self.sites.get(path)
+        decision, site = self._resolver(path, out_features), self.sites.get(path)
         # A layer of flax's that is out of reach is asked for all the same: what is there instead is coverage's to say.
         if site is not None and not (site.is_out_of_reach and path in self._own):
             return dataclasses.replace(decision, recipe=site.recipe, reason=site.reason)
@@ -69,12 +68,11 @@ class Decided:
         Raises:
           ValueError: there are some, or it does.
         """
-        resolver = self.config.resolver()
-        if resolver is None:
+        if self._resolver is None:
             return
         paths = dict.fromkeys([*(layer.path for layer in self.layers), *self.sites, *self.known])
-        resolver.check_used(paths)
-        reasons = {path: self(path, self._out_features(path)).reason for path in paths}
+        self._resolver.check_used(paths)
+        reasons = {path: self(path, self._sizes.get(path, 0)).reason for path in paths}
         refuse_nothing(self.config, reasons, bool(self.recipes or self.other_kernels))
 
     def reports(self) -> list[LayerReport]:
@@ -84,7 +82,7 @@ class Decided:
             shapes.setdefault(path, () if site.side is None else site.shapes[site.side])
         reports = []
         for path, shape in shapes.items():
-            decision = self(path, self._out_features(path))
+            decision = self(path, self._sizes.get(path, 0))
             recipe = decision.recipe
             name, backend = (None, None) if recipe is None else (recipe.name, self.backend)
             reports.append(LayerReport(path, name, backend, shape, matmul_dtypes(recipe), decision.reason))
@@ -94,9 +92,14 @@ class Decided:
     def _own(self) -> set[str]:
         return {layer.path for layer in self.layers}
 
-    def _out_features(self, path: str) -> int:
+    @functools.cached_property
+    def _resolver(self) -> Resolver | None:
+        return self.config.resolver()
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
         sizes = {path: site.out_features for path, site in self.sites.items()}
-        return (sizes | {layer.path: layer.out_features for layer in self.layers}).get(path, 0)
+        return sizes | {layer.path: layer.out_features for layer in self.layers}
 
 
 def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Decided:

@@ -70,7 +70,7 @@ def _missing(recipe: str, path: str, field: str) -> str:
 
 
 def operation_name(site: Contraction) -> str:
-    """Name the state of a contraction after the op module that flax's own layers would have."""
+    """Return the name of a contraction's state, that of the op module which flax's own layers would have."""
     make = native.einsum_cls if site.is_einsum else native.dot_general_cls
     assert site.recipe is not None
     return f"{make(site.recipe).func.__name__}_0"

@@ -175,7 +175,7 @@ class Face:
         self._classes: dict[tuple[type, str], type] = {}
 
     def _operation(self, site: Contraction) -> str:
-        """Name the holder of a contraction's state, an attribute of the module that owns the parameter."""
+        """Return the name of the holder of a contraction's state, an attribute of the parameter's module."""
         if site.path in self._operations:
             return self._operations[site.path]
         return f"quant_{site.names[0].removeprefix(self._owner(site)).strip('/').replace('/', '_')}"
@@ -243,7 +243,7 @@ class Face:
             refuse_nothing(self.engine.config, {path: each.reason for path, each in layers.items()}, found=False)
 
     def hold_states(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
-        """Give every layer's module the variables of its quant state, those of flax's layers that did not run too."""
+        """Add to every layer's module the variables of its quant state, those of flax's layers that did not run too."""
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
         for path, values in _holders(states):
             owner, _, name = path.rpartition("/")
@@ -268,10 +268,16 @@ class Face:
         call, params, rest = self._split(module, kind, name, args, kwargs)
         own: Any = nnx.to_pure_dict(rest[0])
         state, is_whole = _named(own.get(0, {})), not prefix and name == "__call__"
-        told, changed, new, out = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole)
-        if call in self.engine.idle:  # nothing to quantize: what it sets and returns is the modules themselves
+
+        def plain() -> Any:
+            """Run it as it is where nothing is quantized: what it sets and returns is the modules themselves."""
             with _at_work(self):
-                return getattr(kind, name)(module, *args, **kwargs)
+                return None, getattr(kind, name)(module, *args, **kwargs)
+
+        ran = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole, plain=plain)
+        if ran[0] is None:
+            return ran[1]
+        told, changed, new, out = ran
         whole = (module, args, kwargs)
         if changed or new:
             variables = dict(_variables(whole))

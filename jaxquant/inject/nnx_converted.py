@@ -168,7 +168,7 @@ def convert_nnx(model: nnx.Module, decided: Decided, *example_inputs: Any, **exa
 
 
 def _put_kernels(model: nnx.Module, kernels: Mapping[str, ConvertedKernel], *, has_state: bool) -> None:
-    """Put converted kernels into the place of parameters, wherever a module has them, and drop quant state."""
+    """Set converted kernels in the place of parameters, wherever a module has them, and drop quant state."""
     nodes = list(nnx.iter_graph(model))
     paths = {join_path(path): node for path, node in nodes if isinstance(node, nnx.Variable)}
     new = {id(paths[path]): ConvertedParam(kernel) for path, kernel in kernels.items()}

@@ -36,11 +36,15 @@ class Split:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a function returns: its arrays, and a structure with all else, which a jit keeps beside its trace."""
+    """What a function returns: its arrays, and a structure with all else, which a jit keeps beside its trace.
+
+    Without arrays where ``is_skipped``: the trace found nothing to quantize, and its caller computes it otherwise.
+    """
 
     arrays: list[Any]
     structure: Any
     statics: tuple[tuple[Any, ...], ...]
+    is_skipped: bool = False
 
     @classmethod
     def of(cls, tree: Any, numbers: bool = True) -> Outputs:
@@ -56,11 +60,11 @@ class Outputs:
     def rebuild(self) -> Any:
         return jax.tree.unflatten(self.structure, _fill(self.statics, self.arrays))
 
-    def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[Any, Any]]:
-        return (self.arrays,), (self.structure, self.statics)
+    def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[Any, Any, bool]]:
+        return (self.arrays,), (self.structure, self.statics, self.is_skipped)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[Any, Any], children: tuple[list[Any]]) -> Outputs:
+    def tree_unflatten(cls, aux: tuple[Any, Any, bool], children: tuple[list[Any]]) -> Outputs:
         return cls(*children, *aux)
 
 

@@ -85,7 +85,6 @@ class Engine:
 
     Attributes:
       decisions: what was decided, None before the first trace.
-      idle: functions in which a trace found nothing to quantize.
 
     Raises:
       NotImplementedError: a recipe that the backend does not honour.
@@ -98,7 +97,6 @@ class Engine:
         for recipe in () if self.resolver is None else self.resolver.recipes:
             self.backend.check(recipe)
         self.decisions: Decisions | None = None
-        self.idle: set[Function] = set()
         self._has_seen_all = False
         # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
         self._cached = jax.jit(self._run, static_argnums=(0, 1, 2), inline=True)
@@ -114,6 +112,7 @@ class Engine:
         prefix: paths.Name = (),
         is_whole: bool = True,
         is_cached: bool = True,
+        plain: Callable[[], Any] | None = None,
     ) -> Any:
         """Compute a function in low precision.
 
@@ -126,12 +125,14 @@ class Engine:
           prefix: path of the parameters in the model.
           is_whole: whether the call runs the whole model, so that rules which match nothing are an error.
           is_cached: whether the trace may be kept, and a kept one taken.
+          plain: called for the result where there is nothing to quantize.
         """
         for part in reversed(prefix):
             quant_state = {part: quant_state}
         static, arrays = split_arrays(params, args, self.dialect.numbers)
         run = self._cached if is_cached else self._run
-        return run(fn, static, (prefix, is_whole), arrays, quant_state, key).rebuild()
+        out = run(fn, static, (prefix, is_whole, plain is not None), arrays, quant_state, key)
+        return plain() if out.is_skipped and plain is not None else out.rebuild()
 
     def init(
         self, fn: Function, params: Any, args: tuple[Any, ...], *, prefix: paths.Name = (), is_whole: bool = True
@@ -264,18 +265,18 @@ class Engine:
         self,
         fn: Function,
         static: Split,
-        place: tuple[paths.Name, bool],
+        place: tuple[paths.Name, bool, bool],
         arrays: tuple[list[Any], list[Any]],
         quant_state: Mapping[str, Any],
         key: jax.Array | None,
     ) -> Outputs:
         if self.resolver is None:
             return Outputs.of(fn(*static.rebuild(arrays)), self.dialect.numbers)
-        prefix, is_whole = place
+        prefix, is_whole, skips = place
         analysis, closed, outputs = self._trace(fn, static, arrays, prefix)
         decisions = self.decide(analysis, is_whole)
-        if not analysis.plan.chosen:
-            self.idle.add(fn)
+        if skips and not analysis.plan.chosen:
+            return dataclasses.replace(outputs, is_skipped=True)
         served = converted.check_served(
             analysis.plan,
             arrays[0],

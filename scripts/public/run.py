@@ -96,7 +96,7 @@ def check(loop: Loop, batch: Batch, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(fn: Any, params: Any, state: Any, batches: list[Batch]) -> str:
-    """Say whether converted parameters give the bits of the trained ones, and how many weights were converted."""
+    """Check whether converted parameters give the bits of the trained ones, and how many weights were converted."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         converted = fn.convert(params, state, *batches[0])

@@ -519,3 +519,22 @@ def test_an_input_of_the_shape_of_a_kernel_is_no_weight(backend):
     trained = maybe_quantize_model(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), config, x)
     converted = jaxquant.convert(trained, config, x)
     np.testing.assert_array_equal(jax.jit(lambda m, x: m(x))(converted, x), jax.jit(lambda m, x: m(x))(trained, x))
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(16, 16, rngs=rngs)
+
+    def part(self, x):
+        return self.inner(x) if x.shape[0] > 1 else x
+
+    def __call__(self, x):
+        return self.part(x)
+
+
+def test_a_method_without_a_matmul_for_one_shape_has_it_for_another():
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    model = maybe_quantize_model(Wide(nnx.Rngs(0)), INT8, x)
+    np.testing.assert_array_equal(model.part(x[:1]), x[:1])
+    np.testing.assert_array_equal(model.part(x), jax.jit(lambda m, x: m(x))(model, x))
+    assert (model.part(x) != Wide(nnx.Rngs(0))(x)).any()
