@@ -3,7 +3,8 @@
 Hopper's 8-bit matmuls want both operands with the contraction last, and XLA turns the cast around for the first matmul
 that it sees: the tensor is then read again for its amax, and turned again for the other matmul. Here the cast keeps the
 row-major order of what it reads, and the copy is made of the 8-bit tensor. Under automatic sharding a layout that is
-asked for makes the partitioner gather the tensor, so there nothing is asked (``is_whole``).
+asked for makes the partitioner gather the tensor, so there nothing is asked: as far as types tell while tracing
+(``is_whole``), and always when a program for more than one device is lowered (``_is_cut``).
 """
 
 from __future__ import annotations
@@ -39,10 +40,29 @@ def _on_gpus(x: Array, *, is_row_major: bool) -> Array:
     return jax.lax.optimization_barrier(x)
 
 
+def _is_cut(context: Any) -> bool:
+    """Check whether a compiler may cut what this program computes over devices; what cannot be read off may be cut.
+
+    Types of results that a kernel declares by itself (cuDNN's attention) name no mesh, and the process that lowers for
+    an absent chip has a single device.
+    """
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is None:
+        return getattr(axes, "num_devices", None) != 1
+    return mesh.size != 1 and set(axes.manual_axes) != set(mesh.axis_names)
+
+
+def _lower_on_gpus(context: Any, x: Any, *, is_row_major: bool) -> Any:
+    if is_row_major and _is_cut(context):
+        return [x]
+    return mlir.lower_fun(_on_gpus, multiple_results=False)(context, x, is_row_major=is_row_major)
+
+
 batching.primitive_batchers[_keep] = _batch
 ad.deflinear2(_keep, lambda gradient, _, *, is_row_major: [gradient])
 mlir.register_lowering(_keep, lambda context, x, *, is_row_major: [x])
-mlir.register_lowering(_keep, mlir.lower_fun(_on_gpus, multiple_results=False), platform="cuda")
+mlir.register_lowering(_keep, _lower_on_gpus, platform="cuda")
 
 
 def _is_byte(x: Array) -> bool:
