@@ -40,6 +40,12 @@ def is_whole(x: Array) -> bool:
     return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
+def platform_of(x: Array) -> str:
+    """Return where x is computed, as jax names platforms ("cpu", "gpu", "tpu"): of its mesh, which may be absent."""
+    device = jax.typeof(x).sharding.mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where an operand lies, as its type says it. Hashable, so that it can be static in a jit."""

@@ -35,7 +35,9 @@ from jaxquant.core.sharding import (
     Sharding,
     device_key,
     fit_varying,
+    is_whole,
     named,
+    platform_of,
     varying_axes,
     whole_axis,
 )
@@ -439,7 +441,7 @@ def _gradient(
         # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
         *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
         out_dtype=out_dtype,
-        accumulator=matmul.accumulator,
+        accumulator=_accumulator(matmul, grad) if name == "drhs" else matmul.accumulator,
         precision=static.precision,
         default_precision=jax.lax.Precision.HIGHEST,
         scale_dtype=scale_dtype(recipe, out_dtype),
@@ -449,3 +451,13 @@ def _gradient(
     )
     n = len(dims.rhs_free)
     return out.transpose((*range(n, out.ndim), *range(n))) if swaps else out
+
+
+def _accumulator(matmul: MatmulSpec, grad: Array) -> str | None:
+    """Choose what a weight's gradient is summed in: over devices in its own dtype, as the float model's is.
+
+    Compilers add what devices hold of a sum in the dtype of the matmul's result, and int32 would double what they send.
+    A TPU returns its integer sums in any dtype; matmuls of GPUs return int32 alone.
+    """
+    is_sent = not is_whole(grad) and not varying_axes(grad) and platform_of(grad) == "tpu"
+    return None if matmul.accumulator == "int32" and is_sent else matmul.accumulator

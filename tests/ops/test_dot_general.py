@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxquant.audit.cost import saved_for_backward
 from jaxquant.config.recipes import RECIPES
@@ -165,6 +167,21 @@ def test_the_accumulator_is_asked_of_the_matmul(accumulator, name):
     line = next(line for line in text.splitlines() if "stablehlo.dot_general" in line)
     spelled = {"int32": "i32", "bfloat16": "bf16", "float32": "f32"}[accumulator]
     assert line.rstrip().endswith(f"-> tensor<{M}x{N}x{spelled}>")
+
+
+@pytest.mark.parametrize(
+    ("platform", "devices", "summed"), [("tpu", 2, "bf16"), ("tpu", 1, "i32"), ("gpu", 2, "i32"), ("cpu", 2, "i32")]
+)
+def test_an_integer_weight_gradient_is_sent_in_its_own_dtype_between_tpus(platform, devices, summed):
+    chip = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
+    mesh = AbstractMesh((devices,), ("x",), abstract_device=chip)
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
+    x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16, sharding=rows)
+    w = jax.ShapeDtypeStruct((K, N), jnp.bfloat16, sharding=whole)
+    product = lambda x, w: dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"]).sum()  # noqa: E731
+    text = str(jax.jit(jax.grad(product, 1)).trace(x, w).jaxpr)
+    dtypes = re.findall(rf"(\w+)\[(?:{N},{K}|{K},{N})\] = dot_general", text)
+    assert dtypes == [summed]
 
 
 def test_precision_reaches_the_matmul():

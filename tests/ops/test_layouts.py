@@ -11,9 +11,9 @@ from jaxquant.ops.operand import quantize_operand
 from tests.ops.recipes import RECIPES
 
 
-def lower(function, devices: int, spec: PartitionSpec = PartitionSpec()) -> str:
+def lower(function, devices: int) -> str:
     """Lower for GPUs on a mesh of devices that are not here."""
-    sharding = NamedSharding(AbstractMesh((devices,), ("x",)), spec)
+    sharding = NamedSharding(AbstractMesh((devices,), ("x",)), PartitionSpec("x"))
     x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=sharding)
     return jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -29,11 +29,11 @@ def quantized(x):
 def test_a_type_without_a_mesh_does_not_make_a_cut_tensor_whole(monkeypatch, devices, asks):
     # As of the result of cuDNN's attention, in a process that has one device: 289 GB of gathers in a Llama step.
     monkeypatch.setattr(layouts, "is_whole", lambda x: True)
-    assert ("LayoutConstraint" in lower(quantized, devices, PartitionSpec("x"))) == asks
+    assert ("LayoutConstraint" in lower(quantized, devices)) == asks
 
 
 def test_a_part_inside_shard_map_is_whole():
     mesh = AbstractMesh((2,), ("x",))
     rows = PartitionSpec("x")
     inside = jax.shard_map(quantized, mesh=mesh, in_specs=rows, out_specs=rows)
-    assert "LayoutConstraint" in lower(inside, 2, rows)
+    assert "LayoutConstraint" in lower(inside, 2)
