@@ -2,7 +2,8 @@
 
 Shares of peak are fitted on TransformerEngine's GEMM set alone (``chips``); every other row is a prediction. A row is a
 program of jaxquant's own for the same chip, shapes and recipe, compiled here and priced by ``price.estimate``; what was
-measured ran other code, so the row also says where the two differ.
+measured ran other code, so the row also says where the two differ. Whole steps are those of the training program, as
+the audit of a config compiles them.
 
 ``python -m jaxquant.audit --anchors``; ``--only NAME`` for some.
 """
@@ -10,6 +11,7 @@ measured ran other code, so the row also says where the two differ.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 from typing import Any
@@ -52,6 +54,7 @@ class Anchor:
     differs: str = ""
 
 
+_TE_PLAIN = "TE bf16, H200 NVL"
 _TE = "TransformerEngine docs/examples/gemm_profiling"
 _OWN_CASTS = "theirs casts and transposes in one kernel; XLA reads a tensor once more"
 GEMM_SET = (
@@ -59,9 +62,57 @@ GEMM_SET = (
     Anchor("TE current, H200 NVL", 1.58, "fp8_current", _TE, True, _OWN_CASTS),
     Anchor("TE block, H200 NVL", 1.40, "fp8_block", _TE, False, "XLA has no block-scaled matmul on Hopper"),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepAnchor:
+    """A published ratio of whole training steps, and the config that stands for them.
+
+    Attributes:
+      name, ratio, string, source, differs: as of ``Anchor``.
+      target: chip, one of ``CHIPS``.
+      topology: how many of them.
+      config: YAML file.
+      overrides: fields laid over it.
+    """
+
+    name: str
+    ratio: float
+    string: str
+    source: str
+    differs: str
+    target: str
+    topology: str
+    config: str
+    overrides: tuple[str, ...]
+
+
+_TORCHAO = "torchao docs/source/workflows/training.md"
+_ON_H100 = {
+    "target": "h100",
+    "topology": "8",
+    "config": "configs/models/llama3-8b.yml",
+    # A row of 8192 tokens a chip; theirs keeps the results of some operations, "dots" those of all matmuls.
+    "overrides": ("batch_size=8", "sequence_length=8192", "attention=cudnn", "remat_policy=dots"),
+}
+_EAGER = "theirs is PyTorch with torch.compile, FSDP2 and another choice of what is recomputed"
+STEPS = (
+    StepAnchor("torchao tensorwise, Llama-3-8B, 8 H100", 1.25, "fp8_current", _TORCHAO, f"{_EAGER}", **_ON_H100),
+    StepAnchor(
+        "torchao rowwise, Llama-3-8B, 8 H100",
+        1.10,
+        "fp8_full",
+        _TORCHAO,
+        f"{_EAGER}; their gradients are e4m3, their gathers bf16",
+        **_ON_H100,
+    ),
+)
+"""Published ratios of whole steps."""
+PROGRAM = "train.audit:program"
+"""Builds the step of a config; named and not imported, the training program lies above this package."""
+
 MISSING = (
-    ("torchao tensorwise and rowwise, Llama-3-8B, 8 H100", "1.25, 1.10", "python -m jaxquant.audit on that config"),
-    ("MaxText int8, Gemma-7B, v5e-256 and v5p-128", "1.21, 1.17", "needs Gemma's config at 256 chips"),
+    ("MaxText int8, Gemma-7B, v5e-256 and v5p-128", "1.21, 1.17", "its page gives no batch and no sequence length"),
     ("AQT int8, 1B to 16B, TPUs", "1.2 to 1.4", "no configuration is published"),
 )
 """Published, and not compiled by this command: who, the ratio, what it takes."""
@@ -113,20 +164,46 @@ def price_gemms(string: str, target: str) -> Roofline:
     return estimate(chip(target), read_program(jax.jit(function).lower(*placed).compile().as_text() or ""))[0]
 
 
+def price_step(anchor: StepAnchor, string: str) -> Roofline:
+    """Compile a whole training step for absent chips and estimate its time.
+
+    Args:
+      anchor: whose config.
+      string: config string, "" for bf16.
+    """
+    given, target = devices(chip(anchor.target), anchor.topology), chip(anchor.target)
+    module, _, function = PROGRAM.partition(":")
+    quantization = [f"quantization={string}", f"quant_backend={'native' if string else 'auto'}"]
+    build = getattr(importlib.import_module(module), function)
+    step, shapes = build(anchor.config, [*anchor.overrides, *quantization], given)
+    program = read_program(step.lower(*shapes).compile().as_text() or "")
+    return estimate(target, program, devices=len(given))[0]
+
+
 def rows(names: list[str] | None = None) -> list[dict[str, Any]]:
     """Compile and price the anchors whose name holds one of ``names`` (all of them by default).
 
     Args:
       names: parts of anchors' names.
     """
-    plain = price_gemms("", "h200-nvl")
-    found = [_row("TE bf16, H200 NVL", 32.014e-3, plain, None, _TE, "fitted", "")]
-    for anchor in GEMM_SET:
-        if names and not any(name in anchor.name for name in names):
+    is_wanted = lambda name: not names or any(part in name for part in names)  # noqa: E731
+    found = []
+    gemms = [anchor for anchor in GEMM_SET if is_wanted(anchor.name)]
+    if gemms or is_wanted(_TE_PLAIN):
+        plain = price_gemms("", "h200-nvl")
+        found.append(_row(_TE_PLAIN, 32.014e-3, plain, None, _TE, "fitted", ""))
+        for anchor in gemms:
+            priced = price_gemms(anchor.string, "h200-nvl")
+            kind = "fitted" if anchor.is_fitted else "predicted"
+            found.append(_row(anchor.name, anchor.ratio, priced, plain, anchor.source, kind, anchor.differs))
+    float_steps: dict[tuple[Any, ...], Roofline] = {}
+    for anchor in STEPS:
+        if not is_wanted(anchor.name):
             continue
-        priced = price_gemms(anchor.string, "h200-nvl")
-        kind = "fitted" if anchor.is_fitted else "predicted"
-        found.append(_row(anchor.name, anchor.ratio, priced, plain, anchor.source, kind, anchor.differs))
+        place = anchor.target, anchor.topology, anchor.config, anchor.overrides
+        plain = float_steps.get(place) or float_steps.setdefault(place, price_step(anchor, ""))
+        priced = price_step(anchor, anchor.string)
+        found.append(_row(anchor.name, anchor.ratio, priced, plain, anchor.source, "predicted", anchor.differs))
     return found
 
 
