@@ -437,27 +437,27 @@ def _gradient(
     elif isinstance(residual, QTensor):
         residual = dequantize(residual, out_dtype)
     swaps = keeps_dtype and place is None and not dims.lhs_batch
+    is_sent = name == "drhs" and matmul.accumulator == "int32" and _is_sent(grad)
     out = contract(
         # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
         *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
         out_dtype=out_dtype,
-        accumulator=_accumulator(matmul, grad) if name == "drhs" else matmul.accumulator,
+        accumulator=None if is_sent else matmul.accumulator,
         precision=static.precision,
         default_precision=jax.lax.Precision.HIGHEST,
         scale_dtype=scale_dtype(recipe, out_dtype),
         out_sharding=place,
         implementation=static.implementation,
         turns=_turns(static, left, residual, place),
+        is_sent=is_sent,
     )
     n = len(dims.rhs_free)
     return out.transpose((*range(n, out.ndim), *range(n))) if swaps else out
 
 
-def _accumulator(matmul: MatmulSpec, grad: Array) -> str | None:
-    """Choose what a weight's gradient is summed in: over devices in its own dtype, as the float model's is.
+def _is_sent(grad: Array) -> bool:
+    """Check whether TPUs add up a weight's gradient, each of them its part, where the compiler cuts the batch.
 
-    Compilers add what devices hold of a sum in the dtype of the matmul's result, and int32 would double what they send.
-    A TPU returns its integer sums in any dtype; matmuls of GPUs return int32 alone.
+    They send it in the dtype that the matmul returns: int32 would double what the float model's takes.
     """
-    is_sent = not is_whole(grad) and not varying_axes(grad) and platform_of(grad) == "tpu"
-    return None if matmul.accumulator == "int32" and is_sent else matmul.accumulator
+    return not is_whole(grad) and not varying_axes(grad) and platform_of(grad) == "tpu"
