@@ -1,6 +1,7 @@
 """Mosaic GPU kernels: numbers in the interpreter (jax 0.11 and newer), programs from the compilers of absent chips."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import jaxquant
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.fp8_einsum import gpu as einsum_gpu
+from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.quantize import gpu as quantize_gpu
 
 M, N = 128, 256
@@ -43,6 +46,36 @@ class Cast:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One call of ``matmul``; ``sizes`` are B, M, N, K."""
+
+    sizes: tuple[int, int, int, int]
+    lhs: str
+    rhs: str
+    out_dtype: str = "bfloat16"
+    accumulator: str = "float32"
+    per_channel: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+    @property
+    def shapes(self):
+        B, M, N, K = self.sizes
+        return [(B, M, K), (B, N, K), *([(B, M, 1), (B, 1, N)] if self.per_channel else [(1,)])]
+
+    def run(self, function, lhs, rhs, *scales, **options):
+        given = dict(zip(("left", "right") if self.per_channel else ("scale",), scales, strict=True))
+        return function(lhs, rhs, **given, out_dtype=self.out_dtype, accumulator=self.accumulator, **options)
+
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+PRODUCTS = (
+    Product((1, 128, 128, 256), E4M3, E4M3, accumulator="bfloat16"),
+    Product((2, 128, 256, 128), "int8", "int8", accumulator="int32", per_channel=True),
+    Product((1, 128, 384, 128), E5M2, E4M3, "float32", per_channel=True),
+)
 CASTS = (
     Cast("float8_e4m3fn", transposed=True),
     Cast("float8_e4m3fn", "float32", (1, N), "bfloat16", noisy=True),
@@ -89,9 +122,8 @@ def test_what_quantize_cannot_do_is_refused_by_name():
 
     for capability in ("9.0", "10.0"):
         assert refusal(capability=capability) is None
-    assert refusal(capability="8.9") == (
-        "the kernel is for Hopper to Blackwell and does not compile for compute capability 8.9"
-    )
+    told = "the kernel is for Hopper to Blackwell and does not compile for compute capability 8.9"
+    assert refusal(capability="8.9") == told
     assert "the device here is cpu" in refusal()
     assert "tiles of 64×128, which do not divide 100×128" in refusal((100, 128))
     assert "not float16" in refusal(x_dtype="float16")
@@ -100,17 +132,68 @@ def test_what_quantize_cannot_do_is_refused_by_name():
     assert (refusal(interpret=True) is None) == mosaic_gpu.NEW
 
 
+@interpreted
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_matmul_is_its_reference_to_the_bit(product):
+    keys = jax.random.split(jax.random.key(0), 4)
+    lhs_shape, rhs_shape, *scale_shapes = product.shapes
+    lhs = jax.random.randint(keys[0], lhs_shape, -3, 4).astype(product.lhs)
+    rhs = jax.random.randint(keys[1], rhs_shape, -3, 4).astype(product.rhs)
+    scales = [jax.random.uniform(key, shape) for key, shape in zip(keys[2:], scale_shapes, strict=False)]
+    found = product.run(einsum_gpu.matmul, lhs, rhs, *scales, interpret=True)
+    assert found.dtype == product.out_dtype
+    equal_bits(found, product.run(reference.matmul, lhs, rhs, *scales))
+
+
+def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
+    def refusal(lhs=E4M3, rhs=E4M3, sizes=(1, 128, 128, 128), out_dtype="bfloat16", accumulator="float32", **options):
+        B, M, N, K = sizes
+        types = {"out_dtype": out_dtype, "accumulator": accumulator}
+        return einsum_gpu.refusal((B, M, K), (B, N, K), lhs, rhs, **types, **({"capability": "9.0"} | options))
+
+    assert refusal() is None
+    assert refusal("int8", "int8", accumulator="int32") is None
+    assert refusal(capability="10.0") == ("the kernel is for Hopper and does not compile for compute capability 10.0")
+    assert "the device here is cpu" in refusal(capability=None)
+    assert "which do not divide 128×128×100" in refusal(sizes=(1, 128, 128, 100))
+    assert "not int8 with float8_e4m3fn" in refusal("int8")
+    assert "does not add int8 in float32" in refusal("int8", "int8")
+    assert "not float16" in refusal(out_dtype="float16")
+    monkeypatch.setattr(mosaic_gpu, "NEW", False)
+    assert "needs jax 0.11 or newer" in refusal(E5M2)
+    assert refusal(E5M2, E5M2) is None
+    monkeypatch.setattr(mosaic_gpu, "NEW", True)
+    assert refusal(E5M2) is None
+
+
+def compiled(step, *shapes, target):
+    """Return how often each kernel of ours is called by a step that was compiled for an absent chip."""
+    rows = jaxquant.audit(step, *shapes, target=target).largest_moves
+    names = (quantize_gpu.NAME, einsum_gpu.NAME)
+    return tuple(sum(row["times"] for row in rows if name in row["path"]) for name in names)
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("target", ["h200", "b200"])
-def test_quantize_compiles_for_absent_chips(target):
+def test_kernels_compile_for_an_absent_h200():
+    products = [each for each in PRODUCTS if mosaic_gpu.NEW or each.lhs == each.rhs]
+    casts = CASTS[:2]
     shapes = [
-        (jax.ShapeDtypeStruct((M, N), cast.x_dtype), jax.ShapeDtypeStruct(cast.scale, jnp.float32)) for cast in CASTS
+        [jax.ShapeDtypeStruct((M, N), cast.x_dtype), jax.ShapeDtypeStruct(cast.scale, jnp.float32)] for cast in casts
     ]
-    seeds = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    for product in products:
+        types = [product.lhs, product.rhs, "float32", "float32"]
+        shapes.append([jax.ShapeDtypeStruct(*each) for each in zip(product.shapes, types, strict=False)])
 
     def step(shapes, seeds):
-        return [cast.run(*each, seeds) for cast, each in zip(CASTS, shapes, strict=True)]
+        calls = [functools.partial(cast.run, seeds=seeds) for cast in casts]
+        calls += [functools.partial(product.run, einsum_gpu.matmul) for product in products]
+        return [call(*each) for call, each in zip(calls, shapes, strict=True)]
 
-    found = jaxquant.audit(step, shapes, seeds, target=target)
-    calls = [row["times"] for row in found.largest_moves if "jaxquant_quantize" in row["path"]]
-    assert sum(calls) == len(CASTS)
+    seeds = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    assert compiled(step, shapes, seeds, target="h200") == (len(casts), len(products))
+
+
+@pytest.mark.aot
+def test_quantize_compiles_for_an_absent_b200():
+    x, scale = jax.ShapeDtypeStruct((M, N), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    assert compiled(functools.partial(CASTS[0].run, seeds=None), x, scale, target="b200") == (1, 0)

@@ -14,11 +14,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.rounding import hash_bits
 from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.quantize.reference import Quantized
 from jaxquant.kernels.varying import vary_alike
 
 NAME = "jaxquant_quantize"
@@ -75,19 +76,11 @@ def quantize(
     transposed: bool = False,
     compute_dtype: str = "float32",
     interpret: bool = False,
-) -> tuple[Shaped[Array, "M N"], Shaped[Array, "N M"] | None, Float[Array, ""]]:
-    """Compute ``q = cast(x / scale)``, saturating, its transposed copy or None, and ``amax = max|x|``.
-
-    The amax is NaN where x has one.
+) -> Quantized:
+    """Compute what ``reference.quantize`` does, for what ``refusal`` does not refuse. The amax is NaN where x has one.
 
     Args:
-      x: float32 or bfloat16.
-      scale: float32, of shape (1, 1), (M, 1) or (1, N).
-      dtype: int8, float8_e4m3fn or float8_e5m2.
-      seeds: two words of a key for stochastic rounding; the noise of an element is that of its index in x
-        (``core.rounding``). None rounds to nearest, ties to even.
-      transposed: whether to return the transposed copy.
-      compute_dtype: dtype of the division, float32 or bfloat16.
+      x, scale, dtype, seeds, transposed, compute_dtype: as the reference takes them.
       interpret: whether to run without a GPU.
     """
     M, N = x.shape
@@ -114,7 +107,7 @@ def quantize(
         interpret=mosaic_gpu.interpreter(interpret),
         kernel_name=NAME,
     )(x, scale, *([seeds] if noisy else []))
-    return q, q_t[0] if transposed else None, lax.bitcast_convert_type(jnp.max(amax), jnp.float32)
+    return Quantized(q, q_t[0] if transposed else None, lax.bitcast_convert_type(jnp.max(amax), jnp.float32))
 
 
 def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, noisy: bool, transposed: bool, **cast: Any) -> None:
