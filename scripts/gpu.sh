@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and times everything on the NVIDIA GPU of this machine, in under 8 minutes: every kernel of ours against its
+# Checks and times everything on the NVIDIA GPU of this machine, meant for under 8 minutes: every kernel of ours against its
 # reference, not interpreted; the GEMM set of a layer and a whole Llama layer in bf16, in our recipes, in flax's fp8,
 # Qwix, AQT and torch's _scaled_mm where installed, in one run each; training steps of the quickstart.
 # Writes JSON, tables and plots to benchmarks/. Takes the Python that is there if it has a jax that sees the GPU and what

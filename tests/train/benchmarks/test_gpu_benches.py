@@ -4,6 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxquant.kernels.quantize import cases as casts
+from jaxquant.kernels.quantize import gpu as quantize_gpu
+from train.benchmarks import gpu_kernels
 from train.benchmarks.gemms import Contender, measure_gemm_set
 from train.benchmarks.gpu_kernels import CASTS, PRODUCTS, measure_kernels
 from train.benchmarks.layer_step import TINY, measure_layer_step
@@ -48,3 +51,18 @@ def test_bars_are_as_long_as_speedups(speedup):
     assert "a &lt;title&gt;" in text
     assert "aqt" not in text
     assert f'width="{420 * speedup / max(1, speedup):.1f}"' in text
+
+
+@pytest.mark.parametrize(("add", "equal", "note"), [(0, 1.0, ""), (1, 0.75, "WRONG: differs from its reference")])
+def test_a_kernel_that_differs_from_its_reference_is_wrong(monkeypatch, add, equal, note):
+    def quantize(x, scale, **options):
+        out = reference(x, scale, **options)
+        return out._replace(q=out.q.at[: len(out.q) // 2].add(add))
+
+    reference = gpu_kernels.quantize_reference.quantize
+    monkeypatch.setattr(quantize_gpu, "quantize", quantize)
+    monkeypatch.setattr(quantize_gpu, "refusal", lambda *args, **options: None)
+    [row] = measure_kernels(1, [casts.Case((64, 128), "int8", noisy=True, transposed=True)])
+    assert row["equal"] == pytest.approx(equal, abs=0.001)
+    assert row["note"] == note
+    assert row["kernel ms"] > 0
