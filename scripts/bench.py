@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what quantization costs and gains, in time (`steps`, `health`, `gemm-set`, `decode`), size and loss.
+"""Measure what quantization costs and gains, in time (`steps`, `gemm-set`, `layer-step`, `decode`), size and loss.
 
 Each prints a table and writes it to benchmarks/NAME-DEVICE.{json,md} with date, machine and versions.
 """
@@ -25,8 +25,11 @@ from train.bench import measure_losses, measure_steps
 from train.benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from train.benchmarks.formats import measure_formats, measure_transfer
 from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
+from train.benchmarks.gpu_kernels import measure_kernels
+from train.benchmarks.layer_step import LLAMA, TINY, measure_layer_step
 from train.benchmarks.layers import measure_memory, measure_trace
 from train.benchmarks.lowering import measure_lowering
+from train.benchmarks.plot import speedups
 from train.benchmarks.schemes import ROOT, Row, schemes
 from train.benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from train.health_cost import measure_health
@@ -44,12 +47,20 @@ def environment() -> Row:
         "cpus": os.cpu_count(),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES},
     }
 
 
+def _version(package: str) -> str:
+    """Return the version of a package; "–" where a library that is compared is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "–"
+
+
 def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write figures as JSON and as a markdown table."""
+    """Write figures as JSON and as a markdown table, speedups of libraries as a plot too."""
     where = environment()
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{jax.devices()[0].device_kind.lower().replace(' ', '-')}"
@@ -60,7 +71,11 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path
     lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.", ""]
     lines += [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)]
     text.write_text("\n".join(lines) + "\n")
-    return [data, text]
+    if not {"library", "recipe", "speedup"} <= rows[0].keys():
+        return [data, text]
+    plot = folder / f"{stem}.svg"
+    plot.write_text(speedups(f"{name}, {where['device']}: speed over bf16", rows))
+    return [data, text, plot]
 
 
 def _line(cells: Any) -> str:
@@ -102,6 +117,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")
     gemms.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     gemms.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as gemm-set-small")
+    layer = commands.add_parser("layer-step", parents=[out], help="a Llama 3 8B layer against bf16 and other libraries")
+    layer.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    layer.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as layer-step-small")
+    kernels = commands.add_parser("kernels", parents=[out], help="our GPU kernels against their references, on a GPU")
+    kernels.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     roundtrip = commands.add_parser("roundtrip", parents=[shared], help="trained against served logits, and bytes")
     roundtrip.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
     served = commands.add_parser("serving", parents=[out], help="held-out losses of served and post-training models")
@@ -120,7 +140,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; 0 on success, 2 when what was asked cannot be measured."""
+    """Measure; 0 on success, 1 when a kernel is wrong, 2 when what was asked cannot be measured."""
     words = _parse(arguments)
     name = words.command
     try:
@@ -131,6 +151,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 measure_gemm_set,
                 words.out,
             )
+        if name == "layer-step":
+            rows = (
+                measure_layer_step(TINY, words.rounds, batch=1, length=64)
+                if words.small
+                else measure_layer_step(LLAMA, words.rounds)
+            )
+            return _finish("layer-step-small" if words.small else name, rows, measure_layer_step, words.out)
+        if name == "kernels":
+            rows = measure_kernels(words.rounds)
+            done = _finish(name, rows, measure_kernels, words.out)
+            return 1 if any(row["note"].startswith("WRONG") for row in rows) else done
         if name == "decode":
             size = (words.texts, words.length)
             decoder = trained_decoder(words.run, *size) if words.run else random_decoder(*size)

@@ -80,7 +80,7 @@ def noise(key: Key[Array, ""], shape: Sequence[int], part: Part | None = None) -
 def _noise(
     key: Key[Array, ""], shape: tuple[int, ...], start: Sequence[Any] | None = None, whole: tuple[int, ...] = ()
 ) -> Float[Array, "*shape"]:
-    seeds = jax.random.bits(key, (2,), jnp.uint32)
+    seeds = noise_seeds(key)
     whole = whole or shape
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(whole)):
@@ -89,7 +89,25 @@ def _noise(
         if start is not None:
             place = place + jnp.asarray(start[axis]).astype(jnp.uint32)
         index = index + place * step
-    return (hash_bits(index ^ seeds[0], seeds[1]) >> 8).astype(jnp.float32) * 2.0**-24
+    return uniform(index, seeds[0], seeds[1])
+
+
+def noise_seeds(key: Key[Array, ""]) -> UInt32[Array, " 2"]:
+    """Return the two words of a key that ``uniform`` hashes with an element's index."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def uniform(
+    index: UInt32[Array, "*shape"], first: UInt32[Array, ""], second: UInt32[Array, ""]
+) -> Float[Array, "*shape"]:
+    """Return the number in [0, 1) of each index, a multiple of 2^-24.
+
+    Args:
+      index: of the elements, in the row-major order of the whole tensor.
+      first, second: from ``noise_seeds``.
+    """
+    # By way of int32, which 24 bits fit: TPUs convert no unsigned numbers.
+    return (hash_bits(index ^ first, second) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
 def stochastic_cast(x: jax.Array, element: Element, key: jax.Array, part: Part | None = None) -> jax.Array:
@@ -104,8 +122,18 @@ def stochastic_cast(x: jax.Array, element: Element, key: jax.Array, part: Part |
       key: random key.
       part: where x lies in a larger tensor, for the bits that the whole one would get.
     """
+    return stochastic_round(x, noise(key, x.shape, part), element)
+
+
+def stochastic_round(x: jax.Array, u: jax.Array, element: Element) -> jax.Array:
+    """Round as ``stochastic_cast`` does, with noise that is given.
+
+    Args:
+      x: real numbers, in units of the scale.
+      u: from ``noise``, of x's shape.
+      element: to round to.
+    """
     x = x.astype(jnp.float32)
-    u = noise(key, x.shape, part)
     if element.kind == "int":
         return jnp.clip(jnp.floor(x + u), -element.max, element.max).astype(element.name)
     # The exponent field of a float32; below the smallest normal number of the element its grid is uniform.

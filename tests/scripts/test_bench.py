@@ -1,6 +1,8 @@
 """The command refuses what it cannot measure and writes figures with their circumstances."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 
@@ -48,10 +50,30 @@ def test_a_small_gemm_set_is_written_under_its_own_name(tmp_path, monkeypatch):
         Args: none.
         """
         asked.append((layer, rounds))
-        return [{"library": "jax", "speedup": 1.0}]
+        return [{"library": "jax", "recipe": "none", "speedup": 1.0}]
 
     monkeypatch.setattr(bench, "measure_gemm_set", measure_gemm_set)
     assert bench.main(["gemm-set", "--small", "--rounds", "3", "--out", str(tmp_path)]) == 0
     assert asked == [(bench.SMALL, 3)]
+    assert "jax" in next(tmp_path.glob("gemm-set-small-*.svg")).read_text()
     [data] = tmp_path.glob("gemm-set-small-*.json")
     assert json.loads(data.read_text())["about"] == "Time."
+
+
+def test_a_kernel_that_differs_from_its_reference_fails_the_command(tmp_path, monkeypatch):
+    rows = [{"kernel": "quantize", "note": "refused: no GPU"}]
+    monkeypatch.setattr(bench, "measure_kernels", lambda rounds: rows)
+    assert bench.main(["kernels", "--out", str(tmp_path)]) == 0
+    rows.append({"kernel": "matmul", "note": "WRONG: differs from its reference"})
+    assert bench.main(["kernels", "--out", str(tmp_path)]) == 1
+
+
+def test_without_a_gpu_the_script_for_one_stops_before_it_installs_anything(tmp_path):
+    # A folder of the few programs that the script needs to get that far, and no nvidia-smi.
+    for name in ("bash", "dirname", "grep"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    words = [str(tmp_path / "bash"), str(ROOT / "scripts" / "gpu.sh")]
+    done = subprocess.run(words, capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: scripts/gpu.sh needs an NVIDIA GPU")
+    assert done.stderr.count("\n") == 1

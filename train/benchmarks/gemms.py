@@ -16,8 +16,7 @@ from flax.linen import fp8_ops
 from jaxquant.audit.coverage import coverage
 from jaxquant.inject.model import maybe_quantize_model
 from train.benchmarks.schemes import Row, tell, undisturbed
-
-PROGRAMS = ("fwd", "dlhs", "drhs", "bwd")
+from train.benchmarks.torch_gemms import PROGRAMS, TorchSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +53,14 @@ class Contender:
     """One library and recipe.
 
     Attributes:
-      library: "jax" (no quantization), "flax" (its own fp8 ops) or a quant_backend.
-      recipe: config string; "" for none, "fp8" for flax.
+      library: "jax" (no quantization), "flax" (its own fp8 ops), "torch" (``_scaled_mm``) or a quant_backend.
+      recipe: config string; "" for none, "fp8" for flax and torch.
+      implementation: of the native backend's casts and matmuls; "" picks.
     """
 
     library: str
     recipe: str = ""
+    implementation: str = ""
 
     def dense(self, features: int, x: Any) -> nn.Module:
         """Make a bf16 dense layer without bias that computes in this recipe."""
@@ -69,8 +70,20 @@ class Contender:
         layer = nn.Dense(features, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **options)
         if self.library in ("jax", "flax"):
             return layer
-        config = {"quantization": self.recipe, "quant_backend": self.library}
-        return maybe_quantize_model(layer, config, x)
+        return maybe_quantize_model(layer, self.config(), x)
+
+    def config(self) -> dict[str, Any]:
+        """Return what ``maybe_quantize_model`` takes.
+
+        Raises:
+          NotImplementedError: kernels were asked for where they are interpreted.
+        """
+        if self.library == "jax":
+            return {}
+        if self.implementation == "pallas" and jax.default_backend() == "cpu":
+            raise NotImplementedError("on CPUs kernels are interpreted, which says nothing of their speed")
+        chosen = {"implementation": self.implementation} if self.implementation else {}
+        return {"quantization": self.recipe, "quant_backend": self.library} | chosen
 
 
 CONTENDERS = (
@@ -83,8 +96,15 @@ CONTENDERS = (
     Contender("aqt", "int8"),
     Contender("native", "fp8"),
     Contender("native", "fp8_current"),
+    Contender("native", "fp8_full"),
     Contender("native", "int8"),
+    Contender("native", "fp8", "pallas"),
+    Contender("native", "fp8_current", "pallas"),
+    Contender("native", "int8", "pallas"),
+    Contender("torch", "fp8"),
 )
+FAILURES = (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
+"""What keeps a contender from running here."""
 
 
 class _Set:
@@ -120,7 +140,7 @@ class _Set:
         for name, program in backward.items():
             self._calls[name] = lambda program=program: program(pull, grads)
         whole = lambda variables, inputs, grads: jax.vjp(run, variables, list(inputs))[1](list(grads))  # noqa: E731
-        self.coverage = coverage(whole, variables, inputs, grads)
+        self.share = coverage(whole, variables, inputs, grads).share()
         for name in PROGRAMS:  # compile, and once more so that nothing is first
             self.run(name)
             self.run(name)
@@ -155,7 +175,7 @@ def measure_gemm_set(
       contenders: what is compared, with the first one. One that cannot run here says why in its row.
 
     Raises:
-      ImportError, NotImplementedError, jax.errors.JaxRuntimeError: the first one cannot run.
+      ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError: the first one cannot run.
     """
     keys = jax.random.split(jax.random.key(0), 2 * len(layer.gemms))
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
@@ -163,13 +183,17 @@ def measure_gemm_set(
     for index, (k, n) in enumerate(layer.gemms):
         inputs.append(draw(keys[2 * index], (layer.tokens, k), jnp.bfloat16))
         grads.append(draw(keys[2 * index + 1], (layer.tokens, n), jnp.bfloat16))
-    sets: list[_Set] = []
+    sets: list[_Set | TorchSet] = []
     failed: list[Row] = []
     for contender in contenders:
         began = time.perf_counter()
         try:
-            sets.append(_Set(contender, layer, inputs, grads))
-        except (ImportError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            sets.append(
+                TorchSet(layer.tokens, layer.gemms)
+                if contender.library == "torch"
+                else _Set(contender, layer, inputs, grads)
+            )
+        except FAILURES as error:
             if not sets:
                 raise
             failed.append(_not_run(contender, str(error).splitlines()[0]))
@@ -185,16 +209,17 @@ def measure_gemm_set(
 _MEASURED = (*(f"{name} ms" for name in (*PROGRAMS, "fwd + bwd")), "TFLOP/s", "speedup", "low")
 
 
-def _row(each: _Set, layer: Layer, base: Sequence[float]) -> Row:
+def _row(each: _Set | TorchSet, layer: Layer, base: Sequence[float]) -> Row:
+    contender = Contender("torch", "fp8") if isinstance(each, TorchSet) else each.contender
     total = statistics.median(each.total())
     times = [statistics.median(values) for values in each.times.values()]
     values = (
         *(round(1000 * value, 3) for value in (*times, total)),
         round(3 * layer.flops / total / 1e12, 3),
         round(statistics.median(b / a for a, b in zip(each.total(), base, strict=True)), 3),
-        f"{each.coverage.share():.0%}",
+        f"{each.share:.0%}",
     )
-    return _named(each.contender) | dict(zip(_MEASURED, values, strict=True)) | {"note": ""}
+    return _named(contender) | dict(zip(_MEASURED, values, strict=True)) | {"note": ""}
 
 
 def _not_run(contender: Contender, reason: str) -> Row:
@@ -202,4 +227,5 @@ def _not_run(contender: Contender, reason: str) -> Row:
 
 
 def _named(contender: Contender) -> Row:
-    return {"library": contender.library, "recipe": contender.recipe or "none"}
+    recipe = " ".join(filter(None, (contender.recipe or "none", contender.implementation)))
+    return {"library": contender.library, "recipe": recipe}

@@ -1,0 +1,80 @@
+"""What jax 0.10.2 and 0.12 spell differently in Mosaic GPU, and which devices and versions our kernels are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+_API: Any = plgpu  # for names that one of the two versions lacks
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+"""Of jax."""
+NEW = VERSION >= (0, 11)
+"""Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
+
+
+def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
+    """Return the layout of a tile in shared memory that TMA, wgmma and register loads read without bank conflicts.
+
+    Args:
+      rows, columns: of the tile; 8 rows and 32 bytes of columns at least.
+      itemsize: bytes of an element.
+    """
+    swizzle = min(128, columns * itemsize)
+    if rows % 8 or swizzle not in (32, 64, 128):
+        raise ValueError(f"a tile of {rows}×{columns} elements of {itemsize} bytes cannot be swizzled")
+    return {"transforms": (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))}
+
+
+def load(ref: Any, layout: Any, *, is_optimized: bool = True) -> jax.Array:
+    """Load a reference into registers.
+
+    Args:
+      ref: in shared or global memory.
+      layout: of the registers.
+      is_optimized: False where reads with bank conflicts are accepted.
+    """
+    index = () if NEW else ((),)
+    return plgpu.load(ref, *index, layout=layout, optimized=is_optimized)
+
+
+def store(ref: Any, value: jax.Array, *, is_optimized: bool = True) -> None:
+    """Store registers in shared or global memory; jax 0.10 has no choice of ``is_optimized``."""
+    if NEW:
+        _API.store(ref, value, optimized=is_optimized)
+    else:
+        ref[...] = value
+
+
+def flipped(ref: Any) -> Any:
+    """Return a transposed view of a reference to a matrix."""
+    return ref.T if NEW else plgpu.transpose_ref(ref, (1, 0))
+
+
+def interpreter(interpret: bool) -> Any:
+    """Return what ``plgpu.kernel`` takes as ``interpret``."""
+    if not interpret:
+        return None
+    return _API.InterpretGPUParams()
+
+
+def refuse_device(capability: str | None, least: int, most: int) -> str | None:
+    """Return in a sentence why a kernel is not for a device, None where it is.
+
+    Args:
+      capability: compute capability of the device, as "9.0"; None asks the first device that is here.
+      least, most: major numbers of the capabilities that it is for.
+    """
+    if capability is None:
+        device = jax.devices()[0]
+        if device.platform not in ("gpu", "cuda"):
+            return f"a Mosaic GPU kernel needs an NVIDIA GPU, and the device here is {device.device_kind}"
+        capability = str(getattr(device, "compute_capability", "0.0"))
+    if least <= int(capability.partition(".")[0]) <= most:
+        return None
+    names = {8: "Ampere", 9: "Hopper", 10: "Blackwell"}
+    return (
+        f"the kernel is for {' to '.join(dict.fromkeys((names[least], names[most])))} and does not compile for compute "
+        f"capability {capability}"
+    )

@@ -1,0 +1,1 @@
+"""quantize: one read of a matrix gives its quantized elements, their transposed copy and the amax."""

@@ -1,0 +1,199 @@
+"""``quantize`` on Hopper: one read of x writes q, its transposed copy and the amax (Mosaic GPU).
+
+A program takes a strip of tiles: TMA brings the next tile and takes the last one away while one is cast. The transposed
+copy is read from the quantized tile in shared memory, so nothing is divided or drawn twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, UInt32
+
+from jaxquant.core.dtypes import Element, element
+from jaxquant.core.rounding import hash_bits
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.quantize.reference import Quantized
+from jaxquant.kernels.varying import vary_alike
+
+NAME = "jaxquant_quantize"
+"""Name of the kernel in a compiled program."""
+TILE_M, TILE_N = 64, 128
+STEPS = 8
+"""Tiles of a strip, at most."""
+DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+_MAGNITUDE = 0x7FFFFFFF
+"""Bits of a float32 without its sign: as integers a NaN is above infinity."""
+_REGISTERS = plgpu.Layout.WGMMA
+# One element a register: a byte can be read across and written along.
+_BYTES = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 8), (16, 8), (8, 8), (8, 4), (1,))), warp_dims=(-9,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+def refusal(
+    shape: tuple[int, ...],
+    x_dtype: str,
+    scale_shape: tuple[int, ...],
+    *,
+    dtype: str,
+    compute_dtype: str = "float32",
+    capability: str | None = None,
+    interpret: bool = False,
+) -> str | None:
+    """Return in a sentence why the kernel cannot run a call, None where it can.
+
+    Args:
+      shape, x_dtype: of x.
+      scale_shape: of the scale.
+      dtype, compute_dtype, interpret: as ``quantize`` takes them.
+      capability: compute capability of the device, as "9.0"; None asks the first device that is here.
+    """
+    if len(shape) != 2 or shape[0] % TILE_M or shape[1] % TILE_N or 0 in shape:
+        return f"the kernel takes tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
+    if tuple(scale_shape) not in ((1, 1), (shape[0], 1), (1, shape[1])):
+        return f"the kernel takes one scale, one a row or one a column, not {tuple(scale_shape)} of {shape}"
+    for name, known in ((x_dtype, ("float32", "bfloat16")), (compute_dtype, ("float32", "bfloat16")), (dtype, DTYPES)):
+        if name not in known:
+            return f"the kernel knows {' and '.join(known)} here, not {name}"
+    if interpret:
+        return None if mosaic_gpu.NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
+    return mosaic_gpu.refuse_device(capability, 9, 10)
+
+
+def quantize(
+    x: Float[Array, "M N"],
+    scale: Float[Array, "rows columns"],
+    *,
+    dtype: str,
+    seeds: UInt32[Array, " 2"] | None = None,
+    transposed: bool = False,
+    compute_dtype: str = "float32",
+    interpret: bool = False,
+) -> Quantized:
+    """Compute what ``reference.quantize`` does, for what ``refusal`` does not refuse. The amax is NaN where x has one.
+
+    Args:
+      x, scale, dtype, seeds, transposed, compute_dtype: as the reference takes them.
+      interpret: whether to run without a GPU.
+    """
+    M, N = x.shape
+    axis = next((axis for axis, size in enumerate(scale.shape) if size > 1), None)
+    noisy = seeds is not None
+    (x, scale, seeds), result = vary_alike(x, scale.astype(compute_dtype).astype(jnp.float32).reshape(-1), seeds)
+    steps = math.gcd(N // TILE_N, STEPS)
+    strips = N // TILE_N // steps
+    kernel = functools.partial(
+        _kernel, steps=steps, axis=axis, noisy=noisy, transposed=transposed, kind=element(dtype), compute=compute_dtype
+    )
+    # jax 0.10 reads no swizzled memory across.
+    layout = mosaic_gpu.swizzled(TILE_M, TILE_N, 1) if mosaic_gpu.NEW or not transposed else {}
+    tiles = [plgpu.SMEM((2, TILE_M, TILE_N), jnp.dtype(dtype), **layout)]
+    if transposed:
+        tiles.append(plgpu.SMEM((2, TILE_N, TILE_M), jnp.dtype(dtype), **mosaic_gpu.swizzled(TILE_N, TILE_M, 1)))
+    q, *q_t, amax = plgpu.kernel(
+        kernel,
+        out_type=[result((M, N), dtype), *([result((N, M), dtype)] * transposed), result((strips, M), jnp.int32)],
+        scratch_types=tiles,
+        grid=(M // TILE_M, strips),
+        grid_names=("rows", "strip"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=mosaic_gpu.interpreter(interpret),
+        kernel_name=NAME,
+    )(x, scale, *([seeds] if noisy else []))
+    return Quantized(q, q_t[0] if transposed else None, lax.bitcast_convert_type(jnp.max(amax), jnp.float32))
+
+
+def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, noisy: bool, transposed: bool, **cast: Any) -> None:
+    """Quantize a strip; write the largest magnitude of each of its rows, as an integer."""
+    seeds = [refs[0][n] for n in range(2)] if noisy else None
+    *out_refs, amax_ref = refs[noisy : noisy + transposed + 2]
+    tiles = refs[noisy + transposed + 2 :]
+    i, j = lax.axis_index("rows"), lax.axis_index("strip")
+    columns = x_ref.shape[1]
+
+    def step(indices: tuple[Any], x_tile: Any, amax: Array) -> Array:
+        column = j * steps + indices[0]
+        start = (i * TILE_M, column * TILE_N)
+        slot = lax.rem(indices[0], 2)
+        x = mosaic_gpu.load(x_tile, _REGISTERS).astype(jnp.float32)
+        magnitude = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
+        q = _cast(x, scale_ref, seeds, start, columns, **cast)
+        plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # what this slot held two tiles ago is gone
+        tiles[0].at[slot][...] = q
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tiles[0].at[slot], out_refs[0].at[pl.ds(start[0], TILE_M), pl.ds(start[1], TILE_N)])
+        if transposed:
+            across = mosaic_gpu.load(mosaic_gpu.flipped(tiles[0].at[slot]), _BYTES, is_optimized=False)
+            mosaic_gpu.store(tiles[1].at[slot], across, is_optimized=False)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tiles[1].at[slot], out_refs[1].at[pl.ds(start[1], TILE_N), pl.ds(start[0], TILE_M)])
+        return jnp.maximum(amax, jnp.max(magnitude, axis=1))
+
+    layout = mosaic_gpu.swizzled(TILE_M, TILE_N, x_ref.dtype.itemsize)
+    amax_ref[j, pl.ds(i * TILE_M, TILE_M)] = plgpu.emit_pipeline(
+        step,
+        grid=(steps,),
+        in_specs=[plgpu.BlockSpec((TILE_M, TILE_N), lambda k: (i, j * steps + k), **layout)],
+        max_concurrent_steps=2,
+        init_carry=plgpu.layout_cast(jnp.zeros((TILE_M,), jnp.int32), _REGISTERS.reduce(1)),
+    )(x_ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _cast(
+    x: Array, scale_ref: Any, seeds: Any, start: Any, columns: int, *, axis: int | None, kind: Element, compute: str
+) -> Array:
+    """Cast a tile, as ``core.rounding`` does.
+
+    Args:
+      x: the tile, in float32.
+      scale_ref: of the scales, in global memory.
+      seeds: the two words of the noise, or None.
+      start: row and column of the tile in the matrix.
+      columns: of the matrix.
+      axis: 0 for a scale a row, 1 for a scale a column, None for one.
+      kind: what to cast to.
+      compute: dtype of the division.
+    """
+    if axis is None:
+        scale = scale_ref[0]
+    else:
+        scale = scale_ref.at[pl.ds(start[axis], (TILE_M, TILE_N)[axis])]
+        scale = mosaic_gpu.load(scale, _REGISTERS.reduce(1 - axis), is_optimized=False)
+        scale = lax.broadcast_in_dim(scale, x.shape, [axis])
+    # A quotient in float32 rounded to bfloat16 is the quotient in bfloat16.
+    x = (x.astype(compute).astype(jnp.float32) / scale).astype(compute).astype(jnp.float32)
+    if seeds is not None:
+        row, column = (
+            plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=_REGISTERS) + start[axis] for axis in range(2)
+        )
+        index = row.astype(jnp.uint32) * jnp.uint32(columns) + column.astype(jnp.uint32)
+        noise = (hash_bits(index ^ seeds[0], seeds[1]) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+        x = _round_at_random(x, noise, kind)
+    x = jnp.minimum(jnp.maximum(x, -kind.max), kind.max)
+    if kind.kind == "int" and seeds is None:
+        x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return x.astype(kind.name)
+
+
+def _round_at_random(x: Array, noise: Array, kind: Element) -> Array:
+    """Return ``floor(x / ulp + noise) · ulp``."""
+    if kind.kind == "int":
+        return _floor(x + noise)
+    exponent = ((lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
+    exponent = jnp.maximum(exponent, kind.min_exponent) - kind.mantissa_bits
+    ulp = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    return _floor(x / ulp + noise) * ulp
+
+
+def _floor(x: Array) -> Array:
+    """Mosaic GPU rounds to nearest alone."""
+    near = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(near > x, near - 1.0, near)

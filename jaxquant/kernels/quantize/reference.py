@@ -1,0 +1,56 @@
+"""The meaning of ``quantize``: the cast of core/quantize.py with a scale that is known, and the amax beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped, UInt32
+
+from jaxquant.core.dtypes import element
+from jaxquant.core.quantize import absolute
+from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+
+
+class Quantized(NamedTuple):
+    """What one read of a matrix gives.
+
+    Attributes:
+      q: its quantized elements.
+      q_t: the same, transposed, or None where they were not asked for.
+      amax: the largest magnitude; not finite where an element is not.
+    """
+
+    q: Shaped[Array, "M N"]
+    q_t: Shaped[Array, "N M"] | None
+    amax: Float[Array, ""]
+
+
+def quantize(
+    x: Float[Array, "M N"],
+    scale: Float[Array, "rows columns"],
+    *,
+    dtype: str,
+    seeds: UInt32[Array, " 2"] | None = None,
+    transposed: bool = False,
+    compute_dtype: str = "float32",
+) -> Quantized:
+    """Compute ``q = cast(x / scale)``, saturating, its transposed copy and ``amax = max|x|``.
+
+    Args:
+      x: float32 or bfloat16.
+      scale: float32, of shape (1, 1), (M, 1) or (1, N).
+      dtype: int8, float8_e4m3fn or float8_e5m2.
+      seeds: for stochastic rounding, from ``noise_seeds``; the noise of an element is that of its index in x. None
+        rounds to nearest, ties to even.
+      transposed: whether to return ``q_t``.
+      compute_dtype: dtype of the division, float32 or bfloat16.
+    """
+    scaled = x.astype(compute_dtype) / scale.astype(compute_dtype)
+    if seeds is None:
+        q = saturating_cast(scaled, element(dtype))
+    else:
+        index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+        q = stochastic_round(scaled, uniform(index, seeds[0], seeds[1]), element(dtype))
+    amax = jnp.max(absolute(x)) if x.size else jnp.zeros((), x.dtype)
+    return Quantized(q, q.T if transposed else None, amax.astype(jnp.float32))

@@ -1,0 +1,140 @@
+"""``quantize`` on TPUs: one read of x writes q, its transposed copy and the amax."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, UInt32
+
+from jaxquant.core.dtypes import element
+from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+from jaxquant.kernels.quantize.reference import Quantized
+from jaxquant.kernels.quantize.tuning import LANES, ROWS, Blocks, blocks_for
+from jaxquant.kernels.varying import vary_alike
+
+NAME = "jaxquant_quantize"
+"""Name of the kernel in a compiled program."""
+_SUBLANES = 8
+_MAGNITUDE = 0x7FFFFFFF
+"""Bits of a float32 without its sign."""
+
+
+def quantize(
+    x: Float[Array, "M N"],
+    scale: Float[Array, "rows columns"],
+    *,
+    dtype: str,
+    seeds: UInt32[Array, " 2"] | None = None,
+    transposed: bool = False,
+    compute_dtype: str = "float32",
+    interpret: bool = False,
+    blocks: Blocks | None = None,
+) -> Quantized:
+    """Compute what ``reference.quantize`` does.
+
+    The amax is NaN where x has one: magnitudes are compared as integers, among which a NaN is above infinity.
+
+    Args:
+      x, scale, dtype, seeds, transposed, compute_dtype: as the reference takes them.
+      interpret: whether to run without a TPU.
+      blocks: what one program loads; None chooses (``tuning``).
+    """
+    M, N = x.shape
+    block_m, block_n = blocks or blocks_for((M, N), transposed)
+    noisy = seeds is not None
+    (x, scale, seeds), result = vary_alike(x, scale, seeds.reshape(1, 2) if noisy else None)
+    by_row, by_column = (size > 1 for size in scale.shape)
+    of_scale = pltpu.VMEM if by_row or by_column else pltpu.SMEM
+    of_x = pl.BlockSpec((block_m, block_n), lambda i, j: (i, j))
+    in_specs = [
+        of_x,
+        pl.BlockSpec(
+            (block_m if by_row else 1, block_n if by_column else 1),
+            lambda i, j: (i if by_row else 0, j if by_column else 0),
+            memory_space=of_scale,
+        ),
+    ]
+    out_specs = [of_x, pl.BlockSpec((1, 1), lambda i, j: (0, 0), memory_space=pltpu.SMEM)]
+    out_shape = [result((M, N), dtype), result((1, 1), jnp.int32)]
+    if noisy:
+        in_specs.append(pl.BlockSpec((1, 2), lambda i, j: (0, 0), memory_space=pltpu.SMEM))
+    if transposed:
+        out_specs.append(pl.BlockSpec((block_n, block_m), lambda i, j: (j, i)))
+        out_shape.append(result((N, M), dtype))
+    kernel = functools.partial(
+        _kernel, shape=(M, N), dtype=dtype, compute_dtype=compute_dtype, noisy=noisy, transposed=transposed
+    )
+    q, amax, *q_t = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(M, block_m), pl.cdiv(N, block_n)),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        scratch_shapes=[pltpu.VMEM((_SUBLANES, block_n), jnp.int32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        interpret=interpret,
+        name=NAME,
+    )(*(each for each in (x, scale, seeds) if each is not None))
+    return Quantized(q, q_t[0] if q_t else None, jax.lax.bitcast_convert_type(amax.reshape(()), jnp.float32))
+
+
+def _kernel(
+    x_ref: Any,
+    scale_ref: Any,
+    *given: Any,
+    shape: tuple[int, int],
+    dtype: str,
+    compute_dtype: str,
+    noisy: bool,
+    transposed: bool,
+) -> None:
+    seeds_ref, *refs = given if noisy else (None, *given)
+    q_ref, amax_ref, *across_ref, largest_ref = refs
+    i, j = pl.program_id(0), pl.program_id(1)
+    block_m, block_n = x_ref.shape
+    rows = LANES if transposed else ROWS
+    is_ragged = bool(shape[0] % block_m or shape[1] % block_n)
+
+    @pl.when((i == 0) & (j == 0))
+    def _() -> None:
+        largest_ref[...] = jnp.zeros_like(largest_ref)
+
+    def step(k: Any, largest: Array) -> Array:
+        part = pl.ds(pl.multiple_of(k * rows, rows), rows)
+        x = x_ref[part, :].astype(jnp.float32)
+        down = i * block_m + k * rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        across = j * block_n + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
+        if is_ragged:
+            bits = jnp.where((down < shape[0]) & (across < shape[1]), bits, 0)
+        largest = jnp.maximum(largest, bits.reshape(-1, _SUBLANES, block_n).max(axis=0))
+        if scale_ref.shape == (1, 1):
+            scale = scale_ref[0, 0]
+        else:
+            scale = scale_ref[part, :] if scale_ref.shape[0] > 1 else scale_ref[...]
+        scaled = _rounded(_rounded(x, compute_dtype) / _rounded(scale, compute_dtype), compute_dtype)
+        if seeds_ref is None:
+            q = saturating_cast(scaled, element(dtype))
+        else:
+            index = (down * shape[1] + across).astype(jnp.uint32)
+            q = stochastic_round(scaled, uniform(index, seeds_ref[0, 0], seeds_ref[0, 1]), element(dtype))
+        q_ref[part, :] = q
+        if transposed:
+            across_ref[0][:, part] = q.T
+        return largest
+
+    largest_ref[...] = jax.lax.fori_loop(0, block_m // rows, step, largest_ref[...])
+
+    @pl.when((i == pl.num_programs(0) - 1) & (j == pl.num_programs(1) - 1))
+    def _() -> None:
+        amax_ref[0, 0] = jnp.max(largest_ref[...])
+
+
+def _rounded(x: Array, dtype: str) -> Array:
+    """Round to a dtype and stay in float32, whose quotient of two bfloat16 numbers rounds to theirs."""
+    return x if dtype == "float32" else x.astype(dtype).astype(jnp.float32)

@@ -1,0 +1,24 @@
+"""What one program of ``quantize`` loads."""
+
+from __future__ import annotations
+
+Blocks = tuple[int, int]
+"""Rows and columns."""
+
+ROWS = 32
+"""Rows of a tile of 8-bit numbers: blocks have a multiple of it."""
+LANES = 128
+BLOCK: Blocks = (512, 1024)
+
+
+def blocks_for(shape: tuple[int, int], transposed: bool) -> Blocks:
+    """Choose the block of a matrix: whole tiles, whole rows where these are short.
+
+    Args:
+      shape: of the matrix.
+      transposed: whether a transposed copy is written, whose tiles lie across.
+    """
+    M, N = shape
+    step = LANES if transposed else ROWS
+    rows = min(BLOCK[0], -(-M // step) * step)
+    return rows, min(N, BLOCK[1])

@@ -1,0 +1,78 @@
+"""The kernel of the cast, without a TPU, against its reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.core.quantize import quantize_with_scale
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.rounding import noise_seeds
+from jaxquant.kernels.quantize import reference, tpu
+from jaxquant.kernels.quantize.cases import CASES
+
+
+def arguments(case):
+    rows, columns = case.shape
+    shape = {"tensor": (1, 1), "row": (rows, 1), "column": (1, columns)}[case.scale]
+    x = 3 * jax.random.normal(jax.random.key(0), case.shape, case.x_dtype)
+    x = x.at[1, 2].set(-1e6)
+    scale = jax.random.uniform(jax.random.key(1), shape, minval=0.005, maxval=0.1)
+    if case.noisy:  # XLA:CPU adds noise to a product in one rounding or in two, as it pleases; here there is but one
+        scale = jnp.exp2(jnp.round(jnp.log2(scale)))
+    return x, scale, noise_seeds(jax.random.key(2)) if case.noisy else None
+
+
+def options(case):
+    return {"dtype": case.dtype, "transposed": case.transposed, "compute_dtype": case.compute_dtype}
+
+
+def bits(x):
+    return None if x is None else np.asarray(x).tobytes()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_bit_is_the_references(case):
+    x, scale, seeds = arguments(case)
+    run = jax.jit(lambda x, scale, seeds: tpu.quantize(x, scale, seeds=seeds, **options(case), interpret=True))
+    expected = jax.jit(lambda x, scale, seeds: reference.quantize(x, scale, seeds=seeds, **options(case)))
+    got, wanted = run(x, scale, seeds), expected(x, scale, seeds)
+    assert {name: bits(x) for name, x in got._asdict().items()} == {
+        name: bits(x) for name, x in wanted._asdict().items()
+    }
+    limit = 127 if case.dtype == "int8" else float(jnp.finfo(case.dtype).max)
+    assert got.q[1, 2] == -limit
+    assert got.amax == jnp.abs(x).max()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_reference_is_the_cast_of_the_ops(rounding):
+    x = jax.random.normal(jax.random.key(0), (24, 40), jnp.bfloat16)
+    key, scale = jax.random.key(5), jnp.full((1, 1), 0.01)
+    spec = TensorSpec("float8_e5m2", rounding=rounding)
+    seeds = noise_seeds(key) if rounding == "stochastic" else None
+    q = reference.quantize(x, scale, dtype="float8_e5m2", seeds=seeds).q
+    assert bits(q) == bits(quantize_with_scale(x, spec, scale, key=key).qvalue)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_an_amax_shows_what_is_not_finite(bad):
+    x = jnp.ones((64, 256)).at[33, 77].set(bad)
+    got = tpu.quantize(x, jnp.ones((1, 1)), dtype="float8_e4m3fn", interpret=True)
+    assert np.isnan(got.amax) if np.isnan(bad) else got.amax == jnp.inf
+    assert np.isnan(float(got.q[33, 77])) if np.isnan(bad) else abs(float(got.q[33, 77])) == 448
+
+
+def test_blocks_and_vmap_change_nothing():
+    x = jax.random.normal(jax.random.key(0), (3, 160, 512))
+    scale = jnp.exp2(jnp.array([-7.0, -6.0, -5.0])).reshape(3, 1, 1)
+    seeds = jnp.arange(6, dtype=jnp.uint32).reshape(3, 2)
+
+    def run(x, scale, seeds):
+        return tpu.quantize(x, scale, dtype="int8", seeds=seeds, interpret=True, blocks=(64, 128))
+
+    got = jax.jit(jax.vmap(run))(x, scale, seeds)
+    for i in range(3):
+        wanted = reference.quantize(x[i], scale[i], dtype="int8", seeds=seeds[i])
+        assert bits(got.q[i]) == bits(wanted.q)
+        assert got.amax[i] == wanted.amax

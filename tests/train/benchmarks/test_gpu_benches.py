@@ -1,0 +1,68 @@
+"""What is measured on a GPU runs on a CPU at small shapes, or says why not."""
+
+import dataclasses
+
+import pytest
+
+from jaxquant.kernels.quantize import cases as casts
+from jaxquant.kernels.quantize import gpu as quantize_gpu
+from train.benchmarks import gpu_kernels
+from train.benchmarks.gemms import Contender, measure_gemm_set
+from train.benchmarks.gpu_kernels import CASTS, PRODUCTS, measure_kernels
+from train.benchmarks.layer_step import TINY, measure_layer_step
+from train.benchmarks.plot import speedups
+
+
+def test_a_layer_is_timed_against_bf16_in_one_run():
+    small = dataclasses.replace(TINY, emb_dim=32, mlp_dim=32, num_query_heads=1, head_dim=32)
+    contenders = (Contender("jax"), Contender("native", "fp8"), Contender("native", "fp8", "pallas"))
+    bf16, fp8, pallas = measure_layer_step(small, 1, contenders, batch=1, length=16)
+    assert bf16["speedup"] == 1
+    assert fp8["step ms"] > 0
+    assert (fp8["recipe"], pallas["recipe"]) == ("fp8", "fp8 pallas")
+    assert "on CPUs kernels are interpreted" in pallas["note"]
+
+
+def test_torch_says_why_it_does_not_run():
+    class Small:
+        tokens, gemms, flops = 16, ((16, 16),), 8192
+
+    row = measure_gemm_set(Small(), 1, (Contender("jax"), Contender("torch", "fp8")))[1]
+    assert row["library"] == "torch"
+    assert "did not run: " in row["note"]
+    assert "torch" in row["note"]
+
+
+def test_kernels_are_refused_where_there_is_no_gpu():
+    rows = measure_kernels(1, (CASTS[0], PRODUCTS[0]))
+    assert [row["kernel"] for row in rows] == ["quantize", "matmul"]
+    assert all("the device here is cpu" in row["note"] for row in rows)
+
+
+@pytest.mark.parametrize("speedup", [0.5, 2.0])
+def test_bars_are_as_long_as_speedups(speedup):
+    names = {"library": "native", "recipe": "fp8"}
+    rows = [
+        names | {"speedup": speedup},
+        names | {"speedup": 1.0},
+        {"library": "aqt", "recipe": "int8", "speedup": "–"},
+    ]
+    text = speedups("a <title>", rows)
+    assert "a &lt;title&gt;" in text
+    assert "aqt" not in text
+    assert f'width="{420 * speedup / max(1, speedup):.1f}"' in text
+
+
+@pytest.mark.parametrize(("add", "equal", "note"), [(0, 1.0, ""), (1, 0.75, "WRONG: differs from its reference")])
+def test_a_kernel_that_differs_from_its_reference_is_wrong(monkeypatch, add, equal, note):
+    def quantize(x, scale, **options):
+        out = reference(x, scale, **options)
+        return out._replace(q=out.q.at[: len(out.q) // 2].add(add))
+
+    reference = gpu_kernels.quantize_reference.quantize
+    monkeypatch.setattr(quantize_gpu, "quantize", quantize)
+    monkeypatch.setattr(quantize_gpu, "refusal", lambda *args, **options: None)
+    [row] = measure_kernels(1, [casts.Case((64, 128), "int8", noisy=True, transposed=True)])
+    assert row["equal"] == pytest.approx(equal, abs=0.001)
+    assert row["note"] == note
+    assert row["kernel ms"] > 0

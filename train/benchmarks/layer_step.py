@@ -1,0 +1,131 @@
+"""One decoder layer of Llama 3 8B, forward and backward, timed under every recipe and library in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant import state as quantization_state
+from jaxquant.inject.model import maybe_quantize_model
+from train.attention import choose, visibility
+from train.benchmarks.gemms import FAILURES, Contender
+from train.benchmarks.schemes import Row, tell, undisturbed
+from train.model import DecoderConfig, DecoderLayer
+
+LLAMA = DecoderConfig(
+    vocab_size=128256,
+    emb_dim=4096,
+    mlp_dim=14336,
+    num_layers=1,
+    num_query_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype="bfloat16",
+)
+TINY = dataclasses.replace(LLAMA, emb_dim=128, mlp_dim=256, num_query_heads=2, num_kv_heads=1, head_dim=64)
+"""A layer that a CPU runs in milliseconds."""
+CONTENDERS = (
+    Contender("jax"),
+    Contender("qwix", "fp8_full"),
+    Contender("aqt", "int8"),
+    *(Contender("native", recipe) for recipe in ("fp8", "fp8_current", "fp8_full", "int8")),
+    *(Contender("native", recipe, "pallas") for recipe in ("fp8", "fp8_current", "int8")),
+)
+
+
+class _Step:
+    """The compiled gradient of one layer."""
+
+    def __init__(self, contender: Contender, config: DecoderConfig, batch: int, length: int):
+        tokens = jnp.zeros((batch, length), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        x = jax.random.normal(jax.random.key(0), (batch, length, config.emb_dim), jnp.bfloat16)
+        inputs = x, visibility(config.attention, tokens, None), positions
+        model = maybe_quantize_model(DecoderLayer(config), contender.config(), *inputs)
+        keys = {"params": jax.random.key(1), "quant": jax.random.key(2)}
+        self._params, self._state = quantization_state.split(jax.jit(model.init)(keys, *inputs))
+        self._inputs = inputs
+
+        def loss(params: Any, state: Any, inputs: Any) -> jax.Array:
+            out, _ = model.apply(quantization_state.merge(params, state), *inputs, rngs={"quant": jax.random.key(3)})
+            return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+        def step(params: Any, state: Any, inputs: Any) -> Any:
+            whole = lambda params, state, x: loss(params, state, (x, *inputs[1:]))  # noqa: E731
+            gradients, state, x = jax.grad(whole, argnums=(0, 1, 2))(params, state, inputs[0])
+            return gradients, state, x
+
+        self._step = jax.jit(step)
+        self.contender, self.times = contender, []
+        for _ in range(3):  # compile it, warm its histories, compile that
+            self.run()
+
+    def run(self) -> float:
+        began = time.perf_counter()
+        _, self._state, _ = jax.block_until_ready(self._step(self._params, self._state, self._inputs))
+        return time.perf_counter() - began
+
+    def measure(self) -> None:
+        self.times.append(self.run())
+
+
+def measure_layer_step(
+    config: DecoderConfig = LLAMA,
+    rounds: int = 20,
+    contenders: Sequence[Contender] = CONTENDERS,
+    batch: int = 2,
+    length: int = 8192,
+) -> list[Row]:
+    """Time forward and backward of one decoder layer of Llama 3 8B: parameters in float32, activations in bf16.
+
+    Every contender runs once a round; `step ms` is the median. `speedup` is the median over rounds of the unquantized
+    layer's time over the contender's in that round. All have the attention that is in the row.
+
+    Args:
+      config: the layer.
+      rounds: measurements of each.
+      contenders: what is compared, with the first one. One that cannot run here says why in its row.
+      batch, length: sequences and their tokens.
+    """
+    kind = choose("auto", jax.default_backend(), config.head_dim, length, config.dtype)
+    config = dataclasses.replace(config, attention=kind)
+    steps: list[_Step] = []
+    failed: list[Row] = []
+    for contender in contenders:
+        began = time.perf_counter()
+        name = {
+            "library": contender.library,
+            "recipe": f"{contender.recipe or 'none'} {contender.implementation}".strip(),
+        }
+        try:
+            steps.append(_Step(contender, config, batch, length))
+        except FAILURES as error:
+            if not steps:
+                raise
+            why = str(error).splitlines()[0]
+            failed.append(name | {"attention": kind, "step ms": "–", "speedup": "–", "note": f"did not run: {why}"})
+        tell(f"compiled layer {' '.join(name.values())} in {time.perf_counter() - began:.1f} s")
+    with undisturbed():
+        for _ in range(rounds):
+            for step in steps:
+                step.measure()
+    base = steps[0].times
+    return [_row(step, kind, base) for step in steps] + failed
+
+
+def _row(step: _Step, kind: str, base: Sequence[float]) -> Row:
+    contender = step.contender
+    return {
+        "library": contender.library,
+        "recipe": f"{contender.recipe or 'none'} {contender.implementation}".strip(),
+        "attention": kind,
+        "step ms": round(1000 * statistics.median(step.times), 3),
+        "speedup": round(statistics.median(b / a for a, b in zip(step.times, base, strict=True)), 3),
+        "note": "",
+    }
