@@ -55,12 +55,7 @@ def dot_general(
     Raises:
       ValueError: the kernel has no static scale for the activation, and the recipe asks for one.
     """
-    spec = recipe.resolve("fwd", "lhs")
-    if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
-        raise ValueError(
-            f"recipe {recipe.name!r} scales activations by a static scale and the converted kernel of shape "
-            f"{weight.shape} has no input_scale beside it; convert the model with this recipe"
-        )
+    check_input_scale(recipe, weight)
     out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, weight.dtype)).name
     static = _Static(recipe, dims, out_dtype, precision, out_sharding, implementation)
     return with_input_gradient(functools.partial(_contract, static), dims, lhs, weight, key)
@@ -95,6 +90,45 @@ def _contract(static: _Static, lhs: Array, weight: ConvertedKernel, key: Array |
     )
 
 
+def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:
+    """Refuse a kernel without the static scale of the activation that a recipe asks for.
+
+    Args:
+      recipe: all numbers.
+      weight: the converted kernel.
+
+    Raises:
+      ValueError: it has none.
+    """
+    spec = recipe.resolve("fwd", "lhs")
+    if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
+        raise ValueError(
+            f"recipe {recipe.name!r} scales activations by a static scale and the converted kernel of shape "
+            f"{weight.shape} has no input_scale beside it; convert the model with this recipe"
+        )
+
+
+def check_scales(op: str, weight: ConvertedKernel, axes: tuple[int, ...]) -> None:
+    """Refuse a kernel whose scales an op without blocks cannot multiply into its result.
+
+    Args:
+      op: its name.
+      weight: the converted kernel.
+      axes: along which scales may vary.
+
+    Raises:
+      NotImplementedError: says which scales it has and which are taken.
+    """
+    tensor = weight.tensor
+    is_plain = tensor.codec is None and tensor.zero_point is None and tensor.outer_scale is None
+    sizes = () if tensor.codec is not None else zip(tensor.scale.shape, tensor.shape, strict=True)
+    if not is_plain or any(n not in ((1, size) if axis in axes else (1,)) for axis, (n, size) in enumerate(sizes)):
+        raise NotImplementedError(
+            f"{op} takes a converted kernel with one scale, or one for each element of axes {axes}, got "
+            f"{tensor.description}; convert the kernel by this op"
+        )
+
+
 def with_input_gradient(
     run: Callable[..., Array],
     dims: Dimensions,
@@ -116,17 +150,10 @@ def with_input_gradient(
       side: which operand of ``dims`` the activation is, "lhs" or "rhs".
     """
 
-    @jax.custom_vjp
-    def call(activation, weight, rest):
-        return run(activation, weight, *rest)
-
-    def forward(activation, weight, rest):
-        return call(activation, weight, rest), weight  # so that the value of a vjp has its derivative, too
-
-    dtype, place = activation.dtype, Placement.of(activation, weight.tensor.qvalue)
+    place = Placement.of(activation, weight.tensor.qvalue)
     backward_dims, order = dims.for_dlhs() if side == "lhs" else dims.for_drhs()
 
-    def backward(weight, grad):
+    def gradient(grad: Array, weight: ConvertedKernel, *_: Any) -> Array:
         out = contract(
             grad,
             weight.tensor,
@@ -135,7 +162,32 @@ def with_input_gradient(
             precision=jax.lax.Precision.HIGHEST,
             out_sharding=place.sharding_before(order),
         )
-        return fit_varying(out.transpose(order).astype(dtype), place.varying), None, None
+        return fit_varying(out.transpose(order).astype(activation.dtype), place.varying)
+
+    return straight_through(run, gradient, activation, weight, *rest)
+
+
+def straight_through(
+    run: Callable[..., Array], gradient: Callable[..., Array], activation: Array, weight: ConvertedKernel, *rest: Any
+) -> Array:
+    """Compute ``run(activation, weight, *rest)`` with a gradient of the activation alone.
+
+    Args:
+      run: any contraction of an activation with a converted kernel.
+      gradient: (output gradient, kernel, *rest) -> that of the activation.
+      activation, weight, rest: operands.
+    """
+
+    @jax.custom_vjp
+    def call(activation, weight, rest):
+        return run(activation, weight, *rest)
+
+    def forward(activation, weight, rest):
+        return call(activation, weight, rest), (weight, rest)  # so that the value of a vjp has its derivative, too
+
+    def backward(saved, grad):
+        weight, rest = saved
+        return gradient(grad, weight, *rest).astype(activation.dtype), None, None
 
     call.defvjp(forward, backward)
     return call(activation, weight, rest)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import absolute, quantize_with_scale
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
@@ -32,9 +32,10 @@ from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops import arguments
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype
+from jaxquant.ops.converted import check_input_scale, check_scales, straight_through
 from jaxquant.ops.gradients import first_order
 from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, quantize_rows, quantize_weights
-from jaxquant.ops.operand import forward_key, scale_dtype
+from jaxquant.ops.operand import forward_key, input_scale, scale_dtype
 from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, unsupported
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -59,7 +60,7 @@ def initial_state(recipe: Recipe, groups: int) -> QuantState:
 
 def ragged_dot(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G K N"],
+    rhs: Float[Array, "G K N"] | ConvertedKernel,
     group_sizes: Int[Array, " G"],
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -74,7 +75,7 @@ def ragged_dot(
 
     Args:
       lhs: activations, the rows of each group beside each other.
-      rhs: weights.
+      rhs: weights; converted ones, of ``convert_kernel``, need no state and get no gradient.
       group_sizes: rows of each group, in order; they may be 0, and their sum at most M.
       precision, preferred_element_type: as in ``ops.dot_general``.
       recipe: all numbers.
@@ -87,21 +88,48 @@ def ragged_dot(
       NotImplementedError: tiles, asymmetric ranges, shards or sparsity in the recipe; a mesh in the operands' types.
     """
     _check(lhs, rhs, group_sizes, recipe)
-    arguments.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
     precision = arguments.hashable_precision(precision)
     out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name
-    static = _Static(recipe, lhs.dtype.name, rhs.dtype.name, out, precision)
+    static = _Static(recipe, lhs.dtype.name, jnp.dtype(rhs.dtype).name, out, precision)
+    if isinstance(rhs, ConvertedKernel):
+        check_input_scale(recipe, rhs)
+        run, gradient = functools.partial(_served, static), functools.partial(_served_gradient, static)
+        return straight_through(run, gradient, lhs, rhs, group_sizes, key)
+    arguments.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
     return _ragged(static, lhs, rhs, group_sizes, state or {}, key)
 
 
-def _check(lhs: Array, rhs: Array, group_sizes: Array, recipe: Recipe) -> None:
+def convert_kernel(
+    recipe: Recipe, rhs: Float[Array, "G K N"], state: QuantState
+) -> tuple[QTensor, Float[Array, "G 1 1"] | None]:
+    """Quantize weights as the forward pass does, for serving.
+
+    Args:
+      recipe: all numbers; it must quantize weights.
+      rhs: weights, in the dtype in which the op reads them.
+      state: as for ``ragged_dot``.
+
+    Returns:
+      The weights and the static scale of each group's activations, None where these are scaled dynamically; 0 of a
+      group that was never seen.
+    """
+    tensor, _ = _forward_weights(recipe, rhs, state, None)
+    assert isinstance(tensor, QTensor)
+    scale = jax.vmap(lambda state: input_scale(recipe, state))(state) if state else input_scale(recipe, state)
+    return tensor, None if scale is None else scale.reshape(-1, 1, 1)
+
+
+def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
             f"ragged_dot takes lhs [M, K], rhs [G, K, N] and group_sizes [G], got {lhs.shape}, {rhs.shape} and "
             f"{group_sizes.shape}"
         )
-    arguments.check_float("ragged_dot", lhs=lhs, rhs=rhs)
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+    weights = rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs
+    if isinstance(rhs, ConvertedKernel):
+        check_scales("ragged_dot", rhs, (0, 2))
+    arguments.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, ConvertedKernel) else {"rhs": rhs}))
+    for name, operand in (("lhs", lhs), ("rhs", weights)):
         if varying_axes(operand) or explicit_sharding(operand) is not None:
             raise NotImplementedError(
                 f"ragged_dot {name} is split over devices in its type (shard_map, or an explicit mesh); scales of "
@@ -120,15 +148,9 @@ def _ragged(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantS
 def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantState, key: Array | None):
     recipe, ids = static.recipe, group_of_rows(sizes, lhs.shape[0])
     left, lhs_seen = _forward_rows(static, lhs, ids, sizes, state, key)
-    right, rhs_seen = _forward_weights(static, rhs, state, key)
-    if isinstance(left, Rows) and isinstance(right, QTensor):
-        out = _multiply(left.qvalue, right.qvalue, sizes, _FORWARD, static, recipe.fwd.accumulator, "DEFAULT")
-        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(right.scale[:, 0], ids))
-    else:
-        left = left.dequantize(ids, static.rhs_dtype) if isinstance(left, Rows) else left
-        right = dequantize(right, static.lhs_dtype) if isinstance(right, QTensor) else right
-        out = _multiply(left, right, sizes, _FORWARD, static, None, None)
-    out = jnp.where((ids < sizes.size)[:, None], out, 0).astype(static.out_dtype)
+    right, rhs_seen = _forward_weights(recipe, rhs, state, key)
+    left, right = _alike(static, left, right, ids)
+    out = _product(static, left, right, ids, sizes)
     kept = (
         _kept_rows(left, lhs, recipe.drhs.lhs, ids, sizes, key),
         _kept_weights(right, rhs, recipe.dlhs.rhs, key),
@@ -168,6 +190,44 @@ def _ragged_bwd(static: _Static, residuals, grad: Array):
 
 
 _ragged.defvjp(_forward, _ragged_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _served(static: _Static, lhs: Array, weight: ConvertedKernel, sizes: Array, key: Array | None) -> Array:
+    ids, spec = group_of_rows(sizes, lhs.shape[0]), static.recipe.fwd.lhs
+    left: Rows | Array = lhs
+    if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
+        assert weight.input_scale is not None
+        left = _rows_with_scale(static, lhs, spec, ids, weight.input_scale.reshape(-1, 1))
+    elif isinstance(spec, TensorSpec):
+        left = quantize_rows(lhs, spec, ids, sizes, False, forward_key(lhs, spec, key))
+    left, right = _alike(static, left, weight.tensor, ids)
+    return _product(static, left, right, ids, sizes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _served_gradient(static: _Static, grad: Array, weight: ConvertedKernel, sizes: Array, key: Array | None) -> Array:
+    """Compute the gradient that the dequantized weights give."""
+    ids, rhs = group_of_rows(sizes, grad.shape[0]), dequantize(weight.tensor, grad.dtype.name)
+    return jnp.where((ids < sizes.size)[:, None], _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST"), 0)
+
+
+def _alike(static: _Static, left: Rows | Array, right: QTensor | Array, ids: Array) -> Any:
+    """Return both operands quantized, or both float."""
+    if isinstance(left, Rows) and isinstance(right, QTensor):
+        return left, right
+    left = left.dequantize(ids, static.rhs_dtype) if isinstance(left, Rows) else left
+    return left, dequantize(right, static.lhs_dtype) if isinstance(right, QTensor) else right
+
+
+def _product(static: _Static, left: Any, right: Any, ids: Array, sizes: Array) -> Array:
+    """Multiply the forward operands, rows behind the last group giving zeros."""
+    if isinstance(left, Rows):
+        out = _multiply(left.qvalue, right.qvalue, sizes, _FORWARD, static, static.recipe.fwd.accumulator, "DEFAULT")
+        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(right.scale[:, 0], ids))
+    else:
+        out = _multiply(left, right, sizes, _FORWARD, static, None, None)
+    return jnp.where((ids < sizes.size)[:, None], out, 0).astype(static.out_dtype)
 
 
 def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Array, key: Array | None) -> Array:
@@ -223,16 +283,20 @@ def _delayed_rows(
 ):
     """Quantize rows with the scale of their group's history. Returns them and (scale, amax) of each group."""
     amax = group_amax(x, ids, state["scale"].shape[0]).max(axis=1)
-    scale = _current_scale(static, state, amax, spec, floor)
+    scale = _current_scale(static.recipe, state, amax, spec, floor)
+    return _rows_with_scale(static, x, spec, ids, scale), (scale, amax)
+
+
+def _rows_with_scale(static: _Static, x: Array, spec: TensorSpec, ids: Array, scale: Array) -> Rows:
     rows = quantize_with_scale(x, spec, of_rows(scale, ids), compute_dtype=scale_dtype(static.recipe, x.dtype.name))
-    return Rows(rows.qvalue, scale, True), (scale, amax)
+    return Rows(rows.qvalue, scale, True)
 
 
 def _current_scale(
-    static: _Static, state: delayed.TensorState, amax: Array, spec: TensorSpec, floor: float = SMALLEST_SCALE
+    recipe: Recipe, state: delayed.TensorState, amax: Array, spec: TensorSpec, floor: float = SMALLEST_SCALE
 ) -> Array:
-    assert static.recipe.delayed is not None
-    one = functools.partial(delayed.current_scale, element=element(spec.dtype), spec=static.recipe.delayed, floor=floor)
+    assert recipe.delayed is not None
+    one = functools.partial(delayed.current_scale, element=element(spec.dtype), spec=recipe.delayed, floor=floor)
     return jax.vmap(one)(state, amax)
 
 
@@ -245,15 +309,15 @@ def _forward_rows(static: _Static, x: Array, ids: Array, sizes: Array, state: Qu
     return quantize_rows(x, spec, ids, sizes, False, forward_key(x, spec, key)), None
 
 
-def _forward_weights(static: _Static, x: Array, state: QuantState, key: Array | None):
-    spec = static.recipe.fwd.rhs
+def _forward_weights(recipe: Recipe, x: Array, state: QuantState, key: Array | None):
+    spec = recipe.fwd.rhs
     if not isinstance(spec, TensorSpec):
         return x, None
     if spec.scaling != "delayed":
         return quantize_weights(x, spec, 0, key), None
     amax = jnp.max(absolute(x), axis=(1, 2))
-    scale = _current_scale(static, state["kernel"], amax, spec)
-    compute = scale_dtype(static.recipe, x.dtype.name)
+    scale = _current_scale(recipe, state["kernel"], amax, spec)
+    compute = scale_dtype(recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), (scale, amax)
 
 

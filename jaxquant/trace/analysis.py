@@ -302,8 +302,9 @@ class Analysis:
         """Set the batch axes and the number of outputs."""
         shape = site.shapes[side]
         if site.operation == "conv_general_dilated":
-            site.batch = ()
-            site.out_features = shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            feature = eqn.params["dimension_numbers"].rhs_spec[0]
+            site.batch, site.out_features = (), shape[feature]
+            site.weight_axes = tuple(axis for axis in range(len(shape)) if axis != feature), ()
             return
         if site.operation == "dot_general":
             groups, numbers = (), eqn.params["dimension_numbers"]
@@ -311,7 +312,7 @@ class Analysis:
             ragged = eqn.params["ragged_dot_dimension_numbers"]
             groups, numbers = tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
         contract, batch = (tuple(axes[side]) for axes in numbers)
-        site.weight_axes = contract, batch
+        site.weight_axes = contract, (*groups, *batch)
         site.batch = tuple(shape[axis] for axis in (*groups, *batch))
         site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
 

@@ -196,17 +196,20 @@ def contract(
     """
     recipe = site.recipe
     assert recipe is not None
+    given: dict[str, Any] = {}
+    if site.side is not None and not isinstance(operands[site.side], ConvertedKernel):
+        given = nested_state(recipe, state)
     if site.operation == "ragged_dot_general":
         lhs, rhs, sizes = operands
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
-        out_dtype, given = eqn.outvars[0].aval.dtype, nested_state(recipe, state)
+        out_dtype = eqn.outvars[0].aval.dtype
         return ragged_dot(lhs, rhs, sizes, eqn.params["precision"], out_dtype, recipe=recipe, state=given, key=key)
     if site.operation == "conv_general_dilated":
         lhs, rhs = operands
         options = {name: eqn.params[name] for name in _CONVOLUTION}
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
         options["preferred_element_type"] = eqn.outvars[0].aval.dtype
-        return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=nested_state(recipe, state), key=key)
+        return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=given, key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     activation, weight = operands
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
@@ -230,11 +233,8 @@ def contract(
     )
     sizes = tuple(weight.shape[axis] for axis in batch[1])
     weight = _batch_first(weight, batch[1])
-    given: dict[str, Any] = {}
     if isinstance(weight, ConvertedKernel):
         weight = stacked(weight, sizes)
-    else:
-        given = nested_state(recipe, state)
     for _ in range(groups):
         op = jax.vmap(op)
     if key is not None and groups:

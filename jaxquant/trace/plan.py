@@ -28,7 +28,7 @@ class Contraction:
       leaves: what the weight is made of.
       stack: the scans that slice it.
       batch: sizes of its batch axes.
-      weight_axes: of a dot_general, the contraction and the batch axes of the weight.
+      weight_axes: the contraction axes of the weight, and its batch axes, groups first.
       out_features: number of outputs.
       path: of the layer.
       names: paths of the leaves.

@@ -167,9 +167,7 @@ class Routes:
             lost = self._lose(eqn, ins, f"{site.operation} in float ({site.reason})")
             return lost if all(each is not None for each in ins) else [None] * len(eqn.outvars)
         self.weights[site] = weight
-        if isinstance(weight, Route) and site.operation != "dot_general":
-            self._stop(weight, site.operation, site.path)
-        elif isinstance(weight, Route) and weight.obstacle:
+        if isinstance(weight, Route) and weight.obstacle:
             self._stop(weight, f"{site.operation} after it {weight.obstacle}", site.path, is_obstructed=True)
         return [None] * len(eqn.outvars)
 
