@@ -94,3 +94,36 @@ def test_a_convolution_whose_recipe_does_not_run_stays_float_with_its_reason():
     assert stored(converted["params"]) == {"last/kernel"}
     server = maybe_quantize_model(Linen(), config | {"checkpoint_is_quantized": True}, X)
     np.testing.assert_array_equal(jax.jit(quantized.apply)(variables, X), jax.jit(server.apply)(converted, X))
+
+
+EXPERTS = X[..., None] * jnp.array([1.0, 4.0, 9.0])
+
+
+class LinenExperts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Einsum((4, 3, 8), "bsde,def->bsef", use_bias=False, name="experts")(x)
+
+
+class NnxExperts(nnx.Module):
+    def __init__(self):
+        self.experts = nnx.Einsum("bsde,def->bsef", (4, 3, 8), None, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.experts(x)
+
+
+@pytest.mark.parametrize("string", ["fp8", "fp8_current", "int8"])
+def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string):
+    """Training quantizes each expert by itself; so does conversion."""
+    config, x = {"quantization": string, "quant_backend": "native"}, EXPERTS
+    quantized = maybe_quantize_model(LinenExperts(), config, x)
+    variables = filled(jax.eval_shape(quantized.init, jax.random.key(0), x))
+    converted = convert(variables, config, x, model=LinenExperts())
+    assert converted["params"]["experts"]["kernel"].scale.shape[1] == 3
+    server = maybe_quantize_model(LinenExperts(), config | {"checkpoint_is_quantized": True}, x)
+    np.testing.assert_array_equal(jax.jit(quantized.apply)(variables, x), jax.jit(server.apply)(converted, x))
+    trained = maybe_quantize_model(NnxExperts(), config, x)
+    nnx.update(trained, filled(nnx.to_pure_dict(nnx.state(trained, state.QuantState))))
+    served, run = convert(trained, config, x), nnx.jit(lambda model: model(x))
+    np.testing.assert_array_equal(run(trained), run(served))
