@@ -65,7 +65,7 @@ class LayerKernel:
         """Batch axes along which each element is quantized by itself, with state of its own."""
         spec = self.recipe.fwd.rhs
         is_split = self.backend == "native" and isinstance(spec, TensorSpec) and spec.granularity == "per_tensor"
-        return self.batch if is_split else ()
+        return self.batch if is_split and not self.recipe.shares_experts else ()
 
     def convert(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
         """Convert the kernel of one layer.

@@ -34,7 +34,16 @@ from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_input_scale, check_scales, straight_through
 from jaxquant.ops.gradients import first_order
-from jaxquant.ops.groups import Rows, group_amax, group_of_rows, of_rows, quantize_rows, quantize_weights
+from jaxquant.ops.groups import (
+    Rows,
+    group_amax,
+    group_of_rows,
+    of_rows,
+    quantize_rows,
+    quantize_weights,
+    scaling_groups,
+    with_groups,
+)
 from jaxquant.ops.operand import forward_key, input_scale, scale_dtype
 from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, unsupported
 
@@ -53,8 +62,13 @@ class _Static:
 
 
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
-    """Make the quant state of a ragged matmul: that of ``ops.dot_general`` with a leading axis of groups."""
+    """Make the quant state of a ragged matmul: that of ``ops.dot_general`` with a leading axis of groups.
+
+    A recipe that shares scales of experts has one state for all groups, without that axis.
+    """
     state = arguments.initial_state(recipe)
+    if recipe.shares_experts:
+        return state
     return jax.tree.map(lambda value: jnp.broadcast_to(value, (groups, *value.shape)), state)
 
 
@@ -110,9 +124,10 @@ def convert_kernel(
       state: as for ``ragged_dot``.
 
     Returns:
-      The weights and the static scale of each group's activations, None where these are scaled dynamically; 0 of a
-      group that was never seen.
+      The weights and the static scale of each group's activations (or of all), None where these are scaled
+      dynamically; 0 of a group that was never seen.
     """
+    state = with_groups(recipe, state)
     tensor, _ = _forward_weights(recipe, rhs, state, None)
     assert isinstance(tensor, QTensor)
     scale = jax.vmap(lambda state: input_scale(recipe, state))(state) if state else input_scale(recipe, state)
@@ -147,13 +162,14 @@ def _ragged(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantS
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantState, key: Array | None):
     recipe, ids = static.recipe, group_of_rows(sizes, lhs.shape[0])
-    left, lhs_seen = _forward_rows(static, lhs, ids, sizes, state, key)
-    right, rhs_seen = _forward_weights(recipe, rhs, state, key)
+    given = with_groups(recipe, state)
+    left, lhs_seen = _forward_rows(static, lhs, ids, sizes, given, key)
+    right, rhs_seen = _forward_weights(recipe, rhs, given, key)
     left, right = _alike(static, left, right, ids)
     out = _product(static, left, right, ids, sizes)
     kept = (
-        _kept_rows(left, lhs, recipe.drhs.lhs, ids, sizes, key),
-        _kept_weights(right, rhs, recipe.dlhs.rhs, key),
+        _kept_rows(static, left, lhs, recipe.drhs.lhs, ids, sizes, key),
+        _kept_weights(recipe, right, rhs, recipe.dlhs.rhs, key),
         clip_mask(lhs, recipe.fwd.lhs, QTensor(left.qvalue, left.spread(ids)) if isinstance(left, Rows) else None),
         clip_mask(rhs, recipe.fwd.rhs, right if isinstance(right, QTensor) else None),
     )
@@ -165,6 +181,7 @@ def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: Quant
 def _backward(static: _Static, residuals, grad: Array):
     (lhs, rhs, lhs_mask, rhs_mask), sizes, state, lhs_seen, rhs_seen, key = residuals
     recipe, ids = static.recipe, group_of_rows(sizes, grad.shape[0])
+    state = with_groups(recipe, state)
     if key is None and recipe.is_stochastic:
         key = content_key(grad)
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
@@ -172,14 +189,15 @@ def _backward(static: _Static, residuals, grad: Array):
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
         shared, grad_seen = _delayed_rows(
-            static, grad, recipe.dlhs.lhs, ids, state["output_grad"], SMALLEST_GRADIENT_SCALE
+            static, grad, recipe.dlhs.lhs, ids, sizes, state["output_grad"], SMALLEST_GRADIENT_SCALE
         )
     dlhs = _dlhs(static, grad, shared, rhs, ids, sizes, keys[0])
     drhs = _drhs(static, grad, shared, lhs, ids, sizes, keys[1])
     observe = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))  # pyright: ignore[reportArgumentType]
     observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {name: observe(old, *observations[name]) for name, old in state.items()}
-    observed = {name: _only_used(new, sizes) for name, new in observed.items()}
+    observed = {name: _only_used(new, scaling_groups(recipe, ids, sizes)[1]) for name, new in observed.items()}
+    observed = jax.tree.map(lambda x: x[0], observed) if recipe.shares_experts else observed
     dlhs, drhs = masked(dlhs, lhs_mask, static.lhs_dtype), masked(drhs, rhs_mask, static.rhs_dtype)
     return dlhs, drhs, None, observed, None
 
@@ -200,7 +218,7 @@ def _served(static: _Static, lhs: Array, weight: ConvertedKernel, sizes: Array, 
         assert weight.input_scale is not None
         left = _rows_with_scale(static, lhs, spec, ids, weight.input_scale.reshape(-1, 1))
     elif isinstance(spec, TensorSpec):
-        left = quantize_rows(lhs, spec, ids, sizes, False, forward_key(lhs, spec, key))
+        left = quantize_rows(static.recipe, lhs, spec, ids, sizes, False, forward_key(lhs, spec, key))
     left, right = _alike(static, left, weight.tensor, ids)
     return _product(static, left, right, ids, sizes)
 
@@ -237,7 +255,7 @@ def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Ar
         rhs = dequantize(rhs, grad.dtype.name) if isinstance(rhs, QTensor) else rhs
         out = _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST")
     elif not isinstance(rhs, QTensor):
-        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
+        left = shared or quantize_rows(static.recipe, grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
         out = _multiply(left.dequantize(ids, rhs.dtype.name), rhs, sizes, _DLHS, static, None, "HIGHEST")
     else:
         scale = rhs.scale[:, :, 0]  # [G, 1] or, of an own quantization along N, [G, K]
@@ -245,7 +263,7 @@ def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Ar
             unit = power_of_two_below(jnp.max(rhs.scale))  # as in dot_general.align
             grad = grad.astype(jnp.float32) * of_rows(rhs.scale[:, 0] / unit, ids)
             scale = jnp.broadcast_to(unit, (sizes.size, 1))
-        left = shared or quantize_rows(grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
+        left = shared or quantize_rows(static.recipe, grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
         out = _multiply(left.qvalue, rhs.qvalue, sizes, _DLHS, static, matmul.accumulator, "HIGHEST")
         out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(scale, ids))
     return jnp.where((ids < sizes.size)[:, None], out, 0)
@@ -258,14 +276,14 @@ def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Ar
         lhs = lhs.dequantize(ids, grad.dtype.name) if isinstance(lhs, Rows) else lhs
         return _multiply(lhs, grad, sizes, _DRHS, static, None, "HIGHEST")
     if not isinstance(lhs, Rows):
-        right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
+        right = shared or quantize_rows(static.recipe, grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
         return _multiply(lhs, right.dequantize(ids, lhs.dtype.name), sizes, _DRHS, static, None, "HIGHEST")
     if lhs.by_group:
         scale = lhs.scale
     else:  # forward by row: multiplied into the gradient
         unit = power_of_two_below(jnp.max(lhs.scale))
         grad, scale = grad.astype(jnp.float32) * (lhs.scale / unit), jnp.broadcast_to(unit, (sizes.size, 1))
-    right = shared or quantize_rows(grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
+    right = shared or quantize_rows(static.recipe, grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
     out = _multiply(lhs.qvalue, right.qvalue, sizes, _DRHS, static, matmul.accumulator, "HIGHEST")
     return scaled(static.recipe, static.out_dtype, out, scale[:, :, None], right.scale[:, None, :])
 
@@ -278,11 +296,13 @@ def _delayed_rows(
     x: Array,
     spec: TensorSpec,
     ids: Array,
+    sizes: Array,
     state: delayed.TensorState,
     floor: float = SMALLEST_SCALE,
 ):
     """Quantize rows with the scale of their group's history. Returns them and (scale, amax) of each group."""
-    amax = group_amax(x, ids, state["scale"].shape[0]).max(axis=1)
+    own, _ = scaling_groups(static.recipe, ids, sizes)
+    amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
     scale = _current_scale(static.recipe, state, amax, spec, floor)
     return _rows_with_scale(static, x, spec, ids, scale), (scale, amax)
 
@@ -305,8 +325,8 @@ def _forward_rows(static: _Static, x: Array, ids: Array, sizes: Array, state: Qu
     if not isinstance(spec, TensorSpec):
         return x, None
     if spec.scaling == "delayed":
-        return _delayed_rows(static, x, spec, ids, state["input"])
-    return quantize_rows(x, spec, ids, sizes, False, forward_key(x, spec, key)), None
+        return _delayed_rows(static, x, spec, ids, sizes, state["input"])
+    return quantize_rows(static.recipe, x, spec, ids, sizes, False, forward_key(x, spec, key)), None
 
 
 def _forward_weights(recipe: Recipe, x: Array, state: QuantState, key: Array | None):
@@ -314,26 +334,27 @@ def _forward_weights(recipe: Recipe, x: Array, state: QuantState, key: Array | N
     if not isinstance(spec, TensorSpec):
         return x, None
     if spec.scaling != "delayed":
-        return quantize_weights(x, spec, 0, key), None
+        return quantize_weights(recipe, x, spec, 0, key), None
     amax = jnp.max(absolute(x), axis=(1, 2))
+    amax = jnp.max(amax, keepdims=True) if recipe.shares_experts else amax
     scale = _current_scale(recipe, state["kernel"], amax, spec)
     compute = scale_dtype(recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), (scale, amax)
 
 
-def _kept_rows(left, lhs: Array, operand: Operand, ids: Array, sizes: Array, key: Array | None):
+def _kept_rows(static: _Static, left, lhs: Array, operand: Operand, ids: Array, sizes: Array, key: Array | None):
     """Choose what backward keeps of the activation, as in ``ops.dot_general``."""
     if operand is None:
         return lhs
     if isinstance(operand, TensorSpec):
-        left = quantize_rows(lhs, operand, ids, sizes, True, forward_key(lhs, operand, key))
+        left = quantize_rows(static.recipe, lhs, operand, ids, sizes, True, forward_key(lhs, operand, key))
     return _named(left)
 
 
-def _kept_weights(right, rhs: Array, operand: Operand, key: Array | None):
+def _kept_weights(recipe: Recipe, right, rhs: Array, operand: Operand, key: Array | None):
     if operand is None:
         return rhs
-    return _named(quantize_weights(rhs, operand, 1, key) if isinstance(operand, TensorSpec) else right)
+    return _named(quantize_weights(recipe, rhs, operand, 1, key) if isinstance(operand, TensorSpec) else right)
 
 
 def _named(kept: Any) -> Any:

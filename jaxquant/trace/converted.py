@@ -229,6 +229,7 @@ class _Job:
       steps: from the leaf to the weight, with the batch axes of the weight behind those of its scans.
       lead: number of those axes.
       axes: contraction axes of what is left.
+      batch: batch axes of it, whose elements share their scales.
     """
 
     operation: str
@@ -237,14 +238,15 @@ class _Job:
     steps: tuple[Step, ...]
     lead: int
     axes: tuple[int, ...]
+    batch: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, backend: BackendName, site: Contraction, route: Route) -> _Job:
         assert site.side is not None
         assert site.recipe is not None
         axes, batch = site.weight_axes
-        if site.operation == "ragged_dot_general":  # its op quantizes all groups
-            return cls(site.operation, backend, site.recipe, route.steps, len(site.stack), axes)
+        if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
+            return cls(site.operation, backend, site.recipe, route.steps, len(site.stack), axes, batch)
         order = batch_first(batch, len(site.shapes[site.side]))
         steps, lead = route.then((order,)).steps, len(leading_axes(site))
         return cls(site.operation, backend, site.recipe, steps, lead, without_batch(axes, batch))
@@ -259,7 +261,7 @@ def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -
     def convert_one(weight: Array, state: Any) -> tuple[QTensor, Array | None]:
         if job.operation == "ragged_dot_general":
             return ragged.convert_kernel(job.recipe, weight, state)
-        tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state)
+        tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state, job.batch)
         return tensor, None if scale is None else scale.reshape((1,) * weight.ndim)
 
     run = convert_one

@@ -113,14 +113,18 @@ class NnxExperts(nnx.Module):
         return self.experts(x)
 
 
-@pytest.mark.parametrize("string", ["fp8", "fp8_current", "int8"])
-def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string):
-    """Training quantizes each expert by itself; so does conversion."""
+@pytest.mark.parametrize(
+    ("string", "shares"),
+    [("fp8", False), ("fp8", True), ("fp8_current", False), ("fp8_current", True), ("int8", False)],
+)
+def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string, shares):
+    """Training quantizes each expert by itself; so does conversion. With the option they share one scale."""
     config, x = {"quantization": string, "quant_backend": "native"}, EXPERTS
+    config |= {"quantization_share_expert_scales": True} if shares else {}
     quantized = maybe_quantize_model(LinenExperts(), config, x)
     variables = filled(jax.eval_shape(quantized.init, jax.random.key(0), x))
     converted = convert(variables, config, x, model=LinenExperts())
-    assert converted["params"]["experts"]["kernel"].scale.shape[1] == 3
+    assert converted["params"]["experts"]["kernel"].scale.shape[1] == (1 if shares else 3)
     server = maybe_quantize_model(LinenExperts(), config | {"checkpoint_is_quantized": True}, x)
     np.testing.assert_array_equal(jax.jit(quantized.apply)(variables, x), jax.jit(server.apply)(converted, x))
     trained = maybe_quantize_model(NnxExperts(), config, x)
