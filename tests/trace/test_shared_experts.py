@@ -122,7 +122,7 @@ def test_health_has_one_row_for_all():
 
     q = jaxquant.quantize(lambda p, x: einsum(p["w"], x), FP8 | SHARE)
     p = {"w": P["scanned"][0]}
-    health = FunctionHealth(q, lambda y: jnp.sum(y * y), p, X)
+    health = FunctionHealth(q, lambda y, x: jnp.sum(y * y), p, X)
     assert len(health.rows) == 1
     assert all(np.all(np.isfinite(each)) for each in jax.tree.leaves(health(p, q.init(p, X), X)))
 
