@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import jaxquant
 from jaxquant import ops, state
 from jaxquant.config.recipes import RECIPES
+from jaxquant.config.rules import Rule
 from jaxquant.core.quantize import fake_quantize
 from jaxquant.core.recipe import MatmulSpec, Recipe, SparsitySpec, TensorSpec
 from jaxquant.inject.handle import configure_quantization
@@ -56,7 +58,7 @@ def test_numbers_are_those_of_whole_tensors(fn, string):
     y, back = jax.vjp(lambda w, x: q({"w": w}, q.init({"w": w}, x), x), w, x)
     grad = normal(4, *y.shape)
     grad = grad.at[10:].set(0) if fn is grouped else grad
-    recipe = RECIPES[string].recipe
+    recipe: Any = RECIPES[string].recipe
     fake = lambda x, spec: fake_quantize(x, whole(spec), tuple(range(x.ndim)))  # noqa: E731
     expected, _ = jax.vjp(fn, fake(w, recipe.fwd.rhs), fake(x, recipe.fwd.lhs))
     backward = [recipe.resolve("dlhs", "rhs"), recipe.resolve("drhs", "lhs"), recipe.dlhs.lhs]
@@ -95,7 +97,7 @@ def test_state_is_one_for_all_experts_and_sees_all(string):
 
 
 def test_a_batch_without_rows_is_not_seen():
-    recipe = jaxquant.QuantConfig(**FP8, **SHARE).recipe()
+    recipe: Any = jaxquant.QuantConfig.from_any(FP8 | SHARE).recipe()
     quant_state = ragged.initial_state(recipe, 3)
     run = lambda s: jnp.sum(ops.ragged_dot(X[0], P["ragged"], jnp.zeros(3, int), recipe=recipe, state=s))  # noqa: E731
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(jax.grad(run)(quant_state)))
@@ -137,7 +139,7 @@ def test_what_cannot_share_is_refused():
     spec = TensorSpec("int8", "per_tensor")
     with pytest.raises(ValueError, match="beside weight sparsity, whose masks are each expert's own"):
         Recipe("mine", fwd=MatmulSpec(spec, spec), shares_experts=True, sparsity=SparsitySpec(2, 4, 0, 1))
-    handle = configure_quantization(FP8 | SHARE)
+    handle: Any = configure_quantization(FP8 | SHARE)
     with pytest.raises(NotImplementedError, match=r"quantization_share_expert_scales true at .* use jaxquant.maybe_q"):
         handle.dot_general_cls()().init(jax.random.key(0), X[0], P["last"][..., 0], (((1,), (0,)), ((), ())))
 
@@ -147,6 +149,6 @@ def test_other_backends_refuse_it(backend):
     pytest.importorskip(backend)
     spec = TensorSpec("float8_e4m3fn", "per_tensor")
     recipe = Recipe("mine", fwd=MatmulSpec(spec, spec), shares_experts=True)
-    config = jaxquant.QuantConfig(quant_backend=backend, rules=({"path": ".*", "recipe": recipe},))
+    config = jaxquant.QuantConfig(quant_backend=backend, rules=(Rule(path=".*", recipe=recipe),))
     with pytest.raises(NotImplementedError, match=r"recipe 'mine': .* has no shares_experts True; use quant_b"):
         jaxquant.quantize(experts, config).init(P, X)
