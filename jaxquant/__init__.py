@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     from jaxquant.serving.conversion import convert
     from jaxquant.serving.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
     from jaxquant.trace.quantize import quantize
+    from jaxquant.trace.registry import register_function
 
 _DEFINED_IN = {
     "QuantConfig": "jaxquant.config.quant_config",
@@ -52,6 +53,7 @@ _DEFINED_IN = {
     "match_aqt_and_unquantized_param": "jaxquant.serving.maxtext",
     "maybe_quantize_model": "jaxquant.inject.model",
     "quantize": "jaxquant.trace.quantize",
+    "register_function": "jaxquant.trace.registry",
     "remove_quantized_params": "jaxquant.serving.maxtext",
     "save_quantized": "jaxquant.ops.remat",
 }
@@ -81,6 +83,7 @@ __all__ = [
     "maybe_quantize_model",
     "ops",
     "quantize",
+    "register_function",
     "remove_quantized_params",
     "save_quantized",
     "serving",

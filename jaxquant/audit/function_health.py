@@ -108,7 +108,7 @@ def _measured(site: Contraction) -> Any:
 
 def _stack(site: Contraction) -> tuple[int, ...]:
     scans = tuple(length for _, length in site.stack)
-    return (*scans, *site.batch) if site.operation == "dot_general" else scans
+    return contract.leading_axes(site) if site.operation == "dot_general" else scans
 
 
 def _contract(
@@ -126,14 +126,20 @@ def _contract(
     if site.side == 0:
         contracted, batch = contracted[::-1], batch[::-1]
     groups = len(batch[0])
-    (activation, over), (weight, by) = (
-        _without_batch(x, axes, first) for x, axes, first in zip((activation, weight), contracted, batch, strict=True)
-    )
-    free = [x.ndim - groups - len(over) for x in (activation, weight)]
-    dims = Dimensions.of(((over, by), ((), ())), activation.ndim - groups, weight.ndim - groups)
-    tapped = functools.partial(_tap_one, Static(site.recipe, dims, tuple(range(sum(free)))))
-    for _ in range(groups):
-        tapped = jax.vmap(tapped)
+    free = [x.ndim - groups - len(contracted[0]) for x in (activation, weight)]
+    assert site.recipe is not None
+    if site.recipe.shares_experts:
+        dims = Dimensions.of((contracted, batch), activation.ndim, weight.ndim)
+        tapped = functools.partial(_tap_one, Static(site.recipe, dims, tuple(range(groups + sum(free)))))
+    else:
+        (activation, over), (weight, by) = (
+            _without_batch(x, axes, first)
+            for x, axes, first in zip((activation, weight), contracted, batch, strict=True)
+        )
+        dims = Dimensions.of(((over, by), ((), ())), activation.ndim - groups, weight.ndim - groups)
+        tapped = functools.partial(_tap_one, Static(site.recipe, dims, tuple(range(sum(free)))))
+        for _ in range(groups):
+            tapped = jax.vmap(tapped)
     order = tuple(range(groups + sum(free)))
     if site.side == 0:  # the equation has the weight's axes first
         order = (*order[:groups], *order[groups + free[1] :], *order[groups : groups + free[1]])

@@ -114,6 +114,8 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield describe_delayed(recipe.delayed)
     if recipe.sparsity:
         yield describe_sparsity(recipe.sparsity)
+    if recipe.shares_experts:
+        yield "Experts of one weight share the scales of whole tensors, and their state."
 
 
 def describe_matmul(spec: MatmulSpec) -> str:

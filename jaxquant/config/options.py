@@ -40,6 +40,7 @@ class Options:
     amax_history_length: int = DelayedSpec().amax_history_length
     amax_margin: int = DelayedSpec().margin
     amax_init: Literal["warmup", "flax"] = DelayedSpec().amax_init
+    quantization_share_expert_scales: bool = False
     quant_cfg_path: str = ""
     replicate_quant_scale: bool = False
 
@@ -266,6 +267,13 @@ def _sparse(recipe: Recipe, options: Options, shards: int) -> Recipe:
     return dataclasses.replace(recipe, sparsity=sparsity)
 
 
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _shared(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    return dataclasses.replace(recipe, shares_experts=options.quantization_share_expert_scales)
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
@@ -276,6 +284,7 @@ GROUPS = (
     OptionGroup("shards", ("quantization_local_shard_count",), _sharded, _check_shards),
     OptionGroup("delayed", ("amax_history_length", "amax_margin", "amax_init"), _delayed, _check_delayed),
     OptionGroup("sparsity", _SPARSITY_FIELDS, _sparse, _check_sparsity),
+    OptionGroup("experts", ("quantization_share_expert_scales",), _shared),
     OptionGroup("stored scales", ("replicate_quant_scale",)),
     OptionGroup("file", ("quant_cfg_path",)),
 )
@@ -287,6 +296,7 @@ GROUPS = (
     SHARD_OPTIONS,
     DELAYED_OPTIONS,
     SPARSITY_OPTIONS,
+    EXPERT_OPTIONS,
     SCALE_OPTIONS,
     FILE_OPTIONS,
 ) = (frozenset({group}) for group in GROUPS)

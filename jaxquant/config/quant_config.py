@@ -49,6 +49,8 @@ class QuantConfig(options.Options):
       weight_sparsity_n, weight_sparsity_m: n of every m weights are kept.
       weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
       amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
+      quantization_share_expert_scales: scales of whole tensors, and their state, are one for all experts of a weight
+        (its batch axes, and the groups of a ragged matmul); else each expert has its own.
       quant_cfg_path: file of ``intmp``.
       replicate_quant_scale: replicate the stored scales of a sharded kernel; training alone stores none.
       quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache of serving.

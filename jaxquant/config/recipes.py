@@ -14,6 +14,7 @@ from jaxquant.config.options import (
     BOUND_OPTIONS,
     CALIBRATION_OPTIONS,
     DELAYED_OPTIONS,
+    EXPERT_OPTIONS,
     FILE_OPTIONS,
     SCALE_OPTIONS,
     SHARD_OPTIONS,
@@ -139,14 +140,14 @@ _FP8 = RecipeRow(
     _per_tensor("fp8", "float8_e4m3fn", "float8_e5m2", "delayed"),
     "native",
     _NATIVE,
-    DELAYED_OPTIONS,
+    DELAYED_OPTIONS | EXPERT_OPTIONS,
     "delayed scaling per tensor: e4m3 operands, e5m2 output gradient",
 )
 _NANOO = RecipeRow(
     _per_tensor("nanoo_fp8", "float8_e4m3fnuz", "float8_e5m2fnuz", "delayed"),
     "native",
     _NATIVE,
-    DELAYED_OPTIONS,
+    DELAYED_OPTIONS | EXPERT_OPTIONS,
     "delayed scaling per tensor in AMD MI300's e4m3fnuz and e5m2fnuz",
 )
 _FP4 = RecipeRow(_same("fp4", "float4_e2m1fn"), "qwix", _QWIX, SHARD_OPTIONS, "e2m1 everywhere, dynamic per channel")
@@ -154,7 +155,7 @@ _CURRENT = RecipeRow(
     _per_tensor("fp8_current", "float8_e4m3fn", "float8_e5m2", "dynamic"),
     "native",
     _NATIVE,
-    frozenset(),
+    EXPERT_OPTIONS,
     "this step's amax per tensor: e4m3 operands, e5m2 output gradient",
 )
 
@@ -202,7 +203,7 @@ RECIPES: dict[str, RecipeRow] = {
         _AQT_FP8_FULL,
         "aqt",
         _AQT,
-        BOUND_OPTIONS | SCALE_OPTIONS,
+        BOUND_OPTIONS | EXPERT_OPTIONS | SCALE_OPTIONS,
         "e4m3 forward, e5m2 on both backward operands, bf16 accumulation, constant bounds",
     ),
     "fp8_current": _CURRENT,
@@ -227,7 +228,7 @@ RECIPES: dict[str, RecipeRow] = {
         _INT8_DELAYED,
         "native",
         _NATIVE,
-        DELAYED_OPTIONS,
+        DELAYED_OPTIONS | EXPERT_OPTIONS,
         "int8 for TPUs: delayed scaling of operands, this step's amax and stochastic rounding of the output gradient",
     ),
     "int8w": RecipeRow(

@@ -204,9 +204,12 @@ class Recipe:
       arithmetic: ``exact``: operands are scaled in float32, and the kernel's gradient comes out of its matmul in the
         output gradient's dtype. ``lean``: bfloat16 operands are scaled in bfloat16, which costs a TPU half as much, and
         the kernel's gradient comes in the kernel's dtype, which saves a pass over it. It is the same on every platform.
+      shares_experts: whether a scale of a whole tensor, and its state, is one for all batch elements (experts) of a
+        weight; else each has its own.
 
     Raises:
-      ValueError: delayed scaling with two specs for one output gradient.
+      ValueError: delayed scaling with two specs for one output gradient; shared scales beside sparsity, or where no
+        operand has one scale a tensor.
     """
 
     name: str
@@ -216,6 +219,7 @@ class Recipe:
     delayed: DelayedSpec | None = None
     sparsity: SparsitySpec | None = None
     arithmetic: Literal["exact", "lean"] = "exact"
+    shares_experts: bool = False
 
     def __post_init__(self) -> None:
         grad, own = self.dlhs.lhs, self.drhs.rhs
@@ -223,6 +227,17 @@ class Recipe:
             raise ValueError(
                 f"recipe {self.name!r} scales its output gradient by one history, so dlhs.lhs and drhs.rhs must be the "
                 f"same spec, got {grad} and {own}"
+            )
+        specs = [spec for spec in self.specs.values() if isinstance(spec, TensorSpec)]
+        if self.shares_experts and not any(spec.granularity == "per_tensor" for spec in specs):
+            raise ValueError(
+                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales), and no operand of "
+                "it has one scale a tensor"
+            )
+        if self.shares_experts and self.sparsity is not None:
+            raise ValueError(
+                f"recipe {self.name!r} shares scales of experts (quantization_share_expert_scales) beside weight "
+                "sparsity, whose masks are each expert's own"
             )
 
     @property

@@ -25,7 +25,7 @@ from jaxquant.backends._weights import never_seen
 from jaxquant.config.rules import Decision
 from jaxquant.core.paths import float_rule, layer_name
 from jaxquant.core.qtensor import QTensor, stacked_blocks
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.inject.faces import STREAMS
 from jaxquant.inject.layers import call_einsum, out_features, relative_path, split_arrays, substituted
 from jaxquant.ops.einsum import plan_einsum
@@ -59,6 +59,13 @@ class LayerKernel:
     dtype: str
     stacked: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Batch axes along which each element is quantized by itself, with state of its own."""
+        spec = self.recipe.fwd.rhs
+        is_split = self.backend == "native" and isinstance(spec, TensorSpec) and spec.granularity == "per_tensor"
+        return self.batch if is_split and not self.recipe.shares_experts else ()
 
     def convert(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
         """Convert the kernel of one layer.
@@ -97,18 +104,30 @@ class LayerKernel:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _convert(layer: LayerKernel, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
-    convert_kernel = load(layer.backend).convert_kernel
-    tensor, scale = convert_kernel(layer.recipe, kernel.astype(layer.dtype), layer.axes, state, layer.batch)
-    return tensor, None if scale is None else scale.reshape((1,) * kernel.ndim)
+    elements = layer.elements
+    axes = tuple(axis - sum(other < axis for other in elements) for axis in layer.axes)
+    batch = () if elements else layer.batch
+
+    def convert(kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
+        tensor, scale = load(layer.backend).convert_kernel(layer.recipe, kernel, axes, state, batch)
+        return tensor, None if scale is None else scale.reshape((1,) * kernel.ndim)
+
+    return _mapped(convert, elements)(kernel.astype(layer.dtype), state)
+
+
+def _mapped(function: Any, axes: tuple[int, ...]) -> Any:
+    """Map over axes of a kernel, in this order the first ones of its state."""
+    places: list[int] = []
+    for axis in axes:  # outer axes are gone when an inner vmap runs
+        places.append(axis - sum(other < axis for other in axes[: len(places)]))
+    for place in reversed(places):
+        function = jax.vmap(function, in_axes=(place, 0), out_axes=place)
+    return function
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _convert_stacked(layer: LayerKernel, kernel: Array, state: Any) -> tuple[QTensor, Array | None]:
-    function = functools.partial(_convert, layer)
-    for depth, axis in reversed(list(enumerate(layer.stacked))):
-        place = axis - depth  # outer axes are gone when an inner vmap runs
-        function = jax.vmap(function, in_axes=(place, 0), out_axes=place)
-    tensor, scale = function(kernel, state)
+    tensor, scale = _mapped(functools.partial(_convert, layer), layer.stacked)(kernel, state)
     return stacked_blocks(tensor, layer.stacked), scale
 
 

@@ -19,7 +19,7 @@ from jaxquant.config.backends import BACKENDS
 from jaxquant.config.mixed_precision import DEFAULT
 from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
-from jaxquant.core.paths import join_path
+from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen, nnx
 from jaxquant.inject.layers import einsum_out_features
@@ -170,6 +170,11 @@ class _ByPath(nn.Module):
         recipe = self.quantization.resolver(path, out_features).recipe
         if recipe is None:
             return None
+        if recipe.shares_experts:
+            raise NotImplementedError(
+                f"quantization_share_expert_scales true at {at_layer(path)}: an op of configure_quantization does not "
+                "see the experts that a vmap around it maps over; use jaxquant.maybe_quantize_model"
+            )
         op = self.quantization.make_op(name, recipe, self.mesh_axes)()
         nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op

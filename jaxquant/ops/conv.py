@@ -25,7 +25,7 @@ from jax.extend.core import Literal
 from jax.lax import ConvDimensionNumbers
 
 from jaxquant.core import delayed
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
@@ -34,6 +34,7 @@ from jaxquant.core.sharding import explicit_sharding, varying_axes
 from jaxquant.ops import pieces
 from jaxquant.ops.arguments import QuantState, check_float, check_state, hashable_precision
 from jaxquant.ops.contract import accumulator_dtype
+from jaxquant.ops.converted import check_input_scale, check_scales, straight_through
 from jaxquant.ops.gradients import first_order
 from jaxquant.ops.operand import forward_key, quantize_operand
 from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
@@ -91,7 +92,7 @@ class _Static:
 
 def conv_general_dilated(
     lhs: Array,
-    rhs: Array,
+    rhs: Array | ConvertedKernel,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -113,7 +114,7 @@ def conv_general_dilated(
 
     Args:
       lhs: activation, any float dtype.
-      rhs: kernel, any float dtype.
+      rhs: kernel, any float dtype; a converted one needs no state and gets no gradient.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, precision: as there.
       batch_group_count: 1.
       preferred_element_type: dtype of the result, None for the promoted dtype of the operands.
@@ -128,7 +129,6 @@ def conv_general_dilated(
         the operands' types.
     """
     _check(lhs, rhs, recipe, batch_group_count)
-    check_state(recipe, state)
     numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     ones = (1,) * (lhs.ndim - 2)
     dilation = tuple(rhs_dilation or ones)
@@ -145,10 +145,16 @@ def conv_general_dilated(
         numbers,
         feature_group_count,
         jax.ShapeDtypeStruct(lhs.shape, lhs.dtype),
-        jax.ShapeDtypeStruct(rhs.shape, rhs.dtype),
+        jax.ShapeDtypeStruct(rhs.shape, jnp.dtype(rhs.dtype)),
         jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name,
         hashable_precision(precision),
     )
+    if isinstance(rhs, ConvertedKernel):
+        check_scales("conv_general_dilated", rhs, (static.feature,))
+        check_input_scale(recipe, rhs)
+        run, gradient = functools.partial(_served, static), functools.partial(_served_gradient, static)
+        return straight_through(run, gradient, lhs, rhs, key)
+    check_state(recipe, state)
     return _conv(static, lhs, rhs, state or {}, key)
 
 
@@ -160,9 +166,10 @@ def unsupported(recipe: Recipe) -> str:
     return pieces.unsupported(recipe)
 
 
-def _check(lhs: Array, rhs: Array, recipe: Recipe, batch_group_count: int) -> None:
-    check_float("conv_general_dilated", lhs=lhs, rhs=rhs)
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+def _check(lhs: Array, rhs: Array | ConvertedKernel, recipe: Recipe, batch_group_count: int) -> None:
+    is_converted = isinstance(rhs, ConvertedKernel)
+    check_float("conv_general_dilated", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
+    for name, operand in (("lhs", lhs), ("rhs", rhs.tensor.qvalue if is_converted else rhs)):
         if varying_axes(operand) or explicit_sharding(operand) is not None:
             raise NotImplementedError(
                 f"conv_general_dilated {name} is split over devices in its type (shard_map, or an explicit mesh); "
@@ -181,26 +188,10 @@ def _conv(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None):
-    recipe, numbers = static.recipe, static.numbers
+    recipe = static.recipe
     left, lhs_seen = _quantize_forward(static, lhs, recipe.fwd.lhs, static.batch, state.get("input"), key)
     right, rhs_seen = _quantize_forward(static, rhs, recipe.fwd.rhs, static.feature, state.get("kernel"), key)
-    if isinstance(left, QTensor) and isinstance(right, QTensor):
-        dtype = accumulator_dtype(recipe.fwd.accumulator, static.out_dtype)
-        first, second = _same_type(left.qvalue, right.qvalue)
-        out = static.convolve(first, second, dtype, jax.lax.Precision.DEFAULT)
-        out = scaled(
-            static.recipe,
-            static.out_dtype,
-            out,
-            static.example_scale(left.scale, numbers.out_spec[0]),
-            static.feature_scale(right.scale, numbers.out_spec[1]),
-        )
-    else:
-        common = jnp.promote_types(lhs.dtype, rhs.dtype)
-        left_float, right_float = (
-            dequantize(x, common.name) if isinstance(x, QTensor) else x.astype(common) for x in (left, right)
-        )
-        out = static.convolve(left_float, right_float, accumulator_dtype(None, static.out_dtype))
+    out = _product(static, left, right)
     kept = (
         _kept(left, lhs, recipe.drhs.lhs, key),
         _kept(right, rhs, recipe.dlhs.rhs, key),
@@ -208,7 +199,7 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         clip_mask(rhs, recipe.fwd.rhs, right if isinstance(right, QTensor) else None),
     )
     without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
-    return out.astype(static.out_dtype), (kept, without_bins, lhs_seen, rhs_seen, key)
+    return out, (kept, without_bins, lhs_seen, rhs_seen, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -291,6 +282,52 @@ def _conv_bwd(static: _Static, residuals, grad: Array):
 
 
 _conv.defvjp(_forward, _conv_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _served(static: _Static, lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
+    left, spec = lhs, static.recipe.fwd.lhs
+    if isinstance(spec, TensorSpec):
+        left, _ = quantize_operand(
+            lhs,
+            spec,
+            _others(lhs.ndim, static.batch),
+            recipe=static.recipe,
+            static_scale=None if spec.scaling == "dynamic" else weight.input_scale,
+            key=forward_key(lhs, spec, key),
+        )
+    return _product(static, left, weight.tensor)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _served_gradient(static: _Static, grad: Array, weight: ConvertedKernel, key: Array | None) -> Array:
+    """Compute the gradient that the dequantized kernel gives."""
+    dtype = accumulator_dtype(None, static.out_dtype)
+    kernel = dequantize(weight.tensor, grad.dtype.name)
+    return _transposed(static, grad, kernel, True, dtype, jax.lax.Precision.HIGHEST)
+
+
+def _product(static: _Static, left: QTensor | Array, right: QTensor | Array) -> Array:
+    """Convolve the forward operands and apply their scales."""
+    numbers = static.numbers
+    if isinstance(left, QTensor) and isinstance(right, QTensor):
+        dtype = accumulator_dtype(static.recipe.fwd.accumulator, static.out_dtype)
+        first, second = _same_type(left.qvalue, right.qvalue)
+        out = static.convolve(first, second, dtype, jax.lax.Precision.DEFAULT)
+        out = scaled(
+            static.recipe,
+            static.out_dtype,
+            out,
+            static.example_scale(left.scale, numbers.out_spec[0]),
+            static.feature_scale(right.scale, numbers.out_spec[1]),
+        )
+    else:
+        common = jnp.promote_types(static.lhs.dtype, static.rhs.dtype)
+        left_float, right_float = (
+            dequantize(x, common.name) if isinstance(x, QTensor) else x.astype(common) for x in (left, right)
+        )
+        out = static.convolve(left_float, right_float, accumulator_dtype(None, static.out_dtype))
+    return out.astype(static.out_dtype)
 
 
 def _transposed(static: _Static, grad: Array, other: Array, of_lhs: bool, dtype: str, precision: Any) -> Array:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions
@@ -55,15 +56,60 @@ def dot_general(
     Raises:
       ValueError: the kernel has no static scale for the activation, and the recipe asks for one.
     """
-    spec = recipe.resolve("fwd", "lhs")
-    if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
-        raise ValueError(
-            f"recipe {recipe.name!r} scales activations by a static scale and the converted kernel of shape "
-            f"{weight.shape} has no input_scale beside it; convert the model with this recipe"
-        )
+    check_input_scale(recipe, weight)
+    if _has_scales_of_elements(recipe, weight, dims):
+        options = {"recipe": recipe, "key": key, "out_sharding": out_sharding, "implementation": implementation}
+        return _each_element(lhs, weight, dims, precision, preferred_element_type, **options)
     out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, weight.dtype)).name
     static = _Static(recipe, dims, out_dtype, precision, out_sharding, implementation)
     return with_input_gradient(functools.partial(_contract, static), dims, lhs, weight, key)
+
+
+def _has_scales_of_elements(recipe: Recipe, weight: ConvertedKernel, dims: Dimensions) -> bool:
+    """Whether the batch elements of a kernel have one scale each, as where training quantized each by itself."""
+    spec = recipe.fwd.rhs
+    is_plain = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor" and weight.tensor.block is None
+    return is_plain and any(weight.tensor.scale.shape[axis] > 1 for axis in dims.rhs_batch)
+
+
+def _each_element(
+    lhs: Array,
+    weight: ConvertedKernel,
+    dims: Dimensions,
+    precision: Any,
+    dtype: Any,
+    *,
+    key: Array | None,
+    out_sharding: NamedSharding | None,
+    **options: Any,
+) -> Array:
+    """Contract each batch element by itself: its activation has a scale of its own, too."""
+    sizes = tuple(weight.shape[axis] for axis in dims.rhs_batch)
+    count = len(sizes)
+
+    def whole(part: Array) -> Array:
+        return jnp.broadcast_to(jnp.moveaxis(part, dims.rhs_batch, range(count)), (*sizes, *(
+            n for axis, n in enumerate(part.shape) if axis not in dims.rhs_batch
+        )))  # fmt: skip
+
+    scale = weight.input_scale
+    scale = None if scale is None else whole(scale if scale.ndim == weight.ndim else scale.reshape((1,) * weight.ndim))
+    weight = ConvertedKernel(weight.tensor.replace(lambda _, part: whole(part)), weight.dtype, scale)
+    numbers = [
+        tuple(axis - sum(other < axis for other in batch) for axis in contract)
+        for contract, batch in ((dims.lhs_contract, dims.lhs_batch), (dims.rhs_contract, dims.rhs_batch))
+    ]
+    inner = Dimensions.of(((numbers[0], numbers[1]), ((), ())), lhs.ndim - count, weight.ndim - count)
+    if out_sharding is not None:
+        out_sharding = NamedSharding(out_sharding.mesh, PartitionSpec(*out_sharding.spec[count:]))
+
+    def run(lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
+        return dot_general(lhs, weight, inner, precision, dtype, key=key, out_sharding=out_sharding, **options)
+
+    for _ in sizes:
+        run = jax.vmap(run)
+    keys = None if key is None else jax.random.split(key, math.prod(sizes)).reshape(sizes)
+    return run(jnp.moveaxis(lhs, dims.lhs_batch, range(count)), weight, keys)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -95,6 +141,45 @@ def _contract(static: _Static, lhs: Array, weight: ConvertedKernel, key: Array |
     )
 
 
+def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:
+    """Refuse a kernel without the static scale of the activation that a recipe asks for.
+
+    Args:
+      recipe: all numbers.
+      weight: the converted kernel.
+
+    Raises:
+      ValueError: it has none.
+    """
+    spec = recipe.resolve("fwd", "lhs")
+    if spec is not None and spec.scaling != "dynamic" and weight.input_scale is None:
+        raise ValueError(
+            f"recipe {recipe.name!r} scales activations by a static scale and the converted kernel of shape "
+            f"{weight.shape} has no input_scale beside it; convert the model with this recipe"
+        )
+
+
+def check_scales(op: str, weight: ConvertedKernel, axes: tuple[int, ...]) -> None:
+    """Refuse a kernel whose scales an op without blocks cannot multiply into its result.
+
+    Args:
+      op: its name.
+      weight: the converted kernel.
+      axes: along which scales may vary.
+
+    Raises:
+      NotImplementedError: says which scales it has and which are taken.
+    """
+    tensor = weight.tensor
+    is_plain = tensor.codec is None and tensor.zero_point is None and tensor.outer_scale is None
+    sizes = () if tensor.codec is not None else zip(tensor.scale.shape, tensor.shape, strict=True)
+    if not is_plain or any(n not in ((1, size) if axis in axes else (1,)) for axis, (n, size) in enumerate(sizes)):
+        raise NotImplementedError(
+            f"{op} takes a converted kernel with one scale, or one for each element of axes {axes}, got "
+            f"{tensor.description}; convert the kernel by this op"
+        )
+
+
 def with_input_gradient(
     run: Callable[..., Array],
     dims: Dimensions,
@@ -116,17 +201,10 @@ def with_input_gradient(
       side: which operand of ``dims`` the activation is, "lhs" or "rhs".
     """
 
-    @jax.custom_vjp
-    def call(activation, weight, rest):
-        return run(activation, weight, *rest)
-
-    def forward(activation, weight, rest):
-        return call(activation, weight, rest), weight  # so that the value of a vjp has its derivative, too
-
-    dtype, place = activation.dtype, Placement.of(activation, weight.tensor.qvalue)
+    place = Placement.of(activation, weight.tensor.qvalue)
     backward_dims, order = dims.for_dlhs() if side == "lhs" else dims.for_drhs()
 
-    def backward(weight, grad):
+    def gradient(grad: Array, weight: ConvertedKernel, *_: Any) -> Array:
         out = contract(
             grad,
             weight.tensor,
@@ -135,7 +213,32 @@ def with_input_gradient(
             precision=jax.lax.Precision.HIGHEST,
             out_sharding=place.sharding_before(order),
         )
-        return fit_varying(out.transpose(order).astype(dtype), place.varying), None, None
+        return fit_varying(out.transpose(order).astype(activation.dtype), place.varying)
+
+    return straight_through(run, gradient, activation, weight, *rest)
+
+
+def straight_through(
+    run: Callable[..., Array], gradient: Callable[..., Array], activation: Array, weight: ConvertedKernel, *rest: Any
+) -> Array:
+    """Compute ``run(activation, weight, *rest)`` with a gradient of the activation alone.
+
+    Args:
+      run: any contraction of an activation with a converted kernel.
+      gradient: (output gradient, kernel, *rest) -> that of the activation.
+      activation, weight, rest: operands.
+    """
+
+    @jax.custom_vjp
+    def call(activation, weight, rest):
+        return run(activation, weight, *rest)
+
+    def forward(activation, weight, rest):
+        return call(activation, weight, rest), (weight, rest)  # so that the value of a vjp has its derivative, too
+
+    def backward(saved, grad):
+        weight, rest = saved
+        return gradient(grad, weight, *rest).astype(activation.dtype), None, None
 
     call.defvjp(forward, backward)
     return call(activation, weight, rest)

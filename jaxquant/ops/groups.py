@@ -1,5 +1,7 @@
 """Rows in groups: how operands of a matmul of groups are quantized, each group by itself.
 
+A recipe that shares scales of experts has, of whole tensors, one for all groups: its rows are then of one group.
+
 Shapes: M rows, C columns, G groups.
 """
 
@@ -13,8 +15,9 @@ import jax.numpy as jnp
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import absolute, compute_scale, quantize, quantize_with_scale
-from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_SCALE, power_of_two_below
+from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.operand import forward_key
 
 Array = jax.Array
@@ -52,7 +55,20 @@ def group_amax(x: Array, ids: Array, groups: int) -> Array:
     return jnp.maximum(largest[:groups], 0)
 
 
+def with_groups(recipe: Recipe, state: QuantState) -> QuantState:
+    """Return state with a leading axis of groups: of one, where all share theirs."""
+    return jax.tree.map(lambda x: x[None], state) if recipe.shares_experts else state
+
+
+def scaling_groups(recipe: Recipe, ids: Array, sizes: Array) -> tuple[Array, Array]:
+    """Return the group of every row and the sizes of groups, as far as scales of whole tensors go."""
+    if not recipe.shares_experts:
+        return ids, sizes
+    return jnp.where(ids < sizes.size, 0, 1), jnp.sum(sizes, keepdims=True)
+
+
 def quantize_rows(
+    recipe: Recipe,
     x: Array,
     spec: TensorSpec,
     ids: Array,
@@ -62,6 +78,8 @@ def quantize_rows(
     floor: float = SMALLEST_SCALE,
 ) -> Rows:
     """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
+    if spec.granularity == "per_tensor":
+        ids, sizes = scaling_groups(recipe, ids, sizes)
     groups = sizes.size
     if spec.granularity == "per_channel" and not contracts_rows and spec.calibration.method != "fixed":
         tensor = quantize(x, spec, (1,), key=key, floor=floor)
@@ -82,8 +100,10 @@ def quantize_rows(
     return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale, True)
 
 
-def quantize_weights(x: Array, spec: TensorSpec, axis: int, key: Array | None) -> QTensor:
+def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: Array | None) -> QTensor:
     """Quantize each group's weight by itself, contracting an axis of it."""
     own = forward_key(x, spec, key)
+    if recipe.shares_experts and spec.granularity == "per_tensor":
+        return quantize(x, spec, (axis + 1,), key=own)
     keys = None if own is None else jax.random.split(own, x.shape[0])
     return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key))(x, keys)

@@ -256,19 +256,20 @@ def _state_leaves(layer: LayerKernel, variables: Tree) -> dict[str, dict[str, _S
             "or make it with jaxquant.calibrate"
         )
     kernel = _at(variables["params"], _names(layer))["kernel"].shape
-    lead = tuple(kernel[axis] for axis in layer.stacked)
+    lead, elements = tuple(kernel[axis] for axis in layer.stacked), tuple(layer.shape[axis] for axis in layer.elements)
     found: dict[str, dict[str, _StateLeaf]] = {}
     for tensor, fields in wanted.items():
         for field, rank in fields.items():
             path = (OVERWRITE_WITH_GRADIENT, *_names(layer), ops[0], f"{tensor}_{field}")
             leaf = _at(variables, path)
             shape = None if leaf is None else tuple(leaf.shape)
-            if shape is None or shape[: len(shape) - rank] not in ((), lead):
+            if shape is None or shape[: len(shape) - rank] not in (elements, (*lead, *elements)):
+                each = f", each with that of batch elements {elements}" if elements else ""
                 raise ValueError(
-                    f"quant state {join_path(path)!r} must be one for each of the layers {lead} or one for all, got "
-                    f"{'none' if shape is None else f'shape {shape}'}"
+                    f"quant state {join_path(path)!r} must be one for each of the layers {lead} or one for all{each}, "
+                    f"got {'none' if shape is None else f'shape {shape}'}"
                 )
-            found.setdefault(tensor, {})[field] = _StateLeaf(path, len(shape) > rank)
+            found.setdefault(tensor, {})[field] = _StateLeaf(path, len(shape) > rank + len(elements))
     return found
 
 

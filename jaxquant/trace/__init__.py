@@ -14,12 +14,14 @@ named by the path of its parameter. Layer classes, frameworks, jit, scan and rem
                      the jaxpr evaluated equation by equation; a chosen contraction becomes an op of contract.py, what
                      contains one (jit, remat, scan, while, cond, shard_map) is built again around it
 
-``paths.py`` names leaves, layers and their state. Quant state goes in beside the parameters, and what was seen comes
-out as its gradient, as with every op of ``jaxquant.ops``. A jaxpr has no vmap left in it: a batch axis of a weight is
-what vmap was (or an einsum over experts), and each element along it has scales and state of its own.
+``registry.py`` knows what functions with derivatives of their own compute. ``paths.py`` names leaves, layers and their
+state. Quant state goes in beside the parameters, and what was seen comes out as its gradient, as with every op of
+``jaxquant.ops``. A jaxpr has no vmap left in it: a batch axis of a weight is what vmap was (or an einsum over experts),
+and each element along it has scales and state of its own.
 """
 
 from jaxquant.trace.quantize import QuantizedFunction, quantize
+from jaxquant.trace.registry import register_function, unregister_function
 from jaxquant.trace.report import Report, Row
 
-__all__ = ["QuantizedFunction", "Report", "Row", "quantize"]
+__all__ = ["QuantizedFunction", "Report", "Row", "quantize", "register_function", "unregister_function"]

@@ -19,14 +19,15 @@ from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
 from jaxquant.trace.paths import Name, layer_names, layer_path
 from jaxquant.trace.plan import CONTRACTIONS, Contraction, Plan
 from jaxquant.trace.reach import Place, out_of_reach
+from jaxquant.trace.registry import CUSTOM, function_name, own_program, registered_program
 
 JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 _PICKING = frozenset({"gather", "dynamic_slice"})
 _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
+_REGISTER = "jaxquant.register_function says what it computes"
 _OF_PARAMETERS = "both operands are made of parameters alone"
 
 
@@ -100,12 +101,6 @@ class Analysis:
             site.is_einsum = place.is_einsum
             plan.sites[index] = site
             return [self._contraction(site, eqn, ins, place)]
-        if name in CUSTOM:
-            why = f"inside {name}, whose derivative is the function's own"
-            inner = eqn.params["fun_jaxpr" if name == "custom_vjp_call_jaxpr" else "call_jaxpr"]
-            body, outs = self._run(inner, ins, dataclasses.replace(place, closed=place.closed or why))
-            plan.inner[index] = [body]
-            return outs
         if name in JITS or name in REMATS:
             is_einsum = place.is_einsum or eqn.params.get("name") == "_einsum"
             body, outs = self._run(called(eqn), ins, dataclasses.replace(place, is_einsum=is_einsum))
@@ -117,6 +112,16 @@ class Analysis:
             return outs
         if name == "optimization_barrier":
             return ins
+        program = registered_program(eqn)
+        if program is not None:
+            plan.programs[index] = program
+        elif name in CUSTOM:
+            why = f"inside {name} of {function_name(eqn)!r}, whose derivative is the function's own; {_REGISTER}"
+            program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why)
+        if program is not None:
+            body, outs = self._run(program, ins, place)
+            plan.inner[index] = [body]
+            return outs
         self._note_closed(plan, index, eqn, ins, place)
         out = self._plain(eqn, ins)
         # What a mutable reference holds is written later, by anybody: data.
@@ -188,6 +193,8 @@ class Analysis:
         self._name(site, flows.join(weights).leaves or frozenset())
         site.is_out_of_reach = True
         site.reason = f"handed to {name}, which computes outside of jax" if is_callback else f"inside {name}"
+        if name == "pallas_call":
+            site.reason += f" of {function_name(eqn)!r}; {_REGISTER}"
         plan.sites[index] = site
 
     # -- equations ---------------------------------------------------------------------------------------------------
@@ -295,8 +302,9 @@ class Analysis:
         """Set the batch axes and the number of outputs."""
         shape = site.shapes[side]
         if site.operation == "conv_general_dilated":
-            site.batch = ()
-            site.out_features = shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            feature = eqn.params["dimension_numbers"].rhs_spec[0]
+            site.batch, site.out_features = (), shape[feature]
+            site.weight_axes = tuple(axis for axis in range(len(shape)) if axis != feature), ()
             return
         if site.operation == "dot_general":
             groups, numbers = (), eqn.params["dimension_numbers"]
@@ -304,7 +312,7 @@ class Analysis:
             ragged = eqn.params["ragged_dot_dimension_numbers"]
             groups, numbers = tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
         contract, batch = (tuple(axes[side]) for axes in numbers)
-        site.weight_axes = contract, batch
+        site.weight_axes = contract, (*groups, *batch)
         site.batch = tuple(shape[axis] for axis in (*groups, *batch))
         site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends import Backend
+from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.conv import conv_general_dilated
@@ -95,8 +96,12 @@ def nested_state(recipe: Recipe, state: Mapping[str, Array]) -> dict[str, dict[s
 
 
 def leading_axes(site: Contraction) -> tuple[int, ...]:
-    """Return the axes of the state of all that one scan step and one batch element has: of the scans, of the batch."""
-    return (*(length for _, length in site.stack), *site.batch)
+    """Return the axes of the state of all that one scan step and one batch element has: of the scans, of the batch.
+
+    Batch elements whose scales are shared have no axes.
+    """
+    is_shared = site.recipe is not None and site.recipe.shares_experts
+    return (*(length for _, length in site.stack), *(() if is_shared else site.batch))
 
 
 @functools.lru_cache
@@ -174,6 +179,25 @@ def stacked(kernel: ConvertedKernel, sizes: tuple[int, ...]) -> ConvertedKernel:
 # -- the ops -----------------------------------------------------------------------------------------------------------
 
 
+def check_layout(site: Contraction, kernel: ConvertedKernel) -> None:
+    """Refuse a converted kernel whose experts share their scale where the recipe's have their own, or the reverse.
+
+    Raises:
+      ValueError: names the layer and the option.
+    """
+    assert site.recipe is not None
+    spec, shares = site.recipe.fwd.rhs, site.recipe.shares_experts
+    if not isinstance(spec, TensorSpec) or spec.granularity != "per_tensor" or kernel.tensor.codec is not None:
+        return
+    counts = [kernel.tensor.scale.shape[axis] for axis in site.weight_axes[1] if kernel.shape[axis] > 1]
+    if counts and shares != all(n == 1 for n in counts):
+        has = "a scale for each expert" if shares else "one scale for all experts"
+        raise ValueError(
+            f"{layer_name(site.path)} has a converted kernel with {has}, and quantization_share_expert_scales is "
+            f"{str(shares).lower()}; serve with the config that it was converted with"
+        )
+
+
 def contract(
     backend: Backend,
     site: Contraction,
@@ -184,7 +208,8 @@ def contract(
 ) -> Array:
     """Compute an equation of one of ``CONTRACTIONS`` in the low precision of its recipe.
 
-    Each element of the weight's batch axes is quantized by itself, as under ``jax.vmap``.
+    Each element of the weight's batch axes is quantized by itself, as under ``jax.vmap``, unless the recipe shares the
+    scales of all.
 
     Args:
       backend: whose op it becomes.
@@ -196,17 +221,23 @@ def contract(
     """
     recipe = site.recipe
     assert recipe is not None
+    given: dict[str, Any] = {}
+    assert site.side is not None
+    if not isinstance(operands[site.side], ConvertedKernel):
+        given = nested_state(recipe, state)
+    elif backend.name == "native":
+        check_layout(site, operands[site.side])
     if site.operation == "ragged_dot_general":
         lhs, rhs, sizes = operands
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
-        out_dtype, given = eqn.outvars[0].aval.dtype, nested_state(recipe, state)
+        out_dtype = eqn.outvars[0].aval.dtype
         return ragged_dot(lhs, rhs, sizes, eqn.params["precision"], out_dtype, recipe=recipe, state=given, key=key)
     if site.operation == "conv_general_dilated":
         lhs, rhs = operands
         options = {name: eqn.params[name] for name in _CONVOLUTION}
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
         options["preferred_element_type"] = eqn.outvars[0].aval.dtype
-        return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=nested_state(recipe, state), key=key)
+        return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=given, key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     activation, weight = operands
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
@@ -221,20 +252,23 @@ def contract(
     op = functools.partial(
         _dot,
         backend=backend,
-        contracted=(without_batch(contracted[0], batch[0]), without_batch(contracted[1], batch[1])),
         precision=eqn.params["precision"],
         dtype=eqn.outvars[0].aval.dtype,
         recipe=recipe,
-        place=place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:])),
         implementation=site.implementation,
+    )
+    if recipe.shares_experts:
+        out = op(activation, weight, given, key, numbers=(contracted, batch), place=place)
+        return out if site.side == 1 else jnp.transpose(out, order)
+    op = functools.partial(
+        op,
+        numbers=((without_batch(contracted[0], batch[0]), without_batch(contracted[1], batch[1])), ((), ())),
+        place=place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:])),
     )
     sizes = tuple(weight.shape[axis] for axis in batch[1])
     weight = _batch_first(weight, batch[1])
-    given: dict[str, Any] = {}
     if isinstance(weight, ConvertedKernel):
         weight = stacked(weight, sizes)
-    else:
-        given = nested_state(recipe, state)
     for _ in range(groups):
         op = jax.vmap(op)
     if key is not None and groups:
@@ -250,7 +284,7 @@ def _dot(
     key: Array | None,
     *,
     backend: Backend,
-    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    numbers: Any,
     precision: Any,
     dtype: Any,
     recipe: Recipe,
@@ -258,12 +292,12 @@ def _dot(
     implementation: str | None,
 ) -> Array:
     if recipe.sparsity is not None and not isinstance(weight, ConvertedKernel):
-        weight = sparsity.sparsify(recipe.sparsity, contracted[1], weight, state[_SPARSITY])
+        weight = sparsity.sparsify(recipe.sparsity, numbers[0][1], weight, state[_SPARSITY])
     amaxes: QuantState = {tensor: fields for tensor, fields in state.items() if tensor != _SPARSITY}
     return backend.contract(
         activation,
         weight,
-        (contracted, ((), ())),
+        numbers,
         precision,
         dtype,
         recipe=recipe,

@@ -26,6 +26,7 @@ from jaxquant.config.backends import BackendName
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
 from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.ops import ragged
 from jaxquant.trace.contract import batch_first, leading_axes, nested_state, without_batch
 from jaxquant.trace.plan import Contraction, Key, Plan
 from jaxquant.trace.routes import Lost, Route, Routes
@@ -124,7 +125,7 @@ def check_served(
             raise NotImplementedError(
                 f"{layer_name(paths[stop.leaf])} has a converted kernel, which {stop.operation} reads: only casts, "
                 "transposes, reshapes that keep its blocks and slices of a scan may stand before its quantized "
-                "dot_general; leave the kernel in float"
+                "contraction; leave the kernel in float"
             )
     served = frozenset(
         site.key for site, weight in routes.weights.items() if isinstance(weight, Route) and weight.leaf in converted
@@ -222,27 +223,33 @@ class _Job:
     """How one leaf is converted. Hashable, so that equal layers share a compiled program.
 
     Attributes:
+      operation: primitive of the contraction.
       backend: whose quantization.
       recipe: all numbers.
       steps: from the leaf to the weight, with the batch axes of the weight behind those of its scans.
       lead: number of those axes.
       axes: contraction axes of what is left.
+      batch: batch axes of it, whose elements share their scales.
     """
 
+    operation: str
     backend: BackendName
     recipe: Recipe
     steps: tuple[Step, ...]
     lead: int
     axes: tuple[int, ...]
+    batch: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, backend: BackendName, site: Contraction, route: Route) -> _Job:
         assert site.side is not None
         assert site.recipe is not None
         axes, batch = site.weight_axes
+        if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
+            return cls(site.operation, backend, site.recipe, route.steps, len(site.stack), axes, batch)
         order = batch_first(batch, len(site.shapes[site.side]))
-        steps = route.then((order,)).steps
-        return cls(backend, site.recipe, steps, len(leading_axes(site)), without_batch(axes, batch))
+        steps, lead = route.then((order,)).steps, len(leading_axes(site))
+        return cls(site.operation, backend, site.recipe, steps, lead, without_batch(axes, batch))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -252,7 +259,9 @@ def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -
         weight = step.on_array(weight)
 
     def convert_one(weight: Array, state: Any) -> tuple[QTensor, Array | None]:
-        tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state)
+        if job.operation == "ragged_dot_general":
+            return ragged.convert_kernel(job.recipe, weight, state)
+        tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state, job.batch)
         return tensor, None if scale is None else scale.reshape((1,) * weight.ndim)
 
     run = convert_one
@@ -298,8 +307,6 @@ def convert(
         if isinstance(weight, Lost):
             whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
             reasons[site.path] = f"its weight {whole}: {weight.why}"
-        elif site.operation != "dot_general":
-            reasons[site.path] = f"{site.operation} does not run on converted kernels"
         elif weight.obstacle:
             reasons[site.path] = f"its weight {weight.obstacle}"
         else:

@@ -92,10 +92,30 @@ class Decisions:
             if absent:
                 raise ValueError(missing(site.recipe.name, site.path, absent[0]))
             for field, shape in fields.items():
+                _check_sharing(site, field, tuple(given[field].shape), shape)
                 if not _has_shape(field, tuple(given[field].shape), shape):
                     raise ValueError(misfit(site.path, field, tuple(given[field].shape), shape))
             found[site.key] = {field: given[field] for field in fields}
         return found
+
+
+def _check_sharing(site: Contraction, field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Refuse state that is one for all experts where each has its own, or the reverse.
+
+    Raises:
+      ValueError: names the layer and the option.
+    """
+    assert site.recipe is not None
+    scans, shares = tuple(length for _, length in site.stack), site.recipe.shares_experts
+    rest = wanted[len(scans) + (0 if shares else len(site.batch)) :]
+    other = (*scans, *(site.batch if shares else ()), *rest)
+    if site.batch and has != wanted and _has_shape(field, has, other):
+        what = "for each expert" if shares else "for all experts"
+        raise ValueError(
+            f"layer {site.path!r} has quant state {field!r} of shape {has}, one {what}, and "
+            f"quantization_share_expert_scales is {str(shares).lower()}, which needs {wanted}; use the config that the "
+            "state was made with"
+        )
 
 
 def _has_shape(field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -28,7 +28,7 @@ class Contraction:
       leaves: what the weight is made of.
       stack: the scans that slice it.
       batch: sizes of its batch axes.
-      weight_axes: of a dot_general, the contraction and the batch axes of the weight.
+      weight_axes: the contraction axes of the weight, and its batch axes, groups first.
       out_features: number of outputs.
       path: of the layer.
       names: paths of the leaves.
@@ -80,6 +80,7 @@ class Plan:
       jaxpr: open.
       sites: contractions by the index of their equation.
       inner: occurrences of the jaxprs of an equation, by its index.
+      programs: what was read in place of a registered function's own program, by the index of its equation.
       level: number of scans around.
     """
 
@@ -87,6 +88,7 @@ class Plan:
     level: int
     sites: dict[int, Contraction] = dataclasses.field(default_factory=dict)
     inner: dict[int, list[Plan]] = dataclasses.field(default_factory=dict)
+    programs: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def contractions(self) -> Iterator[Contraction]:
         """Return all contractions in the order of the program."""

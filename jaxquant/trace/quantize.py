@@ -117,9 +117,9 @@ class QuantizedFunction:
         """Quantize the weight of every layer as the training forward does.
 
         The function itself runs on what comes back, to the same bits, and needs quant state no more: ``qfn(converted,
-        {}, *args)``. A weight that its layer does not read as it is (sums, fused weights that are split), or a
-        convolution's, stays float, with a warning that says why; such a layer is quantized as in training, with the
-        quant state that it has there: ``qfn(converted, quant_state, *args)``.
+        {}, *args)``. A weight that its layer does not read as it is (sums, fused weights that are split) stays float,
+        with a warning that says why; such a layer is quantized as in training, with the quant state that it has there:
+        ``qfn(converted, quant_state, *args)``.
 
         Args:
           params: parameters.

@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec, Sharding
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.trace import converted
-from jaxquant.trace.analysis import CUSTOM, JITS, REMATS, called, scan_counts
+from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
 from jaxquant.trace.contract import stacked
 from jaxquant.trace.plan import Contraction, Key, Plan
+from jaxquant.trace.registry import CUSTOM, own_program
 
 Array = jax.Array
 States = Mapping[Key, Mapping[str, Array]]
@@ -68,7 +69,8 @@ class Rewriter:
             if is_chosen or any(isinstance(each, ConvertedKernel) for each in ins):
                 # By its place among those that are replaced: a mesh adds equations of its own between them.
                 own = None if key is None else jax.random.fold_in(key, next(number))
-                outs = self._replace(eqn, site, inner, ins, states, own)
+                program = plan.programs.get(index)
+                outs = self._replace(eqn, site, inner, ins, states, own, program)
             else:
                 outs = _evaluate_one(eqn, ins)
             known.update(zip(eqn.outvars, outs, strict=True))
@@ -78,9 +80,19 @@ class Rewriter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _replace(
-        self, eqn: Any, site: Contraction | None, inner: list[Plan], ins: list[Any], states: States, key: Array | None
+        self,
+        eqn: Any,
+        site: Contraction | None,
+        inner: list[Plan],
+        ins: list[Any],
+        states: States,
+        key: Array | None,
+        program: Any,
     ) -> Sequence[Any]:
-        """Compute an equation anew, under its name scopes and the context in which it was traced."""
+        """Compute an equation anew, under its name scopes and the context in which it was traced.
+
+        ``program`` is what was read in place of a registered function, None of any other.
+        """
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
             if site is not None and site.recipe is not None:
@@ -88,8 +100,10 @@ class Rewriter:
             name = eqn.primitive.name
             if not inner:
                 return [converted.replay(eqn, ins[0], _evaluate_one)]
-            if name in CUSTOM:  # of converted kernels alone, which have no derivative
-                return self.evaluate(inner[0], _consts(_custom(eqn)), ins, states, key)
+            if name in CUSTOM and program is None:  # of converted kernels alone, which have no derivative
+                program = own_program(eqn)
+            if program is not None:
+                return self.evaluate(inner[0], _consts(program), ins, states, key)
             if name in JITS:
                 return self._jit(eqn, inner[0], ins, states, key)
             if name in REMATS:
@@ -197,10 +211,6 @@ class Rewriter:
 
 def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:
     return {each: states[each] for plan in plans for each in plan.stacks}
-
-
-def _custom(eqn: Any) -> Any:
-    return eqn.params["fun_jaxpr" if eqn.primitive.name == "custom_vjp_call_jaxpr" else "call_jaxpr"]
 
 
 def _consts(jaxpr: Any) -> Sequence[Any]:

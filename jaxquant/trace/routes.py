@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxquant.trace.analysis import CUSTOM, JITS, REMATS, scan_counts
+from jaxquant.trace.analysis import JITS, REMATS, scan_counts
 from jaxquant.trace.plan import Contraction, Key, Plan
+from jaxquant.trace.registry import CUSTOM
 from jaxquant.trace.structure import Step, steps_of
 
 Array = jax.Array
@@ -108,17 +109,22 @@ class Routes:
         for index, eqn in enumerate(plan.jaxpr.eqns):
             ins = [read(atom) for atom in eqn.invars]
             if any(each is not None for each in ins):
-                outs = self._equation(eqn, plan.sites.get(index), plan.inner.get(index, []), ins)
+                inner, is_read = plan.inner.get(index, []), index in plan.programs
+                outs = self._equation(eqn, plan.sites.get(index), inner, ins, is_read)
                 known.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in plan.jaxpr.outvars]
 
     def _stop(self, route: Route, operation: str, path: str = "", is_obstructed: bool = False) -> None:
         self.stops[Stop(route.leaf, operation, path, is_obstructed)] = None
 
-    def _equation(self, eqn: Any, site: Contraction | None, inner: list[Plan], ins: list[Known]) -> list[Known]:
+    def _equation(
+        self, eqn: Any, site: Contraction | None, inner: list[Plan], ins: list[Known], is_read: bool
+    ) -> list[Known]:
         name = eqn.primitive.name
         if site is not None:
             return self._contraction(site, eqn, ins)
+        if is_read:
+            return self._run(inner[0], ins)
         if name in CUSTOM and any(each is None for each in ins):
             return self._lose(eqn, ins, f"{name}, whose derivative is the function's own")
         if name in JITS or name in REMATS or name in CUSTOM:
@@ -161,9 +167,7 @@ class Routes:
             lost = self._lose(eqn, ins, f"{site.operation} in float ({site.reason})")
             return lost if all(each is not None for each in ins) else [None] * len(eqn.outvars)
         self.weights[site] = weight
-        if isinstance(weight, Route) and site.operation != "dot_general":
-            self._stop(weight, site.operation, site.path)
-        elif isinstance(weight, Route) and weight.obstacle:
+        if isinstance(weight, Route) and weight.obstacle:
             self._stop(weight, f"{site.operation} after it {weight.obstacle}", site.path, is_obstructed=True)
         return [None] * len(eqn.outvars)
 

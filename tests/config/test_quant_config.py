@@ -23,7 +23,7 @@ MAXTEXT_DEFAULTS = {
 }  # fmt: skip
 OUR_DEFAULTS = {
     "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
-    "amax_init": "warmup", "strict": False, "implementation": None,
+    "amax_init": "warmup", "strict": False, "implementation": None, "quantization_share_expert_scales": False,
 }  # fmt: skip
 
 
@@ -227,7 +227,7 @@ OPTION_VALUES = {
     "quantization_local_shard_count": 0, "replicate_quant_scale": True, "constant_bound_config": "1,1,1,1,1,1",
     "per_tensor_scales": [True] * 6, "weight_quantization_calibration_method": "absmax,0.9",
     "act_quantization_calibration_method": "fixed,3", "bwd_quantization_calibration_method": "rms,4",
-    "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax",
+    "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax", "quantization_share_expert_scales": True,
 }  # fmt: skip
 DELAYED = {"int8_delayed", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
 READERS = {
@@ -239,6 +239,7 @@ READERS = {
     "amax_history_length": DELAYED,
     "amax_margin": DELAYED,
     "amax_init": DELAYED,
+    "quantization_share_expert_scales": DELAYED | {"fp8_current", "te_fp8_currentscaling", "aqt_fp8_full"},
 }
 STRINGS = [
     "", "int8", "int8_delayed", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full",

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxquant
+from jaxquant.trace import unregister_function
 from tests.trace.functions import CURRENT, shape
 
 PAGE = Path(__file__).parents[2] / "docs/guide/what.md"
@@ -22,16 +23,16 @@ X, W, STACK = shape(8, 8), shape(8, 8), shape(4, 8, 8)
 MASK = np.ones((8, 8), np.float32)
 
 
-def _times(x, w):
+def own_dense(x, w):
     return x @ w
 
 
-_vjp, _jvp = jax.custom_vjp(_times), jax.custom_jvp(_times)
+_vjp, _jvp = jax.custom_vjp(own_dense), jax.custom_jvp(own_dense)
 _vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
 _jvp.defjvp(lambda a, t: (a[0] @ a[1], t[0] @ a[1] + a[0] @ t[1]))
 
 
-def _kernel(x, w, out):
+def own_kernel(x, w, out):
     out[...] = x[...] @ w[...]
 
 
@@ -58,8 +59,8 @@ def _scanned(w, x):
 CASES = {
     "custom_vjp": (lambda w, x: _vjp(x, w), W),
     "custom_jvp": (lambda w, x: _jvp(x, w), W),
-    "callback": (lambda w, x: jax.pure_callback(_times, X, x, w), W),
-    "kernel": (lambda w, x: pl.pallas_call(_kernel, X, interpret=True)(x, w), W),
+    "callback": (lambda w, x: jax.pure_callback(own_dense, X, x, w), W),
+    "kernel": (lambda w, x: pl.pallas_call(own_kernel, X, interpret=True)(x, w), W),
     "solve": (lambda w, x: jax.lax.custom_linear_solve(lambda v: v @ w, x, lambda _, b: b, lambda _, b: b), W),
     "picked": (lambda w, x: jnp.einsum("td,tdf->tf", x, w[(x[:, 0] > 0).astype(int)]), STACK),
     "gradient": (lambda w, x: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x), W),
@@ -131,11 +132,20 @@ def _init(fn, config):
     return lambda: jaxquant.quantize(fn, config).init({"w": W, "layer": {"w": W}}, X)
 
 
+def _registered_wrong():
+    jaxquant.register_function("own_dense", lambda x, w: (x, w))
+    try:
+        _init(_with_layer(_OUT), _config("fp8"))()
+    finally:
+        unregister_function("own_dense")
+
+
 _OUT = CASES["custom_vjp"][0]
 ERRORS = {
     "nothing else": _init(lambda p, x: _OUT(p["w"], x), _config("fp8")),
     "strict": _init(_with_layer(_OUT), _config("fp8", strict=True)),
     "rule": _init(_with_layer(_OUT), _config("fp8", rules=[{"path": "w", "recipe": "fp8"}])),
+    "registered": _registered_wrong,
     "rule on AQT": _init(_with_layer(_convolution), _config("int8", "aqt", rules=[{"path": "w", "recipe": "int8"}])),
     "new layer": _new_layer,
     "no example": lambda: nnx.eval_shape(

@@ -167,18 +167,70 @@ def test_uneven_blocks():
     assert converted["w"].tensor.scale.shape == (3, 20, 3)
 
 
+def grouped(p, x):
+    """A convolution, ragged experts in scanned layers, one of them without rows, and a matmul."""
+    y = jax.lax.conv_general_dilated(
+        x, p["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=2
+    )
+    layer = lambda y, w: (jnp.tanh(jax.lax.ragged_dot(y, w, jnp.array([20, 0, 10]))), None)  # noqa: E731
+    y, _ = jax.lax.scan(layer, jnp.tanh(y).reshape(-1, 8), p["experts"])
+    return y @ p["last"]
+
+
+GROUPED = {"conv": {"kernel": normal(0, 3, 3, 2, 8)}, "experts": normal(1, 2, 3, 8, 8), "last": normal(2, 8, 4)}
+
+
+@pytest.mark.parametrize(
+    ("string", "dtype", "scales"),
+    [
+        ("fp8", jnp.bfloat16, [(1, 1, 1, 1), (2, 3, 1, 1)]),
+        ("int8", jnp.float32, [(1, 1, 1, 8), (2, 3, 1, 8)]),
+        ("int4w", jnp.bfloat16, [(1, 1, 1, 8), (2, 3, 1, 8)]),
+    ],
+)
+def test_convolutions_and_ragged_matmuls(string, dtype, scales):
+    p, x = jax.tree.map(lambda leaf: leaf.astype(dtype), (GROUPED, normal(3, 1, 6, 6, 4)))
+    q, converted = served(grouped, {"quantization": string, "quant_backend": "native"}, p, x)
+    assert [leaf.tensor.scale.shape for leaf in (converted["conv"]["kernel"], converted["experts"])] == scales
+    text = str(jax.make_jaxpr(lambda x: q(converted, {}, x))(x))
+    made = "f32[8,8]", "bf16[8,8]", "f32[3,8,8]", "bf16[3,8,8]", "f32[3,3,2,8]", "bf16[3,3,2,8]"
+    assert string == "int4w" or not any(shape in text for shape in made), "a float kernel was made"
+
+
+@pytest.mark.parametrize(
+    ("fn", "kernel", "x"),
+    [
+        (lambda w, x: jax.lax.ragged_dot(x, w["w"], jnp.array([5, 0, 4])), normal(0, 3, 8, 6), normal(1, 10, 8)),
+        (lambda w, x: jax.lax.conv(x, w["w"].transpose(2, 1, 0), (2,), "SAME"), normal(0, 3, 4, 6), normal(1, 2, 4, 7)),
+    ],
+    ids=["ragged_dot", "conv"],
+)
+def test_gradients_of_convolutions_and_ragged_matmuls(fn, kernel, x):
+    """Those of the dequantized kernel."""
+    q, converted = served(fn, {"quantization": "int8", "quant_backend": "native"}, {"w": kernel}, x)
+    floats = {"w": dequantize(converted["w"].tensor)}
+    y, back = jax.vjp(lambda x: q(converted, {}, x), x)
+    _, expected = jax.vjp(lambda x: fn(floats, x), x)
+    grad = normal(2, *y.shape)
+    np.testing.assert_allclose(back(grad)[0], expected(grad)[0], rtol=1e-5, atol=1e-5)
+    loss = lambda p: jnp.sum(q(p, {}, x))  # noqa: E731
+    assert not any(
+        jnp.any(leaf) for leaf in jax.tree.leaves(jax.grad(loss, allow_int=True)(converted)) if leaf.dtype == x.dtype
+    )
+
+
 def test_a_layer_whose_weight_stays_float_needs_its_state():
     def fn(p, x):
-        return jnp.tanh(jax.lax.conv(x[:, :, None], p["conv"]["kernel"], (1,), "VALID")[..., 0]) @ p["last"]["kernel"]
+        return jnp.tanh(x @ (p["sum"]["a"] + p["sum"]["b"])) @ p["last"]["kernel"]
 
-    p = {"conv": {"kernel": normal(0, 8, 8, 1)}, "last": {"kernel": normal(1, 8, 8)}}
+    p = {"sum": {"a": normal(0, 8, 8), "b": normal(3, 8, 8)}, "last": {"kernel": normal(1, 8, 8)}}
     q, x = jaxquant.quantize(fn, FP8), normal(2, 3, 8)
     state = q.init(p, x)
     state = jaxquant.state.update(state, jax.grad(lambda s: jnp.sum(q(p, s, x)))(state))
-    with pytest.warns(UserWarning, match="weights of 1 layers stay in float and need their quant state, if any .conv:"):
+    with pytest.warns(UserWarning, match="weights of 1 layers stay in float and need their quant state, if any .sum:"):
         converted = q.convert(p, state, x)
     np.testing.assert_array_equal(jax.jit(q)(converted, state, x), jax.jit(q)(p, state, x))
-    with pytest.raises(ValueError, match="recipe 'fp8' at 'conv' keeps state"):
+    with pytest.raises(ValueError, match="recipe 'fp8' at 'sum' keeps state"):
         q(converted, {}, x)
 
 
@@ -207,7 +259,6 @@ def test_what_stays_float_is_said():
         (lambda p, x: x @ p["w"] + jnp.sum(p["w"]), "layer 'w' has a converted kernel, which reduce_sum reads"),
         (lambda p, x: (x @ p["w"], p["w"]), "which the function returns it reads"),
         (lambda p, x: x @ (2 * p["w"]), "which mul reads"),
-        (lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"), "which conv_general_dilated"),
     ],
 )
 def test_other_readers_of_a_converted_kernel_are_refused(other, text):
@@ -215,6 +266,27 @@ def test_other_readers_of_a_converted_kernel_are_refused(other, text):
     converted = jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT).convert(p, {}, x)
     with pytest.raises(NotImplementedError, match=text):
         jaxquant.quantize(other, CURRENT)(converted, {}, x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (
+            lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"),
+            "conv_general_dilated takes .*0,",
+        ),
+        (
+            lambda p, x: jax.lax.ragged_dot(x, p["w"].T[None], jnp.array([2])),
+            "ragged_dot takes .* axes .0, 2., got int8",
+        ),
+    ],
+)
+def test_scales_along_a_contraction_are_refused(fn, text):
+    p, x = {"w": normal(0, 8, 8)}, normal(1, 2, 8)
+    config = {"quantization": "int8", "quant_backend": "native"}  # one scale a column
+    converted = jaxquant.quantize(lambda p, x: x @ p["w"], config).convert(p, {}, x)
+    with pytest.raises(NotImplementedError, match=text):
+        jaxquant.quantize(fn, config)(converted, {}, x)
 
 
 def test_a_reshape_that_breaks_blocks_is_refused():

@@ -1,0 +1,183 @@
+"""Functions with derivatives of their own, and kernels: what is registered for them is read and quantized."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant.trace import register_function, registry, unregister_function
+from tests.trace.functions import CURRENT, FP8, float8_dots, layers, normal, shape
+
+P = {"own": {"kernel": normal(0, 8, 8)}, "last": {"kernel": normal(1, 8, 8)}}
+X = normal(2, 6, 8)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def own_dense(x, w, factor):
+    return factor * (x @ w)
+
+
+def _backward(factor, saved, g):
+    x, w = saved
+    return factor * 7 * (g @ w.T), factor * 7 * (x.T @ g)  # wrong on purpose, so that its use shows
+
+
+own_dense.defvjp(lambda x, w, factor: (factor * (x @ w), (x, w)), _backward)
+
+
+@jax.custom_jvp
+def own_jvp(x, w):
+    return x @ w
+
+
+own_jvp.defjvp(lambda a, t: (a[0] @ a[1], t[0] @ a[1] + a[0] @ t[1]))
+
+
+def own_kernel(x, w, out):
+    out[...] = x[...] @ w[...]
+
+
+def in_kernel(x, w):
+    return pl.pallas_call(own_kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x, w)
+
+
+def after(fn):
+    """Put a layer that is quantized behind a function of the parameter ``own``."""
+    return lambda p, x: jnp.tanh(fn(x, p["own"]["kernel"])) @ p["last"]["kernel"]
+
+
+FN = after(lambda x, w: own_dense(x, w, 2.0))
+PLAIN = after(lambda x, w: 2.0 * (x @ w))
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+def gradients(fn, params, config):
+    quantized = jaxquant.quantize(fn, config)
+    state = quantized.init(params, X)
+    loss = lambda p, s, x: jnp.sum(jnp.square(quantized(p, s, x)))  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(params, state, X)
+
+
+@pytest.mark.parametrize("config", [CURRENT, FP8], ids=["fp8_current", "fp8"])
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_a_function_that_is_read_itself_is_quantized_as_a_plain_one(config, around):
+    register_function(own_dense)
+    assert set(layers(FN, P, X, config=config).values()) == {config["quantization"]}
+    plain = gradients(around(PLAIN), P, config)
+    assert jax.tree.all(jax.tree.map(np.array_equal, gradients(around(FN), P, config), plain))
+
+
+def test_both_passes_are_in_low_precision_and_coverage_lists_them():
+    def step():
+        quantized = jaxquant.quantize(FN, CURRENT)
+        return jax.grad(lambda p, x: jnp.sum(quantized(p, {}, x)), argnums=(0, 1))
+
+    assert float8_dots(step(), P, X) == 3
+    assert "inside custom_vjp_call of 'own_dense'" in layers(FN, P, X)["own"]
+    register_function("own_dense", lambda x, w: 2.0 * (x @ w))
+    assert float8_dots(step(), P, X) == 6
+    (line,) = [line for line in jaxquant.coverage(step(), P, X).text().splitlines() if line.startswith("own ")]
+    assert "e4m3 × e4m3  e5m2 × e4m3  e4m3 × e5m2" in line
+
+
+def test_a_function_by_itself_leaves_others_of_its_name_alone():
+    def other():
+        @jax.custom_vjp
+        def own_dense(x, w):
+            return x @ w
+
+        own_dense.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+        return own_dense
+
+    register_function(own_dense)
+    assert "own_dense" in layers(after(other()), P, X)["own"]
+
+
+@pytest.mark.parametrize(("fn", "name"), [(in_kernel, "own_kernel"), (in_kernel, "pallas_call"), (own_jvp, own_jvp)])
+def test_kernels_and_forward_derivatives(fn, name):
+    register_function(name, lambda x, w: x @ w)
+    assert set(layers(after(fn), P, X).values()) == {"fp8_current"}
+    plain = gradients(after(lambda x, w: x @ w), P, CURRENT)
+    assert jax.tree.all(jax.tree.map(np.array_equal, gradients(after(fn), P, CURRENT), plain))
+
+
+def test_what_stays_in_float_keeps_its_own_derivative():
+    register_function(own_dense)
+    config = CURRENT | {"rules": [{"path": "own", "recipe": None}]}
+    ours, plain = gradients(FN, P, config)[1][0], gradients(PLAIN, P, config)[1][0]
+    np.testing.assert_allclose(ours["own"]["kernel"], 7 * plain["own"]["kernel"], rtol=1e-5)
+
+
+def test_vmapped_and_scanned():
+    register_function(own_dense)
+    stack = {"own": {"kernel": normal(0, 3, 8, 8)}}
+
+    def experts(p, x):
+        return jax.vmap(lambda w, x: own_dense(x, w, 1.0))(p["own"]["kernel"], jnp.stack([x] * 3))
+
+    def scanned(p, x):
+        return jax.lax.scan(lambda h, w: (own_dense(h, w, 1.0), None), x, p["own"]["kernel"])[0]
+
+    for fn in (experts, scanned):
+        state = jax.eval_shape(jaxquant.quantize(fn, FP8).init, stack, X)
+        assert state["own"]["input_scale"].shape == (3, 1)
+
+
+def test_a_converted_kernel_runs_in_it():
+    register_function(own_dense)
+    quantized = jaxquant.quantize(FN, CURRENT)
+    converted = quantized.convert(P, {}, X)
+    assert {type(leaf["kernel"]).__name__ for leaf in converted.values()} == {"ConvertedKernel"}
+    assert np.array_equal(quantized(converted, {}, X), quantized(P, {}, X))
+
+
+def test_in_a_linen_model():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = own_dense(x, self.param("kernel", nn.initializers.lecun_normal(), (8, 8)), 1.0)
+            return nn.Dense(4, name="last")(jnp.asarray(x))
+
+    register_function(own_dense)
+    assert {row.recipe for row in jaxquant.describe_layers(Model(), FP8, X)} == {"fp8"}
+
+
+@pytest.mark.parametrize(
+    ("computes", "text"),
+    [
+        (lambda x, w: (x @ w)[:3], r"'own_dense' returns float32\[3,8\] of float32\[6,8\], .* returns float32\[6,8\]"),
+        (lambda x, w: x.astype("bfloat16") @ w.astype("bfloat16"), r"'own_dense' returns bfloat16\[6,8\] of"),
+        (lambda x: x, r"'own_dense' does not take its float32\[6,8\], float32\[8,8\]: .*1 positional argument"),
+        (lambda x, w: w @ w @ x, r"'own_dense' does not take its float32\[6,8\], float32\[8,8\]: dot_general"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(computes, text):
+    register_function("own_dense", computes)
+    with pytest.raises(ValueError, match=text):
+        jaxquant.quantize(FN, CURRENT).report(P, X)
+
+
+def test_what_cannot_be_registered():
+    register_function(own_dense)
+    with pytest.raises(ValueError, match=r"'own_dense at .*' is registered already; take it back"):
+        register_function(own_dense)
+    unregister_function(own_dense)
+    assert "inside custom_vjp_call" in layers(FN, P, X)["own"]
+    with pytest.raises(ValueError, match="is not registered"):
+        unregister_function(own_dense)
+    with pytest.raises(TypeError, match=r"takes a jax.custom_vjp or jax.custom_jvp function, or a name, got"):
+        register_function(in_kernel)
+    register_function("own_kernel")
+    with pytest.raises(ValueError, match="pallas_call has no program to read; give register_function one"):
+        layers(after(in_kernel), P, shape(6, 8))

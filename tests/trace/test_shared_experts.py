@@ -1,0 +1,154 @@
+"""``quantization_share_expert_scales``: one scale, and one state, for all experts of a weight."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant import ops, state
+from jaxquant.config.recipes import RECIPES
+from jaxquant.config.rules import Rule
+from jaxquant.core.quantize import fake_quantize
+from jaxquant.core.recipe import MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from jaxquant.inject.handle import configure_quantization
+from jaxquant.ops import ragged
+from tests.serving.models import filled
+from tests.trace.functions import CURRENT, FP8, normal
+
+SHARE = {"quantization_share_expert_scales": True}
+SIZES = jnp.array([4, 0, 6])
+P = {
+    "scanned": normal(0, 2, 3, 8, 8) * jnp.array([1.0, 2.0, 4.0])[:, None, None],
+    "last": normal(1, 8, 8, 3),
+    "ragged": normal(2, 3, 8, 4),
+}
+X = normal(3, 3, 4, 8) * jnp.array([1.0, 3.0, 9.0])[:, None, None]
+
+
+def experts(p, x):
+    """Experts in scanned layers, with the batch axis behind, and in a ragged matmul with rows of no group."""
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.einsum("ebd,edf->ebf", x, w)), None), x, p["scanned"])
+    x = jax.vmap(jnp.matmul, in_axes=(0, 2))(x, p["last"])
+    return jax.lax.ragged_dot(x.reshape(-1, 8), p["ragged"], SIZES)
+
+
+def einsum(w, x):
+    return jnp.einsum("efd,ebd->ebf", w, x)
+
+
+def grouped(w, x):
+    return jax.lax.ragged_dot(x.reshape(-1, 8), w.swapaxes(1, 2), SIZES)
+
+
+@pytest.mark.parametrize("string", ["fp8_current", "fp8", "aqt_fp8_full"])
+@pytest.mark.parametrize("fn", [einsum, grouped])
+def test_numbers_are_those_of_whole_tensors(fn, string):
+    """Result and both gradients of the three operands, each quantized as one tensor."""
+    config = {"quantization": string, "quant_backend": "native"} | SHARE
+    w, x = normal(0, 3, 8, 8) * jnp.array([1.0, 2.0, 4.0])[:, None, None], X
+    if fn is grouped:  # the rows behind the last group are of no tensor
+        x = x.reshape(-1, 8).at[10:].set(0).reshape(X.shape)
+    q = jaxquant.quantize(lambda p, x: fn(p["w"], x), config)
+    y, back = jax.vjp(lambda w, x: q({"w": w}, q.init({"w": w}, x), x), w, x)
+    grad = normal(4, *y.shape)
+    grad = grad.at[10:].set(0) if fn is grouped else grad
+    recipe: Any = RECIPES[string].recipe
+    fake = lambda x, spec: fake_quantize(x, whole(spec), tuple(range(x.ndim)))  # noqa: E731
+    expected, _ = jax.vjp(fn, fake(w, recipe.fwd.rhs), fake(x, recipe.fwd.lhs))
+    backward = [recipe.resolve("dlhs", "rhs"), recipe.resolve("drhs", "lhs"), recipe.dlhs.lhs]
+    _, pull = jax.vjp(fn, fake(w, backward[0]), fake(x, backward[1]))
+    bound = 2e-2 if string == "aqt_fp8_full" else 1e-5  # of its accumulation in bfloat16
+    for one, other in zip((y, *back(grad)), (expected, *pull(fake(grad, backward[2]))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.max(np.abs(other)))
+
+
+def whole(spec):
+    return TensorSpec(spec.dtype, "per_tensor", reciprocal=spec.reciprocal)
+
+
+@pytest.mark.parametrize("string", ["fp8", "int8_delayed"])
+def test_state_is_one_for_all_experts_and_sees_all(string):
+    config = {"quantization": string, "quant_backend": "native"}
+    q = jaxquant.quantize(experts, config | SHARE)
+    quant_state = q.init(P, X)
+    assert {path: each["kernel_scale"].shape for path, each in quant_state.items()} == {
+        "scanned": (2, 1), "last": (1,), "ragged": (1,),
+    }  # fmt: skip
+    seen = jax.jit(jax.grad(lambda s: jnp.sum(q(P, s, X))))(quant_state)
+    new = state.update(quant_state, seen)
+    amax = {path: np.max(np.abs(P[path]), axis=(1, 2, 3) if path == "scanned" else None) for path in P}
+    for path, expected in amax.items():
+        np.testing.assert_array_equal(new[path]["kernel_amax_history"][..., 0], expected)
+    other = jaxquant.quantize(experts, config)
+    assert other.init(P, X)["ragged"]["kernel_scale"].shape == (3, 1)
+    text = (
+        r"layer 'scanned' has quant state 'input_amax_bins' of shape \(2, 3, 2048\), one for all experts, and quantiz"
+    )
+    with pytest.raises(ValueError, match=text + "ation_share_expert_scales is false, which needs"):
+        other(P, quant_state, X)
+    with pytest.raises(ValueError, match="one for each expert, and quantization_share_expert_scales is true"):
+        q(P, other.init(P, X), X)
+
+
+def test_a_batch_without_rows_is_not_seen():
+    recipe: Any = jaxquant.QuantConfig.from_any(FP8 | SHARE).recipe()
+    quant_state = ragged.initial_state(recipe, 3)
+    run = lambda s: jnp.sum(ops.ragged_dot(X[0], P["ragged"], jnp.zeros(3, int), recipe=recipe, state=s))  # noqa: E731
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(jax.grad(run)(quant_state)))
+
+
+@pytest.mark.parametrize("config", [FP8, CURRENT], ids=["fp8", "fp8_current"])
+def test_converted_kernels_have_one_scale_and_the_bits_of_training(config):
+    q, own = jaxquant.quantize(experts, config | SHARE), jaxquant.quantize(experts, config)
+    quant_state = filled(q.init(P, X))
+    converted = q.convert(P, quant_state, X)
+    assert {path: kernel.tensor.scale.shape for path, kernel in converted.items()} == {
+        "scanned": (2, 1, 1, 1), "last": (1, 1, 1), "ragged": (1, 1, 1),
+    }  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(q)(converted, {}, X), jax.jit(q)(P, quant_state, X))
+    text = "layer 'scanned' has a converted kernel with {}, and quantization_share_expert_scales is {}; serve with"
+    with pytest.raises(ValueError, match=re.escape(text.format("one scale for all experts", "false"))):
+        own(converted, {}, X)
+    with pytest.raises(ValueError, match=re.escape(text.format("a scale for each expert", "true"))):
+        q(own.convert(P, filled(own.init(P, X)), X), {}, X)
+
+
+def test_health_has_one_row_for_all():
+    from jaxquant.audit.function_health import FunctionHealth
+
+    q = jaxquant.quantize(lambda p, x: einsum(p["w"], x), FP8 | SHARE)
+    p = {"w": P["scanned"][0]}
+    health = FunctionHealth(q, lambda y, x: jnp.sum(y * y), p, X)
+    assert len(health.rows) == 1
+    assert all(np.all(np.isfinite(each)) for each in jax.tree.leaves(health(p, q.init(p, X), X)))
+
+
+def test_what_cannot_share_is_refused():
+    with pytest.raises(
+        ValueError, match="quantization_share_expert_scales True is not read by quantization 'int8'; it"
+    ):
+        jaxquant.QuantConfig(quantization="int8", quantization_share_expert_scales=True)
+    with pytest.raises(ValueError, match=r"no operand of it has one scale a tensor"):
+        Recipe("mine", fwd=MatmulSpec(TensorSpec("int8"), TensorSpec("int8")), shares_experts=True)
+    spec = TensorSpec("int8", "per_tensor")
+    with pytest.raises(ValueError, match="beside weight sparsity, whose masks are each expert's own"):
+        Recipe("mine", fwd=MatmulSpec(spec, spec), shares_experts=True, sparsity=SparsitySpec(2, 4, 0, 1))
+    handle: Any = configure_quantization(FP8 | SHARE)
+    with pytest.raises(NotImplementedError, match=r"quantization_share_expert_scales true at .* use jaxquant.maybe_q"):
+        handle.dot_general_cls()().init(jax.random.key(0), X[0], P["last"][..., 0], (((1,), (0,)), ((), ())))
+
+
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_other_backends_refuse_it(backend):
+    pytest.importorskip(backend)
+    spec = TensorSpec("float8_e4m3fn", "per_tensor")
+    recipe = Recipe("mine", fwd=MatmulSpec(spec, spec), shares_experts=True)
+    config = jaxquant.QuantConfig(quant_backend=backend, rules=(Rule(path=".*", recipe=recipe),))
+    with pytest.raises(NotImplementedError, match=r"recipe 'mine': .* has no shares_experts True; use quant_b"):
+        jaxquant.quantize(experts, config).init(P, X)
