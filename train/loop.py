@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
+from jaxquant.ops.implementation import choices_made
 from train import processes
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
 from train.config import TrainConfig
@@ -225,7 +226,7 @@ def _train(
             return agreed if jax.process_count() > 1 else reason() is not None
 
         batch: Batch = {}
-        on_accelerator = program.mesh.devices.flat[0].platform != "cpu"
+        warms = program.mesh.devices.flat[0].platform != "cpu" or config.implementation == "pallas"
         saved = 0
         held_out = _held_out(program, data, state) if first >= config.steps else None
         for step in range(first + 1, config.steps + 1):
@@ -240,10 +241,13 @@ def _train(
             asked = stop_anywhere.ask(reason() is not None)
             settle()
             pending = _Pending(step, values, placed, before, asked, measured)
-            if on_accelerator and (step == first + 1 or _due(step, config.eval_every)):
-                # From here on no cast waits for its own amax: one more compilation, which a CPU would not earn back.
+            if warms and (step == first + 1 or _due(step, config.eval_every)):
+                # From here on no cast waits for its own amax: one more compilation, which a CPU would not earn back,
+                # but without which no cast is a kernel's.
                 state = state._replace(quant_state=quantization_state.warm(state.quant_state))
             last = step == config.steps
+            if config.implementation == "pallas" and (step == first + 2 or (last and step == first + 1)):
+                metrics.say(_implementations())
             saving = last or _due(step, config.checkpoint_every) or stopping()
             if saving:
                 settle()
@@ -356,11 +360,24 @@ def _summary(
         "quant_state_bytes": _bytes(state.quant_state),
         "saved_activation_bytes": saved_activation_bytes(program, {k: np.asarray(v) for k, v in batch.items()}),
         "layers": layers,
+        "implementations": [
+            {"piece": piece, "implementation": choice.name, "reason": choice.reason}
+            for piece, choice in (choices_made() if config.implementation == "pallas" else ())
+            if choice.asks_for_pallas
+        ],
         "data": data.description,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": _devices(),
     }
+
+
+def _implementations() -> str:
+    """Describe what computes casts and matmuls where kernels were asked for, and where XLA does instead, why."""
+    made = [(piece, choice) for piece, choice in choices_made() if choice.asks_for_pallas]
+    reasons = sorted({f"{piece}: xla, {choice.reason}" for piece, choice in made if choice.name == "xla"})
+    kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})
+    return "; ".join([f"kernels (pallas): {', '.join(kernels) or 'none'}", *reasons])
 
 
 def _bytes(tree: Any) -> int:

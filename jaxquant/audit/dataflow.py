@@ -329,7 +329,7 @@ class _Walk:
     def _cond(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
         results = [
             self.run(open_jaxpr(branch), inputs[1:], place.branch(number))
-            for number, branch in enumerate(eqn.params["branches"])
+            for number, branch in enumerate(_branches(eqn.params))
         ]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
         merged = [self._known(_value("branch", values, var.aval)) for values, var in outs]
@@ -347,6 +347,16 @@ class _Walk:
         self._condition(outs, [each.out for each in inner.found])
         self._keep(eqn, inputs, outs)
         return outs
+
+
+def _branches(params: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the branches of a cond that may run: of one a platform, that of this process."""
+    platforms = params.get("branches_platforms")
+    if platforms is None:
+        return params["branches"]
+    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    found = next((i for i, names in enumerate(platforms) if names is not None and here in names), -1)
+    return params["branches"][found : found + 1 or None]
 
 
 def _undoes(operation: str, value: Value | None) -> bool:

@@ -57,7 +57,7 @@ BACKENDS: dict[BackendName, BackendRow] = {
         module="jaxquant.backends.native_backend",
         needs_random_stream=False,
         names_residuals=True,
-        implementations=("xla",),
+        implementations=("xla", "pallas"),
     ),
 }
 """Every backend, in the order in which errors list them."""

@@ -32,8 +32,8 @@ class QuantConfig(options.Options):
     Attributes:
       quantization: config string, a key of ``RECIPES``; "" is none.
       quant_backend: ``auto`` (the backend of the string's row), ``aqt``, ``qwix`` or ``native``.
-      implementation: what computes the casts and matmuls of the native backend: ``xla``; null picks. Numbers do not
-        depend on it.
+      implementation: what computes the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
+        where they can, XLA elsewhere); null picks. Numbers do not depend on it.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
       strict: a training run refuses to start where a layer's matmuls are not in the dtypes of its recipe; in a loop of
         your own, ``jaxquant.coverage(step, ..., config=config).check()``.
@@ -65,7 +65,7 @@ class QuantConfig(options.Options):
 
     quantization: str = ""
     quant_backend: Literal["auto", BackendName] = "auto"
-    implementation: Literal["xla"] | None = None
+    implementation: Literal["xla", "pallas"] | None = None
     use_qwix_quantization: bool = False
     strict: bool = False
     rules: tuple[Rule, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -12,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxquant.core.blocks import pad_blocks, spread
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, split_axes
+from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.implementation import choose_implementation
+from jaxquant.ops.implementation import settle
 from jaxquant.ops.layouts import contraction_last
 
 Array = jax.Array
@@ -65,7 +67,6 @@ def contract(
     Raises:
       ValueError: an implementation that is not known.
     """
-    choose_implementation("dot_general", implementation)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         if isinstance(lhs, QTensor):
             lhs = dequantize(lhs, rhs.dtype.name)  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,6 +83,11 @@ def contract(
         )
         return out.astype(out_dtype)
 
+    axes = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
+    kept = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
+    refused = functools.partial(kernel.refusal, lhs, rhs, *axes, **kept, scale_dtype=scale_dtype)
+    if settle("dot_general", implementation, refused).name == "pallas":
+        return kernel.einsum(lhs, rhs, *axes, **kept)
     if turns and not dims.lhs_batch and lhs.zero_point is None and rhs.zero_point is None:
         return _turned(lhs, rhs, dims, out_dtype, accumulator, default_precision if precision is None else precision)
     lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)

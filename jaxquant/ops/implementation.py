@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from typing import Literal
 
-Implementation = Literal["xla"]
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"dot_general": ("xla",), "quantize": ("xla",)}
+Implementation = Literal["xla", "pallas"]
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"dot_general": ("xla", "pallas"), "quantize": ("xla", "pallas")}
 """Implementations of each piece, the one that runs everywhere first."""
+
+
+_REFUSED = "pallas was asked for; "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +27,22 @@ class Choice:
     name: str
     reason: str
 
+    @property
+    def asks_for_pallas(self) -> bool:
+        """Whether kernels were asked for, granted or not."""
+        return self.name == "pallas" or self.reason.startswith(_REFUSED)
+
+
+PICKED = "XLA's program: no kernel is faster than it by a measurement on a chip"
+"""Why none but XLA is picked."""
+
+_made: dict[tuple[str, Choice], None] = {}
+
+
+def choices_made() -> list[tuple[str, Choice]]:
+    """Return each piece and choice of this process's traces, once each, the first first. A cached trace is none."""
+    return list(_made)
+
 
 def choose_implementation(piece: str, implementation: str | None = None) -> Choice:
     """Choose what computes a piece of an op.
@@ -36,9 +56,23 @@ def choose_implementation(piece: str, implementation: str | None = None) -> Choi
     """
     known = IMPLEMENTATIONS[piece]
     if implementation is None:
-        return Choice(known[0], f"{known[0]!r} is the only implementation of {piece}" if len(known) == 1 else "default")
+        return Choice(known[0], PICKED)
     if implementation not in known:
         near = difflib.get_close_matches(str(implementation), known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known ones are {', '.join(known)}; None picks"
         raise ValueError(f"implementation {implementation!r} of {piece} is not known; {hint}")
     return Choice(implementation, "asked for")
+
+
+def settle(piece: str, implementation: str | None, refusal: Callable[[], str | None]) -> Choice:
+    """Choose what computes a piece of one call, and note it for ``choices_made``.
+
+    Args:
+      piece, implementation: as ``choose_implementation`` takes them.
+      refusal: says why the kernel does not compute this call, None where it does; asked where the kernel is wanted.
+    """
+    choice = choose_implementation(piece, implementation)
+    if choice.name == "pallas" and (why := refusal()) is not None:
+        choice = Choice("xla", f"{_REFUSED}{why}")
+    _made[piece, choice] = None
+    return choice

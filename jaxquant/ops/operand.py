@@ -22,11 +22,12 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import Part, content_key
+from jaxquant.core.rounding import Part, content_key, noise_seeds
 from jaxquant.core.scales import SMALLEST_SCALE
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
-from jaxquant.ops.implementation import choose_implementation
+from jaxquant.kernels.quantize import api as kernel
+from jaxquant.ops.implementation import choose_implementation, settle
 from jaxquant.ops.layouts import row_major
 
 Array = jax.Array
@@ -106,32 +107,69 @@ def quantize_operand(
         return encode_tensor(x, spec.codec, axes), None
     compute = cast_dtype(recipe, x.dtype.name)
     if static_scale is not None:
-        scale = static_scale.reshape((1,) * x.ndim)
-        return row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute, part=part)), None
+        return _cast(x, spec, static_scale, compute, key, part, implementation)[0], None
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
             "convert or import the model with its scales"
         )
     if spec.scaling == "dynamic":
+        settle("quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes")
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute, "part": part}
         return row_major(quantize(x, spec, axes, key=key, **more)), None
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
-    amax = _amax(x, recipe)
-    amax = over_devices(jax.lax.pmax, amax, x, except_axes=varying_axes(state["scale"]))
-    scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
-    # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into the matmul that made x.
-    cast = x if delayed.is_warm(state) else jax.lax.optimization_barrier(x)
-    tensor, _ = quantize_operand(
-        cast, spec, axes, recipe=recipe, static_scale=scale, key=key, implementation=implementation, part=part
-    )
+    whole = varying_axes(state["scale"])
+    if delayed.is_warm(state):
+        scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed, floor=floor)
+        tensor, seen = _cast(x, spec, scale, compute, key, part, implementation)
+        amax = over_devices(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
+        if seen is not None:
+            return tensor, Observation(scale, amax)
+    else:
+        amax = over_devices(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
+        scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
+        # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into what made x.
+        cast = jax.lax.optimization_barrier(x)
+        why = "a scale without history waits for the amax, which XLA computes"
+        tensor, _ = _cast(cast, spec, scale, compute, key, part, implementation, why)
     if recipe.is_lean and varying_axes(tensor.qvalue) == varying_axes(amax):
         # One read of x for both: left to itself XLA reads it again for the amax, beside another user of x. (A barrier
         # makes what it holds vary alike, and an amax of all devices varies over none.)
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
     return tensor, Observation(scale, amax)
+
+
+def _cast(
+    x: Array,
+    spec: TensorSpec,
+    scale: Float[Array, 1],
+    compute: str,
+    key: Array | None,
+    part: Part | None,
+    implementation: str | None,
+    refusal: str | None = None,
+) -> tuple[QTensor, Array | None]:
+    """Quantize with one scale that is known; return the amax, too, where a kernel has computed it."""
+    scale = scale.reshape((1,) * x.ndim)
+
+    def refused() -> str | None:
+        if refusal is not None:
+            return refusal
+        if spec.reciprocal or spec.scale_rounding != "exact" or spec.scale_dtype != "float32":
+            return "the quantize kernel divides by scales in float32, and not by rounded ones or a reciprocal"
+        if part is not None and spec.rounding == "stochastic":
+            return "the quantize kernel draws the noise of a whole tensor, not of a device's part"
+        return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute)
+
+    if settle("quantize", implementation, refused).name == "xla":
+        return row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute, part=part)), None
+    if spec.rounding == "stochastic" and key is None:
+        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
+    seeds = noise_seeds(key) if spec.rounding == "stochastic" and key is not None else None
+    qvalue, amax = kernel.quantize(x, scale, dtype=spec.dtype, seeds=seeds, compute_dtype=compute)
+    return QTensor(qvalue, scale), amax.astype(x.dtype)
 
 
 def _amax(x: Array, recipe: Recipe) -> Array:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
 from jaxquant.kernels.fp8_einsum.reference import Major, rescale, sum_dtype
-from jaxquant.kernels.fp8_einsum.tuning import Blocks, blocks_for
+from jaxquant.kernels.fp8_einsum.tuning import VMEM_BYTES, Blocks, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
 NAME = "jaxquant_fp8_einsum"
@@ -68,7 +68,9 @@ def matmul(
         out_specs=pl.BlockSpec((None, block_m, block_n), lambda b, i, j, k: (b, i, j)),
         out_shape=result((B, M, N), out_dtype),
         scratch_shapes=[pltpu.VMEM((block_m, block_n), jnp.dtype(sum_dtype(lhs.dtype.name)))],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         interpret=interpret,
         name=NAME,
     )(*(each for each in (lhs, rhs, scale, left, right) if each is not None))

@@ -33,6 +33,7 @@ def quantize(
     transposed: bool = False,
     compute_dtype: str = "float32",
     interpret: bool = False,
+    in_steps: bool = True,
     blocks: Blocks | None = None,
 ) -> Quantized:
     """Compute what ``reference.quantize`` does.
@@ -42,6 +43,7 @@ def quantize(
     Args:
       x, scale, dtype, seeds, transposed, compute_dtype: as the reference takes them.
       interpret: whether to run without a TPU.
+      in_steps: whether a block is read a few rows at a time, as suits a TPU's registers.
       blocks: what one program loads; None chooses (``tuning``).
     """
     M, N = x.shape
@@ -67,7 +69,13 @@ def quantize(
         out_specs.append(pl.BlockSpec((block_n, block_m), lambda i, j: (j, i)))
         out_shape.append(result((N, M), dtype))
     kernel = functools.partial(
-        _kernel, shape=(M, N), dtype=dtype, compute_dtype=compute_dtype, noisy=noisy, transposed=transposed
+        _kernel,
+        shape=(M, N),
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        noisy=noisy,
+        transposed=transposed,
+        in_steps=in_steps,
     )
     q, amax, *q_t = pl.pallas_call(
         kernel,
@@ -92,12 +100,13 @@ def _kernel(
     compute_dtype: str,
     noisy: bool,
     transposed: bool,
+    in_steps: bool,
 ) -> None:
     seeds_ref, *refs = given if noisy else (None, *given)
     q_ref, amax_ref, *across_ref, largest_ref = refs
     i, j = pl.program_id(0), pl.program_id(1)
     block_m, block_n = x_ref.shape
-    rows = LANES if transposed else ROWS
+    rows = (LANES if transposed else ROWS) if in_steps else block_m
     is_ragged = bool(shape[0] % block_m or shape[1] % block_n)
 
     @pl.when((i == 0) & (j == 0))
@@ -105,7 +114,7 @@ def _kernel(
         largest_ref[...] = jnp.zeros_like(largest_ref)
 
     def step(k: Any, largest: Array) -> Array:
-        part = pl.ds(pl.multiple_of(k * rows, rows), rows)
+        part = pl.ds(pl.multiple_of(k * rows, rows), rows) if in_steps else slice(None)
         x = x_ref[part, :].astype(jnp.float32)
         down = i * block_m + k * rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
         across = j * block_n + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -128,7 +137,8 @@ def _kernel(
             across_ref[0][:, part] = q.T
         return largest
 
-    largest_ref[...] = jax.lax.fori_loop(0, block_m // rows, step, largest_ref[...])
+    before = largest_ref[...]
+    largest_ref[...] = jax.lax.fori_loop(0, block_m // rows, step, before) if in_steps else step(0, before)
 
     @pl.when((i == pl.num_programs(0) - 1) & (j == pl.num_programs(1) - 1))
     def _() -> None:

@@ -1,0 +1,63 @@
+"""Where a kernel runs: compiled on TPUs and GPUs, interpreted on CPUs, never where a compiler may cut its operands."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
+
+from jaxquant.core.sharding import explicit_sharding, is_whole, varying_axes
+
+Array = jax.Array
+
+
+def cut_refusal(*operands: Array) -> str | None:
+    """Return why operands may be cut by a compiler, which cannot look into a kernel; None where none can be.
+
+    It is decided while tracing, from the types: of operands without a mesh where there is one device, and of operands
+    inside ``jax.shard_map`` along all axes of its mesh.
+
+    Args:
+      operands: of a kernel.
+    """
+    if any(explicit_sharding(x) is not None for x in operands):
+        return "an operand lies on a mesh with explicit axes, outside of jax.shard_map"
+    if all(is_whole(x) for x in operands):
+        return None
+    return "an operand may be sharded automatically: there are several devices, and it is not inside jax.shard_map"
+
+
+def module(op: str, kind: str) -> Any:
+    """Import the module with an op's kernel, None where there is none; Pallas is not imported before.
+
+    Args:
+      op: name of its folder.
+      kind: "tpu" or "gpu".
+    """
+    name = f"jaxquant.kernels.{op}.{kind}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def interpretable(*operands: Array) -> bool:
+    """Check whether CPUs can interpret a kernel of operands: not inside ``jax.shard_map``.
+
+    Pallas's interpreter does not type what varies along the axes of a mesh. The reference runs there instead.
+
+    Args:
+      operands: of the kernel.
+    """
+    return not any(varying_axes(x) for x in operands)
+
+
+def platform_refusal(op: str) -> str | None:
+    """Return why a kernel does not run on the platform of this process, None where that depends on no more than it.
+
+    Args:
+      op: name of its folder.
+    """
+    platform = jax.default_backend()
+    if platform == "gpu" and module(op, "gpu") is None:
+        return f"{op} has no kernel for GPUs"
+    return None if platform in ("cpu", "tpu", "gpu") else f"{op} has no kernel for platform {platform!r}"

@@ -1,0 +1,84 @@
+"""``quantize`` of tensors of any rank, on the platform that a program is compiled for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Shaped, UInt32
+
+from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.quantize import reference
+from jaxquant.kernels.varying import vary_alike
+
+DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str) -> str | None:
+    """Return why the kernel does not quantize a tensor, in words; None where it does.
+
+    Args:
+      x, scale, dtype, compute_dtype: as ``quantize`` takes them.
+    """
+    if dtype not in DTYPES:
+        return f"the quantize kernel writes {', '.join(DTYPES)}, not {dtype}"
+    if x.dtype.name not in ("float32", "bfloat16"):
+        return f"the quantize kernel reads float32 and bfloat16, not {x.dtype.name}"
+    if not x.size or not x.ndim:
+        return f"the quantize kernel takes no tensor of shape {x.shape}"
+    if _scale_matrix(x, scale) is None:
+        return f"the quantize kernel has one scale, one a row or one a column, not {scale.shape} of {x.shape}"
+    if why := cut_refusal(x, scale) or platform_refusal("quantize"):
+        return why
+    return _gpu_refusal(x, scale, dtype, compute_dtype) if jax.default_backend() == "gpu" else None
+
+
+def quantize(
+    x: Float[Array, "*shape"],
+    scale: Float[Array, "*counts"],
+    *,
+    dtype: str,
+    seeds: UInt32[Array, " 2"] | None = None,
+    compute_dtype: str = "float32",
+) -> tuple[Shaped[Array, "*shape"], Float[Array, ""]]:
+    """Return the quantized elements and the amax of a tensor that ``refusal`` does not refuse.
+
+    Args:
+      x: float32 or bfloat16.
+      scale: float32, of x's rank.
+      dtype, seeds, compute_dtype: as ``reference.quantize`` takes them.
+    """
+    (matrix, scales, seeds), _ = vary_alike(x.reshape(-1, x.shape[-1]), _scale_matrix(x, scale), seeds)
+    options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype}
+    noise = () if seeds is None else (seeds,)
+
+    def on(run: Any, **more: Any) -> Any:
+        return lambda x, scale, *noise: run(x, scale, seeds=noise[0] if noise else None, **options, **more)
+
+    tpu = module("quantize", "tpu")
+    where = {"tpu": on(tpu.quantize)}
+    if interpretable(matrix):
+        where["cpu"] = on(tpu.quantize, interpret=True, in_steps=False)
+    if jax.default_backend() == "gpu":
+        where["cuda"] = on(module("quantize", "gpu").quantize)
+    out = jax.lax.platform_dependent(matrix, scales, *noise, **where, default=on(reference.quantize))
+    return out.q.reshape(x.shape), out.amax
+
+
+def _scale_matrix(x: Array, scale: Array) -> Array | None:
+    """Return the scales beside x as a matrix, None where they are neither one, nor one a row, nor one a column."""
+    if scale.size == 1:
+        return scale.reshape(1, 1)
+    if scale.shape == (*(1,) * (x.ndim - 1), x.shape[-1]):
+        return scale.reshape(1, -1)
+    return scale.reshape(-1, 1) if scale.shape == (*x.shape[:-1], 1) else None
+
+
+def _gpu_refusal(x: Array, scale: Array, dtype: str, compute_dtype: str) -> str | None:
+    matrix = jax.eval_shape(functools.partial(jax.numpy.reshape, shape=(-1, x.shape[-1])), x)
+    scales = _scale_matrix(x, scale)
+    assert scales is not None
+    return module("quantize", "gpu").refusal(
+        matrix.shape, x.dtype.name, scales.shape, dtype=dtype, compute_dtype=compute_dtype
+    )

@@ -1,0 +1,58 @@
+"""Compile every case of the kernels for TPUs that are not here; prints what failed. In a process of its own."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxquant.aot.chips import chip
+from jaxquant.aot.topology import devices
+from jaxquant.kernels.fp8_einsum import cases as einsum_cases
+from jaxquant.kernels.fp8_einsum import tpu as einsum
+from jaxquant.kernels.quantize import cases as quantize_cases
+from jaxquant.kernels.quantize import tpu as quantize
+
+LARGE = einsum_cases.Case((1, 2048, 2048, 2048), out_dtype="float32", accumulator="float32", rhs_major="n")
+
+
+def quantize_program(case, shape):
+    rows, columns = case.shape
+    scale = {"tensor": (1, 1), "row": (rows, 1), "column": (1, columns)}[case.scale]
+    names = ("dtype", "transposed", "compute_dtype")
+    options = {name: getattr(case, name) for name in names}
+    seeds = shape((2,), jnp.uint32) if case.noisy else None
+    given = shape(case.shape, case.x_dtype), shape(scale, jnp.float32), seeds
+    return lambda x, scale, seeds: quantize.quantize(x, scale, seeds=seeds, **options), given
+
+
+def einsum_program(case, shape):
+    B, M, N, K = case.sizes
+    lhs = shape((B, M, K) if case.lhs_major == "k" else (B, K, M), case.lhs_dtype)
+    rhs = shape((B, N, K) if case.rhs_major == "k" else (B, K, N), case.rhs_dtype)
+    scales = {"left": (B, M, 1), "right": (B, 1, N)} if case.per_channel else {"scale": (1,)}
+    names = ("out_dtype", "accumulator", "lhs_major", "rhs_major")
+    options = {name: getattr(case, name) for name in names}
+    given = lhs, rhs, {name: shape(sizes, jnp.float32) for name, sizes in scales.items()}
+    return lambda lhs, rhs, scales: einsum.matmul(lhs, rhs, **scales, **options), given
+
+
+def main(*targets):
+    for target in targets:
+        place = SingleDeviceSharding(devices(chip(target))[0])
+
+        def shape(sizes, dtype, place=place):
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+        cases = [(quantize_program, case) for case in quantize_cases.CASES]
+        for make, case in [*cases, *((einsum_program, case) for case in (*einsum_cases.CASES, LARGE))]:
+            program, given = make(case, shape)
+            try:
+                text = jax.jit(program).lower(*given).compile().as_text()
+                print(target, case, "compiled" if "tpu_custom_call" in text else "has no kernel")
+            except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+                print(target, case, "failed:", str(error)[:300].replace("\n", " "))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,127 @@
+"""``implementation="pallas"`` in the ops, without a TPU: XLA's numbers, and a reason wherever XLA runs instead."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core import delayed
+from jaxquant.ops import dot_general, initial_state
+from jaxquant.ops.implementation import choices_made
+
+NUMBERS = (((1,), (0,)), ((), ()))
+
+
+def recipe(name):
+    found = RECIPES[name].recipe
+    assert found is not None
+    return found
+
+
+def warm(state, amax):
+    """Return a state whose histories hold an amax, and whose shapes say so."""
+
+    def one(tensor):
+        bins = delayed.empty_bins(is_warm=True)
+        return tensor | {"amax_history": tensor["amax_history"].at[0].set(amax), "amax_bins": bins}
+
+    return {name: one(tensor) for name, tensor in state.items()}
+
+
+def inputs(dtype="bfloat16"):
+    """Make small integers, which every format here represents with the scales of the states."""
+    generator = np.random.default_rng(0)
+    x, w, g = (jnp.asarray(generator.integers(-3, 4, shape), dtype) for shape in ((32, 256), (256, 64), (32, 64)))
+    return x, w, g
+
+
+def gradients(spec, implementation, x, w, g, state):
+    def loss(x, w, state):
+        out = dot_general(x, w, NUMBERS, recipe=spec, state=state, key=jax.random.key(0), implementation=implementation)
+        return jnp.sum((out * g).astype(jnp.float32)), out
+
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, w, state)
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8_delayed"])
+def test_a_step_has_the_bits_of_xlas(name):
+    spec, (x, w, g) = recipe(name), inputs()
+    state = warm(initial_state(spec), 448.0 if name == "fp8" else 127.5)
+    before = len(choices_made())
+    got, wanted = (jax.jit(functools.partial(gradients, spec, each))(x, w, g, state) for each in ("pallas", "xla"))
+    equal(got, wanted)
+    assert all(np.asarray(each, np.float32).any() for each in jax.tree.leaves(got[0][:2]))
+    ran = {piece for piece, choice in choices_made() if choice.name == "pallas"}
+    assert ran == {"dot_general", "quantize"}, choices_made()[before:]
+
+
+def step(form, implementation, x, w, state):
+    """Return the gradients of a use of the op in one of the forms in which programs use it."""
+    spec = recipe("fp8")
+
+    def use(x, w):
+        return dot_general(x, w, NUMBERS, recipe=spec, state=state, implementation=implementation)
+
+    def loss(x, w):
+        if form == "vmap":
+            out = jax.vmap(use)(jnp.stack([x, -x]), jnp.stack([w, w * 2]))
+        elif form == "scan":
+            out = jax.lax.scan(lambda x, w: (jnp.clip(use(x, w), -3, 3), None), x, jnp.stack([w, -w]))[0]
+        elif form == "remat":
+            out = jax.checkpoint(lambda x, w: jnp.sin(use(x, w)))(x, w)
+        else:
+            mesh = Mesh(np.array(jax.devices()[:1]), ("batch",))
+            specs = (PartitionSpec("batch"), PartitionSpec())
+            out = jax.shard_map(use, mesh=mesh, in_specs=specs, out_specs=specs[0])(x, w)
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
+
+
+@pytest.mark.parametrize("form", ["vmap", "scan", "remat", "shard_map"])
+def test_a_use_in_any_form_has_the_bits_of_xlas(form):
+    generator = np.random.default_rng(0)
+    x, w = (jnp.asarray(generator.integers(-3, 4, shape), "bfloat16") for shape in ((32, 32), (32, 32)))
+    state = warm(initial_state(recipe("fp8")), 448.0)
+    programs = {each: jax.jit(functools.partial(step, form, each)) for each in ("pallas", "xla")}
+    assert "pallas_call" in str(jax.make_jaxpr(programs["pallas"])(x, w, state))
+    equal(*(program(x, w, state) for program in programs.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "why"),
+    [
+        ("fp8_full", {}, "a dynamic scale waits for the amax"),
+        ("fp8", {"dtype": "float16"}, "adds float8_e4m3fn in float32 or bfloat16, not in float32 for float16"),
+        ("int4", {}, "multiplies two int8 or two fp8 operands, not int4 and int4"),
+        ("fp8_block", {}, "for each of its channels, not for tiles or blocks"),
+        ("fp8", {"cold": True}, "a scale without history waits for the amax"),
+    ],
+)
+def test_what_a_kernel_does_not_do_is_named_and_xlas(name, sizes, why):
+    spec = recipe(name)
+    x, w, g = inputs(sizes.get("dtype", "float32"))
+    state = initial_state(spec)
+    state = state if sizes.get("cold") or not state else warm(state, 448.0)
+    got, wanted = (jax.jit(functools.partial(gradients, spec, each))(x, w, g, state) for each in ("pallas", "xla"))
+    equal(got, wanted)
+    reasons = [choice.reason for _, choice in choices_made() if choice.name == "xla"]
+    assert any(why in reason and reason.startswith("pallas was asked for; ") for reason in reasons), reasons
+
+
+def test_a_mesh_that_a_compiler_may_cut_along_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    x, w, g = (each[:16] for each in inputs())  # no trace of another test has these shapes
+    w = jnp.ones((256, 64), w.dtype)
+    spec = recipe("int8_delayed")
+    program = functools.partial(gradients, spec, "pallas")
+    assert "pallas_call" not in str(jax.make_jaxpr(program)(x, w, g, warm(initial_state(spec), 100.0)))
+    assert any("may be sharded automatically" in choice.reason for _, choice in choices_made())
