@@ -92,7 +92,20 @@ def _splash(instruction: Instruction, operands: list[Array], path: str) -> tuple
     return f"splash attention {kind}", query.dtype, flops
 
 
+def _einsum(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+    """Our own matmul, whatever the order of its axes: sizes B·M·K, B·N·K and B·M·N multiply to B (B·M·N·K)²."""
+    lhs, rhs, out = (math.prod(each.shape) for each in (*operands[:2], instruction.arrays[0]))
+    return "jaxquant fp8_einsum", operands[0].dtype, 2 * math.isqrt(lhs * rhs * out // operands[0].shape[0])
+
+
+def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+    """Our own cast multiplies nothing: it takes what its bytes take."""
+    return "jaxquant quantize", operands[0].dtype, 0
+
+
 _REGISTRY = (
+    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_fp8_einsum\b", _einsum),
+    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_quantize\b", _quantize),
     (r"^__cudnn\$fmha", _cudnn),
     (r"^tpu_custom_call .*splash_m[hq]a_(fwd|dkv|dq)", _splash),
 )

@@ -238,6 +238,27 @@ ENTRY %main (q: bf16[2,4096,32,128], k: bf16[2,4096,8,128]) -> bf16[2,32,4096,12
 """
 
 
+OWN = """HloModule jit_step
+
+ENTRY %main (x: bf16[512,1024], w: s8[3,256,1024]) -> bf16[3,512,256] {
+  %x = bf16[512,1024]{1,0} parameter(0)
+  %w = s8[3,256,1024]{2,1,0} parameter(1)
+  %quantized = (s8[3,512,1024]{2,1,0}, s32[1,1]{1,0}) custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/jaxquant_quantize/pallas_call"}
+  %q = s8[3,512,1024]{2,1,0} get-tuple-element(%quantized), index=0
+  ROOT %y = bf16[3,512,256]{2,1,0} custom-call(%q, %w), custom_call_target="TARGET", metadata={op_name="jit(step)/cond/jaxquant_fp8_einsum/pallas_call"}
+}
+"""
+
+
+@pytest.mark.parametrize("target", ["tpu_custom_call", "mosaic_gpu_v2"])
+def test_kernels_of_our_own_are_known(target):
+    program = read_program(OWN.replace("TARGET", target))
+    assert not program.unknown
+    cast, product = program.kernels
+    assert (cast.flops, cast.bytes) == (0, 2 * 512 * 1024 + 3 * 512 * 1024 + 4)
+    assert (product.dtype, product.flops) == ("s8", 2 * 3 * 512 * 256 * 1024)
+
+
 @pytest.mark.parametrize(("direction", "mask", "matmuls"), [("", "CAUSAL", 1), ("", "NO_MASK", 2), ("Backward", "CAUSAL", 2.5)])  # fmt: skip
 def test_attention_kernels_have_flops_and_a_causal_one_half_of_them(direction, mask, matmuls):
     program = read_program(CUDNN.replace("DIRECTION", direction).replace("MASK", mask))
