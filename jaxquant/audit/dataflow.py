@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from jaxquant.kernels import KERNEL_PREFIX
 from jaxquant.ops.layouts import KEEP
 from jaxquant.trace.analysis import open_jaxpr, programs, scan_counts
 from jaxquant.trace.plan import CONTRACTIONS
@@ -328,9 +329,10 @@ class _Walk:
 
     def _cond(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
         results = [
-            self.run(open_jaxpr(branch), inputs[1:], place.branch(number))
-            for number, branch in enumerate(_branches(eqn.params))
+            self.run(open_jaxpr(branch), inputs[1:], place.branch(number)) for number, branch in _branches(eqn.params)
         ]
+        if len(results) == 1:
+            return results[0]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
         merged = [self._known(_value("branch", values, var.aval)) for values, var in outs]
         self._condition(merged, inputs[:1])
@@ -349,14 +351,28 @@ class _Walk:
         return outs
 
 
-def _branches(params: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the branches of a cond that may run: of one a platform, that of this process."""
+def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """Return the branches of a cond that may run, each with its number: of one a platform, that of this process.
+
+    A kernel of ours stands for its reference, the branch of all other platforms: the same matmul of whole operands.
+    """
     platforms = params.get("branches_platforms")
     if platforms is None:
-        return params["branches"]
+        return list(enumerate(params["branches"]))
     here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    found = next((i for i, names in enumerate(platforms) if names is not None and here in names), -1)
-    return params["branches"][found : found + 1 or None]
+    otherwise = platforms.index(None) if None in platforms else 0
+    found = next((i for i, names in enumerate(platforms) if names is not None and here in names), otherwise)
+    if _has_own_kernel(open_jaxpr(params["branches"][found])):
+        found = otherwise
+    return [(found, params["branches"][found])]
+
+
+def _has_own_kernel(jaxpr: Any) -> bool:
+    return any(
+        (eqn.primitive.name == "pallas_call" and str(eqn.params.get("name")).startswith(KERNEL_PREFIX))
+        or any(map(_has_own_kernel, programs(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _undoes(operation: str, value: Value | None) -> bool:

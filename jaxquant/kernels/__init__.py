@@ -2,3 +2,6 @@
 
 A kernel is a faster way to compute a piece of an op, behind ``implementation=``, and never a second meaning.
 """
+
+KERNEL_PREFIX = "jaxquant_"
+"""How the names of all kernels begin, in traced and in compiled programs."""

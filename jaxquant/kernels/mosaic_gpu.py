@@ -71,6 +71,8 @@ def refuse_device(capability: str | None, least: int, most: int) -> str | None:
         if device.platform not in ("gpu", "cuda"):
             return f"a Mosaic GPU kernel needs an NVIDIA GPU, and the device here is {device.device_kind}"
         capability = str(getattr(device, "compute_capability", "0.0"))
+    if not capability.partition(".")[0].isdecimal():
+        return f"a Mosaic GPU kernel needs an NVIDIA GPU, and the device here is {capability}"
     if least <= int(capability.partition(".")[0]) <= most:
         return None
     names = {8: "Ampere", 9: "Hopper", 10: "Blackwell"}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 import jax
 
-from jaxquant.core.sharding import explicit_sharding, is_whole, varying_axes
+from jaxquant.core.sharding import explicit_sharding, is_whole, platform_of, varying_axes
 
 Array = jax.Array
 
@@ -30,14 +29,13 @@ def cut_refusal(*operands: Array) -> str | None:
 
 
 def module(op: str, kind: str) -> Any:
-    """Import the module with an op's kernel, None where there is none; Pallas is not imported before.
+    """Import the module with an op's kernel; Pallas is not imported before.
 
     Args:
       op: name of its folder.
       kind: "tpu" or "gpu".
     """
-    name = f"jaxquant.kernels.{op}.{kind}"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+    return importlib.import_module(f"jaxquant.kernels.{op}.{kind}")
 
 
 def interpretable(*operands: Array) -> bool:
@@ -51,13 +49,14 @@ def interpretable(*operands: Array) -> bool:
     return not any(varying_axes(x) for x in operands)
 
 
-def platform_refusal(op: str) -> str | None:
-    """Return why a kernel does not run on the platform of this process, None where that depends on no more than it.
+def platform_refusal(op: str, x: Array) -> str | None:
+    """Return why a kernel does not run on the platform of an operand, None where that depends on no more than it.
 
     Args:
       op: name of its folder.
+      x: operand, whose mesh may be of devices that are not here.
     """
-    platform = jax.default_backend()
-    if platform == "gpu" and module(op, "gpu") is None:
-        return f"{op} has no kernel for GPUs"
+    platform = platform_of(x)
+    if platform == "gpu" and jax.default_backend() != "gpu":
+        return f"the kernel of {op} asks a GPU what it can, and the program is compiled for one that is not here"
     return None if platform in ("cpu", "tpu", "gpu") else f"{op} has no kernel for platform {platform!r}"

@@ -15,7 +15,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.implementation import settle
+from jaxquant.ops.implementation import choose_implementation, settle
 from jaxquant.ops.layouts import contraction_last
 
 Array = jax.Array
@@ -67,6 +67,7 @@ def contract(
     Raises:
       ValueError: an implementation that is not known.
     """
+    choose_implementation("dot_general", implementation)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         if isinstance(lhs, QTensor):
             lhs = dequantize(lhs, rhs.dtype.name)  # pyright: ignore[reportAttributeAccessIssue]

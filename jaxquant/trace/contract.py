@@ -20,6 +20,7 @@ from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.dot_general import QuantState, initial_state
+from jaxquant.ops.implementation import settle
 from jaxquant.ops.ragged import ragged_dot
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.structure import Transpose
@@ -227,6 +228,9 @@ def contract(
         given = nested_state(recipe, state)
     elif backend.name == "native":
         check_layout(site, operands[site.side])
+    if site.operation != "dot_general":
+        for piece in ("dot_general", "quantize"):
+            settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
     if site.operation == "ragged_dot_general":
         lhs, rhs, sizes = operands
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs

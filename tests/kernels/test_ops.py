@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+import jaxquant
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core import delayed
-from jaxquant.ops import dot_general, initial_state
+from jaxquant.ops import dot_general, implementation, initial_state
 from jaxquant.ops.implementation import choices_made
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -52,15 +53,16 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8_delayed"])
-def test_a_step_has_the_bits_of_xlas(name):
+def test_a_step_has_the_bits_of_xlas(name, monkeypatch):
+    jax.clear_caches()  # what was traced before notes no choice
+    monkeypatch.setattr(implementation, "_made", {})
     spec, (x, w, g) = recipe(name), inputs()
     state = warm(initial_state(spec), 448.0 if name == "fp8" else 127.5)
-    before = len(choices_made())
     got, wanted = (jax.jit(functools.partial(gradients, spec, each))(x, w, g, state) for each in ("pallas", "xla"))
     equal(got, wanted)
     assert all(np.asarray(each, np.float32).any() for each in jax.tree.leaves(got[0][:2]))
     ran = {piece for piece, choice in choices_made() if choice.name == "pallas"}
-    assert ran == {"dot_general", "quantize"}, choices_made()[before:]
+    assert ran == {"dot_general", "quantize"}, choices_made()
 
 
 def step(form, implementation, x, w, state):
@@ -125,3 +127,41 @@ def test_a_mesh_that_a_compiler_may_cut_along_is_refused(monkeypatch):
     program = functools.partial(gradients, spec, "pallas")
     assert "pallas_call" not in str(jax.make_jaxpr(program)(x, w, g, warm(initial_state(spec), 100.0)))
     assert any("may be sharded automatically" in choice.reason for _, choice in choices_made())
+
+
+def test_coverage_reads_a_kernel_as_its_reference():
+    def step(params, x, quant_state, implementation):
+        config = {"quantization": "fp8", "implementation": implementation}
+        run = jaxquant.quantize(lambda params, x: jnp.square(x @ params["first"] @ params["last"]).sum(), config)
+        state = run.init(params, x) if quant_state is None else quant_state
+        return jax.grad(lambda params: run(params, state, x))(params), state
+
+    shapes = {"first": (64, 300), "last": (300, 16)}
+    params = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    x = jnp.ones((40, 64), jnp.bfloat16)
+    state = jaxquant.state.warm(step(params, x, None, "xla")[1])
+
+    def rows(implementation):
+        found = jaxquant.coverage(
+            functools.partial(step, implementation=implementation),
+            params,
+            x,
+            state,
+            config={"quantization": "fp8", "implementation": implementation},
+        )
+        found.check()
+        return [(r.path, r.matmul, r.dtypes.elements, r.lhs_scale, r.rhs_scale, r.flops, r.fault) for r in found.rows]
+
+    assert rows("pallas") == rows("xla")
+
+
+def test_what_has_no_kernel_says_so(monkeypatch):
+    monkeypatch.setattr(implementation, "_made", {})
+    run = jaxquant.quantize(
+        lambda params, x: jax.lax.conv(x, params["kernel"], (1, 1), "SAME"),
+        {"quantization": "int8", "quant_backend": "native", "implementation": "pallas"},
+    )
+    params, x = {"kernel": jnp.ones((4, 3, 3, 3))}, jnp.ones((2, 3, 8, 8))
+    run(params, run.init(params, x), x, key=jax.random.key(0))
+    reasons = {piece: choice.reason for piece, choice in choices_made()}
+    assert reasons["dot_general"] == "pallas was asked for; conv_general_dilated has no kernel"

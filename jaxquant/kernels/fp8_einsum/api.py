@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.qtensor import QTensor
+from jaxquant.core.sharding import platform_of
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.fp8_einsum.reference import Major
 from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
@@ -71,9 +72,9 @@ def refusal(
         return "the fp8_einsum kernel has a scale for each operand or for each of its channels, not for tiles or blocks"
     if not is_scalar and scale_dtype != "float32":
         return f"the fp8_einsum kernel applies the scales of channels in float32, not in {scale_dtype}"
-    if why := cut_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum"):
+    if why := cut_refusal(lhs.qvalue, rhs.qvalue) or platform_refusal("fp8_einsum", lhs.qvalue):
         return why
-    if jax.default_backend() != "gpu":
+    if platform_of(lhs.qvalue) != "gpu":
         return None
     m, n = (side.shape if side.is_k_major else _swapped(side.shape) for side in (left, right))
     return module("fp8_einsum", "gpu").refusal(m, n, *kinds, out_dtype=out_dtype, accumulator=accumulator)
@@ -131,7 +132,7 @@ def einsum(
     where = {"tpu": on(tpu.matmul)}
     if interpretable(operands[0]):
         where["cpu"] = on(tpu.matmul, interpret=True)
-    if jax.default_backend() == "gpu":
+    if platform_of(lhs.qvalue) == "gpu":
         where["cuda"] = on(module("fp8_einsum", "gpu").matmul, is_k_major=True)
     out = jax.lax.platform_dependent(*operands, **where, default=on(reference.matmul))
     return out.reshape((*left.batch, *left.free, *right.free))

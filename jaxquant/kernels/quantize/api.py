@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Shaped, UInt32
 
+from jaxquant.core.sharding import platform_of
 from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
 from jaxquant.kernels.quantize import reference
+from jaxquant.kernels.quantize.reference import DTYPES
 from jaxquant.kernels.varying import vary_alike
-
-DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str) -> str | None:
@@ -29,9 +29,9 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str) -> str | 
         return f"the quantize kernel takes no tensor of shape {x.shape}"
     if _scale_matrix(x, scale) is None:
         return f"the quantize kernel has one scale, one a row or one a column, not {scale.shape} of {x.shape}"
-    if why := cut_refusal(x, scale) or platform_refusal("quantize"):
+    if why := cut_refusal(x, scale) or platform_refusal("quantize", x):
         return why
-    return _gpu_refusal(x, scale, dtype, compute_dtype) if jax.default_backend() == "gpu" else None
+    return _gpu_refusal(x, scale, dtype, compute_dtype) if platform_of(x) == "gpu" else None
 
 
 def quantize(
@@ -60,7 +60,7 @@ def quantize(
     where = {"tpu": on(tpu.quantize)}
     if interpretable(matrix):
         where["cpu"] = on(tpu.quantize, interpret=True, in_steps=False)
-    if jax.default_backend() == "gpu":
+    if platform_of(x) == "gpu":
         where["cuda"] = on(module("quantize", "gpu").quantize)
     out = jax.lax.platform_dependent(matrix, scales, *noise, **where, default=on(reference.quantize))
     return out.q.reshape(x.shape), out.amax

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, UInt32
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.rounding import hash_bits
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.quantize.reference import Quantized
+from jaxquant.kernels.quantize.reference import DTYPES, Quantized
 from jaxquant.kernels.varying import vary_alike
 
 NAME = "jaxquant_quantize"
@@ -27,7 +27,6 @@ NAME = "jaxquant_quantize"
 TILE_M, TILE_N = 64, 128
 STEPS = 8
 """Tiles of a strip, at most."""
-DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 _MAGNITUDE = 0x7FFFFFFF
 """Bits of a float32 without its sign: as integers a NaN is above infinity."""
 _REGISTERS = plgpu.Layout.WGMMA

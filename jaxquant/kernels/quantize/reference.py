@@ -11,6 +11,9 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import absolute
 from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
 
+DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Elements that kernels write."""
+
 
 class Quantized(NamedTuple):
     """What one read of a matrix gives.
