@@ -43,7 +43,6 @@ def contract(
     out_sharding: NamedSharding | None = None,
     implementation: str | None = None,
     turns: bool = False,
-    is_sent: bool = False,
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
@@ -62,7 +61,6 @@ def contract(
       out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
       implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
       turns: whether GPUs bring the contraction last by a copy of the quantized operands (``layouts``).
-      is_sent: whether devices add up the matmul's result, in its own dtype, before the scales are applied.
 
     Raises:
       ValueError: an implementation that is not known.
@@ -100,8 +98,6 @@ def contract(
         default_precision if precision is None else precision,
         _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles),
     )
-    if is_sent:  # or the compiler multiplies into the wider dtype of the scales at once
-        out = jax.lax.optimization_barrier(out)
     is_scalar = lhs.full_scale().size == rhs.full_scale().size == 1 and out.dtype == out_dtype
     if out.dtype == jnp.int32 or (scale_dtype == "float32" and not is_scalar):
         out = out.astype(jnp.float32)

@@ -437,27 +437,28 @@ def _gradient(
     elif isinstance(residual, QTensor):
         residual = dequantize(residual, out_dtype)
     swaps = keeps_dtype and place is None and not dims.lhs_batch
-    is_sent = name == "drhs" and matmul.accumulator == "int32" and _is_sent(grad)
+    narrow = name == "drhs" and matmul.accumulator == "int32" and _is_sent(grad, left, residual)
     out = contract(
         # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
         *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
         out_dtype=out_dtype,
-        accumulator=None if is_sent else matmul.accumulator,
+        accumulator=None if narrow else matmul.accumulator,
         precision=static.precision,
         default_precision=jax.lax.Precision.HIGHEST,
         scale_dtype=scale_dtype(recipe, out_dtype),
         out_sharding=place,
         implementation=static.implementation,
         turns=_turns(static, left, residual, place),
-        is_sent=is_sent,
     )
     n = len(dims.rhs_free)
     return out.transpose((*range(n, out.ndim), *range(n))) if swaps else out
 
 
-def _is_sent(grad: Array) -> bool:
+def _is_sent(grad: Array, left: QTensor | Array, right: QTensor | Array) -> bool:
     """Check whether TPUs add up a weight's gradient, each of them its part, where the compiler cuts the batch.
 
-    They send it in the dtype that the matmul returns: int32 would double what the float model's takes.
+    They send it in the dtype that the matmul returns: int32 would double what the float model's takes. Beside scales of
+    channels the compiler sends float32 whatever is asked for, and int32 stays.
     """
-    return not is_whole(grad) and not varying_axes(grad) and platform_of(grad) == "tpu"
+    is_cut = not is_whole(grad) and not varying_axes(grad) and platform_of(grad) == "tpu"
+    return is_cut and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (left, right))

@@ -178,7 +178,8 @@ def test_an_integer_weight_gradient_is_sent_in_its_own_dtype_between_tpus(platfo
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
     x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16, sharding=rows)
     w = jax.ShapeDtypeStruct((K, N), jnp.bfloat16, sharding=whole)
-    product = lambda x, w: dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"]).sum()  # noqa: E731
+    recipe = DISTINCT["int8_delayed"]
+    product = lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe, state=initial_state(recipe)).sum()  # noqa: E731
     text = str(jax.jit(jax.grad(product, 1)).trace(x, w).jaxpr)
     dtypes = re.findall(rf"(\w+)\[(?:{N},{K}|{K},{N})\] = dot_general", text)
     assert dtypes == [summed]
