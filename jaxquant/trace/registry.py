@@ -9,11 +9,13 @@ its own derivative is not asked any more. One of which nothing is quantized runs
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 """Primitives of functions with derivatives of their own."""
@@ -29,14 +31,22 @@ def register_function(function: str | Callable[..., Any], computes: Callable[...
       function: a ``jax.custom_vjp`` or ``jax.custom_jvp`` function; or the name of one, of a Pallas kernel or of a
         primitive, as the report has it. A name is that of every function so called.
       computes: a function of jax's of the same arrays, those in the arguments of ``function`` in order, that returns
-        arrays of the same shapes and dtypes; arguments that are static are not handed to it. None reads the function
-        itself, without its derivative; a kernel cannot be read so.
+        arrays of the same shapes and dtypes; arguments that are static are not handed to it. Under
+        ``jax.vmap`` the arrays have the batch's axes too, wherever vmap put them, so that what reduces over an axis has
+        to count them from the end. None reads the function itself, without its derivative, and is right under vmap; a
+        kernel cannot be read so.
 
     Raises:
       TypeError: neither a name nor such a function.
-      ValueError: it is registered already.
+      ValueError: it is registered already; ``computes`` for one of several functions that a program makes at one place
+        of its source.
     """
     name = _name(function)
+    if computes is not None and not isinstance(function, str) and _plain(function).__closure__:
+        raise ValueError(
+            f"{name!r} is a closure, and register_function cannot tell it from others made at the same place: register "
+            "it without a function that says what it computes, or make what it closes over an argument"
+        )
     if name in _registered:
         raise ValueError(f"{name!r} is registered already; take it back with jaxquant.trace.unregister_function first")
     _registered[name] = computes
@@ -65,8 +75,18 @@ def _name(function: str | Callable[..., Any]) -> str:
             f"register_function takes a jax.custom_vjp or jax.custom_jvp function, or a name, got {function!r}; a "
             "Pallas kernel is registered by the name that the report has"
         )
-    plain: Any = inspect.unwrap(function.fun)
+    plain = _plain(function)
     return f"{plain.__name__} at {plain.__code__.co_filename}:{plain.__code__.co_firstlineno}"
+
+
+def _plain(function: Any) -> Any:
+    """Return the Python function behind wrappers and partials, whose place in the source names it."""
+    plain = inspect.unwrap(function.fun)
+    while isinstance(plain, functools.partial):
+        plain = inspect.unwrap(plain.func)
+    if not inspect.isfunction(plain):
+        raise TypeError(f"register_function takes derivatives of a Python function, and {function!r} wraps {plain!r}")
+    return plain
 
 
 def own_program(eqn: Any) -> Any:
@@ -103,7 +123,7 @@ def registered_program(eqn: Any) -> Any:
     given, wanted = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     try:
         with eqn.ctx.manager:
-            program = jax.make_jaxpr(computes)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in given))
+            program = jax.make_jaxpr(computes)(*map(_typed, given))
     except (TypeError, ValueError) as error:
         raise ValueError(f"what is registered for {name!r} does not take its {_texts(given)}: {error}") from error
     if _texts(program.out_avals) != _texts(wanted):
@@ -118,6 +138,16 @@ def _source(eqn: Any) -> str:
     program = own_program(eqn) if eqn.primitive.name in CUSTOM else eqn.params.get("jaxpr")
     info = getattr(getattr(program, "jaxpr", program), "debug_info", None)
     return eqn.primitive.name if info is None else info.func_src_info
+
+
+def _typed(aval: Any) -> jax.ShapeDtypeStruct:
+    """Describe an array with what its type says, such as where explicit axes cut it."""
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        sharding=aval.sharding if AxisType.Explicit in aval.sharding.mesh.axis_types else None,
+        weak_type=aval.weak_type,
+    )
 
 
 def _texts(avals: Any) -> str:

@@ -10,6 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant.trace import register_function, registry, unregister_function
@@ -181,3 +182,56 @@ def test_what_cannot_be_registered():
     register_function("own_kernel")
     with pytest.raises(ValueError, match="pallas_call has no program to read; give register_function one"):
         layers(after(in_kernel), P, shape(6, 8))
+
+
+def doubled(factor):
+    @jax.custom_vjp
+    def own(x, w):
+        return (x @ w) * factor
+
+    own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+    return own
+
+
+def test_one_of_several_closures_is_refused_and_read_itself():
+    with pytest.raises(ValueError, match="is a closure"):
+        register_function(doubled(2.0), lambda x, w: (x @ w) * 2.0)
+    register_function(doubled(2.0))
+    try:
+        fn = jaxquant.quantize(lambda w, x: doubled(3.0)(x, w), CURRENT)
+        assert fn(jnp.ones((8, 8)), {}, jnp.ones((4, 8)))[0, 0] == pytest.approx(24, rel=1e-3)
+    finally:
+        unregister_function(doubled(2.0))
+
+
+def test_a_partial_and_what_has_no_source():
+    def times(factor, x, w):
+        return (x @ w) * factor
+
+    own = jax.custom_vjp(functools.partial(times, 2.0))
+    register_function(own)
+    unregister_function(own)
+    with pytest.raises(TypeError, match="derivatives of a Python function"):
+        register_function(jax.custom_jvp(jnp.add))
+
+
+def test_what_is_registered_keeps_explicit_shardings():
+    @jax.custom_vjp
+    def own(x, w):
+        return x @ w
+
+    own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+    def computes(x, w):
+        return jax.lax.scan(lambda c, _: (c + x * 0, None), x, None, length=2)[0] @ w
+
+    register_function(own, computes)
+    try:
+        mesh = jax.make_mesh((1,), ("b",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, PartitionSpec("b")))
+            w = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec()))
+            fn = jaxquant.quantize(lambda w, x: own(x, w), CURRENT)
+            assert jax.jit(fn)(w, {}, x)[0, 0] == pytest.approx(8, rel=1e-3)
+    finally:
+        unregister_function(own)
