@@ -24,7 +24,7 @@ def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
     swizzle = min(128, columns * itemsize)
     if rows % 8 or swizzle not in (32, 64, 128):
         raise ValueError(f"a tile of {rows}×{columns} elements of {itemsize} bytes cannot be swizzled")
-    return {"transforms": (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))}
+    return {"transforms": (_API.TilingTransform((8, swizzle // itemsize)), _API.SwizzleTransform(swizzle))}
 
 
 def load(ref: Any, layout: Any, *, is_optimized: bool = True) -> jax.Array:

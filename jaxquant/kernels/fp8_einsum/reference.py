@@ -38,13 +38,14 @@ def matmul(
       lhs_major: "m" where lhs is given as [B, K, M].
       rhs_major: "n" where rhs is given as [B, K, N].
     """
-    contract = (2 if lhs_major == "k" else 1,), (2 if rhs_major == "k" else 1,)
+    left_axis, right_axis = (2 if major == "k" else 1 for major in (lhs_major, rhs_major))
     total = sum_dtype(lhs.dtype.name)
     if lhs.shape[0] == 1:  # a batch of one is a plain matmul, which audits of traced programs read as that of its layer
-        plain = (tuple(axis - 1 for axis in axes) for axes in contract)
-        out = jax.lax.dot_general(lhs[0], rhs[0], (tuple(plain), ((), ())), preferred_element_type=total)[None]
+        numbers = (((left_axis - 1,), (right_axis - 1,)), ((), ()))
+        out = jax.lax.dot_general(lhs[0], rhs[0], numbers, preferred_element_type=total)[None]
     else:
-        out = jax.lax.dot_general(lhs, rhs, (contract, ((0,), (0,))), preferred_element_type=total)
+        numbers = (((left_axis,), (right_axis,)), ((0,), (0,)))
+        out = jax.lax.dot_general(lhs, rhs, numbers, preferred_element_type=total)
     return rescale(out, scale, left, right, out_dtype=out_dtype, accumulator=accumulator)
 
 
