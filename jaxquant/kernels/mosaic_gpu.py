@@ -59,13 +59,16 @@ def interpreter(interpret: bool) -> Any:
     return _API.InterpretGPUParams()
 
 
-def refuse_device(capability: str | None, least: int, most: int) -> str | None:
+def refuse_device(capability: str | None, least: int, most: int, interpret: bool) -> str | None:
     """Return in a sentence why a kernel is not for a device, None where it is.
 
     Args:
       capability: compute capability of the device, as "9.0"; None asks the first device that is here.
       least, most: major numbers of the capabilities that it is for.
+      interpret: whether to run without one.
     """
+    if interpret:
+        return None if NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
     if capability is None:
         device = jax.devices()[0]
         if device.platform not in ("gpu", "cuda"):

@@ -23,7 +23,7 @@ _registered: dict[str, Callable[..., Any] | None] = {}
 
 
 def register_function(function: str | Callable[..., Any], computes: Callable[..., Any] | None = None) -> None:
-    """Tell traces what a function with a derivative of its own, or a kernel, computes, so that it is quantized.
+    """Register what a function with a derivative of its own, or a kernel, computes, so that traces quantize it.
 
     Call it before the model is quantized: a program that was traced already stays what it is.
 

@@ -19,11 +19,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Shaped
 
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.fp8_einsum.reference import sum_dtype
+from jaxquant.kernels.fp8_einsum.reference import NAME, sum_dtype
 from jaxquant.kernels.varying import vary_alike
 
-NAME = "jaxquant_fp8_einsum"
-"""Name of the kernel in a compiled program."""
 WARPGROUPS = 2
 """That multiply, each a half of a tile's columns."""
 TILE_M, TILE_K = 128, 128
@@ -68,9 +66,7 @@ def refusal(
         return f"the kernel writes float32 and bfloat16, not {out_dtype}"
     if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
         return f"wgmma of {lhs_dtype} with {rhs_dtype} needs jax 0.11 or newer, and this is jax {jax.__version__}"
-    if interpret:
-        return None if mosaic_gpu.NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
-    return mosaic_gpu.refuse_device(capability, 9, 9)
+    return mosaic_gpu.refuse_device(capability, 9, 9, interpret)
 
 
 def matmul(

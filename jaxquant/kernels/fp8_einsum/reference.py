@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from jaxquant.kernels import KERNEL_PREFIX
+
+NAME = f"{KERNEL_PREFIX}fp8_einsum"
+"""Name of the kernels in traced and in compiled programs."""
 Major = Literal["k", "m", "n"]
 
 

@@ -11,12 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
-from jaxquant.kernels.fp8_einsum.reference import Major, rescale, sum_dtype
+from jaxquant.kernels.fp8_einsum.reference import NAME, Major, rescale, sum_dtype
 from jaxquant.kernels.fp8_einsum.tuning import VMEM_BYTES, Blocks, blocks_for
 from jaxquant.kernels.varying import vary_alike
-
-NAME = "jaxquant_fp8_einsum"
-"""Name of the kernel in a compiled program."""
 
 
 def matmul(

@@ -19,16 +19,12 @@ from jaxtyping import Array, Float, UInt32
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.rounding import hash_bits
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.quantize.reference import DTYPES, Quantized
+from jaxquant.kernels.quantize.reference import DTYPES, MAGNITUDE, NAME, Quantized
 from jaxquant.kernels.varying import vary_alike
 
-NAME = "jaxquant_quantize"
-"""Name of the kernel in a compiled program."""
 TILE_M, TILE_N = 64, 128
 STEPS = 8
 """Tiles of a strip, at most."""
-_MAGNITUDE = 0x7FFFFFFF
-"""Bits of a float32 without its sign: as integers a NaN is above infinity."""
 _REGISTERS = plgpu.Layout.WGMMA
 # One element a register: a byte can be read across and written along.
 _BYTES = plgpu.Layout.TILED(
@@ -61,9 +57,7 @@ def refusal(
     for name, known in ((x_dtype, ("float32", "bfloat16")), (compute_dtype, ("float32", "bfloat16")), (dtype, DTYPES)):
         if name not in known:
             return f"the kernel knows {' and '.join(known)} here, not {name}"
-    if interpret:
-        return None if mosaic_gpu.NEW else "jax 0.10 has no public interpreter for Mosaic GPU kernels"
-    return mosaic_gpu.refuse_device(capability, 9, 10)
+    return mosaic_gpu.refuse_device(capability, 9, 10, interpret)
 
 
 def quantize(
@@ -122,7 +116,7 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, noisy: bool, tra
         start = (i * TILE_M, column * TILE_N)
         slot = lax.rem(indices[0], 2)
         x = mosaic_gpu.load(x_tile, _REGISTERS).astype(jnp.float32)
-        magnitude = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
+        magnitude = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
         q = _cast(x, scale_ref, seeds, start, columns, **cast)
         plgpu.wait_smem_to_gmem(len(tiles), wait_read_only=True)  # what this slot held two tiles ago is gone
         tiles[0].at[slot][...] = q

@@ -10,7 +10,12 @@ from jaxtyping import Array, Float, Shaped, UInt32
 from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import absolute
 from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+from jaxquant.kernels import KERNEL_PREFIX
 
+NAME = f"{KERNEL_PREFIX}quantize"
+"""Name of the kernels in traced and in compiled programs."""
+MAGNITUDE = 0x7FFFFFFF
+"""Bits of a float32 without its sign: as integers a NaN is above infinity."""
 DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Elements that kernels write."""
 

@@ -13,15 +13,11 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxquant.core.dtypes import element
 from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
-from jaxquant.kernels.quantize.reference import Quantized
+from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
 from jaxquant.kernels.quantize.tuning import LANES, ROWS, Blocks, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
-NAME = "jaxquant_quantize"
-"""Name of the kernel in a compiled program."""
 _SUBLANES = 8
-_MAGNITUDE = 0x7FFFFFFF
-"""Bits of a float32 without its sign."""
 
 
 def quantize(
@@ -118,7 +114,7 @@ def _kernel(
         x = x_ref[part, :].astype(jnp.float32)
         down = i * block_m + k * rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
         across = j * block_n + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
         if is_ragged:
             bits = jnp.where((down < shape[0]) & (across < shape[1]), bits, 0)
         largest = jnp.maximum(largest, bits.reshape(-1, _SUBLANES, block_n).max(axis=0))
