@@ -2,7 +2,8 @@
 
 The chip need not be here. The training step is compiled as configured and with ``quantization=`` laid over it; both are
 printed side by side, and written as JSON and markdown. ``--strings fp8 int8`` does so for several config strings, with
-one compilation of the unquantized step. ``--yardstick`` measures one MLP step of jaxquant and its peers instead.
+one compilation of the unquantized step. ``--yardstick`` measures one MLP step of jaxquant and its peers instead,
+``--kernels`` the hand-written kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from jaxquant.aot import report
 from jaxquant.aot.anchors import MISSING
 from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.compile import audit_program
+from jaxquant.aot.schedules import gpu_dump, tpu_dump
 from jaxquant.aot.topology import environment, require_compiler
 
 PROGRAM = "train.audit:program"
@@ -45,11 +48,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--strings", nargs="+", default=[], metavar="S", help="config strings to lay over the file")
     parser.add_argument("--yardstick", action="store_true", help="an MLP step of jaxquant and its peers")
     parser.add_argument("--anchors", action="store_true", help="published measurements beside what the audit predicts")
+    parser.add_argument("--kernels", action="store_true", help="cycles or registers of the hand-written kernels")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="with --yardstick: entries named so")
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="with --yardstick (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
-    if bool(options.config) + options.yardstick + options.anchors != 1:
-        parser.error("give a CONFIG.yml, --yardstick or --anchors, one of them")
+    if bool(options.config) + options.yardstick + options.anchors + options.kernels != 1:
+        parser.error("give a CONFIG.yml, --yardstick, --anchors or --kernels, one of them")
     return options
 
 
@@ -66,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.anchors:
             return _print_anchors(options)
+        if options.kernels:
+            return _print_kernels(options)
         if options.yardstick:
             require_compiler(chip(options.target))
             command = [sys.executable, "-m", "jaxquant.aot.yardstick", options.target, str(options.tokens)]
@@ -94,6 +100,21 @@ def _print_anchors(options: argparse.Namespace) -> int:
     missing = [{"anchor": who, "published": ratio, "not compiled here": what} for who, ratio, what in MISSING]
     text = "\n".join(["# Predicted and published ratios", "", *report.table(rows), "", *report.table(missing)])
     return _print_and_write(text + "\n", json.dumps(rows, indent=1) + "\n", options.out, "audit-anchors")
+
+
+def _print_kernels(options: argparse.Namespace) -> int:
+    target = chip(options.target)
+    require_compiler(target)
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        dump = gpu_dump(notes) if target.platform == "cuda" else tpu_dump(notes)
+        command = [sys.executable, "-m", "jaxquant.aot.kernel_table", options.target, str(notes)]
+        done = subprocess.run(command, env=environment() | dump, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the kernels failed:\n{done.stderr[-4000:]}")
+    rows = json.loads(done.stdout.splitlines()[-1])
+    text = "\n".join([f"# Kernels as compiled for {options.target}", "", *report.table(rows)]) + "\n"
+    return _print_and_write(text, json.dumps(rows, indent=1) + "\n", options.out, f"kernels-{options.target}")
 
 
 def audits(options: argparse.Namespace) -> Iterator[report.Audit]:

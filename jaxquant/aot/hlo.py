@@ -31,6 +31,8 @@ CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_co
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**62
+"""The compiler for v7x writes about 2⁶³ cycles where it has no estimate."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -93,7 +95,8 @@ class Instruction:
     def cycles(self) -> int:
         """The TPU compiler's own estimate of one run, 0 where it makes none."""
         found = _CYCLES.search(self.rest)
-        return int(found[1]) if found else 0
+        cycles = int(found[1]) if found else 0
+        return cycles if cycles < _NO_ESTIMATE else 0
 
     @property
     def called(self) -> list[str]:

@@ -215,6 +215,11 @@ ENTRY %main (a: bf16[4096,1024], b: f32[1024,1024]) -> f32[1024,1024] {
 """
 
 
+def test_cycles_that_the_compiler_did_not_estimate_are_none():
+    fusion, _ = read_program(VMEM.replace('"7000"', '"9223372036854775807"')).moves  # as the one for v7x writes them
+    assert fusion.cycles == 0
+
+
 def test_what_lies_in_vmem_is_no_traffic_and_a_prefetch_no_move():
     program = read_program(VMEM)
     assert program.prefetched == 2 * 1024 * 1024 + 4 * 1024 * 1024  # the slice, and not what it is taken from

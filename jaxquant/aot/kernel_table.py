@@ -1,0 +1,198 @@
+"""kernel_table: what the compilers of absent chips make of our kernels, beside XLA's own program for the same numbers.
+
+TPU: a kernel's cycles are the bundles of its final schedule, each as often as it runs; those of XLA's program, where
+that is one matmul, are counted in the same way, and its compiler's own ``estimated_cycles`` stand beside them. Bundles
+do not wait for HBM: the last column is what its bytes take at its full speed. GPU: a thread's registers, and spills.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.program import read_program
+from jaxquant.aot.schedules import read_registers, read_schedule
+from jaxquant.aot.topology import devices
+from jaxquant.kernels.fp8_einsum import gpu as matmul_gpu
+from jaxquant.kernels.fp8_einsum import reference as matmul_reference
+from jaxquant.kernels.fp8_einsum import tpu as matmul_tpu
+from jaxquant.kernels.fp8_einsum import tuning as matmul_tuning
+from jaxquant.kernels.quantize import gpu as quantize_gpu
+from jaxquant.kernels.quantize import reference as quantize_reference
+from jaxquant.kernels.quantize import tpu as quantize_tpu
+from jaxquant.kernels.quantize import tuning as quantize_tuning
+
+Row = dict[str, Any]
+Program = Callable[..., Any]
+
+PRODUCTS = ((4096, 4096, 8192), (8192, 8192, 8192))
+"""M, N and K of the matmuls."""
+CAST = (4096, 8192)
+"""Rows and columns of what is quantized."""
+DTYPES = ("int8", "float8_e4m3fn")
+
+XLA_MATMUL = "fusion"
+"""How XLA calls the one program of a matmul with its scale."""
+
+
+class Compiler:
+    """Compiles programs for one chip, each into a folder of its own that the compiler's notes are read from.
+
+    Args:
+      target: name of the chip.
+      folder: that the environment of this process names.
+    """
+
+    def __init__(self, target: str, folder: Path) -> None:
+        self.chip: Chip = chip(target)
+        self.folder = folder
+        self._where = SingleDeviceSharding(devices(self.chip)[0])
+
+    def shape(self, sizes: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
+        """Return a shape on the chip."""
+        return jax.ShapeDtypeStruct(tuple(sizes), dtype, sharding=self._where)
+
+    def compile(self, program: Program, *shapes: jax.ShapeDtypeStruct) -> float:
+        """Compile a program and return its compiler's own cycles, 0 where it has none.
+
+        Args:
+          program: a function of the arrays.
+          shapes: of its arguments.
+        """
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        text = jax.jit(program).lower(*shapes).compile().as_text()
+        assert text is not None
+        return sum(read_program(text).cycles)
+
+    def hbm_cycles(self, size: float) -> float:
+        """Return the cycles in which so many bytes go through one device's share of the HBM."""
+        return size / (self.chip.bandwidth / self.chip.devices) * self.chip.clock
+
+
+def rows(target: str, folder: Path) -> list[Row]:
+    """Compile every kernel, and say what came out.
+
+    Args:
+      target: chip, one of ``CHIPS``.
+      folder: that ``schedules.tpu_dump`` or ``gpu_dump`` put into the environment of this process.
+    """
+    compiler = Compiler(target, folder)
+    on_tpu = compiler.chip.platform == "tpu"
+    product, cast = (_tpu_product, _tpu_cast) if on_tpu else (_gpu_product, _gpu_cast)
+    found = [product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
+    return found + [cast(compiler, dtype, transposed) for dtype in DTYPES for transposed in (False, True)]
+
+
+def _accumulator(dtype: str) -> str:
+    return "int32" if dtype == "int8" else "bfloat16"
+
+
+def _tpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row:
+    M, N, K = sizes
+    given: dict[str, Any] = {"out_dtype": "bfloat16", "accumulator": _accumulator(dtype)}
+    lhs, rhs = compiler.shape((1, M, K), dtype), compiler.shape((1, K, N), dtype)
+    scale = compiler.shape((1,), "float32")
+    compiler.compile(
+        lambda lhs, rhs, scale: matmul_tpu.matmul(lhs, rhs, scale, rhs_major="n", **given), lhs, rhs, scale
+    )
+    made = read_schedule(compiler.folder, matmul_reference.NAME)
+    blocks = matmul_tuning.blocks_for(M, N, K)
+    depth = math.ceil(K / blocks[2])
+    # Behind two branches: clearing the sums and rescaling them, once a tile of the result.
+    once = made.count(1, range(2, 1000))
+
+    def xla(lhs: jax.Array, rhs: jax.Array, scale: jax.Array) -> jax.Array:
+        numbers = (((2,), (1,)), ((0,), (0,)))
+        out = jax.lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.dtype(given["accumulator"]))
+        return matmul_reference.rescale(out, scale, None, None, **given)
+
+    cycles = compiler.compile(xla, lhs, rhs, scale)
+    theirs = read_schedule(compiler.folder, XLA_MATMUL)
+    return {
+        "kernel": f"matmul {M}×{N}×{K}",
+        "elements": dtype,
+        "blocks": "×".join(map(str, blocks)),
+        "bundles a step": made.count(1) - once,
+        "once a tile": once,
+        "MXU": f"{made.mxu_share:.0%}",
+        "fills / spills": "{} / {}".format(*made.fills_and_spills),
+        "kcycles": round((made.cycles - once * made.turns[0] * (depth - 1) / depth) / 1e3),
+        "XLA's bundles": round(theirs.cycles / 1e3),
+        "XLA's MXU": f"{theirs.mxu_share:.0%}",
+        "XLA's estimate": round(cycles / 1e3),
+        "HBM": round(compiler.hbm_cycles(M * K + K * N + 2 * M * N) / 1e3),
+    }
+
+
+def _tpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
+    M, N = CAST
+    x, scale = compiler.shape(CAST, "bfloat16"), compiler.shape((1, 1), "float32")
+    given: dict[str, Any] = {"dtype": dtype, "transposed": transposed}
+    compiler.compile(lambda x, scale: quantize_tpu.quantize(x, scale, **given), x, scale)
+    made = read_schedule(compiler.folder, quantize_reference.NAME)
+    blocks = quantize_tuning.blocks_for(CAST, transposed)
+    rows = quantize_tuning.LANES if transposed else quantize_tuning.ROWS
+    cycles = compiler.compile(lambda x, scale: quantize_reference.quantize(x, scale, **given), x, scale)
+    return {
+        "kernel": "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else ""),
+        "elements": dtype,
+        "blocks": "×".join(map(str, blocks)),
+        "bundles a step": f"{made.count(2)} of {rows} rows",
+        "once a tile": made.count(1),
+        "MXU": "",
+        "fills / spills": "{} / {}".format(*made.fills_and_spills),
+        "kcycles": round(made.cycles / 1e3),
+        "XLA's bundles": "",
+        "XLA's MXU": "",
+        "XLA's estimate": round(cycles / 1e3),
+        "HBM": round(compiler.hbm_cycles(M * N * (2 + 1 + transposed)) / 1e3),
+    }
+
+
+def _gpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row:
+    M, N, K = sizes
+    given: dict[str, Any] = {"out_dtype": "bfloat16", "accumulator": _accumulator(dtype)}
+    lhs, rhs = compiler.shape((1, M, K), dtype), compiler.shape((1, N, K), dtype)
+    row: Row = {"kernel": f"matmul {M}×{N}×{K}", "elements": dtype}
+    if why := matmul_gpu.refusal(lhs.shape, rhs.shape, dtype, dtype, capability=_capability(compiler), **given):
+        return row | {"registers": "", "spilled": "", "refused": why}
+    scale = compiler.shape((1,), "float32")
+    compiler.compile(lambda lhs, rhs, scale: matmul_gpu.matmul(lhs, rhs, scale, **given), lhs, rhs, scale)
+    return row | _registers(compiler, matmul_reference.NAME)
+
+
+def _gpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
+    x, scale = compiler.shape(CAST, "bfloat16"), compiler.shape((1, 1), "float32")
+    row: Row = {
+        "kernel": "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else ""),
+        "elements": dtype,
+    }
+    if why := quantize_gpu.refusal(CAST, "bfloat16", (1, 1), dtype=dtype, capability=_capability(compiler)):
+        return row | {"registers": "", "spilled": "", "refused": why}
+    compiler.compile(lambda x, scale: quantize_gpu.quantize(x, scale, dtype=dtype, transposed=transposed), x, scale)
+    return row | _registers(compiler, quantize_reference.NAME)
+
+
+def _registers(compiler: Compiler, kernel: str) -> Row:
+    found = read_registers(compiler.folder, kernel)
+    return {"registers": found.used, "spilled": found.spilled, "refused": ""}
+
+
+def _capability(compiler: Compiler) -> str:
+    assert compiler.chip.gpu is not None
+    return f"{compiler.chip.gpu[3]}.0"
+
+
+if __name__ == "__main__":
+    print(json.dumps(rows(sys.argv[1], Path(sys.argv[2]))))

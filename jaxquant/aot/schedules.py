@@ -1,0 +1,199 @@
+"""What a compiler made of a hand-written kernel: the bundles of a TPU's schedule, the registers of a GPU's program.
+
+A TPU runs one bundle a cycle. The final schedule of a kernel is a text of its bundles, with its loops and branches, and
+another of the slots that each one fills. Both appear in a folder that ``tpu_dump`` names before libtpu starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+ +(?:(LH|LB|LE|PB|PF|CT)\b)?:?\s*:? *(>*)")
+_BRANCH = re.compile(r"\bsbr\.rel \(!?%\w+\) target = \$region(\d+)")
+_REGION = re.compile(r"Start region (\d+)")
+_EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
+PIPELINE = 2
+"""Turns of a kernel's outer loop in which its body rests, while the first operands come and the last results go."""
+
+
+def tpu_dump(folder: Path) -> dict[str, str]:
+    """Return what the environment must hold before libtpu starts, for schedules to be written.
+
+    Args:
+      folder: where to. Everything that is compiled leaves a hundred files there.
+    """
+    return {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"}
+
+
+def gpu_dump(folder: Path) -> dict[str, str]:
+    """Return what the environment must hold for Mosaic GPU to write what ptxas says.
+
+    Args:
+      folder: where to.
+    """
+    return {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """What a TPU does in one cycle.
+
+    Attributes:
+      loops: how many loops it is in.
+      guards: how many branches can pass over it.
+      mxu: slots of the matrix units that it fills.
+      fills, spills: loads and stores of registers that had no room.
+    """
+
+    loops: int
+    guards: int
+    mxu: int
+    fills: int
+    spills: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A TPU kernel.
+
+    Attributes:
+      bundles: in the order of their addresses.
+      mxu: slots of the matrix units that a bundle has.
+      turns: of the loops, from the outermost one, as often as their bodies run.
+    """
+
+    bundles: tuple[Bundle, ...]
+    mxu: int
+    turns: tuple[int, ...]
+
+    def count(self, loops: int, guards: range = range(1000)) -> int:
+        """Count the bundles in so many loops and behind so many branches.
+
+        Args:
+          loops: depth of the loop.
+          guards: numbers of branches.
+        """
+        return sum(each.loops == loops and each.guards in guards for each in self.bundles)
+
+    @property
+    def cycles(self) -> int:
+        """Bundles, each as often as its loops turn, as if no branch were taken."""
+        return sum(math.prod(self.turns[: each.loops]) for each in self.bundles)
+
+    @property
+    def mxu_share(self) -> float:
+        """Share of the matrix units' slots that is filled, from the first bundle that fills one to the last."""
+        used = [index for index, each in enumerate(self.bundles) if each.mxu]
+        if not used:
+            return 0.0
+        region = self.bundles[used[0] : used[-1] + 1]
+        return sum(each.mxu for each in region) / (self.mxu * len(region))
+
+    @property
+    def fills_and_spills(self) -> tuple[int, int]:
+        """Loads and stores, as written, of registers that had no room."""
+        return sum(each.fills for each in self.bundles), sum(each.spills for each in self.bundles)
+
+
+def read_schedule(folder: Path, kernel: str) -> Schedule:
+    """Read the final schedule of a kernel.
+
+    Args:
+      folder: that libtpu wrote to.
+      kernel: its name, as ``pallas_call`` was given it.
+
+    Raises:
+      FileNotFoundError: no kernel of that name was compiled.
+      ValueError: the two texts do not have the same number of bundles, or it has loops beside one another.
+    """
+    text = _only(folder, f"*{kernel}*-final_bundles.txt").read_text()
+    bundles = list(_places(text))
+    slots, capacity = _slots(_only(folder, f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt").read_text())
+    if len(bundles) != len(slots):
+        raise ValueError(f"{kernel}: a schedule of {len(bundles)} bundles and the slots of {len(slots)}")
+    made = (
+        Bundle(*place, mxu=each["MXU"], fills=each["VLOAD:FILL"], spills=each["VSTORE:SPILL"])
+        for place, each in zip(bundles, slots, strict=True)
+    )
+    return Schedule(tuple(made), capacity["MXU"], _turns(text))
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = [path for path in folder.glob(pattern) if "schedule-analysis" not in path.name]
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no {pattern}")
+    return found[-1]
+
+
+def _places(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the loops and the branches around each bundle.
+
+    A branch to a region that is still to come passes over what lies before its label, ``PF``; one to a region that has
+    begun closes a loop.
+    """
+    begun, guards = set[str](), 0
+    for line in text.splitlines():
+        found = _BUNDLE.match(line)
+        if not found or "{" not in line:
+            continue
+        guards -= found[1] == "PF"
+        yield len(found[2]), guards
+        begun |= set(_REGION.findall(line))
+        guards += sum(target not in begun for target in _BRANCH.findall(line))
+
+
+def _turns(text: str) -> tuple[int, ...]:
+    """Read how often the loops turn. There is one at each depth at most, which is all that our kernels have."""
+    found: dict[int, int] = {}
+    for line in text.splitlines():
+        if turns := _EXIT.search(line):
+            place = _BUNDLE.match(line)
+            assert place is not None
+            depth = len(place[2])
+            if depth in found:
+                raise ValueError(f"the schedule has two loops at depth {depth}")
+            found[depth] = int(turns[1]) - (PIPELINE if depth == 1 else 0)
+    return tuple(found[depth] for depth in sorted(found))
+
+
+def _slots(text: str) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """Read how many slots of each unit every bundle fills, and how many there are."""
+    lines = [line.strip() for line in text.splitlines()]
+    head = next(index for index, line in enumerate(lines) if line.startswith("MXU,"))
+    units = [name.strip() for name in lines[head].split(",")]
+    capacity, *rows = [
+        dict(zip(units, map(int, line.split()), strict=True)) for line in lines if re.fullmatch(r"[\d ]+", line)
+    ]
+    return rows, capacity
+
+
+@dataclasses.dataclass(frozen=True)
+class Registers:
+    """What ptxas says of a GPU kernel.
+
+    Attributes:
+      used: registers of a thread.
+      spilled: bytes of a thread that had no room in them, stored and loaded.
+    """
+
+    used: int
+    spilled: int
+
+
+def read_registers(folder: Path, kernel: str) -> Registers:
+    """Read what ptxas said of a kernel.
+
+    Args:
+      folder: that Mosaic GPU wrote to.
+      kernel: its name, as ``plgpu.kernel`` was given it.
+
+    Raises:
+      FileNotFoundError: no kernel of that name was compiled.
+    """
+    text = _only(folder, f"*{kernel}*.ptxas").read_text()
+    spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill (?:stores|loads)", text))
+    return Registers(max(int(count) for count in re.findall(r"Used (\d+) registers", text)), spilled)
