@@ -231,7 +231,7 @@ def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.n
         decoded = dataclasses.replace(decoded, read=lambda tensor: _bfloat16(files.source(), tensor))
     ours = our_logits(decoded, inputs)
     delta = max(relative(theirs(text), ours(text)) for text in texts)
-    row: dict[str, Any] = {"format": name, "loader": "transformers", "max |Δ logit| / rms": f"{delta:.2e}"}
+    row: dict[str, Any] = {"format": name, "loader": "transformers", "largest Δ logit / rms": f"{delta:.2e}"}
     a, b = perplexity(ours, texts), perplexity(theirs, texts)
     row |= {"perplexity, ours": f"{a:.4f}", "theirs": f"{b:.4f}", "differs": f"{100 * (b / a - 1):+.3f} %"}
     note = ""
@@ -259,7 +259,7 @@ def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarr
     return {
         "format": name,
         "loader": "llama.cpp",
-        "max |Δ logit| / rms": f"{delta:.2e}",
+        "largest Δ logit / rms": f"{delta:.2e}",
         "perplexity, ours": f"{a:.4f}",
         "theirs": f"{b:.4f}",
         "differs": f"{100 * (b / a - 1):+.3f} %",
