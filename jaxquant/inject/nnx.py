@@ -39,6 +39,7 @@ from jaxquant.trace.plan import Contraction
 _CONTAINERS = (nnx.List, nnx.Dict)
 
 _at_work = jax.make_user_context(None)
+Path = tuple[Any, ...]
 
 
 class ConvertedParam(nnx.Variable[ConvertedKernel]):
@@ -102,9 +103,22 @@ def _misfit(path: str, field: str, has: tuple[int, ...], wanted: tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Told:
-    """What a trace tells beside its arrays: paths of variables that changed; path, type and metadata of new ones."""
+    """What a trace tells beside its arrays.
 
-    paths: Any
+    Attributes:
+      changed: paths of the variables whose value changed.
+      values: (path of the node, name) of the attributes that were set, whose values are returned.
+      nodes: (path of the node, name, path) of the attributes that were set to a node which was there.
+      deleted: (path of the node, name) of those that are gone.
+    """
+
+    changed: tuple[Path, ...]
+    values: tuple[tuple[Path, str], ...]
+    nodes: tuple[tuple[Path, str, Path], ...]
+    deleted: tuple[tuple[Path, str], ...]
+
+
+_NOTHING_TOLD = _Told((), (), (), ())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,18 +134,23 @@ class _Call:
 
     def __call__(self, params: Any, quant: Any, rest: Any) -> Any:
         module, args, kwargs = whole = nnx.merge(self.graph, nnx.State({0: params}), quant, rest)
-        before = {path: variable.get_raw_value() for path, variable in _variables(whole)}
+        nodes = dict(nnx.iter_graph(whole))
+        raw = {path: node.get_raw_value() for path, node in nodes.items() if isinstance(node, nnx.Variable)}
+        had = {path: _attributes(node) for path, node in nodes.items()}
         with _at_work(self.face):
             out = getattr(self.kind, self.name)(module, *args, **kwargs)
-        changed, new = {}, {}
-        for path, variable in _variables(whole):
-            value = variable.get_raw_value()
-            if path not in before:
-                new[path] = type(variable), value, tuple(variable.get_metadata().items())
-            elif value is not before[path]:
-                changed[path] = value
-        told = tuple(changed), tuple((path, kind, metadata) for path, (kind, _, metadata) in new.items())
-        return _Told(told), [*changed.values()], [value for _, value, _ in new.values()], nnx.split(out)
+        changed = {path: now for path, old in raw.items() if (now := nodes[path].get_raw_value()) is not old}
+        has = {path: _attributes(node) for path, node in nodes.items()}
+        deleted = [(path, name) for path, old in had.items() for name in old if name not in has[path]]
+        known = {id(node): path for path, node in nodes.items()}
+        values, moved = {}, []
+        for path, name, value in _set_anew(had, has):
+            if isinstance(value, (nnx.Variable, nnx.Pytree)) and id(value) in known:
+                moved.append((path, name, known[id(value)]))
+            else:
+                values[path, name] = value
+        told = _Told(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
+        return told, [*changed.values()], nnx.split((tuple(values.values()), out))
 
     def __hash__(self) -> int:
         # Not of the graph: a module may have a list among its fields.
@@ -277,16 +296,19 @@ class Face:
         ran = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole, plain=plain)
         if ran[0] is None:
             return ran[1]
-        told, changed, new, out = ran
-        whole = (module, args, kwargs)
-        if changed or new:
-            variables = dict(_variables(whole))
-            for path, value in zip(told.paths[0], changed, strict=True):
-                variables[path].set_raw_value(value)
-            nodes = dict(nnx.iter_graph(whole))
-            for (path, made, metadata), value in zip(told.paths[1], new, strict=True):
-                setattr(nodes[path[:-1]], path[-1], made(value, **dict(metadata)))
-        return nnx.merge(*out)
+        told, changed, made = ran
+        values, out = nnx.merge(*made)
+        if told != _NOTHING_TOLD:
+            nodes = dict(nnx.iter_graph((module, args, kwargs)))
+            for path, value in zip(told.changed, changed, strict=True):
+                nodes[path].set_raw_value(value)
+            for path, attribute in told.deleted:
+                delattr(nodes[path], attribute)
+            for (path, attribute), value in zip(told.values, values, strict=True):
+                setattr(nodes[path], attribute, nnx.data(value) if _holds_arrays(value) else value)
+            for path, attribute, other in told.nodes:
+                setattr(nodes[path], attribute, nodes[other])
+        return out
 
     def _split(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> tuple[_Call, Any, tuple[Any, Any]]:
         own = (_own((nnx.Param, ConvertedParam)), _own(QuantState), ...)
@@ -343,9 +365,22 @@ def _is_method(value: Any) -> bool:
     return callable(value) and hasattr(type(value), "__get__")
 
 
-def _variables(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Return the variables of modules and what holds them, by path."""
-    return ((path, node) for path, node in nnx.iter_graph(tree) if isinstance(node, nnx.Variable))
+def _attributes(node: Any) -> dict[str, Any]:
+    """Return the attributes of a module or another node of NNX's, but NNX's own notes."""
+    if not isinstance(node, nnx.Pytree):
+        return {}
+    return {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
+
+
+def _set_anew(had: Mapping[Path, Any], has: Mapping[Path, Any]) -> Iterator[tuple[Path, str, Any]]:
+    """Return path of the node, name and value of every attribute that is another object than before."""
+    for path, now in has.items():
+        old = had[path]
+        yield from ((path, name, value) for name, value in now.items() if name not in old or value is not old[name])
+
+
+def _holds_arrays(value: Any) -> bool:
+    return bool(jax.tree.leaves(nnx.split((value,))[1]))
 
 
 def _own(kind: Any) -> Callable[[Any, Any], bool]:
