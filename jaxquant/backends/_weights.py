@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jaxquant.core.paths import layer_name
@@ -18,35 +21,35 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 
 
-def einsum(
-    run: Callable[..., Any],
-    equation: str,
-    lhs: Array,
-    weight: ConvertedKernel,
-    dot: Callable[[Array, Any, bool], Array],
-) -> Array:
+def einsum(equation: str, lhs: Array, weight: ConvertedKernel, dot: Callable[[Array, Any], Array]) -> Array:
     """Run an einsum whose ``dot`` has the converted kernel already.
 
     A stand-in of the kernel's shape takes its place; nothing is computed from it.
 
     Args:
-      run: (equation, lhs, rhs, a function in place of ``lax.dot_general``) -> the result.
-      equation: activation first, kernel second.
+      equation: of the activation and the kernel, in this order.
       lhs: the activation.
       weight: the converted kernel.
-      dot: (activation, dimension numbers, whether the kernel is on the left) -> the contraction.
+      dot: (activation, dimension numbers) -> the contraction, with the activation on the left as in training.
 
     Raises:
       NotImplementedError: as ``is_swapped``.
     """
     standin = jnp.zeros(weight.shape, weight.dtype)
     with jax.disable_jit():
-        swapped = is_swapped(lambda a, b: run(equation, a, b, jax.lax.dot_general), equation, lhs, standin)
+        swapped = is_swapped(lambda a, b: jnp.einsum(equation, a, b), equation, lhs, standin)
 
         def with_weight(a: Array, b: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-            return dot(b if swapped else a, hashable(dimension_numbers), swapped)
+            contract, batch = hashable(dimension_numbers)
+            with jax.disable_jit(False):  # compiled as in training, where XLA may keep more bits than an op by itself
+                out = dot(b, (contract[::-1], batch[::-1])) if swapped else dot(a, (contract, batch))
+            if not swapped:
+                return out
+            groups = len(batch[0])
+            free = b.ndim - groups - len(contract[0])
+            return jnp.moveaxis(out, range(groups, groups + free), range(out.ndim - free, out.ndim))
 
-        return run(equation, lhs, standin, with_weight)
+        return jnp.einsum(equation, lhs, standin, _dot_general=with_weight)
 
 
 def hashable(dimension_numbers: Any) -> Any:
@@ -106,29 +109,61 @@ def never_seen(path: str, recipe: Recipe) -> ValueError:
     )
 
 
+def settle_input_scale(path: str, recipe: Recipe, scale: Any) -> Any:
+    """Return the static scale of the activations that meet a kernel, that of experts without rows filled in.
+
+    An expert that never got a row has seen no activation. Its scale becomes the largest of its layer's other experts,
+    which read the same activations, and a warning names it. Under jit it is filled in without a warning.
+
+    Args:
+      path: of the layer.
+      recipe: of the layer.
+      scale: of the kernel's rank, with an axis for each stack of layers or experts; None where it is dynamic; 0 where
+        nothing was seen.
+
+    Raises:
+      ValueError: none of them has seen anything.
+    """
+    if scale is None:
+        return None
+    axes = [axis for axis, size in enumerate(scale.shape) if size > 1]
+    filled = scale
+    for axis in reversed(axes):  # the experts of one layer first
+        filled = jnp.where(filled > 0, filled, filled.max(axis, keepdims=True))
+    if isinstance(scale, Tracer):
+        return filled
+    if not (np.asarray(filled) > 0).all():
+        raise never_seen(path, recipe)
+    absent = [tuple(int(index[axis]) for axis in axes) for index in np.argwhere(np.asarray(scale) == 0)]
+    if absent:
+        names = ", ".join(str(index[0] if len(index) == 1 else index) for index in absent)
+        warnings.warn(
+            f"kernels {names} of {layer_name(path)} have no amax history of their input, as those of experts without "
+            f"rows; their static scale of {recipe.name!r} is the largest of the others'",
+            stacklevel=3,
+        )
+    return filled if isinstance(scale, jax.Array) else np.asarray(filled)
+
+
 def with_input_gradient(
-    run: Callable[[Any, Array, ConvertedKernel, Any, bool], Array],
+    run: Callable[[Any, Array, ConvertedKernel, Any], Array],
     recipe: Recipe,
     lhs: Array,
     weight: ConvertedKernel,
     dimension_numbers: Any,
-    is_swapped: bool,
 ) -> Array:
     """Run a backend's contraction with a converted kernel, whose input gradient is that of the dequantized kernel.
 
     Args:
-      run: (recipe, activation, kernel, dimension numbers, whether the kernel is on the left) -> the contraction.
+      run: (recipe, activation, kernel, dimension numbers) -> the contraction.
       recipe: all numbers.
       lhs: the activation.
       weight: the converted kernel.
       dimension_numbers: as for ``jax.lax.dot_general``, hashable.
-      is_swapped: whether the kernel is on the left.
     """
-    ranks = (weight.ndim, lhs.ndim) if is_swapped else (lhs.ndim, weight.ndim)
     return converted.with_input_gradient(
-        lambda lhs, weight: run(recipe, lhs, weight, dimension_numbers, is_swapped),
-        Dimensions.of(dimension_numbers, *ranks),
+        lambda lhs, weight: run(recipe, lhs, weight, dimension_numbers),
+        Dimensions.of(dimension_numbers, lhs.ndim, weight.ndim),
         lhs,
         weight,
-        side="rhs" if is_swapped else "lhs",
     )

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends import _weights
-from jaxquant.backends._aqt import aqt_dot_general, aqt_tensor, config, tiled_dot_general
+from jaxquant.backends._aqt import aqt_tensor, config, tiled_dot_general
 from jaxquant.backends._aqt import utils as aqt_utils
 from jaxquant.backends.aqt import dot_general_cls as training_cls
 from jaxquant.backends.aqt import refuse_options
-from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
+from jaxquant.backends.aqt_config import tiling_fn, to_aqt
 from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
@@ -61,32 +61,25 @@ def _frozen(weight: ConvertedKernel, tiled_axes: Sequence[int]) -> aqt_tensor.QT
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers: Any, is_swapped: bool) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers: Any) -> Array:
     mode = aqt_utils.QuantMode
-    translated = to_aqt(recipe)
     modes = {"lhs_quant_mode": mode.TRAIN, "rhs_quant_mode": mode.SERVE}
-    if is_swapped:
-        swap_sides(translated)
-        modes = {"lhs_quant_mode": mode.SERVE, "rhs_quant_mode": mode.TRAIN}
     # The forward rounds to nearest; a key is what AQT asks of a config with a stochastic operand.
     key = jax.random.key(0) if recipe.is_stochastic else None
-    translated = config.set_context(translated, key, train_step=None, **modes)
+    translated = config.set_context(to_aqt(recipe), key, train_step=None, **modes)
     translated.apply_custom_vjp_on_jax = False
     make_tiles = tiling_fn(recipe)
-    weight_axes = dimension_numbers[0][0 if is_swapped else 1]
-    frozen = _frozen(weight, weight_axes if make_tiles is not None else ())
+    frozen = _frozen(weight, dimension_numbers[0][1] if make_tiles is not None else ())
     standin = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
-    sides = (standin, lhs) if is_swapped else (lhs, standin)
 
     def dot(a: Array, b: Array, numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        tensors = (frozen, None) if is_swapped else (None, frozen)
-        return translated.dg_core(a, b, *tensors, numbers)[0]
+        return translated.dg_core(a, b, None, frozen, numbers)[0]
 
     if make_tiles is None:
-        return dot(*sides, dimension_numbers)
-    tiles = make_tiles(*sides, dimension_numbers)
-    return tiled_dot_general.tiled_dot_general(tiles, *sides, dimension_numbers, dot_general=dot)
+        return dot(lhs, standin, dimension_numbers)
+    tiles = make_tiles(lhs, standin, dimension_numbers)
+    return tiled_dot_general.tiled_dot_general(tiles, lhs, standin, dimension_numbers, dot_general=dot)
 
 
 def dot_general(
@@ -109,26 +102,4 @@ def dot_general(
       NotImplementedError: an option that AQT would ignore.
     """
     refuse_options(lhs.dtype, precision, preferred_element_type, out_sharding)
-    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
-
-
-def einsum(
-    equation: str,
-    lhs: Array,
-    rhs: ConvertedKernel,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-    *,
-    recipe: Recipe,
-) -> Array:
-    """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
-    refuse_options(lhs.dtype, precision, preferred_element_type, out_sharding)
-    run = lambda equation, a, b, dot: aqt_dot_general.einsum(equation, a, b, dg=dot)  # noqa: E731
-    return _weights.einsum(
-        run,
-        equation,
-        lhs,
-        rhs,
-        lambda lhs, numbers, swapped: _weights.with_input_gradient(_dot, recipe, lhs, rhs, numbers, swapped),
-    )
+    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers))

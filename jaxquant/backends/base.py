@@ -10,12 +10,15 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxquant.backends import _weights
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours, check_honoured
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops.arguments import QuantState
+from jaxquant.ops.converted import each_element, has_scales_of_elements
+from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
 Op = Literal["dot_general", "einsum"]
@@ -203,7 +206,7 @@ class LibraryBackend(Backend):
     """A backend whose numbers are another library's: what the library would drop is refused, sides have one dtype.
 
     Attributes:
-      serving: its ``dot_general``, ``einsum`` and ``convert_kernel`` of converted kernels.
+      serving: its ``dot_general`` and ``convert_kernel`` of converted kernels.
     """
 
     serving: ClassVar[Any]
@@ -261,7 +264,14 @@ class LibraryBackend(Backend):
     ) -> Array:
         """Compute ``dot_general`` on a converted kernel; see ``Backend.dot_general``."""
         check_implementation(self.name, implementation)
-        return self.serving.dot_general(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
+        dims = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim)
+
+        def run(lhs: Array, rhs: ConvertedKernel, dims: Dimensions, _: Array | None = None) -> Array:
+            return self.serving.dot_general(lhs, rhs, dims.numbers, *args, recipe=recipe, **kwargs)
+
+        if has_scales_of_elements(recipe, rhs, dims):
+            return each_element(run, lhs, rhs, dims)
+        return run(lhs, rhs, dims)
 
     def einsum(
         self,
@@ -274,8 +284,12 @@ class LibraryBackend(Backend):
         **kwargs: Any,
     ) -> Array:
         """Compute an einsum on a converted kernel; see ``Backend.einsum``."""
-        check_implementation(self.name, implementation)
-        return self.serving.einsum(equation, lhs, rhs, *args, recipe=recipe, **kwargs)
+
+        def dot(lhs: Array, numbers: Any) -> Array:
+            options: dict[str, Any] = {"recipe": recipe, "implementation": implementation}
+            return self.dot_general(lhs, rhs, numbers, *args, **options, **kwargs)
+
+        return _weights.einsum(equation, lhs, rhs, dot)
 
     def _refuse_dropped(self, dtype: Any, precision: Any, preferred_element_type: Any, out_sharding: Any) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""

@@ -34,14 +34,12 @@ def _quantize(x: Array, spec: TensorSpec, axes: Sequence[int]) -> Any:
     return qwix.quantize(x, getattr(jnp, spec.dtype), channelwise_axes=others, calibration_method=str(spec.calibration))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers: Any, is_swapped: bool) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers: Any) -> Array:
     spec, tensor = recipe.fwd.lhs, weight.tensor
     kernel = qwix.QArray(tensor.qvalue, tensor.scale.astype(weight.dtype), tensor.zero_point, tensor.qvalue.dtype)
-    axes = dimension_numbers[0][1 if is_swapped else 0]
-    activation = _quantize(lhs, spec, axes) if isinstance(spec, TensorSpec) else lhs
-    sides = (kernel, activation) if is_swapped else (activation, kernel)
-    return qwix.dot_general(*sides, dimension_numbers)
+    activation = _quantize(lhs, spec, dimension_numbers[0][0]) if isinstance(spec, TensorSpec) else lhs
+    return qwix.dot_general(activation, kernel, dimension_numbers)
 
 
 def _refuse_options(*options: Any) -> None:
@@ -72,26 +70,4 @@ def dot_general(
       NotImplementedError: an option that Qwix would drop.
     """
     _refuse_options(precision, preferred_element_type, out_sharding)
-    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers), False)
-
-
-def einsum(
-    equation: str,
-    lhs: Array,
-    rhs: ConvertedKernel,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-    *,
-    recipe: Recipe,
-) -> Array:
-    """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
-    _refuse_options(precision, preferred_element_type, out_sharding)
-    run = lambda equation, a, b, dot: jnp.einsum(equation, a, b, _dot_general=dot)  # noqa: E731
-    return _weights.einsum(
-        run,
-        equation,
-        lhs,
-        rhs,
-        lambda lhs, numbers, swapped: _weights.with_input_gradient(_dot, recipe, lhs, rhs, numbers, swapped),
-    )
+    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers))

@@ -16,12 +16,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from jaxquant.backends import load
 from jaxquant.backends._linen import kind_of, layers_apart
-from jaxquant.backends._weights import never_seen
 from jaxquant.config.rules import Decision
 from jaxquant.core.paths import float_rule, layer_name
 from jaxquant.core.qtensor import QTensor, stacked_blocks
@@ -64,7 +61,7 @@ class LayerKernel:
     def elements(self) -> tuple[int, ...]:
         """Batch axes along which each element is quantized by itself, with state of its own."""
         spec = self.recipe.fwd.rhs
-        is_split = self.backend == "native" and isinstance(spec, TensorSpec) and spec.granularity == "per_tensor"
+        is_split = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor"
         return self.batch if is_split and not self.recipe.shares_experts else ()
 
     def convert(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
@@ -83,19 +80,6 @@ class LayerKernel:
     def _numbers(self) -> LayerKernel:
         """Leave out the path, so that layers which look alike share a compiled program."""
         return dataclasses.replace(self, path="")
-
-    def check_input_scale(self, scale: Any) -> None:
-        """Refuse the static scale of an activation that was never seen.
-
-        Args:
-          scale: of the activation, None where it has none.
-
-        Raises:
-          ValueError: it is 0 in a layer.
-        """
-        if scale is None or isinstance(scale, Tracer) or np.all(np.asarray(scale) > 0):
-            return
-        raise never_seen(self.path, self.recipe)
 
     def convert_stacked(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
         """Convert a stored kernel, all its stacked layers at once; their state has the same axes in front."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.backends import load, native_nnx
+from jaxquant.backends._weights import settle_input_scale
 from jaxquant.backends.base import chosen
 from jaxquant.core.paths import at_layer, float_rule, join_path, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
@@ -146,7 +147,7 @@ def convert_nnx(model: nnx.Module, decided: Decided, *example_inputs: Any, **exa
                 "model that was trained, or calibrate it with jaxquant.calibrate"
             )
         tensor, scale = layer_kernel.convert_stacked(module.kernel[...], state)
-        layer_kernel.check_input_scale(scale)
+        scale = settle_input_scale(layer_kernel.path, layer_kernel.recipe, scale)
         dtype = module.kernel[...].dtype.name
         setattr(module, "kernel", nnx.data(Kernel(tensor, scale, dtype)))  # noqa: B010
         module.promote_dtype = _Promote(module.promote_dtype, path, layer_kernel.dtype)

@@ -57,40 +57,50 @@ def dot_general(
       ValueError: the kernel has no static scale for the activation, and the recipe asks for one.
     """
     check_input_scale(recipe, weight)
-    if _has_scales_of_elements(recipe, weight, dims):
-        options = {"recipe": recipe, "key": key, "out_sharding": out_sharding, "implementation": implementation}
-        return _each_element(lhs, weight, dims, precision, preferred_element_type, **options)
+    if has_scales_of_elements(recipe, weight, dims):
+        place = out_sharding and NamedSharding(
+            out_sharding.mesh, PartitionSpec(*out_sharding.spec[len(dims.rhs_batch) :])
+        )
+
+        def run(lhs: Array, weight: ConvertedKernel, dims: Dimensions, key: Array | None) -> Array:
+            options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
+            return dot_general(lhs, weight, dims, precision, preferred_element_type, out_sharding=place, **options)
+
+        return each_element(run, lhs, weight, dims, key)
     out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, weight.dtype)).name
     static = _Static(recipe, dims, out_dtype, precision, out_sharding, implementation)
     return with_input_gradient(functools.partial(_contract, static), dims, lhs, weight, key)
 
 
-def _has_scales_of_elements(recipe: Recipe, weight: ConvertedKernel, dims: Dimensions) -> bool:
+def has_scales_of_elements(recipe: Recipe, weight: ConvertedKernel, dims: Dimensions) -> bool:
     """Whether the batch elements of a kernel have one scale each, as where training quantized each by itself."""
     spec = recipe.fwd.rhs
     is_plain = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor" and weight.tensor.block is None
     return is_plain and any(weight.tensor.scale.shape[axis] > 1 for axis in dims.rhs_batch)
 
 
-def _each_element(
+def each_element(
+    run: Callable[[Array, ConvertedKernel, Dimensions, Array | None], Array],
     lhs: Array,
     weight: ConvertedKernel,
     dims: Dimensions,
-    precision: Any,
-    dtype: Any,
-    *,
-    key: Array | None,
-    out_sharding: NamedSharding | None,
-    **options: Any,
+    key: Array | None = None,
 ) -> Array:
-    """Contract each batch element by itself: its activation has a scale of its own, too."""
+    """Contract each batch element by itself: its activation has a scale of its own, too.
+
+    Args:
+      run: contracts one, of (activation, kernel, dimensions, key).
+      lhs: the activation.
+      weight: the converted kernel.
+      dims: of the contraction of all.
+      key: for stochastic rounding, or None.
+    """
     sizes = tuple(weight.shape[axis] for axis in dims.rhs_batch)
     count = len(sizes)
 
     def whole(part: Array) -> Array:
-        return jnp.broadcast_to(jnp.moveaxis(part, dims.rhs_batch, range(count)), (*sizes, *(
-            n for axis, n in enumerate(part.shape) if axis not in dims.rhs_batch
-        )))  # fmt: skip
+        rest = tuple(n for axis, n in enumerate(part.shape) if axis not in dims.rhs_batch)
+        return jnp.broadcast_to(jnp.moveaxis(part, dims.rhs_batch, range(count)), (*sizes, *rest))
 
     scale = weight.input_scale
     scale = None if scale is None else whole(scale if scale.ndim == weight.ndim else scale.reshape((1,) * weight.ndim))
@@ -100,16 +110,14 @@ def _each_element(
         for contract, batch in ((dims.lhs_contract, dims.lhs_batch), (dims.rhs_contract, dims.rhs_batch))
     ]
     inner = Dimensions.of(((numbers[0], numbers[1]), ((), ())), lhs.ndim - count, weight.ndim - count)
-    if out_sharding is not None:
-        out_sharding = NamedSharding(out_sharding.mesh, PartitionSpec(*out_sharding.spec[count:]))
 
-    def run(lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
-        return dot_general(lhs, weight, inner, precision, dtype, key=key, out_sharding=out_sharding, **options)
+    def one(lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
+        return run(lhs, weight, inner, key)
 
     for _ in sizes:
-        run = jax.vmap(run)
+        one = jax.vmap(one)
     keys = None if key is None else jax.random.split(key, math.prod(sizes)).reshape(sizes)
-    return run(jnp.moveaxis(lhs, dims.lhs_batch, range(count)), weight, keys)
+    return one(jnp.moveaxis(lhs, dims.lhs_batch, range(count)), weight, keys)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 
+from jaxquant.backends._weights import settle_input_scale
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
@@ -194,15 +195,14 @@ def _convert_slices(
             for tensor, fields in leaves.items()
         }
         part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), jax.tree.map(jnp.asarray, state)))
-        layer.check_input_scale(part[1])
         if not at:
-            return part
+            return part[0], settle_input_scale(layer.path, layer.recipe, part[1])
         if whole is None:
             sizes = {axis: shape[axis] for axis in at}
             whole = jax.tree.map(lambda x, sizes=sizes: np.empty(_stacked_shape(x.shape, sizes), x.dtype), part)
         jax.tree.map(lambda into, one, place=place: into.__setitem__(place, one), whole, part)
     assert whole is not None
-    return stacked_blocks(whole[0], layer.stacked), whole[1]
+    return stacked_blocks(whole[0], layer.stacked), settle_input_scale(layer.path, layer.recipe, whole[1])
 
 
 def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:
@@ -222,8 +222,7 @@ def _convert_whole(layer: LayerKernel, variables: Tree) -> tuple[QTensor, Array 
 
     state = jax.tree.map(load, _state_leaves(layer, variables), is_leaf=lambda x: isinstance(x, _StateLeaf))
     tensor, scale = layer.convert_stacked(kernel, state)
-    layer.check_input_scale(scale)
-    return tensor, scale
+    return tensor, settle_input_scale(layer.path, layer.recipe, scale)
 
 
 @dataclasses.dataclass(frozen=True)

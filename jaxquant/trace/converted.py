@@ -16,12 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends import load
-from jaxquant.backends._weights import check_converted, never_seen
+from jaxquant.backends._weights import check_converted, settle_input_scale
 from jaxquant.config.backends import BackendName
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
@@ -329,12 +327,6 @@ def convert(
         except BlocksError as error:
             reasons[path] = str(error)
             continue
-        _check_seen(site, kernel.input_scale, job.recipe)
-        found[index] = kernel
+        scale = settle_input_scale(site.path, job.recipe, kernel.input_scale)
+        found[index] = dataclasses.replace(kernel, input_scale=scale)
     return found, reasons
-
-
-def _check_seen(site: Contraction, scale: Any, recipe: Recipe) -> None:
-    """Refuse the static scale of an activation that was never seen; under jit there is no telling."""
-    if scale is not None and not isinstance(scale, Tracer) and not np.all(np.asarray(scale) > 0):
-        raise never_seen(site.path, recipe)

@@ -6,13 +6,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+import jaxquant
 from jaxquant import convert, maybe_quantize_model, serving, state
 from jaxquant.core.qtensor import QTensor
 from tests.serving.models import filled
 
+OWG = state.OVERWRITE_WITH_GRADIENT
 X = jax.random.normal(jax.random.key(0), (2, 5, 4))
 SIZES = (6, 0, 3)
 
@@ -114,12 +117,22 @@ class NnxExperts(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("string", "shares"),
-    [("fp8", False), ("fp8", True), ("fp8_current", False), ("fp8_current", True), ("int8", False)],
+    ("string", "backend", "shares"),
+    [
+        ("fp8", "native", False),
+        ("fp8", "native", True),
+        ("fp8_current", "native", False),
+        ("fp8_current", "native", True),
+        ("int8", "native", False),
+        ("aqt_fp8_full", "aqt", False),
+        ("fp8_e4m3", "qwix", False),
+    ],
 )
-def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string, shares):
+def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string, backend, shares):
     """Training quantizes each expert by itself; so does conversion. With the option they share one scale."""
-    config, x = {"quantization": string, "quant_backend": "native"}, EXPERTS
+    if backend != "native":
+        pytest.importorskip(backend)
+    config, x = {"quantization": string, "quant_backend": backend}, EXPERTS
     config |= {"quantization_share_expert_scales": True} if shares else {}
     quantized = maybe_quantize_model(LinenExperts(), config, x)
     variables = filled(jax.eval_shape(quantized.init, jax.random.key(0), x))
@@ -131,3 +144,35 @@ def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string, share
     nnx.update(trained, filled(nnx.to_pure_dict(nnx.state(trained, state.QuantState))))
     served, run = convert(trained, config, x), nnx.jit(lambda model: model(x))
     np.testing.assert_array_equal(run(trained), run(served))
+
+
+@pytest.mark.parametrize("way", ["ragged", "linen", "nnx"])
+def test_an_expert_that_never_got_rows_takes_the_input_scale_of_the_others(way):
+    config = {"quantization": "fp8", "quant_backend": "native"}
+    told = r"kernels 1 of layer 'experts' have no amax history of their input.* scale of 'fp8' is the largest of the ot"
+    if way == "ragged":
+        q = jaxquant.quantize(lambda p, x: jax.lax.ragged_dot(x, p["experts"]["w"], jnp.array([4, 0, 4])), config)
+        x, p = X.reshape(-1, 4)[:8], {"experts": {"w": jax.random.normal(jax.random.key(1), (3, 4, 8))}}
+        grad = jax.grad(lambda s: q(p, s, x).sum())
+        seen = state.update(before := q.init(p, x), grad(before))
+        with pytest.raises(ValueError, match="no amax history of its input"):
+            q.convert(p, before, x)
+        with pytest.warns(UserWarning, match=told):
+            scale = q.convert(p, seen, x)["experts"]["w"].input_scale
+    elif way == "linen":
+        x = EXPERTS.at[..., 1].set(0)
+        model = maybe_quantize_model(LinenExperts(), config, x)
+        variables = model.init(jax.random.key(0), x)
+        seen = jax.grad(lambda v: model.apply(v, x).sum())(variables)
+        given = {"params": variables["params"], OWG: state.update(variables[OWG], seen[OWG])}
+        with pytest.warns(UserWarning, match=told):
+            scale = convert(given, config, x, model=LinenExperts())["params"]["experts"]["input_scale"]
+    else:
+        x = EXPERTS.at[..., 1].set(0)
+        model = maybe_quantize_model(NnxExperts(), config, x)
+        _, grads = state.value_and_grad(lambda model: model(x).sum())(model)
+        state.apply_gradients(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), grads)
+        with pytest.warns(UserWarning, match=told):
+            scale = convert(model, config, x).experts.kernel.input_scale[...]
+    first, empty, last = scale.ravel()
+    assert empty == max(first, last) > min(first, last) > 0
