@@ -85,7 +85,7 @@ def _call_bound(face: Any, module: Any, name: str, plain: Any, args: Any, kwargs
         rngs=_rngs(module),
         method=name,
         mutable=mutable,
-        capture=False,
+        capture=_capture(),
         prefix=prefix,
     )
     if mutable is False:
@@ -96,6 +96,12 @@ def _call_bound(face: Any, module: Any, name: str, plain: Any, args: Any, kwargs
             if collection != OVERWRITE_WITH_GRADIENT:
                 module.put_variable(collection, key, value)
     return out
+
+
+def _capture() -> Any:
+    """Return what the ``apply`` around captures of its intermediates. Linen has no public way to ask."""
+    stack = nn.module._context.capture_stack
+    return stack[-1] if stack else False
 
 
 def own(module: nn.Module, name: str) -> Callable[..., Any]:

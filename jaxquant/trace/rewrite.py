@@ -23,7 +23,7 @@ from jaxquant.trace import converted
 from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
 from jaxquant.trace.contract import stacked
 from jaxquant.trace.plan import Contraction, Key, Plan
-from jaxquant.trace.registry import CUSTOM, own_program
+from jaxquant.trace.registry import CUSTOM, function_name, own_program
 
 Array = jax.Array
 States = Mapping[Key, Mapping[str, Array]]
@@ -103,7 +103,7 @@ class Rewriter:
             if name in CUSTOM and program is None:  # of converted kernels alone, which have no derivative
                 program = own_program(eqn)
             if program is not None:
-                return self.evaluate(inner[0], _consts(program), ins, states, key)
+                return self._program(eqn, program, inner[0], ins, states, key)
             if name in JITS:
                 return self._jit(eqn, inner[0], ins, states, key)
             if name in REMATS:
@@ -115,6 +115,25 @@ class Rewriter:
                 "shard_map": self._shard_map,
             }[name]
             return build(eqn, inner, ins, states, key)
+
+    def _program(
+        self, eqn: Any, program: Any, plan: Plan, ins: list[Any], states: States, key: Array | None
+    ) -> list[Any]:
+        """Evaluate what was read in place of a registered function.
+
+        Raises:
+          NotImplementedError: it combines what differs between the devices of a shard_map with what does not.
+        """
+        try:
+            return self.evaluate(plan, _consts(program), ins, states, key)
+        except (TypeError, ValueError) as error:
+            if not any(atom.aval.manual_axis_type.varying for atom in eqn.invars) or "varying" not in str(error):
+                raise
+            raise NotImplementedError(
+                f"what is registered for {function_name(eqn)!r} combines values that differ between the devices of a "
+                "shard_map with values that do not, such as the zeros that a loop starts from; register the function "
+                "without one that says what it computes, or give jax.shard_map check_vma=False"
+            ) from error
 
     def _jit(self, eqn: Any, plan: Plan, ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
         """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""

@@ -115,6 +115,16 @@ def test_in_a_larger_float_model(config):
         assert history[0] > 0
 
 
+def test_intermediates_of_a_quantized_part_are_captured():
+    capture = {"capture_intermediates": True, "mutable": ["intermediates"]}
+    plain, model = Larger(Coder()), Larger(maybe_quantize_model(Coder(), FP8, X))
+    shapes = []
+    for each in (plain, model):
+        variables = each.init(jax.random.key(0), X)
+        shapes.append(jax.tree.map(jnp.shape, each.apply(variables, X, **capture)[1]))
+    assert shapes[0] == shapes[1]
+
+
 def test_a_model_that_holds_a_quantized_one_keeps_its_recipe():
     inner = maybe_quantize_model(Coder(), {"quantization": "int8", "quant_backend": "native"})
     outer = maybe_quantize_model(Larger(inner), {"quantization": "fp8_current", "quant_backend": "native"})

@@ -235,3 +235,25 @@ def test_what_is_registered_keeps_explicit_shardings():
             assert jax.jit(fn)(w, {}, x)[0, 0] == pytest.approx(8, rel=1e-3)
     finally:
         unregister_function(own)
+
+
+def test_a_loop_that_starts_from_zeros_inside_a_shard_map():
+    def computes(x, w):
+        return jax.lax.scan(lambda total, _: (total + jnp.tanh(x @ w), None), jnp.zeros_like(x), None, length=2)[0]
+
+    own = jax.custom_vjp(computes)
+    own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda saved, g: saved)
+    mesh = jax.make_mesh((1,), ("b",), axis_types=(AxisType.Auto,))
+    parts = {"mesh": mesh, "in_specs": (PartitionSpec("b"), PartitionSpec()), "out_specs": PartitionSpec("b")}
+    x, w = normal(1, 4, 8), normal(0, 8, 8)
+    register_function(own, lambda x, w: computes(x, w))
+    checked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts)(x, w), CURRENT)
+    with pytest.raises(
+        NotImplementedError, match="for 'computes' combines values that differ between"
+    ):
+        checked(w, {}, x)
+    unchecked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts, check_vma=False)(x, w), CURRENT)
+    assert float8_dots(unchecked, w, {}, x) == 1
+    unregister_function(own)
+    register_function(own)
+    np.testing.assert_array_equal(unchecked(w, {}, x), checked(w, {}, x))
