@@ -311,7 +311,7 @@ class Face:
         return out
 
     def _split(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> tuple[_Call, Any, tuple[Any, Any]]:
-        own = (_own((nnx.Param, ConvertedParam)), _own(QuantState), ...)
+        own = (_own((nnx.Param, ConvertedParam, _is_norms_scale)), _own(QuantState), ...)
         graph, params, quant, rest = nnx.split((module, args, kwargs), *own)
         parts: Any = params
         kinds = tuple(type(leaf) for leaf in jax.tree.leaves((args, kwargs)))
@@ -387,6 +387,13 @@ def _own(kind: Any) -> Callable[[Any, Any], bool]:
     """Filter the variables of a type, or of several, that are of the module, not of the arguments."""
     is_kind = nnx.filterlib.to_predicate(kind)
     return lambda path, value: path[0] == 0 and is_kind(path, value)
+
+
+def _is_norms_scale(path: Any, value: Any) -> bool:
+    """Whether a leaf is a scale of ``nnx.WeightNorm``: an array, by the path of the parameter that it scales."""
+    return (
+        not isinstance(value, nnx.Variable) and len(path) > 2 and path[-2] == "scales" and isinstance(path[-1], tuple)
+    )
 
 
 def _named(tree: Any) -> Any:

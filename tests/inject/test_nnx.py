@@ -15,6 +15,7 @@ import jaxquant
 from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
 from jaxquant.config.recipes import RECIPES
 from tests.inject.test_linen import NATIVE
+from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
 QWIX = [name for name, row in RECIPES.items() if "qwix" in row.backends and name != "fp4_e2m1"]
@@ -376,3 +377,30 @@ def test_qwix_adds_lora_to_a_quantized_model(string):
     rows = jaxquant.coverage(model, x).rows
     expected = {"up": True, "up/kernel_lora_a": False, "up/kernel_lora_b": False, "down": True}
     assert {row.path: row.is_low for row in rows} == expected
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.normed = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
+        self.last = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.normed(x))
+
+
+@pytest.mark.parametrize("string", ["fp8", "int8"])
+def test_a_layer_under_weight_norm_is_quantized(string):
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    config = {"quantization": string, "quant_backend": "native"}
+    model = maybe_quantize_model(Normed(), config, x)
+    rows = {row.path: str(row.dtypes) for row in jaxquant.coverage(model, x).rows}
+    assert set(rows) == {"normed/layer_instance", "last"}
+    assert "float" not in rows.values()
+    plain = Normed()
+    plain(x)  # leaves the normalized kernel in the layer
+    plain.normed = plain.normed.layer_instance
+    expected = maybe_quantize_model(plain, config, x)(x)
+    np.testing.assert_allclose(model(x), expected, rtol=SMALL_SUM_RTOL, atol=SMALL_SUM_ATOL)
+    _, grads = state.value_and_grad(lambda model: (model(x) ** 2).sum())(maybe_quantize_model(Normed(), config, x))
+    assert jnp.any(grads.params.normed.layer_instance.kernel[...])
