@@ -27,16 +27,22 @@ from jaxquant.backends import native_nnx
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
-from jaxquant.core.recipe import Recipe
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import quantized_with, refuse_twice, subclass
 from jaxquant.inject.layers import refuse_nothing
-from jaxquant.inject.nnx_layers import contraction_axes, copy_model, linear_modules, op_name, out_features, stacked_axes
+from jaxquant.inject.nnx_held import (
+    CONTAINERS,
+    PLAIN_OPS,
+    has_plain_op,
+    holders,
+    make_holder,
+    premade,
+    takes_attributes,
+)
+from jaxquant.inject.nnx_layers import copy_model, linear_modules, op_name, out_features
 from jaxquant.state.nnx import QuantState, require_state_gradient
 from jaxquant.trace.engine import Dialect, Engine, Traced
 from jaxquant.trace.plan import Contraction
-
-_CONTAINERS = (nnx.List, nnx.Dict)
 
 _at_work = jax.make_user_context(None)
 Path = tuple[Any, ...]
@@ -174,9 +180,9 @@ class Face:
     """
 
     def __init__(self, config: QuantConfig, model: nnx.Module) -> None:
-        self._operations = {path: op_name(module) for path, module in linear_modules(model) if _has_plain_op(module)}
+        self._operations = {path: op_name(module) for path, module in linear_modules(model) if has_plain_op(module)}
         nodes = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
-        self._modules = {"/".join(map(str, path)) for path, node in nodes if _takes_attributes(node)} | {""}
+        self._modules = {"/".join(map(str, path)) for path, node in nodes if takes_attributes(node)} | {""}
         dialect = Dialect(
             what="this model",
             layers="layer",
@@ -264,18 +270,18 @@ class Face:
     def hold_states(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
         """Add to every layer's module the variables of its quant state, those of flax's layers that did not run too."""
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        for path, values in _holders(states):
+        for path, values in holders(states):
             owner, _, name = path.rpartition("/")
-            setattr(modules[owner], name, nnx.data(_holder(name, values)))
+            setattr(modules[owner], name, nnx.data(make_holder(name, values)))
         resolver = self.engine.resolver
         assert resolver is not None
         for path, module in linear_modules(model):
-            if path not in self._operations or getattr(module, op_name(module), None) not in (None, *_PLAIN):
+            if path not in self._operations or getattr(module, op_name(module), None) not in (None, *PLAIN_OPS):
                 continue
             decided = self.engine.decisions.by_path(path) if self.engine.decisions is not None else None
             decision = decided or resolver(path, out_features(module))
             if decision.recipe is not None and decision.recipe.is_stateful:
-                op = _premade(path, module, decision.recipe)
+                op = premade(path, module, decision.recipe)
                 setattr(module, op_name(module), nnx.data(op))
 
     # -- calls -------------------------------------------------------------------------------------------------------
@@ -322,7 +328,7 @@ class Face:
     def adopt(self, model: nnx.Module) -> nnx.Module:
         """Change the class of every module of a model, in place."""
         for path, node in list(nnx.iter_graph(model)):
-            if isinstance(node, nnx.Module) and not isinstance(node, (*_CONTAINERS, native_nnx.QuantizedOp)):
+            if isinstance(node, nnx.Module) and not isinstance(node, (*CONTAINERS, native_nnx.QuantizedOp)):
                 if quantized_with(node) is not None:
                     continue
                 object.__setattr__(node, "__class__", self._class(type(node), "/".join(map(str, path))))
@@ -406,72 +412,3 @@ def _as_array(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return leaf
-
-
-# -- quant state -------------------------------------------------------------------------------------------------------
-
-_PLAIN = (jax.lax.dot_general, jnp.einsum)
-
-
-def _takes_attributes(module: nnx.Module) -> bool:
-    """Whether a module may hold quant state: not what holds modules in a list, nor a Linen module's bridge."""
-    return not isinstance(module, (*_CONTAINERS, nnx.bridge.ToNNX))
-
-
-def _has_plain_op(module: Any) -> bool:
-    """Whether a layer has no op of its own, so that its quant state may stand in the op's place."""
-    op = getattr(module, op_name(module))
-    return getattr(module, "dot_general_cls", None) is None and (op in (None, *_PLAIN) or isinstance(op, Held))
-
-
-def _compute(held: Held, *args: Any, **kwargs: Any) -> Any:
-    """Compute the op in float; no ``self`` here, by which Qwix finds the layer that calls on Python's stack."""
-    if held.operation == "einsum_op":
-        kwargs.pop("out_sharding", None)
-        return jnp.einsum(*args, **kwargs)
-    return jax.lax.dot_general(*args, **kwargs)
-
-
-class Held(native_nnx.QuantizedOp):
-    """Quant state of one contraction, in place of a flax layer's op, which it computes in float.
-
-    Args:
-      operation: attribute that it is: "dot_general", "einsum_op" or another name.
-      tensors: the state by tensor and field.
-    """
-
-    def __init__(self, operation: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
-        self.operation = operation
-        self.fields = tuple((name, tuple(values)) for name, values in tensors.items())
-        for name, values in tensors.items():
-            for field, value in values.items():
-                setattr(self, f"{name}_{field}", QuantState(value))
-
-    __call__: Any = _compute
-
-
-def _holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Return the path of every holder in a tree of quant state, with its flat fields."""
-    if any(not isinstance(value, Mapping) for value in tree.values()):
-        yield "/".join(path), tree
-        return
-    for name, value in tree.items():
-        yield from _holders(value, (*path, name))
-
-
-def _holder(name: str, values: Mapping[str, Any]) -> Held:
-    tensors: dict[str, dict[str, Any]] = {}
-    for full, value in values.items():
-        tensor = next(each for each in ("input", "kernel", "output_grad", "sparsity") if full.startswith(f"{each}_"))
-        tensors.setdefault(tensor, {})[full.removeprefix(f"{tensor}_")] = value
-    return Held(name, tensors)
-
-
-def _premade(path: str, module: Any, recipe: Recipe) -> Held:
-    """Make the state of a layer that no example ran, from what flax's layer says of itself."""
-    stacked = stacked_axes(path, module)
-    if isinstance(module, nnx.Einsum):
-        made: Any = native_nnx.Einsum(recipe, path, module.kernel, stacked, module.einsum_str)
-    else:
-        made = native_nnx.DotGeneral(recipe, path, module.kernel, stacked, contraction_axes(module))
-    return Held(op_name(module), made.state())

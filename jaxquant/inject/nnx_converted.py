@@ -26,7 +26,8 @@ from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.decided import Decided
 from jaxquant.inject.layers import Layer, check_layers
 from jaxquant.inject.linen import scale_name
-from jaxquant.inject.nnx import ConvertedParam, Face, Held, plain_model
+from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
+from jaxquant.inject.nnx_held import Held
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.nnx import QuantState
 
