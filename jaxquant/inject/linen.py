@@ -158,7 +158,8 @@ class Face:
 
     def trace_example(self, model: nn.Module, *inputs: Any, **kwargs: Any) -> Traced:
         """Trace a call of the float model on parameters that are shapes only."""
-        variables = unfreeze(trace_init(model, *inputs, **kwargs))
+        with at_work(self):
+            variables = unfreeze(trace_init(model, *inputs, **kwargs))
         mutable = tuple(name for name in variables if name not in ("params", OVERWRITE_WITH_GRADIENT))
         call = _Call(self, model, None, mutable or False, False)
         key = jax.eval_shape(lambda: jax.random.key(0))

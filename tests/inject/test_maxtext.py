@@ -164,6 +164,17 @@ def test_the_trace_takes_the_place_of_the_ops_of_a_handle_and_honours_rules(stri
     assert bool(states) == (string == "fp8")
 
 
+@pytest.mark.parametrize("inputs", [(X,), ()], ids=["with example inputs", "at the first call"])
+def test_rules_reach_the_layers_of_an_nnx_model_in_a_linen_one(inputs):
+    config = program(quantization="fp8", rules=[{"path": "wo", "recipe": None}])
+    plain = bridge.ToLinen(Layers, kwargs=nn.FrozenDict(quant=jaxquant.configure_quantization(config)))
+    model = jaxquant.maybe_quantize_model(plain, config, *inputs)
+    variables = model.init(jax.random.key(0), X)
+    rows = jaxquant.coverage(lambda v: model.apply(v, X), variables).rows
+    assert {row.path for row in rows if str(row.dtypes) != "float"} == {"wi", "experts"}
+    assert len(rows) == 3
+
+
 class Two(nn.Module):
     quant: object = None
 
