@@ -262,6 +262,20 @@ class Recipe:
         return any(isinstance(spec, TensorSpec) and spec.rounding == "stochastic" for spec in self.specs.values())
 
     @property
+    def hides_slope(self) -> bool:
+        """Whether a forward operand becomes integers or bytes by scales whose slope autodiff cannot follow."""
+        specs = [self.resolve("fwd", side) for side in ("lhs", "rhs")]
+        return any(
+            spec is not None
+            and (
+                spec.codec is not None
+                or element(spec.dtype).kind == "int"
+                and (spec.scaling == "static" or spec.calibration.method == "fixed")
+            )
+            for spec in specs
+        )
+
+    @property
     def matches_flax(self) -> bool:
         """Whether delayed scaling follows ``flax.linen.fp8_ops`` bit for bit."""
         return self.delayed is not None and self.delayed.amax_init == "flax"

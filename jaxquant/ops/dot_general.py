@@ -164,12 +164,16 @@ def _dot(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array 
 
 def _dot_fwd(static, lhs, rhs, state, key):
     out, residuals = _forward(static, lhs, rhs, state, key)
-    return first_order(static.recipe.name, (out,))[0], residuals
+    name, inputs = static.recipe.name, (lhs, rhs) if static.recipe.hides_slope else ()
+    # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.
+    mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
+    return first_order(name, (out,), inputs)[0], (residuals, mark)
 
 
-def _dot_bwd(static, residuals, grad):
+def _dot_bwd(static, kept, grad):
+    residuals, mark = kept
     dlhs, drhs, observed, key = _backward(static, residuals, grad)
-    return *first_order(static.recipe.name, (dlhs, drhs)), observed, key
+    return *first_order(static.recipe.name, (dlhs, drhs), (grad, *mark) if mark else ()), observed, key
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)

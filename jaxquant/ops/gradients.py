@@ -24,7 +24,7 @@ RESIDUAL_NAME = "quantized"
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def first_order(name: str, values: tuple[Array, ...]) -> tuple[Array, ...]:
+def first_order(name: str, values: tuple[Array, ...], inputs: tuple[Array, ...] = ()) -> tuple[Array, ...]:
     """Return values that cannot be differentiated: autodiff would go through the rounding, which has no slope.
 
     The error comes where the derivative is used, so that one that is dropped (``stop_gradient``) does no harm.
@@ -32,14 +32,17 @@ def first_order(name: str, values: tuple[Array, ...]) -> tuple[Array, ...]:
     Args:
       name: of the recipe.
       values: float arrays.
+      inputs: float arrays that the values are made of, where autodiff sees no slope on the way from them: integers by
+        scales that do not depend on what is quantized have none.
     """
     return values
 
 
 @first_order.defjvp
 def _mark_tangents(name, primals, tangents):
-    (values,), (slopes,) = primals, tangents
-    return values, tuple(_no_derivative.bind(slope, recipe=name) for slope in slopes)
+    (values, *_), (slopes, *others) = primals, tangents
+    hidden = tuple(slope for each in others for slope in each)
+    return values, tuple(_no_derivative.bind(slope, *hidden, recipe=name) for slope in slopes)
 
 
 def _refuse(*_: Any, recipe: str) -> NoReturn:
@@ -55,7 +58,7 @@ def _map_batch(batched: Any, axes: Any, *, recipe: str) -> Any:
 
 _no_derivative = Primitive("no_second_derivative")
 _no_derivative.def_impl(_refuse)
-_no_derivative.def_abstract_eval(lambda slope, *, recipe: slope)
+_no_derivative.def_abstract_eval(lambda slope, *hidden, recipe: slope)
 ad.deflinear2(_no_derivative, _refuse)
 batching.primitive_batchers[_no_derivative] = _map_batch
 mlir.register_lowering(_no_derivative, _refuse)

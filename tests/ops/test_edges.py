@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxquant.config.recipes import RECIPES
+from jaxquant.core.calibration import Calibration
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import choose_implementation, dot_general, initial_state
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from tests import numerics
@@ -76,9 +78,16 @@ def test_vectors(name, lhs, rhs):
     assert (dx.shape, dw.shape) == (lhs, rhs)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8"])
+FIXED = Recipe(
+    "fixed int8",
+    MatmulSpec(None, TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -4.0, 4.0))),
+    MatmulSpec(None, FORWARD),
+)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8", "ggml_q4_0", "fixed int8"])
 def test_second_derivatives_are_refused_by_name(name):
-    recipe, x, w = DISTINCT[name], normal((4, 32)), normal((32, 16), 1)
+    recipe, x, w = {**DISTINCT, "fixed int8": FIXED}[name], normal((4, 32)), normal((32, 16), 1)
 
     def penalty(w):
         slope = jax.grad(lambda a: dot_general(a, w, NUMBERS, recipe=recipe, state=initial_state(recipe)).sum())(x)
@@ -93,13 +102,18 @@ def test_second_derivatives_are_refused_by_name(name):
 
 def test_a_second_derivative_is_refused_only_where_it_is_used():
     """First-order meta-learning drops it; the value of a vjp would go through the rounding."""
-    recipe, x, w = DISTINCT["int8"], normal((4, 32)), normal((32, 16), 1)
+    for recipe in (DISTINCT["int8"], DISTINCT["ggml_q4_0"]):
+        check_a_dropped_second_derivative(recipe)
+
+
+def check_a_dropped_second_derivative(recipe):
+    x, w = normal((4, 32)), normal((32, 16), 1)
     loss = lambda w: jnp.sum(jnp.square(dot_general(x, w, NUMBERS, recipe=recipe)))  # noqa: E731
     adapted = lambda w: loss(w - 0.1 * jax.lax.stop_gradient(jax.grad(loss)(w)))  # noqa: E731
     for wrap in (lambda f: f, jax.jit, jax.checkpoint):
         assert jax.eval_shape(jax.grad(wrap(adapted)), w).shape == w.shape
     for used in (lambda w: jax.value_and_grad(loss)(w)[0], lambda w: jax.vjp(loss, w)[0]):
-        with pytest.raises(NotImplementedError, match="second derivatives through recipe 'int8'"):
+        with pytest.raises(NotImplementedError, match=f"second derivatives through recipe '{recipe.name}'"):
             jax.eval_shape(jax.grad(used), w)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.jvp(jax.grad(loss), (w,), (w,))
