@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from re import _constants as sre  # pyright: ignore[reportAttributeAccessIssue]
 from re import _parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
 MAX_CHARACTERS = 1000
+_MAX_REPEATS = 4
+"""Unbounded repeats of one pattern that Python's engine may try: each multiplies its ways by the text's length."""
+_MAX_OPTIONS = 12
+"""Branches and optional parts: each doubles them."""
 
 _UNREAD = {
     "GROUPREF": "a back-reference",
@@ -160,3 +165,45 @@ def _check(parts: Any) -> None:
             if value[0] < 0 and least != most:
                 raise ValueError("look-behind requires fixed-width pattern")
             _check(value[1])
+
+
+def full_matcher(pattern: str) -> Callable[[str], bool]:
+    """Return what tells whether a pattern matches all of a text: ``re``, or ``Pattern`` where that could take long.
+
+    Raises:
+      ValueError: not a regular expression, or one that could take long and that ``Pattern`` does not read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled, parts = re.compile(pattern), _parser.parse(pattern)
+    except (re.error, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    unbounded, optional = _choices(parts)
+    if unbounded <= _MAX_REPEATS and optional <= _MAX_OPTIONS:
+        return lambda text: compiled.fullmatch(text) is not None
+    return Pattern(pattern).fullmatch
+
+
+def _choices(parts: Any) -> tuple[float, float]:
+    """Count the repeats without a bound, and the branches and optional parts; infinite where repeats are nested."""
+    unbounded = optional = 0.0
+    for op, value in parts:
+        name, inner = str(op), []
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            _, most, body = value
+            if most > 1 and (len(body) != 1 or str(body[0][0]) not in ("LITERAL", "NOT_LITERAL", "ANY", "IN")):
+                return float("inf"), optional
+            unbounded, optional, inner = unbounded + (most > 1), optional + (most == 1), [body]
+        elif name == "BRANCH":
+            optional, inner = optional + len(value[1]) - 1, value[1]
+        elif name in ("SUBPATTERN", "ATOMIC_GROUP", "ASSERT", "ASSERT_NOT"):
+            inner = [value if name == "ATOMIC_GROUP" else value[-1]]
+        elif name == "GROUPREF_EXISTS":
+            inner = [branch for branch in value[1:] if branch is not None]
+        for body in inner:
+            more = _choices(body)
+            unbounded, optional = unbounded + more[0], optional + more[1]
+    return unbounded, optional

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -303,3 +304,29 @@ def test_gptq_is_recognised():
     for call in (lambda: gptq.block_parameters, lambda: gptq.quantize(jnp.ones(32))):
         with pytest.raises(NotImplementedError, match="quantization encoding gptq"):
             call()
+
+
+def test_the_first_key_of_compressed_tensors_is_read():
+    old = {"num_hidden_layers": 2, "compression_config": CT_DYNAMIC}
+    found, now = read_quantization(old), read_quantization(config(CT_DYNAMIC))
+    assert found is not None
+    assert now is not None
+    assert found.specs == now.specs
+    with pytest.raises(ValueError, match="quantization_config and compression_config differ"):
+        read_quantization(old | {"quantization_config": DEEPSEEK})
+
+
+@pytest.mark.parametrize("regex", [r"([a-z0-9_.]+)+!", r"(a|l|.)*!", r".*.*.*.*.*.*.*.*!", r"(.?){30}!"])
+def test_no_regex_of_a_config_takes_forever(regex):
+    """Python's own engine would try 2ⁿ ways through a name of n letters."""
+    found = read_quantization(config(CT_DYNAMIC | {"ignore": [f"re:{regex}", "re:.*self_attn.*"]}))
+    assert found is not None
+    start = time.perf_counter()
+    assert found.is_quantized("model.layers.0.mlp.gate_proj.and_more_letters_than_can_be_tried")
+    assert not found.is_quantized("model.layers.0.self_attn.q_proj")
+    assert time.perf_counter() - start < 2
+
+
+def test_a_regex_that_could_take_forever_and_is_not_read_is_refused():
+    with pytest.raises(ValueError, match=r"ignore\[0\] 're:.*' is not a regular expression: it has a back-reference"):
+        read_quantization(config(CT_DYNAMIC | {"ignore": [r"re:((a+)+)\1!"]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +263,19 @@ def test_scales_interleave_as_defined_and_come_back(shape, dtype):
         np.testing.assert_array_equal(back, raw)
     with pytest.raises(ValueError, match="do not hold scales of shape"):
         hf.deinterleave_scales(out, (shape[0] + 128, shape[1]))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_config_may_have_its_fields_as_attributes(nested):
+    fields = config(CT_DYNAMIC, nested=nested)
+    inner = types.SimpleNamespace(**fields.get("text_config", fields))
+    given = types.SimpleNamespace(text_config=inner) if nested else inner
+    assert parse_quant_config(given, tensors(), FP8) == parse(CT_DYNAMIC)
+    with pytest.raises(TypeError, match="huggingface_config must be a dict, have to_dict"):
+        parse_quant_config(object(), tensors(), FP8)
+
+
+def test_shapes_may_be_of_numpys_integers_and_a_dtype_is_asked_for():
+    assert parse(CT_DYNAMIC, tensors(shape=(np.int64(8), np.int64(1)))) == parse(CT_DYNAMIC)
+    with pytest.raises(TypeError, match="dtype must be a dtype, got None"):
+        parse_quant_config(config(CT_DYNAMIC), tensors(), None)

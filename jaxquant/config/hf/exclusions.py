@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from jaxquant.config.patterns import full_matcher
+
 REGEX = "re:"
 _ANY_CLASS = "Linear"
 _WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -94,10 +96,10 @@ def checked(pattern: str, written: str, place: str) -> str:
     """Return a regex after compiling it.
 
     Raises:
-      ValueError: not a regex; names what was written and where.
+      ValueError: not a regex, or one that could take forever to match; names what was written and where.
     """
     try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+        full_matcher(pattern)
+    except ValueError as error:
         raise ValueError(f"{place} {written!r} is not a regular expression: {error}") from None
     return pattern

@@ -11,7 +11,7 @@ from typing import Any
 from jaxquant.config.hf import modelopt
 from jaxquant.config.hf.max_config import QuantConfig
 from jaxquant.config.hf.quantization import CheckpointQuantization
-from jaxquant.config.hf.read import METHODS, REFUSED, SECOND_SCALE, find_section, read_quantization
+from jaxquant.config.hf.read import KEYS, METHODS, REFUSED, SECOND_SCALE, find_section, read_quantization
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import (
     InputScaleSpec,
@@ -28,6 +28,7 @@ MAX_LAYERS = 10_000
 _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
 _MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+_FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
 
 
@@ -41,7 +42,7 @@ def parse_quant_config(
     """Read a checkpoint's quantization as MAX 26.3 does; None where it does not apply to this dtype.
 
     Args:
-      huggingface_config: a dict, or an object with ``to_dict()``.
+      huggingface_config: a dict, an object with ``to_dict()``, or one with the config's fields as attributes.
       state_dict: names to arrays, ``(shape, dtype)``, or a safetensors header's entries.
       dtype: of the model's weights: float8_e4m3fn, uint8 or float4_e2m1fn, int8; MXFP4 is read with any.
       state_dict_name_prefix: of the decoder's names in ``state_dict``, such as ``language_model.``.
@@ -87,9 +88,18 @@ parse_float8_config = parse_quant_config
 
 
 def _as_dict(config: Any) -> Mapping[str, Any]:
-    if not hasattr(config, "to_dict"):
-        raise TypeError(f"huggingface_config must be a dict or have to_dict(), got {type(config).__name__}")
-    return config.to_dict()
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    fields = {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
+    if not fields:
+        raise TypeError(
+            "huggingface_config must be a dict, have to_dict() or have num_hidden_layers and quantization_config as "
+            f"attributes, got {type(config).__name__}"
+        )
+    for name, value in fields.items():
+        if hasattr(value, "to_dict") or (name == "text_config" and not isinstance(value, (Mapping, type(None)))):
+            fields[name] = _as_dict(value)
+    return fields
 
 
 def _sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

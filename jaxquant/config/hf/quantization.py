@@ -7,9 +7,12 @@ import functools
 import re
 
 from jaxquant.config.hf.spec import LayerSpec
+from jaxquant.config.patterns import full_matcher
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that a model may fuse, and those of the checkpoint that they are made of."""
+
+_matcher = functools.lru_cache(maxsize=4096)(full_matcher)
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
@@ -32,7 +35,7 @@ class LayerRule:
     names: frozenset[str] = frozenset()
 
     def matches(self, module: str) -> bool:
-        return module in self.names if self.names else re.fullmatch(self.pattern, module) is not None
+        return module in self.names if self.names else _matcher(self.pattern)(module)
 
     @property
     def path(self) -> str:

@@ -10,7 +10,8 @@ from jaxquant.config.hf.quantization import CheckpointQuantization
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.tensors import read_tensors
 
-KEY = "quantization_config"
+KEYS = ("quantization_config", "compression_config")
+"""Keys of a quantization config; compressed-tensors wrote the second one at first."""
 SECOND_SCALE = "weight_scale_2"
 
 METHODS: dict[str, Callable[[Section], CheckpointQuantization | None]] = {
@@ -44,8 +45,9 @@ def find_section(
       TypeError: a value of another kind.
     """
     whole = Section(config, "")
-    found = [section for section in (whole.section(KEY), whole.section("text_config").section(KEY)) if section.data]
-    if len(found) == 2 and dict(found[0].data) != dict(found[1].data):
+    places = [place.section(key) for key in KEYS for place in (whole, whole.section("text_config"))]
+    found = [section for section in places if section.data]
+    if len(found) > 1 and dict(found[0].data) != dict(found[1].data):
         raise ValueError(f"{found[0].place} and {found[1].place} differ; keep one of them")
     if found:
         section = found[0]

@@ -39,6 +39,8 @@ def dtype_name(dtype: Any, place: str) -> str:
     Raises:
       TypeError: not a dtype.
     """
+    if dtype is None:
+        raise TypeError(f"{place} must be a dtype, got None")
     text = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
     text = _SAFETENSORS.get(text, str(text).removeprefix("torch."))
     if text == "float4_e2m1fnx2":
@@ -76,9 +78,9 @@ def _info(name: str, value: Any) -> TensorInfo:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if not isinstance(name, str) or dtype is None or not isinstance(shape, (list, tuple)):
         raise TypeError(f"tensor {name!r} must be an array, (shape, dtype) or a header with both, got {value!r:.80}")
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in shape):
+    if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0 for size in shape):
         raise TypeError(f"tensor {name!r} has the shape {shape!r:.80}, which is not whole numbers")
     single = None
     if int(np.prod(shape, dtype=object)) == 1 and hasattr(value, "__array__"):
         single = float(np.asarray(value, np.float32).reshape(()))
-    return TensorInfo(tuple(shape), dtype_name(dtype, f"tensor {name!r}"), single)
+    return TensorInfo(tuple(map(int, shape)), dtype_name(dtype, f"tensor {name!r}"), single)
