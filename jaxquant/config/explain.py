@@ -76,6 +76,10 @@ def explain(string: str, options: Mapping[str, Any] | None = None) -> str:
     """
     row = lookup(string)
     recipe = row.recipe
+    if options and "quantization" in options:
+        raise ValueError(
+            f"quantization {options['quantization']!r} is not an option of {string!r}; explain one string at a time"
+        )
     if options:
         recipe = QuantConfig.from_any({"quantization": string, **options}).recipe()
     lines = [f"{string or 'no string'}: {row.summary}"]
@@ -104,9 +108,11 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield f"{name}: {about}"
         for side, tensor in zip(("lhs", "rhs"), sides, strict=True):
             forward = recipe.resolve(name, side)  # pyright: ignore[reportArgumentType]
-            yield f"  {tensor}: {describe_operand(getattr(spec, side), forward)}"
+            other = getattr(spec, "lhs" if side == "rhs" else "rhs")
+            yield f"  {tensor}: {describe_operand(getattr(spec, side), forward, other is not None)}"
         yield f"  {describe_matmul(spec)}"
-    used = dict.fromkeys(spec.dtype for spec in recipe.specs.values() if isinstance(spec, TensorSpec))
+    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
+    used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a format has scales of its own
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
@@ -127,20 +133,22 @@ def describe_matmul(spec: MatmulSpec) -> str:
     return into + shards
 
 
-def describe_operand(operand: Operand, forward: TensorSpec | None = None) -> str:
+def describe_operand(operand: Operand, forward: TensorSpec | None = None, other_is_quantized: bool = True) -> str:
     """Describe one operand of a matmul.
 
     Args:
       operand: the operand.
       forward: the spec of the forward operand, where that is used again.
+      other_is_quantized: whether the matmul's other operand is.
     """
     if operand is None:
         return "float, as it is"
     if operand == FORWARD:
         if forward is None:
             return "float, as in the forward matmul"
-        is_folded = forward.granularity == "per_channel"
-        folded = "; its scales are multiplied into the other operand before that is quantized" if is_folded else ""
+        is_folded = forward.granularity == "per_channel" and forward.codec is None
+        before = " before that is quantized" if other_is_quantized else ""
+        folded = f"; its scales are multiplied into the other operand{before}" if is_folded else ""
         return f"as quantized for the forward matmul{folded}"
     assert isinstance(operand, TensorSpec)
     if operand.codec is not None:

@@ -219,7 +219,8 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
 def nearest(name: Any, known: Iterable[str], count: int = 1) -> str:
     """Return ``did you mean 'x'?`` with the ``count`` nearest known names, or the known ones if none is near."""
     names = [candidate for candidate in known if candidate]
-    near = difflib.get_close_matches(str(name)[:200], names, count)
+    written = str(name)[:200]
+    near = difflib.get_close_matches(written, names, count) or difflib.get_close_matches(written.lower(), names, count)
     if near:
         return f"did you mean {' or '.join(repr(candidate) for candidate in near)}?"
     return f"known ones are {', '.join(names)}"

@@ -97,3 +97,21 @@ def test_the_list_has_every_string_once():
     assert [cell.strip() for cell in line.split("  ") if cell.strip()] == [
         "aqt_fp8", "e4m3fn × e4m3fn", "float", "float", "aqt", "native"
     ]  # fmt: skip
+
+
+def test_what_is_not_quantized_is_not_said_to_be():
+    """Weights alone: nothing is quantized after their scales, and a tensor format has no scale of an element type."""
+    assert "the other operand before that is quantized" not in explain.explain("int4w")
+    text = explain.explain("ggml_q4_k")
+    assert "multiplied into the other operand" not in text
+    assert "a scale is the statistic" not in text
+
+
+def test_one_string_is_explained_at_a_time():
+    with pytest.raises(ValueError, match="quantization 'int8' is not an option of 'fp8'"):
+        explain.explain("fp8", {"quantization": "int8"})
+
+
+def test_a_string_in_capitals_is_near_its_own():
+    with pytest.raises(ValueError, match="'FP8' is not a known recipe; did you mean 'fp8'"):
+        explain.explain("FP8")
