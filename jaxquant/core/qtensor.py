@@ -150,8 +150,14 @@ def make_qtensor(
 
     Raises:
       ValueError: an invariant does not hold; names the part, its shape and the one that would fit.
+      TypeError: a part that is no array, or a block that is no whole numbers.
     """
     tensor = QTensor(qvalue, scale, zero_point, outer_scale, block)
+    for name, part in (("qvalue", qvalue), ("scale", scale), *tensor.parts.items()):
+        if not hasattr(part, "shape") or not hasattr(part, "dtype"):
+            raise TypeError(f"{name} of a QTensor must be an array, got {type(part).__name__}")
+    if block is not None and not all(type(size) is int for size in block):
+        raise TypeError(f"block of a QTensor must be whole numbers, one an axis, got {block!r}")
     check(tensor)
     return tensor if block is None or not is_even(qvalue.shape, block) else dataclasses.replace(tensor, block=None)
 
@@ -199,6 +205,8 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
         )
     if outer is not None and (math.prod(outer.shape) != 1 or len(outer.shape) != len(shape)):
         raise ValueError(f"{name} has an outer_scale of shape {tuple(outer.shape)}, not {(1,) * len(shape)}")
+    if outer is not None and outer.dtype != jnp.float32:
+        raise ValueError(f"{name} has an outer_scale of {outer.dtype.name}; use float32")
 
 
 def _check_encoded(tensor: QTensor, name: str) -> None:

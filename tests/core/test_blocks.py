@@ -198,11 +198,25 @@ GOOD = jnp.zeros((256, 200), jnp.int8)
         ((2, 2), {"block": (128,) * 3}, r"blocks of shape \(128, 128, 128\)"),
         ((1, 200), {"zero_point": jnp.zeros((1, 1), jnp.int8)}, r"a zero_point of int8\(1, 1\)"),
         ((1, 200), {"outer_scale": jnp.ones((1, 2))}, r"an outer_scale of shape \(1, 2\), not \(1, 1\)"),
+        ((1, 200), {"outer_scale": jnp.ones((1, 1), int)}, "an outer_scale of int32; use float32"),
     ],
 )
 def test_a_qtensor_made_by_hand_is_checked(scale, rest, message):
     with pytest.raises(ValueError, match=message):
         make_qtensor(GOOD, jnp.ones(scale), **rest)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"qvalue": [[1, 2]]}, "qvalue of a QTensor must be an array, got list"),
+        ({"scale": None}, "scale of a QTensor must be an array, got NoneType"),
+        ({"block": (128.0, 100)}, r"block of a QTensor must be whole numbers, one an axis, got \(128.0, 100\)"),
+    ],
+)
+def test_what_is_no_part_of_a_qtensor_is_refused(parts, message):
+    with pytest.raises(TypeError, match=message):
+        make_qtensor(**{"qvalue": GOOD, "scale": jnp.ones((2, 2)), **parts})
 
 
 def test_a_qtensor_keeps_its_layout_through_transformations():
