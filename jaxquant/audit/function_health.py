@@ -112,7 +112,13 @@ def _stack(site: Contraction) -> tuple[int, ...]:
 
 
 def _contract(
-    backend: Backend, site: Contraction, eqn: Any, operands: list[Any], state: Mapping[str, Array], key: Array | None
+    backend: Backend,
+    site: Contraction,
+    eqn: Any,
+    operands: list[Any],
+    state: Mapping[str, Array],
+    key: Array | None,
+    prepared: None,
 ) -> Array:
     """Compute a contraction as the quantized function does, and tap it."""
     own = {name: value for name, value in state.items() if name != PROBE}

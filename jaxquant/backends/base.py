@@ -145,6 +145,7 @@ class Backend:
         key: Array | None = None,
         out_sharding: Any = None,
         implementation: str | None = None,
+        prepared: Any = None,
     ) -> Array:
         """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
 
@@ -155,11 +156,36 @@ class Backend:
           state: the amax state of a recipe with delayed scaling.
           key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
           implementation: what computes casts and matmuls, None to pick.
+          prepared: from ``share``, of this activation; None where the contraction has it alone.
 
         Raises:
           NotImplementedError: an option that the backend would drop.
         """
         raise self._absent("op for a function")
+
+    def can_share(self, recipe: Recipe) -> bool:
+        """Check whether contractions of one recipe can share an activation that is quantized once."""
+        return False
+
+    def share(
+        self,
+        x: Array,
+        states: Sequence[QuantState],
+        *,
+        recipe: Recipe,
+        axes: tuple[int, ...],
+        implementation: str | None = None,
+    ) -> Any:
+        """Quantize an activation once for several contractions.
+
+        Args:
+          x: the activation.
+          states: amax state of each contraction.
+          recipe: of all of them, one that ``can_share``.
+          axes: contraction axes of the activation.
+          implementation: what computes the cast, None to pick.
+        """
+        raise self._absent("shared activation")
 
     # -- converted kernels -------------------------------------------------------------------------------------------
 
@@ -230,6 +256,7 @@ class LibraryBackend(Backend):
         key: Array | None = None,
         out_sharding: Any = None,
         implementation: str | None = None,
+        prepared: Any = None,
     ) -> Array:
         """Compute the library's ``dot_general``; see ``Backend.contract``."""
         check_implementation(self.name, implementation)

@@ -15,6 +15,7 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import conv, ragged
 from jaxquant.ops.arguments import QuantState
+from jaxquant.ops.prepared import Prepared, can_share, share
 
 Array = jax.Array
 _UNSUPPORTED = {"ragged_dot_general": ragged.unsupported, "conv_general_dilated": conv.unsupported}
@@ -87,6 +88,7 @@ class NativeBackend(Backend):
         key: Array | None = None,
         out_sharding: Any = None,
         implementation: str | None = None,
+        prepared: Prepared | None = None,
     ) -> Array:
         """Compute ``ops.dot_general``; see ``Backend.contract``."""
         return ops.dot_general(
@@ -100,7 +102,25 @@ class NativeBackend(Backend):
             key=key,
             out_sharding=out_sharding,
             implementation=implementation,
+            prepared=prepared,
         )
+
+    def can_share(self, recipe: Recipe) -> bool:
+        """Check whether a quantized activation depends on nothing of a contraction; see ``Backend.can_share``."""
+        return can_share(recipe)
+
+    def share(
+        self,
+        x: Array,
+        states: Sequence[QuantState],
+        *,
+        recipe: Recipe,
+        axes: tuple[int, ...],
+        implementation: str | None = None,
+    ) -> Prepared:
+        """Quantize an activation once for several contractions; see ``Backend.share``."""
+        of_input = [state["input"] for state in states if "input" in state]
+        return share(x, of_input, recipe=recipe, axes=axes, implementation=implementation)
 
     def convert_kernel(
         self,

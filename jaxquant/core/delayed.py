@@ -27,6 +27,9 @@ Source: flax.linen.fp8_ops (flax mode, bit for bit); TransformerEngine's delayed
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -150,6 +153,22 @@ def current_scale(
         past = jnp.where(past > 0, past, amax.astype(jnp.float32))
     scale = past * (2.0**spec.margin / element.max)
     return jnp.where((past > 0) & jnp.isfinite(past), jnp.where(scale < floor, 1.0, scale), old)
+
+
+def together(states: Sequence[TensorState]) -> TensorState:
+    """Return the state by which a tensor is scaled that several layers read and observe: its largest amaxes.
+
+    That is the state of each, where they have observed the same ones. Where they have not (one of them was frozen, or
+    its state was edited), the widest range counts, and a layer without history takes that of the others.
+
+    Args:
+      states: of the layers' inputs, not in flax mode; leading axes are carried along.
+    """
+    found = dict(next(filter(is_warm, states), states[0]))
+    for name in ("scale", "amax_history"):
+        every = [jnp.where(jnp.isfinite(state[name]), state[name], 0) for state in states]
+        found[name] = functools.reduce(jnp.maximum, every)
+    return found
 
 
 def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leading"]) -> Float[Array, "*leading length"]:

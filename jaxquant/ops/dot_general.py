@@ -2,12 +2,13 @@
 
 Data flow of a call, for the operands of ``recipe``:
 
-    lhs, rhs ── quantize ──► qvalues ── contract ──► y
-        └── kept for backward: one byte an element and the scales (see ``_save``)
+    lhs, rhs ── prepare ──► qvalues ── contract ──► y
+        └── kept for backward: one byte an element and the scales (``prepared.py``)
     grad ── fold the residual's per-channel scale in ── quantize ── contract ──► dlhs, drhs
     quant state ── what was seen (``delayed.observe``) ──► leaves as the "gradient" of the state
 
-The forward and the backward pass are each a nested jit: a model with many equal layers traces and lowers them once.
+The cast of an operand, the forward and the backward pass are each a nested jit: a model with many equal layers traces
+and lowers them once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Key
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
-from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import Part, content_key, digest
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
@@ -39,15 +38,15 @@ from jaxquant.core.sharding import (
     named,
     platform_of,
     varying_axes,
-    whole_axis,
 )
 from jaxquant.ops import converted
 from jaxquant.ops.arguments import QuantState, check_float, check_state, hashable_precision, initial_state
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
-from jaxquant.ops.gradients import RESIDUAL_NAME, align, first_order
+from jaxquant.ops.gradients import align, first_order
 from jaxquant.ops.implementation import choose_implementation
-from jaxquant.ops.operand import Observation, forward_key, quantize_operand, scale_dtype
+from jaxquant.ops.operand import quantize_operand, scale_dtype
+from jaxquant.ops.prepared import Kept, Prepared, prepare, reads_clip
 
 Array = jax.Array
 __all__ = ["QuantState", "dot_general", "initial_state"]
@@ -83,6 +82,7 @@ def dot_general(
     out_sharding: Sharding = None,
     implementation: str | None = None,
     out_parts: PartitionSpec | None = None,
+    prepared: Prepared | None = None,
 ) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
 
@@ -113,6 +113,7 @@ def dot_general(
       implementation: what computes the casts and matmuls, None to pick; see ``ops.choose_implementation``.
       out_parts: inside ``jax.shard_map``, which mesh axes cut the result, as its ``out_specs`` say. The noise of the
         output gradient's rounding is then that of one device; without it, devices draw their own.
+      prepared: what ``share`` has made of lhs for several contractions, None to quantize it here.
 
     Raises:
       ValueError: missing state, tiles or shards that do not divide, an implementation that is not known.
@@ -150,7 +151,7 @@ def dot_general(
         implementation,
         None if out_parts is None else tuple(_names(entry) for entry in out_parts),
     )
-    return _dot(static, lhs, rhs, state or {}, key)
+    return _dot(static, lhs, rhs, state or {}, key, prepared)
 
 
 def _names(entry: Any) -> tuple[str, ...]:
@@ -158,35 +159,42 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None) -> Array:
-    return _forward(static, lhs, rhs, state, key)[0]
+def _dot(
+    static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None, prepared: Prepared | None
+) -> Array:
+    return _dot_fwd(static, lhs, rhs, state, key, prepared)[0]
 
 
-def _dot_fwd(static, lhs, rhs, state, key):
-    out, residuals = _forward(static, lhs, rhs, state, key)
+def _dot_fwd(static, lhs, rhs, state, key, prepared):
+    if prepared is None:
+        axes, batch = static.dims.lhs_contract, static.dims.lhs_batch
+        prepared = prepare(lhs, static.recipe, "lhs", axes, batch, state.get("input"), key, static.implementation)
+    out, right, witness = _forward(static, prepared, rhs, state, key)
+    kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = static.recipe.name, (lhs, rhs) if static.recipe.hides_slope else ()
     # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.
     mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
-    return first_order(name, (out,), inputs)[0], (residuals, mark)
+    return first_order(name, (out,), inputs)[0], ((prepared.kept, right, kept_state, key, witness), mark)
 
 
 def _dot_bwd(static, kept, grad):
     residuals, mark = kept
     dlhs, drhs, observed, key = _backward(static, residuals, grad)
-    return *first_order(static.recipe.name, (dlhs, drhs), (grad, *mark) if mark else ()), observed, key
+    return *first_order(static.recipe.name, (dlhs, drhs), (grad, *mark) if mark else ()), observed, key, None
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Array | None):
-    recipe, dims = static.recipe, static.dims
-    q_lhs, lhs_seen = _quantize_forward(static, "input", lhs, dims.lhs_contract, dims.lhs_batch, state, key)
-    q_rhs, rhs_seen = _quantize_forward(static, "kernel", rhs, dims.rhs_contract, dims.rhs_batch, state, key)
+def _forward(
+    static: _Static, left: Prepared, rhs: Array, state: QuantState, key: Array | None
+) -> tuple[Array, Kept, Array | None]:
+    recipe, dims, implementation = static.recipe, static.dims, static.implementation
+    right = prepare(rhs, recipe, "rhs", dims.rhs_contract, dims.rhs_batch, state.get("kernel"), key, implementation)
     out = contract(
-        q_lhs,
-        q_rhs,
+        left.forward,
+        right.forward,
         dims,
         out_dtype=static.out_dtype,
         accumulator=recipe.fwd.accumulator,
@@ -194,26 +202,16 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
         default_precision=jax.lax.Precision.DEFAULT,
         scale_dtype=scale_dtype(recipe, static.out_dtype),
         out_sharding=static.out_sharding,
-        implementation=static.implementation,
-        turns=_turns(static, q_lhs, q_rhs, static.out_sharding),
+        implementation=implementation,
+        turns=_turns(static, left.forward, right.forward, static.out_sharding),
     )
-    residuals = (
-        _save(static, lhs, q_lhs, recipe.drhs.lhs, dims.for_drhs()[0], key),
-        _save(static, rhs, q_rhs, recipe.dlhs.rhs, dims.for_dlhs()[0], key),
-        _clip_mask(lhs, q_lhs, recipe.fwd.lhs, recipe.drhs.lhs == FORWARD),
-        _clip_mask(rhs, q_rhs, recipe.fwd.rhs, recipe.dlhs.rhs == FORWARD),
-        {name: delayed.without_bins(tensor) for name, tensor in state.items()},
-        lhs_seen,
-        rhs_seen,
-        key,
-        _witness(static, q_lhs, q_rhs, state, lhs_seen) if key is None else None,
-    )
-    return out, residuals
+    witness = _witness(static, left, right, state) if key is None else None
+    return out, right.kept, witness
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(static: _Static, residuals, grad: Array):
-    lhs, rhs, lhs_mask, rhs_mask, state, lhs_seen, rhs_seen, key, witness = residuals
+    (lhs, lhs_mask, lhs_seen), (rhs, rhs_mask, rhs_seen), state, key, witness = residuals
     recipe = static.recipe
     part = _part(static, grad)
     if key is not None:
@@ -287,9 +285,7 @@ _ENOUGH = 16
 """Scales, of one gradient step's own, whose bits make a key that no other step or layer has."""
 
 
-def _witness(
-    static: _Static, lhs: QTensor | Array, rhs: QTensor | Array, state: QuantState, seen: Observation | None
-) -> Array | None:
+def _witness(static: _Static, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
     """Return bits of this use to draw noise from, None where there are too few: of scales, and of amax histories.
 
     The activation's scales, or its own amax beside a history, change with every batch, the weight's with every step.
@@ -297,76 +293,13 @@ def _witness(
     """
     if not static.recipe.is_stochastic:
         return None
-    scales = [side.scale for side in (lhs, rhs) if isinstance(side, QTensor)]
+    scales = [side.forward.scale for side in (lhs, rhs) if isinstance(side.forward, QTensor)]
     spec = static.recipe.fwd.lhs
     is_own = isinstance(spec, TensorSpec) and spec.scaling == "dynamic" and spec.calibration.method != "fixed"
-    if not state and not (is_own and isinstance(lhs, QTensor) and lhs.scale.size >= _ENOUGH):
+    if not state and not (is_own and isinstance(lhs.forward, QTensor) and lhs.forward.scale.size >= _ENOUGH):
         return None
-    scales += [] if seen is None else [seen.amax]
+    scales += [] if lhs.kept.seen is None else [lhs.kept.seen.amax]
     return digest(scales, [tensor["amax_history"] for tensor in state.values()])
-
-
-def _quantize_forward(
-    static: _Static,
-    name: str,
-    x: Array,
-    axes: tuple[int, ...],
-    batch: tuple[int, ...],
-    state: QuantState,
-    key: Array | None,
-) -> tuple[QTensor | Array, Observation | None]:
-    """Quantize a forward operand. Return it and, for delayed scaling, what it took and saw."""
-    spec = static.recipe.resolve("fwd", "lhs" if name == "input" else "rhs")
-    if spec is None:
-        return x, None
-    return quantize_operand(
-        x,
-        spec,
-        axes,
-        recipe=static.recipe,
-        batch=batch,
-        state=state.get(name),
-        key=forward_key(x, spec, key),
-        implementation=static.implementation,
-    )
-
-
-def _save(
-    static: _Static, x: Array, forward: QTensor | Array, operand: Operand, dims: Dimensions, key: Array | None
-) -> QTensor | Array:
-    """Choose what backward keeps of a forward operand, the rhs of ``dims`` there.
-
-    The forward's qvalues (``FORWARD``), a quantization along the backward's contraction axes made now so that the float
-    tensor can go, or the float tensor (a float backward matmul).
-    """
-    if operand is None:
-        return x
-    if operand == FORWARD:
-        kept = forward
-    else:
-        assert isinstance(operand, TensorSpec)
-        kept, _ = quantize_operand(
-            x,
-            operand,
-            dims.rhs_contract,
-            recipe=static.recipe,
-            batch=dims.rhs_batch,
-            key=forward_key(x, operand, key),
-            implementation=static.implementation,
-        )
-    if not isinstance(kept, QTensor):
-        return kept
-    return kept.replace(lambda _, part: checkpoint_name(part, RESIDUAL_NAME))
-
-
-def reads_clip(operand: Operand) -> bool:
-    """Check whether a qvalue tells that its element was cut off: it is the largest there is, and the range is fixed.
-
-    What rounds up to the largest loses its gradient too.
-    """
-    if not isinstance(operand, TensorSpec):
-        return False
-    return operand.calibration.method == "fixed" and operand.calibration.is_symmetric
 
 
 def _clipped(mask: Array | None, kept: QTensor | Array, operand: Operand) -> Array | None:
@@ -377,19 +310,6 @@ def _clipped(mask: Array | None, kept: QTensor | Array, operand: Operand) -> Arr
         return None
     assert isinstance(operand, TensorSpec)
     return jnp.abs(kept.qvalue.astype(jnp.float32)) >= element(operand.dtype).max
-
-
-def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand, is_kept: bool) -> Array | None:
-    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis.
-
-    Where ``is_kept`` for the backward pass, the qvalues themselves may tell.
-    """
-    if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor)):
-        return None
-    if reads_clip(operand) and is_kept:
-        return None
-    outside = outside_range(x, operand, tensor)
-    return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
 
 
 def _finish(gradient: Array, order: tuple[int, ...], clipped: Array | None, dtype: str, place: Placement) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.dot_general import QuantState, initial_state
 from jaxquant.ops.implementation import settle
 from jaxquant.ops.ragged import ragged_dot
-from jaxquant.trace.plan import Contraction
+from jaxquant.trace.plan import Contraction, Reading
 from jaxquant.trace.structure import Transpose
 
 Array = jax.Array
@@ -206,6 +206,7 @@ def contract(
     operands: list[Any],
     state: Mapping[str, Array],
     key: Array | None,
+    prepared: Any = None,
 ) -> Array:
     """Compute an equation of one of ``CONTRACTIONS`` in the low precision of its recipe.
 
@@ -219,6 +220,7 @@ def contract(
       operands: in the equation's order; the weight may be a converted kernel, which needs no state.
       state: of this contraction, without axes of scans.
       key: for stochastic rounding, or None.
+      prepared: the activation, quantized for all contractions that read it (``share``); None to quantize it here.
     """
     recipe = site.recipe
     assert recipe is not None
@@ -273,12 +275,32 @@ def contract(
     weight = _batch_first(weight, batch[1])
     if isinstance(weight, ConvertedKernel):
         weight = stacked(weight, sizes)
+    if prepared is not None:
+        op = functools.partial(op, prepared=prepared)
     for _ in range(groups):
         op = jax.vmap(op)
     if key is not None and groups:
         key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
     out = op(_batch_first(activation, batch[0]), weight, given, key)
     return out if site.side == 1 else jnp.transpose(out, order)
+
+
+def share(backend: Backend, reading: Reading, activation: Array, states: Sequence[Mapping[str, Array]]) -> Any:
+    """Quantize an activation for all contractions that read it.
+
+    Args:
+      backend: whose ops they become.
+      reading: who reads it.
+      activation: what is read.
+      states: of the contractions, without axes of scans.
+    """
+    recipe = reading.recipe
+    amaxes = [_amaxes(nested_state(recipe, state)) for state in states]
+    return backend.share(activation, amaxes, recipe=recipe, axes=reading.axes, implementation=reading.implementation)
+
+
+def _amaxes(state: Mapping[str, dict[str, Array]]) -> QuantState:
+    return {tensor: fields for tensor, fields in state.items() if tensor != _SPARSITY}
 
 
 def _dot(
@@ -294,10 +316,10 @@ def _dot(
     recipe: Recipe,
     place: NamedSharding | None,
     implementation: str | None,
+    prepared: Any = None,
 ) -> Array:
     if recipe.sparsity is not None and not isinstance(weight, ConvertedKernel):
         weight = sparsity.sparsify(recipe.sparsity, numbers[0][1], weight, state[_SPARSITY])
-    amaxes: QuantState = {tensor: fields for tensor, fields in state.items() if tensor != _SPARSITY}
     return backend.contract(
         activation,
         weight,
@@ -305,8 +327,9 @@ def _dot(
         precision,
         dtype,
         recipe=recipe,
-        state=amaxes,
+        state=_amaxes(state),
         key=key,
         out_sharding=place,
         implementation=implementation,
+        prepared=prepared,
     )

@@ -24,6 +24,7 @@ from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Outputs, Split, array_names, split_arrays
 from jaxquant.trace.decisions import Decisions, decide
 from jaxquant.trace.plan import Contraction
+from jaxquant.trace.readings import mark_readings
 from jaxquant.trace.report import Report, row_of
 from jaxquant.trace.rewrite import Rewriter
 
@@ -208,6 +209,7 @@ class Engine:
         decisions = self._extended(analysis, self.decisions, check=is_whole and not self._has_seen_all)
         decisions.apply(analysis.plan)
         self._check(analysis, is_first=is_whole and not self._has_seen_all)
+        mark_readings(analysis.plan, self.backend.can_share)
         self.decisions = decisions
         self._has_seen_all |= is_whole
         return decisions
@@ -286,7 +288,10 @@ class Engine:
         states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
         if not any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe is not None):
             key = None
-        run = Rewriter(functools.partial(_contract, self.backend, self.dialect))
+        run = Rewriter(
+            functools.partial(_contract, self.backend, self.dialect),
+            functools.partial(_share, self.backend, self.dialect),
+        )
         outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, key)
         return dataclasses.replace(outputs, arrays=outs)
 
@@ -299,8 +304,14 @@ def _contract(
     operands: Any,
     *rest: Any,
 ) -> Any:
-    state, key = rest
+    state, key, prepared = rest
     if state and dialect.watch is not None:
         state = dialect.watch(site.path, operands[:2], state)
     with contextlib.nullcontext() if dialect.has_scopes else jax.named_scope(site.path):
-        return contract.contract(backend, site, eqn, operands, state, key)
+        return contract.contract(backend, site, eqn, operands, state, key, prepared)
+
+
+def _share(backend: Backend, dialect: Dialect, site: Contraction, activation: Any, states: Any) -> Any:
+    assert site.reading is not None
+    with contextlib.nullcontext() if dialect.has_scopes else jax.named_scope(site.path):
+        return contract.share(backend, site.reading, activation, states)

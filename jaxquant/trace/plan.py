@@ -16,6 +16,23 @@ Key = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """What state belongs to: paths of the leaves, lengths of the scans, sizes of the weight's batch axes."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Reading:
+    """One tensor that several contractions of a jaxpr read, each as its activation, to quantize it alike.
+
+    Attributes:
+      keys: of the contractions' state.
+      recipe: of all of them.
+      axes: contraction axes of the tensor.
+      implementation: what computes its cast.
+    """
+
+    keys: tuple[Key, ...]
+    recipe: Recipe
+    axes: tuple[int, ...]
+    implementation: str | None
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Contraction:
     """One contraction of the function: an equation, in one place that runs it.
@@ -40,6 +57,7 @@ class Contraction:
       recipe: what it is quantized with, None for float.
       is_einsum: whether it is part of a ``jnp.einsum``.
       implementation: what computes its casts and matmuls, None to pick.
+      reading: of its activation, where other contractions share it.
     """
 
     operation: str
@@ -61,6 +79,7 @@ class Contraction:
     recipe: Recipe | None = None
     is_einsum: bool = False
     implementation: str | None = None
+    reading: Reading | None = None
 
     @property
     def is_layer(self) -> bool:
@@ -112,9 +131,9 @@ class Plan:
     def signature(self) -> tuple[Any, ...]:
         """A value equal for two occurrences of one jaxpr that become one program, given states in order."""
         order = {key: position for position, key in enumerate(self.stacks)}
-        return tuple(
-            None
-            if each.recipe is None
-            else (each.recipe, each.implementation, each.side, order[each.key], each.stack, each.batch)
-            for each in self.contractions()
-        )
+
+        def own(each: Contraction) -> tuple[Any, ...]:
+            shared = () if each.reading is None else tuple(order[key] for key in each.reading.keys)
+            return each.recipe, each.implementation, each.side, order[each.key], each.stack, each.batch, shared
+
+        return tuple(None if each.recipe is None else own(each) for each in self.contractions())

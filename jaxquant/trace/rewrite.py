@@ -22,12 +22,13 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.trace import converted
 from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
 from jaxquant.trace.contract import stacked
-from jaxquant.trace.plan import Contraction, Key, Plan
+from jaxquant.trace.plan import Contraction, Key, Plan, Reading
 from jaxquant.trace.registry import CUSTOM, function_name, own_program
 
 Array = jax.Array
 States = Mapping[Key, Mapping[str, Array]]
-Contract = Callable[[Contraction, Any, list[Any], Mapping[str, Array], Array | None], Array]
+Contract = Callable[[Contraction, Any, list[Any], Mapping[str, Array], Array | None, Any], Array]
+Share = Callable[[Contraction, Array, list[Mapping[str, Array]]], Any]
 
 
 class Rewriter:
@@ -35,10 +36,12 @@ class Rewriter:
 
     Args:
       contract: computes the equation of a chosen contraction.
+      share: quantizes an activation for all contractions of its reading, of (the first, activation, their states);
+        None to have each quantize it.
     """
 
-    def __init__(self, contract: Contract) -> None:
-        self._contract = contract
+    def __init__(self, contract: Contract, share: Share | None = None) -> None:
+        self._contract, self._share = contract, share
         self._jits: dict[Any, Any] = {}
 
     def evaluate(
@@ -61,7 +64,7 @@ class Rewriter:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
-        number = itertools.count()
+        number, shared = itertools.count(), {}
         for index, eqn in enumerate(jaxpr.eqns):
             ins = [read(atom) for atom in eqn.invars]
             site, inner = plan.sites.get(index), plan.inner.get(index, [])
@@ -70,7 +73,7 @@ class Rewriter:
                 # By its place among those that are replaced: a mesh adds equations of its own between them.
                 own = None if key is None else jax.random.fold_in(key, next(number))
                 program = plan.programs.get(index)
-                outs = self._replace(eqn, site, inner, ins, states, own, program)
+                outs = self._replace(eqn, site, inner, ins, states, own, program, shared)
             else:
                 outs = _evaluate_one(eqn, ins)
             known.update(zip(eqn.outvars, outs, strict=True))
@@ -88,15 +91,18 @@ class Rewriter:
         states: States,
         key: Array | None,
         program: Any,
+        shared: dict[Reading, Any],
     ) -> Sequence[Any]:
         """Compute an equation anew, under its name scopes and the context in which it was traced.
 
-        ``program`` is what was read in place of a registered function, None of any other.
+        ``program`` is what was read in place of a registered function, None of any other; ``shared`` has the
+        activations of this jaxpr that were quantized so far for several contractions.
         """
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
             if site is not None and site.recipe is not None:
-                return [self._contract(site, eqn, ins, states[site.key], key)]
+                prepared = self._prepared(site, ins, states, shared)
+                return [self._contract(site, eqn, ins, states[site.key], key, prepared)]
             name = eqn.primitive.name
             if not inner:
                 return [converted.replay(eqn, ins[0], _evaluate_one)]
@@ -134,6 +140,18 @@ class Rewriter:
                 "shard_map with values that do not, such as the zeros that a loop starts from; register the function "
                 "without one that says what it computes, or give jax.shard_map check_vma=False"
             ) from error
+
+    def _prepared(self, site: Contraction, ins: list[Any], states: States, shared: dict[Reading, Any]) -> Any:
+        """Return the activation as it was quantized for all contractions that read it, None where it is this one's."""
+        reading = site.reading
+        if reading is None or self._share is None or site.side is None:
+            return None
+        if isinstance(ins[site.side], ConvertedKernel):
+            return None
+        if reading not in shared:
+            given = [states[key] for key in reading.keys]
+            shared[reading] = self._share(site, ins[1 - site.side], given)
+        return shared[reading]
 
     def _jit(self, eqn: Any, plan: Plan, ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
         """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""

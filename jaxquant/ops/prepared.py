@@ -1,0 +1,156 @@
+"""prepared: an operand of a contraction as the forward pass reads it, and what is kept of it for the backward pass.
+
+Neither depends on the other operand. So one activation that several layers read (query, key and value) is prepared
+once, by ``share``:
+
+    x ── share, by the states of all of them ──► Prepared ──► dot_general(x, weight, state, prepared), one a layer
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxquant.core import delayed
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.quantize import outside_range
+from jaxquant.core.recipe import FORWARD, Operand, Recipe, Side, TensorSpec
+from jaxquant.core.sharding import whole_axis
+from jaxquant.ops.gradients import RESIDUAL_NAME
+from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+
+Array = jax.Array
+
+
+class Kept(NamedTuple):
+    """What the backward pass keeps of an operand.
+
+    Attributes:
+      tensor: the forward's qvalues, those of a quantization of its own, or the float tensor.
+      mask: which elements a clipping calibration cut off, eight to a byte; None where none are, or the qvalues tell.
+      seen: what delayed scaling took and saw.
+    """
+
+    tensor: QTensor | Array
+    mask: Array | None
+    seen: Observation | None
+
+
+class Prepared(NamedTuple):
+    """An operand as the forward pass reads it, and what is kept of it."""
+
+    forward: QTensor | Array
+    kept: Kept
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 7))
+def prepare(
+    x: Array,
+    recipe: Recipe,
+    side: Side,
+    axes: tuple[int, ...],
+    batch: tuple[int, ...],
+    state: delayed.TensorState | None,
+    key: Array | None,
+    implementation: str | None,
+) -> Prepared:
+    """Quantize an operand for the forward pass and for the backward pass.
+
+    Args:
+      x: the operand.
+      recipe: all numbers.
+      side: which operand of the forward contraction it is.
+      axes: its contraction axes.
+      batch: its batch axes.
+      state: of its delayed scaling, None without.
+      key: the caller's random key.
+      implementation: what computes the casts.
+    """
+    spec = recipe.resolve("fwd", side)
+    forward, seen = x, None
+    if spec is not None:
+        more = {"key": forward_key(x, spec, key), "implementation": implementation}
+        forward, seen = quantize_operand(x, spec, axes, recipe=recipe, batch=batch, state=state, **more)
+    operand = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs
+    kept = forward
+    if operand != FORWARD:
+        free = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in batch)
+        kept = _own(x, operand, recipe, free, batch, key, implementation)
+    if isinstance(kept, QTensor):
+        kept = kept.replace(lambda _, part: checkpoint_name(part, RESIDUAL_NAME))
+    return Prepared(forward, Kept(kept, _clip_mask(x, forward, spec, operand == FORWARD), seen))
+
+
+def _own(
+    x: Array,
+    spec: TensorSpec | None,
+    recipe: Recipe,
+    axes: tuple[int, ...],
+    batch: tuple[int, ...],
+    key: Array | None,
+    implementation: str | None,
+) -> QTensor | Array:
+    """Return what backward reads of an operand, of which it does not take the forward's qvalues.
+
+    A quantization along the backward's contraction axes, made now so that the float tensor can go, or that tensor.
+    """
+    if spec is None:
+        return x
+    own = forward_key(x, spec, key)
+    return quantize_operand(x, spec, axes, recipe=recipe, batch=batch, key=own, implementation=implementation)[0]
+
+
+def share(
+    x: Array,
+    states: Sequence[delayed.TensorState],
+    *,
+    recipe: Recipe,
+    axes: tuple[int, ...],
+    implementation: str | None = None,
+) -> Prepared:
+    """Prepare an activation for all contractions that read it.
+
+    Args:
+      x: the activation.
+      states: of the input of each contraction, with delayed scaling; see ``delayed.together``.
+      recipe: all numbers; one that ``can_share``.
+      axes: its contraction axes.
+      implementation: what computes the casts.
+    """
+    x, states = jax.lax.stop_gradient((x, list(states)))
+    state = delayed.together(states) if states else None
+    return prepare(x, recipe, "lhs", axes, (), state, None, implementation)
+
+
+def can_share(recipe: Recipe) -> bool:
+    """Check whether an activation is quantized, and alike for all contractions: without noise, and not as flax does."""
+    kinds = [spec for spec in (recipe.fwd.lhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
+    return bool(kinds) and not recipe.matches_flax and all(spec.rounding == "nearest" for spec in kinds)
+
+
+def reads_clip(operand: Operand) -> bool:
+    """Check whether a qvalue tells that its element was cut off: it is the largest there is, and the range is fixed.
+
+    What rounds up to the largest loses its gradient too.
+    """
+    if not isinstance(operand, TensorSpec):
+        return False
+    return operand.calibration.method == "fixed" and operand.calibration.is_symmetric
+
+
+def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand, is_kept: bool) -> Array | None:
+    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis.
+
+    Where ``is_kept`` for the backward pass, the qvalues themselves may tell.
+    """
+    if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor)):
+        return None
+    if reads_clip(operand) and is_kept:
+        return None
+    outside = outside_range(x, operand, tensor)
+    return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)
