@@ -187,6 +187,8 @@ def without_bins(state: TensorState) -> TensorState:
     return {name: value[..., :0, :width] if name == "amax_bins" else value for name, value in state.items()}
 
 
+# The backward pass of every contraction calls it for each of its tensors: a program holds it once.
+@functools.partial(jax.jit, static_argnames="spec")
 def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""], spec: DelayedSpec) -> TensorState:
     """Return what leaves the backward pass of one use in place of the state's gradient.
 

@@ -178,6 +178,7 @@ class Engine:
         decisions = self.decide(analysis)
         served = converted.check_served(analysis.plan, arrays[0], analysis.layer_paths)
         states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
+        states = contract.joined_states(analysis.plan, states)
         left = {index for index, name in enumerate(array_names(static)) if name in skip}
         leaves, reasons = converted.convert(analysis.plan, arrays[0], states, self.backend.name, left)
         what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
