@@ -102,7 +102,7 @@ def _in_parts(fit: Callable[[Array], tuple[Array, ...]], x: Float[Array, "... n 
 
     Elsewhere, and where a mesh with explicit axes cuts the rows, of all at once.
     """
-    rows = max(1, _CACHED // (x.shape[-2] * x.shape[-1]))
+    rows = max(1, _CACHED // max(1, x.shape[-2] * x.shape[-1]))
     lead = x.shape[:-2]
     if math.prod(lead) <= rows or any(axis is not None for axis in jax.typeof(x).sharding.spec):
         return fit(x)
@@ -217,7 +217,7 @@ def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... 
     the largest ``(Σ w x q)² / Σ w q²``.
     """
     largest = _signed_amax(jnp.swapaxes(x, -1, -2))
-    trials = jnp.arange(-9.0, 10.0)[:, None]
+    trials = jnp.arange(-9.0, 10.0, dtype=jnp.float32)[:, None]
     inverse = _divide(-(32 + 0.1 * trials), largest[..., None, :])[..., None, :]
     x = x[..., None, :, :]
     q = jnp.clip(jnp.round(inverse * x), -32, 31)

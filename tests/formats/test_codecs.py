@@ -286,3 +286,18 @@ def test_a_block_of_zeros_is_zero_bytes_as_ggml_writes_it(name):
     assert not zeros.any()
     if name != "q6_k":
         assert constant[:4].tolist() == [constant[0], constant[1], 0, 0]  # a minimum of +0, never of -0
+
+
+@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("shape", [(0, 256), (2, 0)])
+def test_an_empty_array_has_no_bytes(name, shape):
+    encoded = codec(name).encode(jnp.zeros(shape))
+    assert encoded["blocks"].size == 0
+    assert codec(name).decode(encoded).shape == shape
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_encoding_traces_under_x64(name):
+    with jax.enable_x64(True):
+        encoded = jax.eval_shape(codec(name).encode_last, jax.ShapeDtypeStruct((2, 256), jnp.float64))
+    assert encoded["blocks"].dtype == jnp.uint8
