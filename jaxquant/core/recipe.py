@@ -269,8 +269,10 @@ class Recipe:
             spec is not None
             and (
                 spec.codec is not None
-                or element(spec.dtype).kind == "int"
-                and (spec.scaling == "static" or spec.calibration.method == "fixed")
+                or (
+                    element(spec.dtype).kind == "int"
+                    and (spec.scaling == "static" or spec.calibration.method == "fixed")
+                )
             )
             for spec in specs
         )
