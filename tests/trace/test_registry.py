@@ -248,9 +248,7 @@ def test_a_loop_that_starts_from_zeros_inside_a_shard_map():
     x, w = normal(1, 4, 8), normal(0, 8, 8)
     register_function(own, lambda x, w: computes(x, w))
     checked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts)(x, w), CURRENT)
-    with pytest.raises(
-        NotImplementedError, match="for 'computes' combines values that differ between"
-    ):
+    with pytest.raises(NotImplementedError, match="for 'computes' combines values that differ between"):
         checked(w, {}, x)
     unchecked = jaxquant.quantize(lambda w, x: jax.shard_map(own, **parts, check_vma=False)(x, w), CURRENT)
     assert float8_dots(unchecked, w, {}, x) == 1
