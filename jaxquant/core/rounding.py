@@ -19,10 +19,15 @@ def saturating_cast(x: jax.Array, element: Element) -> jax.Array:
 
     The clip comes first: XLA's cast to float8_e4m3fn turns what lies beyond the range into NaN, and e5m2 into inf.
     """
-    clipped = jnp.clip(x, -element.max, element.max)
+    clipped = _clip(x, element.max)
     if element.kind == "int":
         clipped = jax.lax.round(clipped, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     return clipped.astype(element.name)
+
+
+def _clip(x: jax.Array, bound: float) -> jax.Array:
+    """Return what ``jnp.clip`` does, without a function of its own in the program for each shape."""
+    return jnp.minimum(jnp.maximum(x, -bound), bound)
 
 
 def asymmetric_cast(x: jax.Array, element: Element) -> jax.Array:
@@ -92,6 +97,7 @@ def _noise(
     return uniform(index, seeds[0], seeds[1])
 
 
+@jax.jit
 def noise_seeds(key: Key[Array, ""]) -> UInt32[Array, " 2"]:
     """Return the two words of a key that ``uniform`` hashes with an element's index."""
     return jax.random.bits(key, (2,), jnp.uint32)
@@ -135,14 +141,14 @@ def stochastic_round(x: jax.Array, u: jax.Array, element: Element) -> jax.Array:
     """
     x = x.astype(jnp.float32)
     if element.kind == "int":
-        return jnp.clip(jnp.floor(x + u), -element.max, element.max).astype(element.name)
+        return _clip(jnp.floor(x + u), element.max).astype(element.name)
     # The exponent field of a float32; below the smallest normal number of the element its grid is uniform.
     exponent = ((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
     exponent = jnp.maximum(exponent, element.min_exponent) - element.mantissa_bits
     ulp = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     rounded = jnp.floor(x / ulp + u) * ulp
     # floor() keeps a NaN or an infinity, and the clip that follows is the saturating one.
-    return jnp.clip(rounded, -element.max, element.max).astype(element.name)
+    return _clip(rounded, element.max).astype(element.name)
 
 
 def content_key(x: jax.Array) -> jax.Array:
@@ -172,11 +178,27 @@ def digest(
       ordered: arrays whose order does, as of amax histories that roll.
     """
     total = jnp.zeros((), jnp.uint32)
-    for n, x in enumerate((*arrays, *ordered)):
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-        if n >= len(arrays):
-            bits = hash_bits(
-                bits + jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape) * jnp.uint32(0x9E3779B9)
-            )
-        total = hash_bits(total + jnp.sum(bits, dtype=jnp.uint32), n + 1)
+    sums = [jnp.sum(_words(x), dtype=jnp.uint32) for x in arrays] + [_ordered_sum(x) for x in ordered]
+    for n, each in enumerate(sums):
+        total = _hash_word(total + each, jnp.uint32(n + 1))
     return total
+
+
+def _words(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+# Jits of their own, so that a program holds them once.
+_hash_word = jax.jit(hash_bits)
+
+
+@jax.jit
+def _ordered_sum(x: Float[Array, "*shape"]) -> UInt32[Array, ""]:
+    place = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+    return jnp.sum(hash_bits(_words(x) + place * jnp.uint32(0x9E3779B9)), dtype=jnp.uint32)
+
+
+@jax.jit
+def key_of(bits: UInt32[Array, ""]) -> Key[Array, ""]:
+    """Return the random key of 32 bits, those of a ``digest``."""
+    return jax.random.fold_in(jax.random.key(0), bits)

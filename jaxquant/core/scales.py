@@ -23,7 +23,7 @@ _LARGEST_E4M3 = 448.0
 
 def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:
     """Replace a scale below ``floor`` by 1."""
-    return jnp.where(scale < floor, 1.0, scale)
+    return jax.lax.select(scale < floor, jax.lax.full_like(scale, 1), scale)
 
 
 def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> tuple[Array, Array | None]:
@@ -61,6 +61,7 @@ def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> 
     return jax.lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.dtype(spec.scale_dtype)), None
 
 
+@jax.jit  # a program holds it once for each shape
 def power_of_two_below(x: Array) -> Array:
     """Return the largest power of two that is not above a positive float32; 1 for what is not finite or not normal."""
     power = jax.lax.bitcast_convert_type(_bits(x) & (0xFF << _MANTISSA_BITS), jnp.float32)

@@ -27,7 +27,7 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
-from jaxquant.core.rounding import Part, content_key, digest
+from jaxquant.core.rounding import Part, content_key, digest, key_of
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import (
     Placement,
@@ -217,7 +217,7 @@ def _backward(static: _Static, residuals, grad: Array):
     if key is not None:
         key = device_key(key, grad) if part is None else key
     elif witness is not None:
-        key = jax.random.fold_in(jax.random.key(0), witness)
+        key = key_of(witness)
         key = device_key(key, grad) if part is None else key
     elif recipe.is_stochastic:
         key = content_key(grad)
