@@ -17,6 +17,7 @@ from jaxquant.audit.cost import program_lines, saved_for_backward
 from jaxquant.core.recipe import TensorSpec
 from tests.must_hold.broken import fails_when_broken
 
+prepared = importlib.import_module("jaxquant.ops.prepared")
 ops = importlib.import_module("jaxquant.ops.dot_general")  # the package shows the function under this name
 ROWS, WIDTH = 256, 128
 # Of the strings of one row the first.
@@ -111,8 +112,9 @@ def test_15_a_remat_policy_keeps_just_that():
     assert kept["float8_e4m3fn"] == 2 * (ROWS + WIDTH) * WIDTH
 
 
-def _keep_the_float(static, x, *others):
-    return x
+def _keep_the_float(x, recipe, side, *others, original=prepared.prepare):
+    made = original(x, recipe, side, *others)
+    return made._replace(kept=made.kept._replace(tensor=x))
 
 
 def _not_shared(static, *args, original=ops._forward):
@@ -120,7 +122,7 @@ def _not_shared(static, *args, original=ops._forward):
 
 
 BROKEN = {
-    "the bf16 tensor is kept": ("_save", _keep_the_float, lambda: check_saved("fp8_current")),
+    "the bf16 tensor is kept": ("prepare", _keep_the_float, lambda: check_saved("fp8_current")),
     "every layer has functions of its own": ("_forward", _not_shared, lambda: check_trace("fp8")),
 }
 

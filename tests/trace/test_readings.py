@@ -1,0 +1,197 @@
+"""An activation that several layers read is quantized once, and nothing else changes: bits, state, noise."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxquant
+from jaxquant import state as quant_state
+from jaxquant.audit.cost import saved_for_backward
+from jaxquant.backends.native_backend import NativeBackend
+from jaxquant.trace.analysis import programs
+from jaxquant.trace.quantize import QuantizedFunction
+from tests.trace.functions import FP8, normal, shape
+from tests.trace.test_bits import assert_same_bits
+
+STRINGS = "fp8", "fp8_current", "fp8_full", "int8", "int8_delayed"
+EACH = {"quantization": "fp8", "quant_backend": "native"} | {
+    "rules": [{"path": f"(.*/)?{string}_.*", "recipe": string} for string in sorted(STRINGS, key=len, reverse=True)]
+}
+"""A block of layers in each recipe, by the name of the layers."""
+WIDTH, TOKENS = 16, 24
+NAMES = [f"{string}_{name}" for string in STRINGS for name in ("gate", "up")]
+
+
+def mix(projections):
+    """Add up gate · up of every recipe."""
+    return sum(gate * up for gate, up in zip(projections[::2], projections[1::2], strict=True))
+
+
+def attend(params, x):
+    y = jnp.tanh(x)
+    return y + mix([y @ params[name] for name in NAMES])
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = jnp.tanh(x)
+        return y + mix([nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16, name=name)(y) for name in NAMES])
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        for name in NAMES:
+            setattr(self, name, nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs))
+
+    def __call__(self, x):
+        y = jnp.tanh(x)
+        return y + mix([getattr(self, name)(y) for name in NAMES])
+
+
+def parameters():
+    return {name: normal(n, WIDTH, WIDTH) / 4 for n, name in enumerate(NAMES)}
+
+
+def plain(x):
+    fn, params = jaxquant.quantize(attend, EACH), parameters()
+    return lambda p, s: fn(p, s, x, key=jax.random.key(3)), params, fn.init(params, x)
+
+
+def linen(x):
+    model = jaxquant.maybe_quantize_model(Linen(), EACH, x)
+    params, state = quant_state.split(model.init(jax.random.key(0), x))
+    rngs = {"quant": jax.random.key(3)}
+    return lambda p, s: model.apply(quant_state.merge(p, s), x, rngs=rngs), params, state
+
+
+def of_nnx(x):
+    model = jaxquant.maybe_quantize_model(Nnx(nnx.Rngs(0)), EACH, x)
+    graph, params, state = nnx.split(model, nnx.Param, quant_state.QuantState)
+    return lambda p, s: nnx.merge(graph, p, s)(x), params, state
+
+
+def gradients(face, x):
+    """The loss, the gradients of parameters and state, and the casts of the forward pass."""
+    call, params, state = face(x)
+    with quant_state.by_hand():
+        taken = jax.jit(jax.value_and_grad(lambda p, s: jnp.mean(call(p, s).astype(jnp.float32) ** 2), argnums=(0, 1)))
+        return taken(params, state), casts(jax.make_jaxpr(call)(params, state).jaxpr)
+
+
+def casts(jaxpr):
+    """How many tensors a program casts to int8 or float8, those of the programs in it too."""
+    own = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
+    count = sum(str(eqn.outvars[0].aval.dtype).startswith(("int8", "float8")) for eqn in own)
+    return count + sum(casts(inner) for eqn in jaxpr.eqns for inner in programs(eqn.params))
+
+
+def share_nothing(monkeypatch):
+    monkeypatch.setattr(NativeBackend, "can_share", lambda self, recipe: False)
+
+
+@pytest.mark.parametrize("face", [plain, linen, of_nnx])
+def test_bits_are_those_of_a_cast_for_each_layer(face, monkeypatch):
+    x = normal(99, TOKENS, WIDTH).astype(jnp.bfloat16 if face is linen else jnp.float32)
+    shared, count = gradients(face, x)
+    share_nothing(monkeypatch)
+    alone, other = gradients(face, x)
+    assert_same_bits(jax.tree.leaves(shared), jax.tree.leaves(alone))
+    assert (count, other) == (3 * len(STRINGS), 4 * len(STRINGS))
+
+
+def readings(fn: QuantizedFunction, *args):
+    """The paths of the layers that share each activation."""
+    analysis = fn.engine.trace(fn.hashable, *args[:1], args[1:]).analysis
+    fn.engine.decide(analysis)
+    groups: dict[object, list[str]] = {}
+    for site in analysis.plan.chosen:
+        if site.reading is not None:
+            groups.setdefault(site.reading, []).append(site.path)
+    return sorted(groups.values())
+
+
+def three(p, x):
+    return x @ p["q"]["kernel"] * (x @ p["k"]["kernel"]) + x @ p["v"]["kernel"]
+
+
+THREE = {name: {"kernel": shape(WIDTH, WIDTH)} for name in "qkv"}
+X = shape(TOKENS, WIDTH)
+
+
+def test_layers_of_one_recipe_share():
+    assert readings(jaxquant.quantize(three, FP8), THREE, X) == [["q", "k", "v"]]
+    rule = {"rules": [{"path": "k", "recipe": "fp8_current"}]}
+    assert readings(jaxquant.quantize(three, FP8 | rule), THREE, X) == [["q", "v"]]
+    assert readings(jaxquant.quantize(three, FP8 | {"amax_init": "flax"}), THREE, X) == []
+    cast = lambda p, x: three(jax.tree.map(lambda w: w.astype("bfloat16"), p), x.astype("bfloat16"))  # noqa: E731
+    assert readings(jaxquant.quantize(cast, FP8), THREE, X) == [["q", "k", "v"]]
+    aqt = jaxquant.quantize(three, {"quantization": "int8", "quant_backend": "aqt"})
+    assert readings(aqt, THREE, X) == []
+
+
+def test_a_layer_that_reads_another_tensor_too_stays_apart():
+    both = lambda p, x: three(p, x) + jnp.tanh(x) @ p["k"]["kernel"]  # noqa: E731
+    assert readings(jaxquant.quantize(both, FP8), THREE, X) == [["q", "v"]]
+
+
+def values():
+    return {name: {"kernel": normal(n, WIDTH, WIDTH) / 4} for n, name in enumerate("qkv")}, normal(9, TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize("string", ["fp8", "fp8_current", "int8"])
+def test_one_cast_and_one_copy_for_backward(string, monkeypatch):
+    config = {"quantization": string, "quant_backend": "native"}
+
+    def measured():
+        fn = jaxquant.quantize(three, config)
+        state = jax.eval_shape(fn.init, THREE, X)
+        kept = saved_for_backward(lambda p, s, x: fn(p, s, x), THREE, state, X)
+        return casts(jax.make_jaxpr(fn)(THREE, state, X).jaxpr), kept["int8" if string == "int8" else "float8_e4m3fn"]
+
+    assert measured() == (4, (3 * WIDTH + TOKENS) * WIDTH)
+    share_nothing(monkeypatch)
+    assert measured() == (6, (3 * WIDTH + 3 * TOKENS) * WIDTH)
+
+
+def test_states_that_differ_are_scaled_by_the_widest_and_observe_for_themselves():
+    fn = jaxquant.quantize(three, FP8)
+    params, x = values()
+    state = fn.init(params, x)
+    step = jax.jit(jax.value_and_grad(lambda p, s, x: jnp.mean(fn(p, s, x) ** 2), argnums=(0, 1)))
+    state = quant_state.update(state, step(params, state, x)[1][1])
+    amax = float(jnp.max(jnp.abs(x)))
+    edited = jax.tree.map(jnp.copy, state)
+    edited["q"]["input_amax_history"] = edited["q"]["input_amax_history"] * 0  # as of a layer that was frozen
+    edited["k"]["input_amax_history"] = edited["k"]["input_amax_history"] * 2
+    for warm in (False, True):
+        given = quant_state.warm(edited) if warm else edited
+        new = quant_state.update(given, step(params, given, x)[1][1])
+        for name, past in (("q", 0), ("k", 2 * amax), ("v", amax)):
+            history = new[name]["input_amax_history"]
+            np.testing.assert_array_equal(history[0], amax)
+            np.testing.assert_array_equal(history[-1], np.float32(past))
+        for name in "kv":
+            np.testing.assert_allclose(new[name]["input_scale"], 2 * amax / 448, rtol=1e-6)
+    served = fn.convert(params, edited, x)
+    np.testing.assert_array_equal(jax.jit(fn)(served, {}, x), jax.jit(fn)(params, edited, x))
+
+
+def test_scans_and_remat_share_inside():
+    def fn(params, x):
+        def body(y, p):
+            return y + three(p, jnp.tanh(y)), None
+
+        return jax.lax.scan(jax.checkpoint(body), x, params)[0]
+
+    stacked = {name: {"kernel": shape(2, WIDTH, WIDTH)} for name in "qkv"}
+    quantized = jaxquant.quantize(fn, FP8)
+    assert readings(quantized, stacked, X) == [["q", "k", "v"]]
+    state = jax.eval_shape(quantized.init, stacked, X)
+    body = casts(jax.make_jaxpr(quantized)(stacked, state, X).jaxpr)
+    assert body == 4
