@@ -12,16 +12,14 @@ under ``quant_NAME`` of the module that owns the parameter.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.linen import get_logical_axis_rules
 
 from jaxquant.backends import native_nnx
 from jaxquant.config.quant_config import QuantConfig
@@ -30,6 +28,7 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import quantized_with, refuse_twice, subclass
 from jaxquant.inject.layers import refuse_nothing
+from jaxquant.inject.nnx_call import Call, at_work
 from jaxquant.inject.nnx_held import (
     CONTAINERS,
     PLAIN_OPS,
@@ -43,9 +42,6 @@ from jaxquant.inject.nnx_layers import copy_model, linear_modules, op_name, out_
 from jaxquant.state.nnx import QuantState, require_state_gradient
 from jaxquant.trace.engine import Dialect, Engine, Traced
 from jaxquant.trace.plan import Contraction
-
-_at_work = jax.make_user_context(None)
-Path = tuple[Any, ...]
 
 
 class ConvertedParam(nnx.Variable[ConvertedKernel]):
@@ -78,7 +74,7 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
 
 def tracing_engine() -> Engine | None:
     """Return the engine of the model that is being traced, None where none is."""
-    face = _at_work.value
+    face = at_work.value
     return None if face is None else face.engine
 
 
@@ -105,70 +101,6 @@ def _misfit(path: str, field: str, has: tuple[int, ...], wanted: tuple[int, ...]
             "jaxquant.state.QuantState along axis 0, as in nnx.StateAxes({jaxquant.state.TRAINED: 0, ...: None})"
         )
     return f"{layer_name(path)} has quant state {field!r} of shape {has}, and this call needs {wanted}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Told:
-    """What a trace tells beside its arrays.
-
-    Attributes:
-      changed: paths of the variables whose value changed.
-      values: (path of the node, name) of the attributes that were set, whose values are returned.
-      nodes: (path of the node, name, path) of the attributes that were set to a node which was there.
-      deleted: (path of the node, name) of those that are gone.
-    """
-
-    changed: tuple[Path, ...]
-    values: tuple[tuple[Path, str], ...]
-    nodes: tuple[tuple[Path, str, Path], ...]
-    deleted: tuple[tuple[Path, str], ...]
-
-
-_NOTHING_TOLD = _Told((), (), (), ())
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-    """A method of a module as a function of its variables; equal calls share their trace."""
-
-    face: Face
-    kind: type
-    name: str
-    graph: Any
-    kinds: tuple[type, ...]  # of the arguments: to the graph 1 is True
-    rules: Any = dataclasses.field(default_factory=lambda: tuple(get_logical_axis_rules()))
-
-    def __call__(self, params: Any, quant: Any, rest: Any) -> Any:
-        module, args, kwargs = whole = nnx.merge(self.graph, nnx.State({0: params}), quant, rest)
-        nodes = dict(nnx.iter_graph(whole))
-        raw = {path: node.get_raw_value() for path, node in nodes.items() if isinstance(node, nnx.Variable)}
-        had = {path: _attributes(node) for path, node in nodes.items()}
-        with _at_work(self.face):
-            out = getattr(self.kind, self.name)(module, *args, **kwargs)
-        changed = {path: now for path, old in raw.items() if (now := nodes[path].get_raw_value()) is not old}
-        has = {path: _attributes(node) for path, node in nodes.items()}
-        deleted = [(path, name) for path, old in had.items() for name in old if name not in has[path]]
-        known = {id(node): path for path, node in nodes.items()}
-        values, moved = {}, []
-        for path, name, value in _set_anew(had, has):
-            if isinstance(value, (nnx.Variable, nnx.Pytree)) and id(value) in known:
-                moved.append((path, name, known[id(value)]))
-            else:
-                values[path, name] = value
-        told = _Told(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
-        return told, [*changed.values()], nnx.split((tuple(values.values()), out))
-
-    def __hash__(self) -> int:
-        # Not of the graph: a module may have a list among its fields.
-        return hash((id(self.face), self.kind, self.name, self.kinds, self.rules))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Call)
-            and (self.face, self.kind, self.name) == (other.face, other.kind, other.name)
-            and (self.kinds, self.rules) == (other.kinds, other.rules)
-            and self.graph == other.graph
-        )
 
 
 class Face:
@@ -230,7 +162,7 @@ class Face:
         """Trace a call with example inputs, arrays or shapes, of a model whose classes are its own."""
         return self.engine.trace(*self._example(model, args, kwargs))
 
-    def _example(self, model: nnx.Module, args: Any, kwargs: Any) -> tuple[_Call, Any, tuple[Any, Any]]:
+    def _example(self, model: nnx.Module, args: Any, kwargs: Any) -> tuple[Call, Any, tuple[Any, Any]]:
         args, kwargs = jax.tree.map(_as_array, (args, kwargs))
         return self._split(model, type(model), "__call__", args, kwargs)
 
@@ -296,7 +228,7 @@ class Face:
 
         def plain() -> Any:
             """Run it as it is where nothing is quantized: what it sets and returns is the modules themselves."""
-            with _at_work(self):
+            with at_work(self):
                 return None, getattr(kind, name)(module, *args, **kwargs)
 
         ran = self.engine.run(call, params, rest, state, prefix=prefix, is_whole=is_whole, plain=plain)
@@ -304,24 +236,15 @@ class Face:
             return ran[1]
         told, changed, made = ran
         values, out = nnx.merge(*made)
-        if told != _NOTHING_TOLD:
-            nodes = dict(nnx.iter_graph((module, args, kwargs)))
-            for path, value in zip(told.changed, changed, strict=True):
-                nodes[path].set_raw_value(value)
-            for path, attribute in told.deleted:
-                delattr(nodes[path], attribute)
-            for (path, attribute), value in zip(told.values, values, strict=True):
-                setattr(nodes[path], attribute, nnx.data(value) if _holds_arrays(value) else value)
-            for path, attribute, other in told.nodes:
-                setattr(nodes[path], attribute, nodes[other])
+        told.repeat((module, args, kwargs), changed, values)
         return out
 
-    def _split(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> tuple[_Call, Any, tuple[Any, Any]]:
+    def _split(self, module: Any, kind: type, name: str, args: Any, kwargs: Any) -> tuple[Call, Any, tuple[Any, Any]]:
         own = (_own((nnx.Param, ConvertedParam, _is_norms_scale)), _own(QuantState), ...)
         graph, params, quant, rest = nnx.split((module, args, kwargs), *own)
         parts: Any = params
         kinds = tuple(type(leaf) for leaf in jax.tree.leaves((args, kwargs)))
-        return _Call(self, kind, name, graph, kinds), parts.get(0, nnx.State({})), (quant, rest)
+        return Call(self, kind, name, graph, kinds), parts.get(0, nnx.State({})), (quant, rest)
 
     # -- classes -----------------------------------------------------------------------------------------------------
 
@@ -348,7 +271,7 @@ def _wrapped(base: type, name: str) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         face = quantized_with(self)
-        if face is None or _at_work.value is face:
+        if face is None or at_work.value is face:
             return plain(self, *args, **kwargs)
         return face.call(self, base, name, args, kwargs)
 
@@ -369,24 +292,6 @@ def _methods(kind: type) -> list[str]:
 def _is_method(value: Any) -> bool:
     """Whether a class attribute gets the instance when it is called: a function, jitted or not, but no partial."""
     return callable(value) and hasattr(type(value), "__get__")
-
-
-def _attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of a module or another node of NNX's, but NNX's own notes."""
-    if not isinstance(node, nnx.Pytree):
-        return {}
-    return {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
-
-
-def _set_anew(had: Mapping[Path, Any], has: Mapping[Path, Any]) -> Iterator[tuple[Path, str, Any]]:
-    """Return path of the node, name and value of every attribute that is another object than before."""
-    for path, now in has.items():
-        old = had[path]
-        yield from ((path, name, value) for name, value in now.items() if name not in old or value is not old[name])
-
-
-def _holds_arrays(value: Any) -> bool:
-    return bool(jax.tree.leaves(nnx.split((value,))[1]))
 
 
 def _own(kind: Any) -> Callable[[Any, Any], bool]:

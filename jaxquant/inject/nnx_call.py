@@ -1,0 +1,113 @@
+"""A call of an NNX module as a pure function of its variables, and what it did to the module beside returning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.linen import get_logical_axis_rules
+
+at_work = jax.make_user_context(None)
+"""The face of the model that is being traced, None where none is."""
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a trace tells beside its arrays.
+
+    Attributes:
+      changed: paths of the variables whose value changed.
+      values: (path of the node, name) of the attributes that were set, whose values are returned.
+      nodes: (path of the node, name, path) of the attributes that were set to a node which was there.
+      deleted: (path of the node, name) of those that are gone.
+    """
+
+    changed: tuple[Path, ...]
+    values: tuple[tuple[Path, str], ...]
+    nodes: tuple[tuple[Path, str, Path], ...]
+    deleted: tuple[tuple[Path, str], ...]
+
+    def repeat(self, whole: Any, changed: Sequence[Any], values: Sequence[Any]) -> None:
+        """Do to a module and its arguments what the trace did to their copies.
+
+        Args:
+          whole: module and arguments.
+          changed, values: what the variables and the attributes are now, in order.
+        """
+        if self == Told((), (), (), ()):
+            return
+        nodes = dict(nnx.iter_graph(whole))
+        for path, value in zip(self.changed, changed, strict=True):
+            nodes[path].set_raw_value(value)
+        for path, attribute in self.deleted:
+            delattr(nodes[path], attribute)
+        for (path, attribute), value in zip(self.values, values, strict=True):
+            setattr(nodes[path], attribute, nnx.data(value) if _holds_arrays(value) else value)
+        for path, attribute, other in self.nodes:
+            setattr(nodes[path], attribute, nodes[other])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A method of a module as a function of its variables; equal calls share their trace."""
+
+    face: Any
+    kind: type
+    name: str
+    graph: Any
+    kinds: tuple[type, ...]  # of the arguments: to the graph 1 is True
+    rules: Any = dataclasses.field(default_factory=lambda: tuple(get_logical_axis_rules()))
+
+    def __call__(self, params: Any, quant: Any, rest: Any) -> Any:
+        module, args, kwargs = whole = nnx.merge(self.graph, nnx.State({0: params}), quant, rest)
+        nodes = dict(nnx.iter_graph(whole))
+        raw = {path: node.get_raw_value() for path, node in nodes.items() if isinstance(node, nnx.Variable)}
+        had = {path: _attributes(node) for path, node in nodes.items()}
+        with at_work(self.face):
+            out = getattr(self.kind, self.name)(module, *args, **kwargs)
+        changed = {path: now for path, old in raw.items() if (now := nodes[path].get_raw_value()) is not old}
+        has = {path: _attributes(node) for path, node in nodes.items()}
+        deleted = [(path, name) for path, old in had.items() for name in old if name not in has[path]]
+        known = {id(node): path for path, node in nodes.items()}
+        values, moved = {}, []
+        for path, name, value in _set_anew(had, has):
+            if isinstance(value, (nnx.Variable, nnx.Pytree)) and id(value) in known:
+                moved.append((path, name, known[id(value)]))
+            else:
+                values[path, name] = value
+        told = Told(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
+        return told, [*changed.values()], nnx.split((tuple(values.values()), out))
+
+    def __hash__(self) -> int:
+        # Not of the graph: a module may have a list among its fields.
+        return hash((id(self.face), self.kind, self.name, self.kinds, self.rules))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Call)
+            and (self.face, self.kind, self.name) == (other.face, other.kind, other.name)
+            and (self.kinds, self.rules) == (other.kinds, other.rules)
+            and self.graph == other.graph
+        )
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """Return the attributes of a module or another node of NNX's, but NNX's own notes."""
+    if not isinstance(node, nnx.Pytree):
+        return {}
+    return {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
+
+
+def _set_anew(had: Mapping[Path, Any], has: Mapping[Path, Any]) -> Iterator[tuple[Path, str, Any]]:
+    """Return path of the node, name and value of every attribute that is another object than before."""
+    for path, now in has.items():
+        old = had[path]
+        yield from ((path, name, value) for name, value in now.items() if name not in old or value is not old[name])
+
+
+def _holds_arrays(value: Any) -> bool:
+    return bool(jax.tree.leaves(nnx.split((value,))[1]))
