@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax import nnx
@@ -30,6 +30,7 @@ class Decided:
       layers: flax's linear layers.
       sites: contractions with a parameter that a trace showed, by path of their layer; {} without a trace.
       known: decisions that were made on an earlier trace, by path.
+      mixed: paths of layers whose parameter meets data before it is contracted.
     """
 
     config: QuantConfig
@@ -37,6 +38,7 @@ class Decided:
     layers: list[Layer]
     sites: Mapping[str, Contraction]
     known: Mapping[str, Decision]
+    mixed: Collection[str] = ()
 
     def __call__(self, path: str, out_features: int) -> Decision:
         """Return the decision on a layer."""
@@ -44,7 +46,8 @@ class Decided:
             return Decision(None, "quantization is off")
         decision, site = self._resolver(path, out_features), self.sites.get(path)
         # A layer of flax's that is out of reach is asked for all the same: what is there instead is coverage's to say.
-        if site is not None and not (site.is_out_of_reach and path in self._own):
+        is_asked = site is not None and site.is_out_of_reach and path in self._own and path not in self.mixed
+        if site is not None and not is_asked:
             return dataclasses.replace(decision, recipe=site.recipe, reason=site.reason)
         known = self.known.get(path)
         return decision if known is None or known.recipe is not None or decision.rule is not None else known
@@ -125,13 +128,15 @@ def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **examp
         layers = linen_layers(model, *example_inputs, **example_kwargs)
         face = linen.Face(config)
     sites: dict[str, Contraction] = {}
+    mixed: set[str] = set()
     if face is not None and config.resolver() is not None:
         analysis = face.trace_example(model, *example_inputs, **example_kwargs).analysis
         face.engine.preview(analysis)
+        mixed = {analysis.path([index]) for index in analysis.mixed}
         for site in analysis.plan.contractions():
             is_table = any(leaf.index in analysis.looked_up for leaf in site.leaves)
             if not site.names or (is_table and site.recipe is None):
                 continue  # an embedding that is multiplied is no layer unless a rule makes it one
             if site.path not in sites or sites[site.path].recipe is None:
                 sites[site.path] = site
-    return Decided(config, config.resolved_backend, layers, sites, {} if sites else known)
+    return Decided(config, config.resolved_backend, layers, sites, {} if sites else known, mixed)

@@ -29,6 +29,7 @@ _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
 _REGISTER = "jaxquant.register_function says what it computes"
 _OF_PARAMETERS = "both operands are made of parameters alone"
+_WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
 
 
 class Analysis:
@@ -46,6 +47,7 @@ class Analysis:
       plan: what was found.
       found: every contraction by the index of its equation at each level of nesting.
       looked_up: indices of leaves from which data picks rows: tables of embeddings.
+      mixed: indices of leaves that were contracted after data was mixed into them: under a norm that data estimates.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Analysis:
         self._is_step = inputs is not None
         self.found: dict[tuple[int, ...], Contraction] = {}
         self.looked_up: set[int] = set()
+        self.mixed: set[int] = set()
         jaxpr = closed.jaxpr
         known = list(inputs or [Flow(frozenset({Leaf(index)})) for index in range(len(names))])
         known += [DATA] * (len(jaxpr.invars) - len(known))
@@ -257,7 +260,7 @@ class Analysis:
         site.side, site.is_out_of_reach, site.reason = None, False, ""
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
         if not any(each.is_weight for each in operands):
-            self._explain_no_weight(site, operands)
+            self._explain_no_weight(site, operands, place)
             return result
         if all(each.is_weight for each in operands):
             self._name(site, out.leaves or frozenset())
@@ -287,16 +290,18 @@ class Analysis:
             before.is_followed = True
         return Flow(None, out.is_closure, frozenset({site}), frozenset({("result", site)}))
 
-    def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow]) -> None:
+    def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow], place: Place) -> None:
         met = [index for each in operands for index, rank in each.picked if rank > 1]
         if met:
+            self.mixed.update(() if place.closed else met)
             site.names = tuple(sorted({"/".join(self._names[index]) for index in met}))
             site.path = self.path(sorted(set(met)))
             site.is_out_of_reach = True
             site.reason = "its parameter was mixed with data, or picked by it, before the contraction"
         else:
             site.path = site.scope
-            site.reason = "no operand is made of parameters alone"
+            is_product = any(each.is_product for each in operands)
+            site.reason = _WITH_PRODUCT if is_product else "no operand is made of parameters alone"
 
     def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
         """Set the batch axes and the number of outputs."""

@@ -229,6 +229,8 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction]) -> st
     """
     if any(leaf.index in analysis.looked_up for site in sites for leaf in site.leaves):
         return "tied embedding (its rows are looked up elsewhere), left in float by default"
+    if any(leaf.index in analysis.mixed for site in sites for leaf in site.leaves):
+        return "its parameter is contracted elsewhere after data was mixed into it, left in float by default"
     is_ranked = any(site.is_ranked for site in sites)
     is_last = not any(site.is_followed for site in sites)
     if is_last and (is_ranked or any(site.is_normalized for site in sites)):

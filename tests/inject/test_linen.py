@@ -449,6 +449,24 @@ def test_a_layer_with_a_way_of_its_own_is_quantized(model):
     assert "xi8>" in jax.jit(quantized.apply).lower(variables, x).as_text()
 
 
+class SpectralNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.SpectralNorm(nn.Dense(4, name="normed"), name="norm")(x, update_stats=False)
+        return nn.Dense(4, name="plain")(x)
+
+
+def test_a_layer_that_is_out_of_reach_is_described_as_float():
+    """Its kernel is divided by what data estimates."""
+    x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    reports = {report.path: report for report in describe_layers(SpectralNorm(), native("fp8"), x)}
+    assert reports["normed"].recipe is None
+    assert reports["normed"].reason.startswith("its parameter was mixed with data")
+    assert reports["plain"].recipe == "fp8"
+    variables = jax.eval_shape(maybe_quantize_model(SpectralNorm(), native("fp8"), x).init, jax.random.key(0), x)
+    assert list(variables[OWG]) == ["plain"]
+
+
 def test_no_quantization_gives_the_model_back():
     model = Model()
     assert maybe_quantize_model(model, {"quantization": ""}) is model

@@ -67,6 +67,27 @@ def test_a_product_of_two_parameters_is_no_weight():
     report = jaxquant.quantize(learned_queries, CURRENT).report({"queries": shape(2, 8), "wq": SQUARE, "wk": SQUARE}, X)
     assert [row.recipe for row in report] == [None, QUANTIZED, None, None]
     assert report.rows[0].reason == "both operands are made of parameters alone"
+    assert report.rows[2].reason.startswith("one operand is a product of parameters")
+    assert report.rows[3].reason == "no operand is made of parameters alone"
+
+
+def test_a_parameter_that_data_is_mixed_into_is_left_in_float_everywhere():
+    """As a norm does that data estimates: what estimates it is no layer of its own."""
+
+    def spectral(p, u):
+        v = p["a"]["kernel"] @ u
+        return (u @ (p["a"]["kernel"] / jnp.sum(v))) @ p["b"]["kernel"]
+
+    p = {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}
+    assert float_ones(spectral, p) == {"a"}
+    by_rule = CURRENT | {"rules": [{"path": "a", "recipe": "int8"}, {"path": ".*", "recipe": "int8"}]}
+    assert float_ones(spectral, p, config=by_rule) == set()
+
+
+def float_ones(fn, p, config=CURRENT):
+    """The layers none of whose contractions is quantized."""
+    report = jaxquant.quantize(fn, config).report(p, shape(8, 8))
+    return {row.path for row in report if row.path} - {row.path for row in report.quantized}
 
 
 @pytest.mark.parametrize("made", ["biased", "normed", "multiplied again", "one"])
