@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from jaxquant.inject.faces import STREAMS
 from jaxquant.inject.layers import call_einsum, out_features, relative_path, split_arrays, substituted
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
+from jaxquant.trace.plan import Contraction
 
 Array = jax.Array
 Decide = Callable[[str, int], Decision]
@@ -63,6 +65,17 @@ class LayerKernel:
         spec = self.recipe.fwd.rhs
         is_split = isinstance(spec, TensorSpec) and spec.granularity == "per_tensor"
         return self.batch if is_split and not self.recipe.shares_experts else ()
+
+    def is_one_matmul(self, site: Contraction | None) -> bool:
+        """Whether layers that are stacked all take one activation: in the trace, one wide matmul with one scale.
+
+        Args:
+          site: what a trace showed at the layer's path, None without one.
+        """
+        if site is None or site.side is None:
+            return False
+        is_wider = math.prod(site.shapes[site.side]) > math.prod(self.shape)
+        return is_wider and len(site.stack) + len(site.batch) < len(self.stacked) + len(self.batch)
 
     def convert(self, kernel: Array, state: Mapping[str, Mapping[str, Array]]) -> tuple[QTensor, Array | None]:
         """Convert the kernel of one layer.

@@ -124,6 +124,7 @@ def convert_nnx(model: nnx.Module, decided: Decided, *example_inputs: Any, **exa
     by_path = {layer.path: layer for layer in decided.layers}
     weight_norms = (path for path, node in nnx.iter_graph(copy) if isinstance(node, nnx.WeightNorm))
     normalized = tuple("".join(f"{name}/" for name in path) for path in weight_norms)
+    wide: set[str] = set()
     for path, module in list(inject_nnx.linear_modules(copy)):
         recipe = recipes.get(path)
         if recipe is None:
@@ -141,6 +142,13 @@ def convert_nnx(model: nnx.Module, decided: Decided, *example_inputs: Any, **exa
                 f"{layer_name(path)} is under nnx.WeightNorm, which cannot scale a converted kernel; {float_rule(path)}"
             )
         layer_kernel = _kernel(by_path[path], module, recipe, backend)
+        if layer_kernel.is_one_matmul(decided.sites.get(path)):
+            wide.add(path)
+            if isinstance(op, native_nnx.QuantizedOp):
+                name = inject_nnx.op_name(module)
+                delattr(module, name)
+                setattr(module, name, jnp.einsum if name == "einsum_op" else jax.lax.dot_general)
+            continue
         state = op.state() if isinstance(op, native_nnx.QuantizedOp) else {}
         if recipe.is_stateful and not state:
             raise ValueError(
@@ -156,14 +164,17 @@ def convert_nnx(model: nnx.Module, decided: Decided, *example_inputs: Any, **exa
         delattr(module, name)
         kind = "einsum" if name == "einsum_op" else "dot_general"
         setattr(module, name, _Op(recipe, backend, path, kind, implementation))
-    if not decided.other_kernels:
+    if not (decided.other_kernels or wide):
         return copy
     if not (example_inputs or example_kwargs):
         raise ValueError(
             f"layers {', '.join(decided.other_kernels)} are not flax's own; give convert example inputs whose call "
             "runs them"
         )
-    face, known = Face(decided.config, float_model), [f"{path}/kernel" if path else "kernel" for path in recipes]
+    face, known = (
+        Face(decided.config, float_model),
+        [f"{path}/kernel" if path else "kernel" for path in recipes if path not in wide],
+    )
     kernels, reasons = face.convert(float_model, known, *example_inputs, **example_kwargs)
     _put_kernels(copy, kernels, has_state=bool(reasons))
     return face.adopt(copy)

@@ -129,6 +129,8 @@ def find_kernels(
 ) -> dict[str, LayerKernel]:
     """Find the kernels of a Linen model that a config quantizes, by the path of their layer; see ``convert``.
 
+    Layers that ``nn.vmap`` stacks and that all take one activation are left to ``other_kernels``.
+
     Args:
       model: the float model.
       config: as for ``maybe_quantize_model``.
@@ -144,6 +146,7 @@ def find_kernels(
     decided = choose_recipes(model, config, *example_inputs, **example_kwargs)
     _refuse_converted(variables["params"])
     layers = linen_kernels(model, backend, decided, variables, *example_inputs, **example_kwargs)
+    layers = {path: layer for path, layer in layers.items() if not layer.is_one_matmul(decided.sites.get(path))}
     for layer in layers.values():
         _check(layer, variables)
     return layers
