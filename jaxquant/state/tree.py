@@ -164,7 +164,8 @@ def warm(quant_state: Tree) -> dict[Any, Any]:
     A step that is traced with it lets no cast wait for its own amax, and computes the same bits. Which tensors have a
     history is read from the values, so call it between steps: once after the first, and again after what adds tensors
     without one (resuming, an expert that was never used, a layer unfrozen); a tensor without stays as it is, and the
-    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are.
+    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are. A warm tensor that
+    is all zeros for as long as its history is keeps its last scale until the next call.
 
     Args:
       quant_state: arrays, of Linen's collection or, as ``nnx.to_pure_dict``, of NNX's ``QuantState``; or their shapes,
