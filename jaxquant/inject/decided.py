@@ -54,8 +54,10 @@ class Decided:
 
     @property
     def recipes(self) -> dict[str, Recipe]:
-        """The recipe of each of flax's layers that is quantized, by path."""
-        decisions = {layer.path: self(layer.path, layer.out_features) for layer in self.layers}
+        """The recipe of each of flax's layers that is quantized, by path; of none that a trace showed out of reach."""
+        lost = {path for path, site in self.sites.items() if site.is_out_of_reach}
+        layers = (layer for layer in self.layers if layer.path not in lost)
+        decisions = {layer.path: self(layer.path, layer.out_features) for layer in layers}
         return {path: decision.recipe for path, decision in decisions.items() if decision.recipe is not None}
 
     @property

@@ -384,6 +384,31 @@ def test_layers_that_take_one_activation_are_served_with_their_one_scale(string)
     np.testing.assert_array_equal(call(converted, X), call(trained, X))
 
 
+class Clipped(nn.Module):
+    """A layer with a backward pass of the author's own, and one without."""
+
+    @nn.compact
+    def __call__(self, x):
+        forward = lambda layer, x: nn.vjp(lambda layer, x: layer(x), layer, x)  # noqa: E731
+        backward = lambda vjp, g: vjp(jnp.clip(g, -1, 1))  # noqa: E731
+        clipped = nn.custom_vjp(lambda layer, x: layer(x), forward_fn=forward, backward_fn=backward)
+        return nn.Dense(8, name="plain")(clipped(nn.Dense(16, name="clipped"), x))
+
+
+@pytest.mark.parametrize("string", ["fp8", "fp8_current"])
+def test_a_layer_that_is_out_of_reach_is_not_converted(string):
+    config, model = {"quantization": string, "quant_backend": "native"}, Clipped()
+    trained = maybe_quantize_model(model, config, X)
+    variables = trained.init(jax.random.key(1), X)
+    if string == "fp8":
+        variables = jaxquant.calibrate(variables, config, [X], model=model)
+    converted = jaxquant.convert(variables, config, X, model=model)
+    kernels = {name: _is_tensor(layer["kernel"]) for name, layer in converted["params"].items()}
+    assert kernels == {"clipped": False, "plain": True}
+    served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, X)
+    np.testing.assert_array_equal(jax.jit(served.apply)(converted, X), jax.jit(trained.apply)(variables, X))
+
+
 class Classifier(nn.Module):
     """Its head has no head's name: what becomes of its result says it. One matmul is the author's own."""
 
