@@ -7,6 +7,7 @@ runs every case and writes "CASE|what|mesh" and "CASE|what|one" arrays, and "CAS
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
@@ -56,6 +57,7 @@ def _both(x: Any, w: Any, g: Any, state: Any, op: Callable[..., Any]) -> dict[st
     return {"out": out, "dx": dx, "dw": dw} | {f"state/{t}/{n}": v for t, d in new.items() for n, v in d.items()}
 
 
+@functools.cache
 def one_device(recipe: Recipe) -> dict[str, Any]:
     op = lambda x, w, s: dot_general(x, w, NUMBERS, recipe=recipe, state=s)  # noqa: E731
     return jax.jit(lambda x, w, g, s: _both(x, w, g, s, op))(*operands(), initial_state(recipe))

@@ -15,6 +15,7 @@ from tests import numerics
 from tests.ops.sharding_cases import case_names
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTIMIZED = False
 
 
 @pytest.fixture(scope="module")
