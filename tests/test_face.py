@@ -67,11 +67,11 @@ def test_the_audit_of_what_ran_does_not_load_that_of_what_will_run():
     assert run(code).strip() == "[]"
 
 
-def test_the_command_keeps_its_name():
-    words = [sys.executable, "-m", "jaxquant.audit", "--help"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("command", [["jaxquant.audit"], ["jaxquant", "audit"]], ids=" ".join)
+def test_the_audit_is_told_by_the_name_that_called_it(command: list[str]):
+    done = subprocess.run([sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    assert "usage: python -m jaxquant.audit" in done.stdout
+    assert f"usage: python -m {' '.join(command)} [" in done.stdout
 
 
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "yaml": "pyyaml"}

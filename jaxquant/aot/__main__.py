@@ -30,8 +30,8 @@ PROGRAM = "train.audit:program"
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxquant.audit", description=(__doc__ or "").splitlines()[0])
+def _parse(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
@@ -57,16 +57,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, name: str = "python -m jaxquant.audit") -> int:
     """Run the command.
 
     Args:
       arguments: the command line; None is that of the process.
+      name: what was called, for its usage.
 
     Returns:
       0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 where it could not be audited.
     """
-    options = _parse(arguments)
+    options = _parse(arguments, name)
     try:
         if options.anchors:
             return _print_anchors(options)
