@@ -229,7 +229,7 @@ def test_a_rematerialized_layer_without_a_scan(policy):
     }
 
 
-# -- what is quantized is what was asked (must-hold 10) ----------------------------------------------------------------
+# -- what is quantized is what was asked -------------------------------------------------------------------------------
 
 
 class Shared(nn.Module):

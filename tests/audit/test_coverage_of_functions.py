@@ -351,7 +351,7 @@ def test_a_ragged_and_a_vmapped_matmul_have_their_own_rows():
     assert shapes.keys() == {"experts/wi", "experts/wo"}
 
 
-# -- a step is read whole (must-hold 25) -------------------------------------------------------------------------------
+# -- a step is read whole ----------------------------------------------------------------------------------------------
 
 
 class Pair(nnx.Module):
