@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -131,22 +131,25 @@ def stochastic_cast(x: jax.Array, element: Element, key: jax.Array, part: Part |
     return stochastic_round(x, noise(key, x.shape, part), element)
 
 
-def stochastic_round(x: jax.Array, u: jax.Array, element: Element) -> jax.Array:
+def stochastic_round(
+    x: jax.Array, u: jax.Array, element: Element, floor: Callable[[jax.Array], jax.Array] = jnp.floor
+) -> jax.Array:
     """Round as ``stochastic_cast`` does, with noise that is given.
 
     Args:
       x: real numbers, in units of the scale.
       u: from ``noise``, of x's shape.
       element: to round to.
+      floor: computes the floor, in kernels whose compiler has none.
     """
     x = x.astype(jnp.float32)
     if element.kind == "int":
-        return _clip(jnp.floor(x + u), element.max).astype(element.name)
+        return _clip(floor(x + u), element.max).astype(element.name)
     # The exponent field of a float32; below the smallest normal number of the element its grid is uniform.
     exponent = ((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
     exponent = jnp.maximum(exponent, element.min_exponent) - element.mantissa_bits
     ulp = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    rounded = jnp.floor(x / ulp + u) * ulp
+    rounded = floor(x / ulp + u) * ulp
     # floor() keeps a NaN or an infinity, and the clip that follows is the saturating one.
     return _clip(rounded, element.max).astype(element.name)
 

@@ -5,3 +5,5 @@ A kernel is a faster way to compute a piece of an op, behind ``implementation=``
 
 KERNEL_PREFIX = "jaxquant_"
 """How the names of all kernels begin, in traced and in compiled programs."""
+DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Elements of the quantized tensors that kernels read and write."""

@@ -48,7 +48,7 @@ def main(*targets):
         for make, case in [*cases, *((einsum_program, case) for case in (*einsum_cases.CASES, LARGE))]:
             program, given = make(case, shape)
             try:
-                text = jax.jit(program).lower(*given).compile().as_text()
+                text = jax.jit(program).lower(*given).compile().as_text() or ""
                 print(target, case, "compiled" if "tpu_custom_call" in text else "has no kernel")
             except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
                 print(target, case, "failed:", str(error)[:300].replace("\n", " "))

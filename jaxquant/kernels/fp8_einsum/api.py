@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.sharding import platform_of
+from jaxquant.kernels import DTYPES
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.fp8_einsum.reference import Major
 from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
@@ -18,7 +19,6 @@ from jaxquant.kernels.varying import vary_alike
 
 Array = jax.Array
 Axes = Sequence[int]
-DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 class Side(NamedTuple):

@@ -9,9 +9,9 @@ import jax
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from jaxquant.core.sharding import platform_of
+from jaxquant.kernels import DTYPES
 from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
 from jaxquant.kernels.quantize import reference
-from jaxquant.kernels.quantize.reference import DTYPES
 from jaxquant.kernels.varying import vary_alike
 
 

@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt32
 
 from jaxquant.core.dtypes import Element, element
-from jaxquant.core.rounding import hash_bits
-from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.quantize.reference import DTYPES, MAGNITUDE, NAME, Quantized
+from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+from jaxquant.kernels import DTYPES, mosaic_gpu
+from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
 from jaxquant.kernels.varying import vary_alike
 
 TILE_M, TILE_N = 64, 128
@@ -163,27 +163,13 @@ def _cast(
         scale = lax.broadcast_in_dim(scale, x.shape, [axis])
     # A quotient in float32 rounded to bfloat16 is the quotient in bfloat16.
     x = (x.astype(compute).astype(jnp.float32) / scale).astype(compute).astype(jnp.float32)
-    if seeds is not None:
-        row, column = (
-            plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=_REGISTERS) + start[axis] for axis in range(2)
-        )
-        index = row.astype(jnp.uint32) * jnp.uint32(columns) + column.astype(jnp.uint32)
-        noise = (hash_bits(index ^ seeds[0], seeds[1]) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
-        x = _round_at_random(x, noise, kind)
-    x = jnp.minimum(jnp.maximum(x, -kind.max), kind.max)
-    if kind.kind == "int" and seeds is None:
-        x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return x.astype(kind.name)
-
-
-def _round_at_random(x: Array, noise: Array, kind: Element) -> Array:
-    """Return ``floor(x / ulp + noise) · ulp``."""
-    if kind.kind == "int":
-        return _floor(x + noise)
-    exponent = ((lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
-    exponent = jnp.maximum(exponent, kind.min_exponent) - kind.mantissa_bits
-    ulp = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    return _floor(x / ulp + noise) * ulp
+    if seeds is None:
+        return saturating_cast(x, kind)
+    row, column = (
+        plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=_REGISTERS) + start[axis] for axis in range(2)
+    )
+    index = row.astype(jnp.uint32) * jnp.uint32(columns) + column.astype(jnp.uint32)
+    return stochastic_round(x, uniform(index, seeds[0], seeds[1]), kind, _floor)
 
 
 def _floor(x: Array) -> Array:

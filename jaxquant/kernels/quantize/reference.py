@@ -16,8 +16,6 @@ NAME = f"{KERNEL_PREFIX}quantize"
 """Name of the kernels in traced and in compiled programs."""
 MAGNITUDE = 0x7FFFFFFF
 """Bits of a float32 without its sign: as integers a NaN is above infinity."""
-DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""Elements that kernels write."""
 
 
 class Quantized(NamedTuple):
