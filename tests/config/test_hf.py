@@ -166,6 +166,12 @@ REFUSED = {
         NotImplementedError,
         r"targets\[0\] 'Conv1D' names a class",
     ),
+    "no target": (
+        compressed(scheme("channel"), None)
+        | {"config_groups": {"group_0": {"targets": [], "weights": scheme("channel")}}},
+        ValueError,
+        r"config_groups.group_0.targets is empty: the group is of no layer",
+    ),
     "format": (compressed(scheme("channel"), None, format="marlin"), ValueError, "format 'marlin' is not known"),
     "block": (
         compressed(scheme("block"), None),

@@ -63,7 +63,10 @@ def read(config: Section) -> CheckpointQuantization:
             raise TypeError(f"{groups.place} has the key {key!r}, which is not a string")
         group = groups.section(key)
         spec = _layer(group, _format(group, whole_format))
-        targets = group.texts("targets") or ("Linear",)
+        targets = group.texts("targets")
+        if not targets and group.data.get("targets") is not None:
+            raise ValueError(f"{group.where('targets')} is empty: the group is of no layer; target 'Linear' for all")
+        targets = targets or ("Linear",)
         for index, target in enumerate(targets):
             place = f"{group.where('targets')}[{index}]"
             if re.fullmatch(r"[A-Z]\w*", target) and target != "Linear":
