@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.blocks import pad_blocks, spread
@@ -43,11 +44,12 @@ def contract(
     out_sharding: NamedSharding | None = None,
     implementation: str | None = None,
     turns: bool = False,
+    parts_dtype: str = "float32",
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
     A scale that changes along a contraction axis (a tile) cuts that axis; the partial sums of the tiles are scaled and
-    then added in float32. Where one operand is float, the other is dequantized and the matmul is a float one.
+    then added in ``parts_dtype``. Where one operand is float, the other is dequantized and the matmul is a float one.
 
     Args:
       lhs, rhs: operands.
@@ -61,6 +63,7 @@ def contract(
       out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
       implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
       turns: whether GPUs bring the contraction last by a copy of the quantized operands (``layouts``).
+      parts_dtype: dtype in which the tiles' sums are added, and sent where each lies on a device of its own.
 
     Raises:
       ValueError: an implementation that is not known.
@@ -102,7 +105,10 @@ def contract(
     if out.dtype == jnp.int32 or (scale_dtype == "float32" and not is_scalar):
         out = out.astype(jnp.float32)
     out = _rescale(out, lhs, rhs, dims, scale_dtype)
-    return (out.sum(axis=tuple(range(tiles))) if tiles else out).astype(out_dtype)
+    if tiles:
+        # Not by ``sum``, which adds in float32 whatever it is given.
+        out = jax.lax.reduce(out.astype(parts_dtype), np.zeros((), parts_dtype), jax.lax.add, tuple(range(tiles)))
+    return out.astype(out_dtype)
 
 
 def _turned(

@@ -361,28 +361,32 @@ def _gradient(
     elif isinstance(residual, QTensor):
         residual = dequantize(residual, out_dtype)
     swaps = keeps_dtype and place is None and not dims.lhs_batch
-    narrow = name == "drhs" and matmul.accumulator == "int32" and _is_sent(grad, left, residual)
+    narrow = name == "drhs" and matmul.accumulator == "int32" and _is_sent(grad, left, residual, dims, matmul.shards)
     out = contract(
         # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
         *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
         out_dtype=out_dtype,
-        accumulator=None if narrow else matmul.accumulator,
+        accumulator=None if narrow and matmul.shards == 1 else matmul.accumulator,
         precision=static.precision,
         default_precision=jax.lax.Precision.HIGHEST,
         scale_dtype=scale_dtype(recipe, out_dtype),
         out_sharding=place,
         implementation=static.implementation,
         turns=_turns(static, left, residual, place),
+        parts_dtype=out_dtype if narrow else "float32",
     )
     n = len(dims.rhs_free)
     return out.transpose((*range(n, out.ndim), *range(n))) if swaps else out
 
 
-def _is_sent(grad: Array, left: QTensor | Array, right: QTensor | Array) -> bool:
+def _is_sent(grad: Array, left: QTensor | Array, right: QTensor | Array, dims: Dimensions, shards: int) -> bool:
     """Check whether TPUs add up a weight's gradient, each of them its part, where the compiler cuts the batch.
 
-    They send it in the dtype that the matmul returns: int32 would double what the float model's takes. Beside scales of
-    channels the compiler sends float32 whatever is asked for, and int32 stays.
+    They send it in the dtype that the matmul returns, or in which the parts of ``shards`` are added: int32 and float32
+    would double what the float model's takes. Sums of finer tiles stay float32.
     """
     is_cut = not is_whole(grad) and not varying_axes(grad) and platform_of(grad) == "tpu"
-    return is_cut and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (left, right))
+    if not (is_cut and isinstance(left, QTensor) and isinstance(right, QTensor)):
+        return False
+    sides = (left.scale, dims.lhs_contract), (right.scale, dims.rhs_contract)
+    return all(scale.shape[axis] in (1, shards) for scale, axes in sides for axis in axes)
