@@ -81,6 +81,8 @@ KINDS: dict[str, dict[str, Any]] = {
 """Models and loops beside the plain one; ``sparse_matmul`` without megablox is ``jax.lax.ragged_dot``."""
 IN_KINDS = (("", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8_full", True), ("fp8_gpu", True))
 """The (string, use_qwix_quantization) that each of them is run under."""
+RULES = [{"path": ".*/wo", "recipe": None}, {"path": ".*/query", "recipe": "aqt_fp8"}]
+"""What ``rules`` of jaxquant's config say in the cases "rules"; MaxText's own config has no such field."""
 STALE = "nnx.State.merge(custom_grads, non_param_rest)"
 FRESH = "nnx.State.merge(non_param_rest, custom_grads)"
 
@@ -91,7 +93,7 @@ class Case:
 
     Attributes:
       path: key of ``PATHS``.
-      kind: key of ``KINDS``, "" for the plain model.
+      kind: key of ``KINDS``, "" for the plain model, "rules" for it under ``RULES``.
       quantization: the string.
       qwix: ``use_qwix_quantization``.
       more: further fields.
@@ -123,7 +125,18 @@ def cases() -> Iterator[Case]:
             yield from (Case(path, "", string, qwix) for qwix in (False, True))
         for kind in KINDS:
             yield from (Case(path, kind, string, qwix) for string, qwix in IN_KINDS)
+        yield Case(path, "rules", "int8")
         split = (("use_batch_split_schedule", True), ("decoder_block", "deepseek"), ("attention_type", "mla"))
+        # What that decoder, its attention and the schedule take: heads for keys as for queries, ranks, experts, layers.
+        split = (*split, ("base_num_kv_heads", 2), ("first_num_dense_layers", 1), ("shared_experts", 1))
+        split = (
+            *split,
+            ("base_num_decoder_layers", 5),
+            ("q_lora_rank", 16),
+            ("kv_lora_rank", 16),
+            ("routed_bias", True),
+        )
+        split = (*split, *((name, EXPERTS[name]) for name in EXPERTS if name != "decoder_block"))
         for more in (split, (*split, ("use_manual_quantization", True))):
             yield Case(path, "", "fp8_full", True, more)
 
@@ -155,8 +168,20 @@ class Outcome:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
+class Ruled:
+    """MaxText's config with the field that it lacks."""
+
+    rules = RULES
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 @contextlib.contextmanager
-def shimmed() -> Iterator[None]:
+def shimmed(has_rules: bool = False) -> Iterator[None]:
     """Set jaxquant's functions in the place of MaxText's, for the length of a context."""
     from maxtext.layers import quantizations
 
@@ -165,6 +190,11 @@ def shimmed() -> Iterator[None]:
     own = {name: getattr(quantizations, name) for name in NAMES}
     for name in NAMES:
         setattr(quantizations, name, getattr(jaxquant, name))
+    if has_rules:
+        quantizations.configure_quantization = lambda config, **mode: jaxquant.configure_quantization(
+            Ruled(config), **mode
+        )
+        quantizations.maybe_quantize_model = lambda model, config: jaxquant.maybe_quantize_model(model, Ruled(config))
     try:
         yield
     finally:
@@ -258,11 +288,11 @@ def compare(case: Case, checkout: pathlib.Path, steps: int, with_maxtext: bool =
     """Run a case by MaxText alone, if asked, and with jaxquant."""
     fields = case.fields(checkout)
     result: dict[str, Outcome] = {}
-    if with_maxtext or not case.quantization:
+    if (with_maxtext and case.kind != "rules") or not case.quantization:
         result["maxtext"] = run(fields, checkout, steps)
     if not case.quantization:
         return result
-    with shimmed():
+    with shimmed(has_rules=case.kind == "rules"):
         result["jaxquant"] = run(fields, checkout, steps)
         if FRESH in result["jaxquant"].error:
             result["jaxquant, line changed"] = run(fields, checkout, steps, is_changed=True)
