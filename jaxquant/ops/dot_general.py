@@ -166,15 +166,12 @@ def _dot(
 
 
 def _dot_fwd(static, lhs, rhs, state, key, prepared):
-    if prepared is None:
-        axes, batch = static.dims.lhs_contract, static.dims.lhs_batch
-        prepared = prepare(lhs, static.recipe, "lhs", axes, batch, state.get("input"), key, static.implementation)
-    out, right, witness = _forward(static, prepared, rhs, state, key)
+    out, left, right, witness = _forward(static, lhs if prepared is None else prepared, rhs, state, key)
     kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = static.recipe.name, (lhs, rhs) if static.recipe.hides_slope else ()
     # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.
     mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
-    return first_order(name, (out,), inputs)[0], ((prepared.kept, right, kept_state, key, witness), mark)
+    return first_order(name, (out,), inputs)[0], ((left, right, kept_state, key, witness), mark)
 
 
 def _dot_bwd(static, kept, grad):
@@ -188,9 +185,12 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(
-    static: _Static, left: Prepared, rhs: Array, state: QuantState, key: Array | None
-) -> tuple[Array, Kept, Array | None]:
+    static: _Static, lhs: Array | Prepared, rhs: Array, state: QuantState, key: Array | None
+) -> tuple[Array, Kept, Kept, Array | None]:
     recipe, dims, implementation = static.recipe, static.dims, static.implementation
+    left = lhs
+    if not isinstance(left, Prepared):
+        left = prepare(left, recipe, "lhs", dims.lhs_contract, dims.lhs_batch, state.get("input"), key, implementation)
     right = prepare(rhs, recipe, "rhs", dims.rhs_contract, dims.rhs_batch, state.get("kernel"), key, implementation)
     out = contract(
         left.forward,
@@ -206,7 +206,7 @@ def _forward(
         turns=_turns(static, left.forward, right.forward, static.out_sharding),
     )
     witness = _witness(static, left, right, state) if key is None else None
-    return out, right.kept, witness
+    return out, left.kept, right.kept, witness
 
 
 @functools.partial(jax.jit, static_argnums=0)

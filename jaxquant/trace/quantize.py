@@ -93,11 +93,17 @@ class QuantizedFunction:
           key: for stochastic rounding; None makes noise from the bits of what is rounded.
 
         Raises:
+          TypeError: an argument of the function where the quant state goes.
           ValueError: state that is missing or does not fit, a layer on which was not decided, a rule that matches no
             layer, or no layer at all.
           NotImplementedError: the config is strict, and a layer is out of reach.
         """
         self._check_bound()
+        if not isinstance(quant_state, Mapping):
+            raise TypeError(
+                "a quantized function is called as qfn(params, quant_state, *args): quant_state must be what "
+                f"qfn.init(params, *args) returned, or {{}}, got {type(quant_state).__name__}"
+            )
         return self.engine.run(self.hashable, params, args, quant_state, key)
 
     def init(self, params: Any, *args: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.sharding import platform_of
 from jaxquant.trace import converted
 from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
 from jaxquant.trace.contract import stacked
@@ -142,11 +143,15 @@ class Rewriter:
             ) from error
 
     def _prepared(self, site: Contraction, ins: list[Any], states: States, shared: dict[Reading, Any]) -> Any:
-        """Return the activation as it was quantized for all contractions that read it, None where it is this one's."""
+        """Return the activation as it was quantized for all contractions that read it, None where it is this one's.
+
+        On TPUs it is: one cast writes a copy for each reader in the layout that its matmul wants, and a copy for all
+        has their weights and gradients brought into another layout, which costs more.
+        """
         reading = site.reading
         if reading is None or self._share is None or site.side is None:
             return None
-        if isinstance(ins[site.side], ConvertedKernel):
+        if isinstance(ins[site.side], ConvertedKernel) or platform_of(ins[1 - site.side]) == "tpu":
             return None
         if reading not in shared:
             given = [states[key] for key in reading.keys]

@@ -19,6 +19,8 @@ from tests.serving import models
 from tests.trace.functions import normal, shape
 from tests.trace.test_bits import assert_same_bits
 
+OPTIMIZED = False  # one backend's calls by two ways, both compiled alike; compiled as users do: test_bits.py
+
 AQT = [string for string, backend in models.schemes() if backend == "aqt"]
 QWIX = [string for string, backend in models.schemes() if backend == "qwix"]
 

@@ -140,6 +140,13 @@ class Linear:
     activation: Any
 
 
+def test_an_argument_where_the_state_goes_is_told():
+    params, x = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))}, jnp.ones((2, 4))
+    run = jaxquant.quantize(lambda params, x: x @ params["w"] @ params["v"], {"quantization": "fp8"})
+    with pytest.raises(TypeError, match=r"qfn\(params, quant_state, \*args\): .* got ArrayImpl"):
+        run(params, x)
+
+
 def test_trees_of_every_kind_and_leaves_that_are_no_arrays():
     """Modules whose leaves include functions and switches, as Equinox has them."""
     params = {

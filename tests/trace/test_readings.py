@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant import state as quant_state
@@ -122,6 +123,18 @@ def three(p, x):
 
 THREE = {name: {"kernel": shape(WIDTH, WIDTH)} for name in "qkv"}
 X = shape(TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("gpu", 5), ("tpu", 6)])
+def test_on_tpus_each_layer_has_a_cast_of_its_own(platform, expected):
+    chip = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
+    mesh = AbstractMesh((2,), ("x",), abstract_device=chip)
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
+    params = {name: jnp.ones((WIDTH, 8)) for name in ("q", "k")}
+    run = jaxquant.quantize(lambda params, x: (x @ params["q"]) * (x @ params["k"]), FP8)
+    state = run.init(params, x)
+    step = jax.grad(lambda params, state, x: run(params, state, x).sum())
+    assert casts(jax.make_jaxpr(step)(params, state, x).jaxpr) == expected  # two weights, two gradients, and x
 
 
 def test_layers_of_one_recipe_share():
