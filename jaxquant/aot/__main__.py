@@ -30,7 +30,10 @@ PROGRAM = "train.audit:program"
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
 
 
-def _parse(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
+NAME = "python -m jaxquant.audit"
+
+
+def _parse(arguments: Sequence[str] | None, name: str = NAME) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/quickstart.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields laid over the file")
@@ -57,7 +60,7 @@ def _parse(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None, name: str = "python -m jaxquant.audit") -> int:
+def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
     """Run the command.
 
     Args:
