@@ -167,6 +167,7 @@ def _dot(
 
 def _dot_fwd(static, lhs, rhs, state, key, prepared):
     out, left, right, witness = _forward(static, lhs if prepared is None else prepared, rhs, state, key)
+    left = left if prepared is None else prepared.kept  # the one that its other readers keep
     kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = static.recipe.name, (lhs, rhs) if static.recipe.hides_slope else ()
     # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.

@@ -198,7 +198,7 @@ def test_parts_with_scales_of_their_own_are_added_between_tpus_in_the_gradients_
     product = lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe).sum()  # noqa: E731
     text = str(jax.jit(jax.grad(product, 1)).trace(x, w).jaxpr)
     assert re.findall(rf"(\w+)\[(?:{N},{K}|{K},{N})\] = reduce_sum", text) == [added]
-    assert re.findall(rf"(\w+)\[2,(?:{N},{K}|{K},{N})\] = dot_general", text) == ["i32"]
+    assert re.findall(rf"(\w+)\[2(?:@x)?,(?:{N},{K}|{K},{N})\] = dot_general", text) == ["i32"]
 
 
 def test_precision_reaches_the_matmul():
