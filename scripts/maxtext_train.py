@@ -79,6 +79,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
 }
 """Models and loops beside the plain one; ``sparse_matmul`` without megablox is ``jax.lax.ragged_dot``."""
+SPLIT = {
+    "use_batch_split_schedule": True,
+    "attention_type": "mla",
+    **EXPERTS,
+    "decoder_block": "deepseek",
+    "base_num_kv_heads": 2,
+    "base_num_decoder_layers": 5,
+    "first_num_dense_layers": 1,
+    "shared_experts": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "routed_bias": True,
+}
+"""The batch split schedule, and what its decoder and attention take."""
 IN_KINDS = (("", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8_full", True), ("fp8_gpu", True))
 """The (string, use_qwix_quantization) that each of them is run under."""
 RULES = [{"path": ".*/wo", "recipe": None}, {"path": ".*/query", "recipe": "aqt_fp8"}]
@@ -126,19 +140,8 @@ def cases() -> Iterator[Case]:
         for kind in KINDS:
             yield from (Case(path, kind, string, qwix) for string, qwix in IN_KINDS)
         yield Case(path, "rules", "int8")
-        split = (("use_batch_split_schedule", True), ("decoder_block", "deepseek"), ("attention_type", "mla"))
-        # What that decoder, its attention and the schedule take: heads for keys as for queries, ranks, experts, layers.
-        split = (*split, ("base_num_kv_heads", 2), ("first_num_dense_layers", 1), ("shared_experts", 1))
-        split = (
-            *split,
-            ("base_num_decoder_layers", 5),
-            ("q_lora_rank", 16),
-            ("kv_lora_rank", 16),
-            ("routed_bias", True),
-        )
-        split = (*split, *((name, EXPERTS[name]) for name in EXPERTS if name != "decoder_block"))
-        for more in (split, (*split, ("use_manual_quantization", True))):
-            yield Case(path, "", "fp8_full", True, more)
+        for more in (SPLIT, SPLIT | {"use_manual_quantization": True}):
+            yield Case(path, "", "fp8_full", True, tuple(more.items()))
 
 
 @dataclasses.dataclass

@@ -28,8 +28,6 @@ from jaxquant.aot.topology import environment, require_compiler
 
 PROGRAM = "train.audit:program"
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
-
-
 NAME = "python -m jaxquant.audit"
 
 

@@ -147,8 +147,11 @@ def find_kernels(
     _refuse_converted(variables["params"])
     layers = linen_kernels(model, backend, decided, variables, *example_inputs, **example_kwargs)
     recipes = decided.recipes
-    layers = {path: each for path, each in layers.items() if path in recipes}
-    layers = {path: each for path, each in layers.items() if not each.is_one_matmul(decided.sites.get(path))}
+    layers = {
+        path: layer
+        for path, layer in layers.items()
+        if path in recipes and not layer.is_one_matmul(decided.sites.get(path))
+    }
     for layer in layers.values():
         _check(layer, variables)
     return layers

@@ -169,16 +169,22 @@ def test_the_accumulator_is_asked_of_the_matmul(accumulator, name):
     assert line.rstrip().endswith(f"-> tensor<{M}x{N}x{spelled}>")
 
 
-@pytest.mark.parametrize("name", ["int8_delayed", "int8"])
-@pytest.mark.parametrize(
-    ("platform", "devices", "summed"), [("tpu", 2, "bf16"), ("tpu", 1, "i32"), ("gpu", 2, "i32"), ("cpu", 2, "i32")]
-)
-def test_an_integer_weight_gradient_is_sent_in_its_own_dtype_between_tpus(platform, devices, summed, name):
+def on_absent_devices(platform, devices):
+    """An activation whose rows are cut over devices that are not here, and a whole weight."""
     chip = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
     mesh = AbstractMesh((devices,), ("x",), abstract_device=chip)
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
     x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16, sharding=rows)
     w = jax.ShapeDtypeStruct((K, N), jnp.bfloat16, sharding=whole)
+    return x, w
+
+
+@pytest.mark.parametrize("name", ["int8_delayed", "int8"])
+@pytest.mark.parametrize(
+    ("platform", "devices", "summed"), [("tpu", 2, "bf16"), ("tpu", 1, "i32"), ("gpu", 2, "i32"), ("cpu", 2, "i32")]
+)
+def test_an_integer_weight_gradient_is_sent_in_its_own_dtype_between_tpus(platform, devices, summed, name):
+    x, w = on_absent_devices(platform, devices)
     recipe = DISTINCT[name]
     product = lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe, state=initial_state(recipe)).sum()  # noqa: E731
     text = str(jax.jit(jax.grad(product, 1)).trace(x, w).jaxpr)
@@ -188,11 +194,7 @@ def test_an_integer_weight_gradient_is_sent_in_its_own_dtype_between_tpus(platfo
 
 @pytest.mark.parametrize(("platform", "added"), [("tpu", "bf16"), ("cpu", "f32")])
 def test_parts_with_scales_of_their_own_are_added_between_tpus_in_the_gradients_dtype(platform, added):
-    chip = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
-    mesh = AbstractMesh((2,), ("x",), abstract_device=chip)
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
-    x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16, sharding=rows)
-    w = jax.ShapeDtypeStruct((K, N), jnp.bfloat16, sharding=whole)
+    x, w = on_absent_devices(platform, 2)
     recipe = DISTINCT["int8"]
     recipe = dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=2))
     product = lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe).sum()  # noqa: E731

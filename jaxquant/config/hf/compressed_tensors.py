@@ -63,10 +63,9 @@ def read(config: Section) -> CheckpointQuantization:
             raise TypeError(f"{groups.place} has the key {key!r}, which is not a string")
         group = groups.section(key)
         spec = _layer(group, _format(group, whole_format))
-        targets = group.texts("targets")
-        if not targets and group.data.get("targets") is not None:
+        targets = ("Linear",) if group.data.get("targets") is None else group.texts("targets")
+        if not targets:
             raise ValueError(f"{group.where('targets')} is empty: the group is of no layer; target 'Linear' for all")
-        targets = targets or ("Linear",)
         for index, target in enumerate(targets):
             place = f"{group.where('targets')}[{index}]"
             if re.fullmatch(r"[A-Z]\w*", target) and target != "Linear":
