@@ -68,7 +68,8 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[
     reports = {report.path: report for report in layers or ()}
     labeled, reading = label_contractions(closed, names, contractions(closed, names), reports)
     asked = QuantConfig() if config is None else QuantConfig.from_any(config)
-    has_config, backend = config is not None or layers is not None, load(asked.resolved_backend or "native")
+    has_config = config is not None or layers is not None
+    backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
     decide = _Decider(reports, asked.resolver(), has_config, reading, _sites(labeled), backend)
     rows = tuple(_row(each, decide) for each in labeled)
     return Coverage(rows, tuple(_missing(labeled, decide)), tuple(_nothing_seen(rows, decide)))

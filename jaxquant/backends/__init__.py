@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 from jaxquant.backends.base import RANDOM_STREAM, Backend
@@ -13,13 +14,16 @@ from jaxquant.config.backends import BACKENDS
 __all__ = ["RANDOM_STREAM", "Backend", "load"]
 
 
-def load(name: str) -> Backend:
+@functools.lru_cache
+def load(name: str, *, is_completed: bool = False) -> Backend:
     """Import a backend, with the library that it needs.
 
     Args:
       name: a key of ``BACKENDS``.
+      is_completed: whether native computes the contractions for which the library has no op.
 
     Raises:
       ImportError: its library is missing or of another series; says what to install.
     """
-    return importlib.import_module(BACKENDS[name].module).BACKEND  # pyright: ignore[reportArgumentType]
+    backend = importlib.import_module(BACKENDS[name].module).BACKEND  # pyright: ignore[reportArgumentType]
+    return backend.completed_by(load("native")) if is_completed and name != "native" else backend

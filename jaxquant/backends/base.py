@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +133,14 @@ class Backend:
         """
         return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
+    def runner(self, operation: str, recipe: Recipe) -> Backend:
+        """Return the backend that computes a contraction: this one, unless it was completed and lacks the op.
+
+        Args:
+          operation, recipe: as ``unsupported`` takes them.
+        """
+        return self
+
     def contract(
         self,
         lhs: Array,
@@ -162,6 +171,47 @@ class Backend:
           NotImplementedError: an option that the backend would drop.
         """
         raise self._absent("op for a function")
+
+    def ragged_dot(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        group_sizes: Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+    ) -> Array:
+        """Compute ``jax.lax.ragged_dot`` of rows and a weight for each group of them, as ``contract`` a matmul.
+
+        Args:
+          lhs, rhs, group_sizes, precision, preferred_element_type: as for ``jax.lax.ragged_dot``.
+          recipe, state, key: as for ``contract``; a state for each group.
+
+        Raises:
+          NotImplementedError: an option that the backend would drop.
+        """
+        raise self._absent("ragged_dot for a function")
+
+    def conv_general_dilated(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+        **options: Any,
+    ) -> Array:
+        """Compute ``jax.lax.conv_general_dilated`` of data and a kernel, as ``contract`` a matmul.
+
+        Args:
+          lhs, rhs, options: as for ``jax.lax.conv_general_dilated``.
+          recipe, state, key: as for ``contract``.
+        """
+        raise self._absent("convolution for a function")
 
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether contractions of one recipe can share an activation that is quantized once."""
@@ -211,6 +261,21 @@ class Backend:
         """
         raise self._absent("conversion of a kernel")
 
+    def convert_groups(
+        self, recipe: Recipe, rhs: Array, state: Mapping[str, Mapping[str, Array]]
+    ) -> tuple[QTensor, Array | None]:
+        """Quantize the weights of a ragged matmul as its op does in training.
+
+        Args:
+          recipe: all numbers.
+          rhs: shape (groups, contracting, free).
+          state: of all groups.
+
+        Returns:
+          As ``convert_kernel``; static scales have a leading axis of groups.
+        """
+        raise self._absent("conversion of the weights of a ragged matmul")
+
     def dot_general(self, lhs: Array, rhs: ConvertedKernel, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
         """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
 
@@ -236,6 +301,26 @@ class LibraryBackend(Backend):
     """
 
     serving: ClassVar[Any]
+    _native: Backend | None = None
+
+    def completed_by(self, native: Backend) -> LibraryBackend:
+        """Return this backend with another that computes what the library has no op for."""
+        completed = copy.copy(self)
+        completed._native = native
+        return completed
+
+    def runner(self, operation: str, recipe: Recipe) -> Backend:
+        """Return what computes a contraction; see ``Backend.runner``."""
+        return self if self._native is None or not self.lacks(operation, recipe) else self._native
+
+    def unsupported(self, operation: str, recipe: Recipe) -> str:
+        """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
+        why = self.lacks(operation, recipe)
+        return why if not why or self._native is None else self._native.unsupported(operation, recipe)
+
+    def lacks(self, operation: str, recipe: Recipe) -> str:
+        """Explain why the library itself does not run an operation by a recipe, "" where it does."""
+        return super().unsupported(operation, recipe)
 
     def train(
         self, lhs: Array, rhs: Array, dimension_numbers: Any, *, recipe: Recipe, key: Array | None = None

@@ -105,6 +105,38 @@ class NativeBackend(Backend):
             prepared=prepared,
         )
 
+    def ragged_dot(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        group_sizes: Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+    ) -> Array:
+        """Compute ``ops.ragged_dot``; see ``Backend.ragged_dot``."""
+        lhs = native.activation_as_read(recipe, lhs, rhs)
+        return ops.ragged_dot(
+            lhs, rhs, group_sizes, precision, preferred_element_type, recipe=recipe, state=state, key=key
+        )
+
+    def conv_general_dilated(
+        self,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        *,
+        recipe: Recipe,
+        state: QuantState | None = None,
+        key: Array | None = None,
+        **options: Any,
+    ) -> Array:
+        """Compute ``ops.conv_general_dilated``; see ``Backend.conv_general_dilated``."""
+        lhs = native.activation_as_read(recipe, lhs, rhs)
+        return ops.conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=state, key=key)
+
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether a quantized activation depends on nothing of a contraction; see ``Backend.can_share``."""
         return can_share(recipe)
@@ -132,6 +164,12 @@ class NativeBackend(Backend):
     ) -> tuple[QTensor, Array | None]:
         """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
         return native.convert_kernel(recipe, kernel, axes, state, batch)
+
+    def convert_groups(
+        self, recipe: Recipe, rhs: Array, state: Mapping[str, Mapping[str, Array]]
+    ) -> tuple[QTensor, Array | None]:
+        """Quantize the weights of a ragged matmul; see ``Backend.convert_groups``."""
+        return ragged.convert_kernel(recipe, rhs, {tensor: dict(fields) for tensor, fields in state.items()})
 
     def dot_general(
         self,

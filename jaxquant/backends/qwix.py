@@ -10,6 +10,8 @@ What Qwix does in its own way, under every recipe:
 - Both backward matmuls round with the same noise.
 - ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; a contraction that has one is
   refused.
+- The weights of a ragged matmul have one scale for each column, which all groups share, and its gradients' scales take
+  rows behind the last group in.
 - An operand of the same shape as a parameter counts as a weight. ``dot_general`` here gives the kernel more axes than
   any activation has, and a jit of its own, so that roles come from the call as with the other backends.
 
@@ -47,7 +49,7 @@ def _rules(recipes: Mapping[str, Recipe]) -> list[qwix.QtRule]:
     return [
         qwix.QtRule(
             module_path="|".join(re.escape(path) for path in paths),
-            op_names=("dot_general", "einsum"),
+            op_names=("dot_general", "einsum", "ragged_dot"),
             **to_qwix(recipe),
         )
         for recipe, paths in groups.items()
@@ -154,3 +156,28 @@ def dot_general(
         return quantized.apply({"params": {"kernel": kernel}}, lhs)  # pyright: ignore[reportReturnType]
 
     return run(lhs, rhs.reshape((1,) * (1 + max(0, lhs.ndim - rhs.ndim)) + rhs.shape))
+
+
+class _Groups(nn.Module):
+    """One ragged matmul by the parameter ``kernel``, for Qwix to quantize."""
+
+    def __call__(self, lhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        kernel = self.get_variable("params", "kernel")
+        assert kernel is not None
+        return jax.lax.ragged_dot(lhs, kernel, group_sizes)
+
+
+def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, recipe: Recipe) -> jax.Array:
+    """Contract groups of rows with float weights as Qwix trains; see ``dot_general``.
+
+    Args:
+      lhs, rhs, group_sizes: as for ``jax.lax.ragged_dot``.
+      recipe: all numbers, without a ``qwix_config.ragged_lack``.
+    """
+    quantized = qwix.quantize_model(_Groups(parent=None), make_provider(_rules({"": recipe})))
+
+    @jax.jit
+    def run(lhs: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+        return quantized.apply({"params": {"kernel": kernel}}, lhs, sizes)  # pyright: ignore[reportReturnType]
+
+    return run(lhs, rhs, group_sizes)

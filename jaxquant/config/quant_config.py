@@ -31,7 +31,8 @@ class QuantConfig(options.Options):
 
     Attributes:
       quantization: config string, a key of ``RECIPES``; "" is none.
-      quant_backend: ``auto`` (the backend of the string's row), ``aqt``, ``qwix`` or ``native``.
+      quant_backend: ``auto`` (the backend of the string's row, and native for what that has no op for), ``aqt``,
+        ``qwix`` or ``native``.
       implementation: what computes the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
         where they can, XLA elsewhere); null picks. Numbers do not depend on it.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
@@ -120,6 +121,11 @@ class QuantConfig(options.Options):
                 f"set it to {_or(_common_backends(strings))}"
             )
         return autos.pop()  # pyright: ignore[reportReturnType]
+
+    @property
+    def leaves_backend_open(self) -> bool:
+        """Whether the user left the backend open, so that native computes what the one that runs has no op for."""
+        return self.quant_backend == "auto" and not self.use_qwix_quantization
 
     @property
     def strings(self) -> list[str]:

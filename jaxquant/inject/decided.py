@@ -9,6 +9,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxquant.backends import load
 from jaxquant.config.backends import BackendName
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision, Resolver
@@ -89,9 +90,16 @@ class Decided:
         for path, shape in shapes.items():
             decision = self(path, self._sizes.get(path, 0))
             recipe = decision.recipe
-            name, backend = (None, None) if recipe is None else (recipe.name, self.backend)
+            name, backend = (None, None) if recipe is None else (recipe.name, self._runner(path, recipe))
             reports.append(LayerReport(path, name, backend, shape, matmul_dtypes(recipe), decision.reason))
         return reports
+
+    def _runner(self, path: str, recipe: Recipe) -> BackendName | None:
+        """Return the name of the backend that computes a layer."""
+        if self.backend is None or path not in self.sites:
+            return self.backend
+        backend = load(self.backend, is_completed=self.config.leaves_backend_open)
+        return backend.runner(self.sites[path].operation, recipe).name
 
     @functools.cached_property
     def _own(self) -> set[str]:

@@ -51,7 +51,8 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
         if handle is not None:
             if handle.quant_mode is not QuantMode.TRAIN:
                 return model
-            config = dataclasses.replace(config, quant_backend=handle.backend)
+            if handle.backend != config.resolved_backend:
+                config = dataclasses.replace(config, quant_backend=handle.backend)
             model = maxtext.without_op_state(model) if isinstance(model, nnx.Module) else model
         if (resolver := config.resolver()) is not None:
             refuse_accumulation(program, resolver)

@@ -30,7 +30,7 @@ from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
-from jaxquant.core.sharding import explicit_sharding, varying_axes
+from jaxquant.core.sharding import device_key, explicit_sharding, fit_varying, varying_axes
 from jaxquant.ops import pieces
 from jaxquant.ops.arguments import QuantState, check_float, check_state, hashable_precision
 from jaxquant.ops.contract import accumulator_dtype
@@ -57,6 +57,8 @@ class _Static:
     rhs: jax.ShapeDtypeStruct
     out_dtype: str
     precision: Any
+    lhs_varies: frozenset[str]
+    rhs_varies: frozenset[str]
 
     def convolve(self, lhs: Array, rhs: Array, dtype: str | None = None, precision: Any = None) -> Array:
         return jax.lax.conv_general_dilated(
@@ -148,6 +150,8 @@ def conv_general_dilated(
         jax.ShapeDtypeStruct(rhs.shape, jnp.dtype(rhs.dtype)),
         jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name,
         hashable_precision(precision),
+        varying_axes(lhs),
+        varying_axes(rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs),
     )
     if isinstance(rhs, ConvertedKernel):
         check_scales("conv_general_dilated", rhs, (static.feature,))
@@ -170,10 +174,10 @@ def _check(lhs: Array, rhs: Array | ConvertedKernel, recipe: Recipe, batch_group
     is_converted = isinstance(rhs, ConvertedKernel)
     check_float("conv_general_dilated", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
     for name, operand in (("lhs", lhs), ("rhs", rhs.tensor.qvalue if is_converted else rhs)):
-        if varying_axes(operand) or explicit_sharding(operand) is not None:
+        if explicit_sharding(operand) is not None:
             raise NotImplementedError(
-                f"conv_general_dilated {name} is split over devices in its type (shard_map, or an explicit mesh); "
-                "quantized convolutions of such operands are not implemented"
+                f"conv_general_dilated {name} is split over devices in its type, by an explicit mesh; quantized "
+                "convolutions of such operands are not implemented"
             )
     if batch_group_count != 1:
         raise NotImplementedError(f"conv_general_dilated batch_group_count {batch_group_count} is not quantized; use 1")
@@ -206,8 +210,8 @@ def _forward(static: _Static, lhs: Array, rhs: Array, state: QuantState, key: Ar
 def _backward(static: _Static, residuals, grad: Array):
     (lhs, rhs, lhs_mask, rhs_mask), state, lhs_seen, rhs_seen, key = residuals
     recipe, numbers = static.recipe, static.numbers
-    if key is None and recipe.is_stochastic:
-        key = content_key(grad)
+    if recipe.is_stochastic:
+        key = content_key(grad) if key is None else device_key(key, grad)
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
     shared, grad_seen = None, None
     if "output_grad" in state:
@@ -271,9 +275,10 @@ def _backward(static: _Static, residuals, grad: Array):
     for name, old in state.items():
         assert recipe.delayed is not None
         scale, amax = observations[name]
-        observed[name] = delayed.observe(old, scale, amax, recipe.delayed)
+        new = delayed.observe(old, scale, amax, recipe.delayed)
+        observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
     dlhs, drhs = masked(dlhs, lhs_mask, static.lhs.dtype), masked(drhs, rhs_mask, static.rhs.dtype)
-    return dlhs, drhs, observed, None
+    return fit_varying(dlhs, static.lhs_varies), fit_varying(drhs, static.rhs_varies), observed, None
 
 
 def _conv_bwd(static: _Static, residuals, grad: Array):
@@ -304,7 +309,8 @@ def _served_gradient(static: _Static, grad: Array, weight: ConvertedKernel, key:
     """Compute the gradient that the dequantized kernel gives."""
     dtype = accumulator_dtype(None, static.out_dtype)
     kernel = dequantize(weight.tensor, grad.dtype.name)
-    return _transposed(static, grad, kernel, True, dtype, jax.lax.Precision.HIGHEST)
+    out = _transposed(static, grad, kernel, True, dtype, jax.lax.Precision.HIGHEST)
+    return fit_varying(out, static.lhs_varies)
 
 
 def _product(static: _Static, left: QTensor | Array, right: QTensor | Array) -> Array:

@@ -17,6 +17,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import absolute, compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_SCALE, power_of_two_below
+from jaxquant.core.sharding import over_devices
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.operand import forward_key
 
@@ -85,15 +86,19 @@ def quantize_rows(
         tensor = quantize(x, spec, (1,), key=key, floor=floor)
         return Rows(tensor.qvalue, tensor.scale, False)
     by_column = spec.granularity == "per_channel" and contracts_rows and spec.calibration.method != "fixed"
+    is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
     amax = group_amax(x, ids, groups)
     statistic = amax if by_column else amax.max(axis=1, keepdims=True)
+    statistic = over_devices(jax.lax.pmax, statistic, x) if is_whole else statistic
     if spec.calibration.method == "rms":
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
         squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
         total = jax.ops.segment_sum(squares, ids, groups + 1, indices_are_sorted=True)[:groups]
         total = total if by_column else total.sum(axis=1, keepdims=True)
-        count = jnp.maximum(sizes, 1)[:, None] * (1 if by_column else x.shape[1])
-        statistic = jnp.sqrt(total / count) * unit
+        count = sizes[:, None] * (1 if by_column else x.shape[1])
+        if is_whole:
+            total, count = (over_devices(jax.lax.psum, each, x) for each in (total, count))
+        statistic = jnp.sqrt(total / jnp.maximum(count, 1)) * unit
     # The statistic of one number is that number.
     own = dataclasses.replace(spec, granularity="per_channel")
     scale = compute_scale(statistic, own, (1, 1), floor).scale

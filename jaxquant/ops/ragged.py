@@ -28,7 +28,7 @@ from jaxquant.core.quantize import absolute, quantize_with_scale
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
-from jaxquant.core.sharding import explicit_sharding, varying_axes
+from jaxquant.core.sharding import device_key, explicit_sharding, fit_varying, over_devices, varying_axes
 from jaxquant.ops import arguments
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype
@@ -59,6 +59,8 @@ class _Static:
     rhs_dtype: str
     out_dtype: str
     precision: Any
+    lhs_varies: frozenset[str]
+    rhs_varies: frozenset[str]
 
 
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
@@ -104,7 +106,8 @@ def ragged_dot(
     _check(lhs, rhs, group_sizes, recipe)
     precision = arguments.hashable_precision(precision)
     out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name
-    static = _Static(recipe, lhs.dtype.name, jnp.dtype(rhs.dtype).name, out, precision)
+    varies = [varying_axes(x) for x in (lhs, rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs)]
+    static = _Static(recipe, lhs.dtype.name, jnp.dtype(rhs.dtype).name, out, precision, *varies)
     if isinstance(rhs, ConvertedKernel):
         check_input_scale(recipe, rhs)
         run, gradient = functools.partial(_served, static), functools.partial(_served_gradient, static)
@@ -145,10 +148,10 @@ def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe:
         check_scales("ragged_dot", rhs, (0, 2))
     arguments.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, ConvertedKernel) else {"rhs": rhs}))
     for name, operand in (("lhs", lhs), ("rhs", weights)):
-        if varying_axes(operand) or explicit_sharding(operand) is not None:
+        if explicit_sharding(operand) is not None:
             raise NotImplementedError(
-                f"ragged_dot {name} is split over devices in its type (shard_map, or an explicit mesh); scales of "
-                "groups that lie on several devices are not implemented"
+                f"ragged_dot {name} is split over devices in its type, by an explicit mesh; scales of groups that lie "
+                "on several devices are not implemented there"
             )
     if why := unsupported(recipe):
         raise NotImplementedError(f"recipe {recipe.name!r} has {why}, which ragged_dot does not run")
@@ -182,8 +185,8 @@ def _backward(static: _Static, residuals, grad: Array):
     (lhs, rhs, lhs_mask, rhs_mask), sizes, state, lhs_seen, rhs_seen, key = residuals
     recipe, ids = static.recipe, group_of_rows(sizes, grad.shape[0])
     state = with_groups(recipe, state)
-    if key is None and recipe.is_stochastic:
-        key = content_key(grad)
+    if recipe.is_stochastic:
+        key = content_key(grad) if key is None else device_key(key, grad)
     keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
     shared, grad_seen = None, None
     if "output_grad" in state:
@@ -197,9 +200,12 @@ def _backward(static: _Static, residuals, grad: Array):
     observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {name: observe(old, *observations[name]) for name, old in state.items()}
     observed = {name: _only_used(new, scaling_groups(recipe, ids, sizes)[1]) for name, new in observed.items()}
+    for name, new in observed.items():
+        whole = varying_axes(state[name]["scale"])
+        observed[name] = jax.tree.map(lambda x: fit_varying(x, whole), new)  # noqa: B023
     observed = jax.tree.map(lambda x: x[0], observed) if recipe.shares_experts else observed
     dlhs, drhs = masked(dlhs, lhs_mask, static.lhs_dtype), masked(drhs, rhs_mask, static.rhs_dtype)
-    return dlhs, drhs, None, observed, None
+    return fit_varying(dlhs, static.lhs_varies), fit_varying(drhs, static.rhs_varies), None, observed, None
 
 
 def _ragged_bwd(static: _Static, residuals, grad: Array):
@@ -227,7 +233,8 @@ def _served(static: _Static, lhs: Array, weight: ConvertedKernel, sizes: Array, 
 def _served_gradient(static: _Static, grad: Array, weight: ConvertedKernel, sizes: Array, key: Array | None) -> Array:
     """Compute the gradient that the dequantized weights give."""
     ids, rhs = group_of_rows(sizes, grad.shape[0]), dequantize(weight.tensor, grad.dtype.name)
-    return jnp.where((ids < sizes.size)[:, None], _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST"), 0)
+    out = jnp.where((ids < sizes.size)[:, None], _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST"), 0)
+    return fit_varying(out, static.lhs_varies)
 
 
 def _alike(static: _Static, left: Rows | Array, right: QTensor | Array, ids: Array) -> Any:
@@ -302,7 +309,7 @@ def _delayed_rows(
 ):
     """Quantize rows with the scale of their group's history. Returns them and (scale, amax) of each group."""
     own, _ = scaling_groups(static.recipe, ids, sizes)
-    amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
+    amax = over_devices(jax.lax.pmax, group_amax(x, own, state["scale"].shape[0]).max(axis=1), x)
     scale = _current_scale(static.recipe, state, amax, spec, floor)
     return _rows_with_scale(static, x, spec, ids, scale), (scale, amax)
 
@@ -336,7 +343,7 @@ def _forward_weights(recipe: Recipe, x: Array, state: QuantState, key: Array | N
     if spec.scaling != "delayed":
         return quantize_weights(recipe, x, spec, 0, key), None
     amax = jnp.max(absolute(x), axis=(1, 2))
-    amax = jnp.max(amax, keepdims=True) if recipe.shares_experts else amax
+    amax = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True) if recipe.shares_experts else amax, x)
     scale = _current_scale(recipe, state["kernel"], amax, spec)
     compute = scale_dtype(recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), (scale, amax)

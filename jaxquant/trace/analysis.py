@@ -181,8 +181,9 @@ class Analysis:
         return [plan for plan, _ in runs], outs
 
     def _shards(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
-        parts = [flows.enter_shards(each, spec) for each, spec in zip(ins, eqn.params["in_specs"], strict=True)]
-        body, outs = self._run(eqn.params["jaxpr"], parts, dataclasses.replace(place, is_sharded=True))
+        sizes = eqn.params["mesh"].shape
+        parts = [flows.enter_shards(each, spec, sizes) for each, spec in zip(ins, eqn.params["in_specs"], strict=True)]
+        body, outs = self._run(eqn.params["jaxpr"], parts, place)
         return [body], [flows.leave_shards(each, ins) for each in outs]
 
     def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:

@@ -19,10 +19,8 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
-from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.dot_general import QuantState, initial_state
 from jaxquant.ops.implementation import settle
-from jaxquant.ops.ragged import ragged_dot
 from jaxquant.trace.plan import Contraction, Key, Plan, Reading
 from jaxquant.trace.structure import Transpose
 
@@ -243,6 +241,7 @@ def contract(
     """
     recipe = site.recipe
     assert recipe is not None
+    backend = backend.runner(site.operation, recipe)
     given: dict[str, Any] = {}
     assert site.side is not None
     if not isinstance(operands[site.side], ConvertedKernel):
@@ -253,16 +252,15 @@ def contract(
         for piece in ("dot_general", "quantize"):
             settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
     if site.operation == "ragged_dot_general":
-        lhs, rhs, sizes = operands
-        lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
         out_dtype = eqn.outvars[0].aval.dtype
-        return ragged_dot(lhs, rhs, sizes, eqn.params["precision"], out_dtype, recipe=recipe, state=given, key=key)
+        lhs, rhs, sizes = operands
+        precision = eqn.params["precision"]
+        return backend.ragged_dot(lhs, rhs, sizes, precision, out_dtype, recipe=recipe, state=given, key=key)
     if site.operation == "conv_general_dilated":
-        lhs, rhs = operands
         options = {name: eqn.params[name] for name in _CONVOLUTION}
-        lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs
         options["preferred_element_type"] = eqn.outvars[0].aval.dtype
-        return conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=given, key=key)
+        lhs, rhs = operands
+        return backend.conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=given, key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     activation, weight = operands
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)

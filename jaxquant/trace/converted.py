@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.backends import load
+from jaxquant.backends import Backend, load
 from jaxquant.backends._weights import check_converted, settle_input_scale
 from jaxquant.config.backends import BackendName
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.ops import ragged
 from jaxquant.trace.contract import batch_first, leading_axes, nested_state, without_batch
 from jaxquant.trace.plan import Contraction, Key, Plan
 from jaxquant.trace.routes import Lost, Route, Routes
@@ -239,9 +238,10 @@ class _Job:
     batch: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, backend: BackendName, site: Contraction, route: Route) -> _Job:
+    def of(cls, chosen: Backend, site: Contraction, route: Route) -> _Job:
         assert site.side is not None
         assert site.recipe is not None
+        backend = chosen.runner(site.operation, site.recipe).name
         axes, batch = site.weight_axes
         if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
             return cls(site.operation, backend, site.recipe, route.steps, len(site.stack), axes, batch)
@@ -258,7 +258,7 @@ def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -
 
     def convert_one(weight: Array, state: Any) -> tuple[QTensor, Array | None]:
         if job.operation == "ragged_dot_general":
-            return ragged.convert_kernel(job.recipe, weight, state)
+            return load(job.backend).convert_groups(job.recipe, weight, state)
         tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state, job.batch)
         return tensor, None if scale is None else scale.reshape((1,) * weight.ndim)
 
@@ -277,7 +277,7 @@ def convert(
     plan: Plan,
     leaves: Sequence[Any],
     states: Mapping[Key, Mapping[str, Array]],
-    backend: BackendName,
+    backend: Backend,
     skip: Collection[int] = (),
 ) -> tuple[list[Any], dict[str, str]]:
     """Convert every leaf that is the weight of a quantized contraction, as the training forward quantizes it.

@@ -94,7 +94,7 @@ class Engine:
     def __init__(self, config: QuantConfig, dialect: Dialect, backend: BackendName | None) -> None:
         self.config, self.dialect = config, dialect
         self.resolver: Resolver | None = config.resolver()
-        self.backend = load(backend or "native")
+        self.backend = load(backend or "native", is_completed=config.leaves_backend_open)
         for recipe in () if self.resolver is None else self.resolver.recipes:
             self.backend.check(recipe)
         self.decisions: Decisions | None = None
@@ -180,7 +180,7 @@ class Engine:
         states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
         states = contract.joined_states(analysis.plan, states)
         left = {index for index, name in enumerate(array_names(static)) if name in skip}
-        leaves, reasons = converted.convert(analysis.plan, arrays[0], states, self.backend.name, left)
+        leaves, reasons = converted.convert(analysis.plan, arrays[0], states, self.backend, left)
         what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
         text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
         if reasons and self.config.strict:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 Stack = tuple[tuple[int, int], ...]
@@ -111,9 +112,15 @@ def leave_scan(flow: Flow, level: int) -> Flow:
     )
 
 
-def enter_shards(flow: Flow, spec: Any) -> Flow:
-    """Describe one device's part of an operand of a shard_map."""
-    axes = tuple(axis for axis, names in enumerate(spec) if names not in (None, ()))
+def split_axes(spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the axes that a partition spec splits over the devices of a mesh of these sizes."""
+    names = [(each,) if isinstance(each, str) else each or () for each in spec]
+    return tuple(axis for axis, each in enumerate(names) if math.prod(sizes[name] for name in each) > 1)
+
+
+def enter_shards(flow: Flow, spec: Any, sizes: Mapping[str, int]) -> Flow:
+    """Describe one device's part of an operand of a shard_map, on a mesh of these sizes."""
+    axes = split_axes(spec, sizes)
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=tuple(sorted({*leaf.split, *axes}))))
 
 

@@ -23,7 +23,6 @@ class Place:
       scopes: name scopes.
       is_differentiated: whether it is part of a derivative that the function takes itself.
       is_backward: whether of that derivative's backward pass.
-      is_sharded: whether a shard_map is around.
       is_einsum: whether a ``jnp.einsum`` is around.
       closed: why nothing in it can be replaced, or "".
     """
@@ -33,7 +32,6 @@ class Place:
     scopes: tuple[str, ...] = ()
     is_differentiated: bool = False
     is_backward: bool = False
-    is_sharded: bool = False
     is_einsum: bool = False
     closed: str = ""
 
@@ -58,9 +56,9 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return place.closed
     if place.is_differentiated:
         return "part of a derivative that the function takes itself; quantize what is differentiated instead"
-    if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn, place)):
+    if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn)):
         return why
-    if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn, place)):
+    if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn)):
         return why
     if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
         return "contracts no axis"
@@ -76,7 +74,7 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     return ""
 
 
-def _unusual_ragged(site: Contraction, eqn: Any, place: Place) -> str:
+def _unusual_ragged(site: Contraction, eqn: Any) -> str:
     """Explain why a ragged matmul is not the one of ``jax.lax.ragged_dot``; "" where it is."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
@@ -85,12 +83,12 @@ def _unusual_ragged(site: Contraction, eqn: Any, place: Place) -> str:
         return "a ragged matmul of other dimensions than those of jax.lax.ragged_dot"
     if eqn.params["group_offset"] is not None:
         return "a ragged matmul with a group_offset"
-    return "a ragged matmul inside a shard_map" if place.is_sharded else ""
+    return ""
 
 
-def _unusual_convolution(site: Contraction, eqn: Any, place: Place) -> str:
+def _unusual_convolution(site: Contraction, eqn: Any) -> str:
     if site.side != 1:
         return "a convolution whose first operand is the parameter"
     if eqn.params["batch_group_count"] != 1:
         return f"a convolution with batch_group_count {eqn.params['batch_group_count']}"
-    return "a convolution inside a shard_map" if place.is_sharded else ""
+    return ""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from jaxquant.trace import flow as flows
 from jaxquant.trace.analysis import JITS, REMATS, scan_counts
 from jaxquant.trace.plan import Contraction, Key, Plan
 from jaxquant.trace.registry import CUSTOM
@@ -140,9 +141,12 @@ class Routes:
             runs = [self._run(plan, ins[1:]) for plan in inner]
             return [_same(each, "is chosen by a cond") for each in zip(*runs, strict=True)]
         if name == "shard_map":
-            return [_obstructed(out, "is split by a shard_map") for out in self._run(
-                inner[0], [_obstructed(each, "is split by a shard_map") for each in ins]
-            )]  # fmt: skip
+            why, sizes = "is split by a shard_map", eqn.params["mesh"].shape
+            parts = [
+                _obstructed(each, why) if flows.split_axes(spec, sizes) else each
+                for each, spec in zip(ins, eqn.params["in_specs"], strict=True)
+            ]
+            return [_obstructed(out, why) for out in self._run(inner[0], parts)]
         steps = steps_of(eqn)
         if steps is not None and isinstance(ins[0], Route):
             return [ins[0].then(steps)]

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 if __name__ == "__main__":
@@ -26,10 +26,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxquant
+from jaxquant import ops
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import Recipe, SparsitySpec
 from jaxquant.core.rounding import Part, stochastic_cast
-from jaxquant.ops import dot_general, einsum, initial_state, sparsity
+from jaxquant.ops import dot_general, einsum, initial_state, ragged, sparsity
 from tests.ops.recipes import RECIPES
 
 M, K, N = 16, 32, 24
@@ -257,6 +258,62 @@ def parts() -> tuple[dict[str, Any], dict[str, Any]]:
     return found, one | {f"auto {name}": value for name, value in one.items()}
 
 
+SIZES = np.array([5, 0, 9])
+"""Rows of each group on one device, of 16."""
+
+
+def _updated(found: dict[str, Any], state: Any) -> dict[str, Any]:
+    """Put the state of the next step in the place of what was seen of this one."""
+    seen = {tensor: {n: found.pop(f"state/{tensor}/{n}") for n in fields} for tensor, fields in state.items()}
+    new = jaxquant.state.update(state, seen) if state else {}
+    return found | {f"state/{tensor}/{n}": value for tensor, fields in new.items() for n, value in fields.items()}
+
+
+def _by_parts(op: Callable[..., Any], operands: Sequence[Any], state: Any, one: dict[str, Any]) -> dict[str, Any]:
+    """Run with rows split over "data" and the weight on every device, inside ``jax.shard_map`` with its default."""
+    mapped = jax.shard_map(
+        lambda x, w, g, s: _both(x, w, g, s, op),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(P("data"), P(), P("data"), P()),
+        out_specs={name: P("data") if name in ("out", "dx") else P() for name in one},
+    )
+    return _updated(jax.jit(mapped)(*operands, state), state)
+
+
+def groups(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A ragged matmul, of each device's rows, and of all rows on one device."""
+    recipe, rows = RECIPES[name], 4 * 16
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, K)) * jnp.logspace(-1, 1, rows)[:, None]
+    w, g = jax.random.normal(keys[1], (len(SIZES), K, N)), jax.random.normal(keys[2], (rows, N))
+    state = ragged.initial_state(recipe, len(SIZES))
+    ends = np.cumsum([*SIZES, 16 - SIZES.sum()])
+    order = np.concatenate([part.ravel() for part in np.split(np.arange(rows).reshape(4, 16), ends[:-1], axis=1)])
+
+    def op(sizes: np.ndarray) -> Callable[..., Any]:
+        return lambda x, w, s: ops.ragged_dot(x, w, jnp.asarray(sizes), recipe=recipe, state=s)
+
+    one = _updated(_both(x[order], w, g[order], state, op(4 * SIZES)), state)
+    one |= {what: one[what][np.argsort(order)] for what in ("out", "dx")}
+    return _by_parts(op(SIZES), (x, w, g), state, one), one
+
+
+def convolutions(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A convolution of each device's examples, and of all on one device."""
+    recipe = RECIPES[name]
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (8, 10, 6)) * jnp.logspace(-1, 1, 8)[:, None, None]
+    w, g = jax.random.normal(keys[1], (3, 6, 8)), jax.random.normal(keys[2], (8, 10, 8))
+    numbers = ("NWC", "WIO", "NWC")
+
+    def op(x: Any, w: Any, s: Any) -> Any:
+        options: dict[str, Any] = {"dimension_numbers": numbers, "recipe": recipe, "state": s}
+        return ops.conv_general_dilated(x, w, (1,), "SAME", **options)
+
+    one = _updated(_both(x, w, g, initial_state(recipe), op), initial_state(recipe))
+    return _by_parts(op, (x, w, g), initial_state(recipe), one), one
+
+
 EXPLICIT = (
     "fp8",
     "int8",
@@ -294,6 +351,9 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         found[f"{kind} fp8 einsum"] = lambda k=kind: einsums(k, RECIPES["fp8"])
         for name in ("fp8", "int8"):
             found[f"{kind} {name} layers"] = lambda k=kind, n=name: layers(k, n)
+    for name in ("fp8", "fp8_current", "int8"):
+        found[f"manual {name} groups"] = lambda n=name: groups(n)
+        found[f"manual {name} convolutions"] = lambda n=name: convolutions(n)
     for name in ("fp8", "int8"):
         found[f"explicit {name} nnx layers"] = lambda n=name: nnx_layers(n)
     return found

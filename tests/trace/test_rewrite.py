@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxquant
 from jaxquant import ops
 from jaxquant.config.recipes import lookup
+from jaxquant.core.qtensor import ConvertedKernel
 from tests.trace.functions import CURRENT, FP8, float8_dots, normal, primitives, shape
 
 X = shape(6, 8)
@@ -160,9 +161,9 @@ def test_shard_map(is_inside):
 
 
 def test_weights_that_a_shard_map_splits_along_experts_or_layers_are_named():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
     sharded = lambda fn: jax.shard_map(fn, mesh=mesh, in_specs=(P("d"), P()), out_specs=P(None), check_vma=False)  # noqa: E731
-    experts = lambda p, x: sharded(lambda w, x: jnp.einsum("edf,ed->ef", w, x))(p["w"], x) @ p["v"]  # noqa: E731
+    experts = lambda p, x: sharded(lambda w, x: jnp.einsum("edf,ed->ef", w, x[:3]))(p["w"], x) @ p["v"]  # noqa: E731
     layers = lambda p, x: sharded(lambda w, x: jax.lax.scan(lambda h, w: (h @ w, None), x, w)[0])(p["w"], x) @ p["v"]  # noqa: E731
     p = {"w": shape(6, 8, 8), "v": shape(8, 8)}
     for fn, reason in ((experts, "has batch axes and is split"), (layers, "stack of layers is split")):
@@ -298,3 +299,31 @@ def test_an_operation_that_does_not_run_a_recipe_says_so():
         jaxquant.quantize(fn, config | {"strict": True}).init(p, X)
     with pytest.raises(NotImplementedError, match="rule 'c' at 'c': recipe 'int8' has"):
         jaxquant.quantize(fn, config | {"rules": [{"path": "c", "recipe": "int8"}]}).init(p, X)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("string", ["fp8", "fp8_current", "fp8_full"])
+def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside(string, check):
+    """On a mesh of one device, whose partition specs split nothing; trained, and served to the same bits."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    params = {"experts": normal(0, 3, 8, 6), "filter": {"kernel": normal(1, 3, 6, 4)}}
+    x = normal(2, 2, 10, 8)
+
+    def plain(p, x):
+        rows = jax.lax.ragged_dot(x.reshape(-1, 8), p["experts"], jnp.array([9, 6, 3]))
+        rows = jnp.tanh(rows).reshape(2, 10, 6)
+        return jax.lax.conv_general_dilated(
+            rows, p["filter"]["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    specs = ({"experts": P("d"), "filter": {"kernel": P(None, None, "d")}}, P("d"))
+    sharded = jax.shard_map(plain, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=check)
+    inside, outside = (jaxquant.quantize(fn, {"quantization": string}) for fn in (sharded, plain))
+    state = outside.init(params, x)
+    assert len(inside.report(params, x).quantized) == 2
+    loss = lambda q: jax.jit(jax.value_and_grad(lambda p, s: jnp.sum(q(p, s, x) ** 2), argnums=(0, 1)))  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, loss(inside)(params, state), loss(outside)(params, state))
+    state = jaxquant.state.update(state, loss(outside)(params, state)[1][1]) if state else state
+    served = inside.convert(params, state, x)
+    assert isinstance(served["experts"], ConvertedKernel)
+    np.testing.assert_array_equal(jax.jit(inside)(served, state, x), jax.jit(inside)(params, state, x))

@@ -1,0 +1,148 @@
+"""Grouped matmuls and convolutions on AQT and Qwix: the library's own, native's where the backend was left open."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+
+import jaxquant
+from jaxquant import ops
+from jaxquant.backends import load
+from jaxquant.backends.qwix_config import to_qwix
+from jaxquant.config.quant_config import QuantConfig
+from tests.trace.functions import normal
+
+SIZES = jnp.array([5, 0, 4])
+PARAMS = {"experts": normal(0, 3, 8, 6), "filter": {"kernel": normal(1, 3, 6, 4)}, "last": {"kernel": normal(2, 4, 5)}}
+X = normal(3, 12, 8)
+
+
+def grouped(p, x):
+    return jax.lax.ragged_dot(x, p["experts"], SIZES)
+
+
+def model(p, x):
+    """Experts, a convolution and a matmul."""
+    rows = jnp.tanh(grouped(p, x)).reshape(2, 6, 6)
+    numbers = ("NWC", "WIO", "NWC")
+    rows = jax.lax.conv_general_dilated(rows, p["filter"]["kernel"], (1,), "SAME", dimension_numbers=numbers)
+    return jnp.tanh(rows) @ p["last"]["kernel"]
+
+
+def recipe_of(config):
+    recipe = QuantConfig.from_any(config).recipe()
+    assert recipe is not None
+    return recipe
+
+
+@pytest.mark.parametrize("string", ["int8", "fp8_full", "fp8_e4m3", "aqt_fp8"])
+def test_auto_leaves_no_contraction_in_float(string):
+    quantized = jaxquant.quantize(model, {"quantization": string})
+    assert [row.recipe for row in quantized.report(PARAMS, X)] == [string] * 3
+
+
+def test_what_the_library_lacks_is_natives_op_to_the_bit():
+    config = {"quantization": "int8"}
+    quantized = jaxquant.quantize(lambda p, x: grouped({"experts": p["w"]["kernel"]}, x), config)
+    params = {"w": {"kernel": PARAMS["experts"]}}
+    expected = ops.ragged_dot(X, PARAMS["experts"], SIZES, recipe=recipe_of(config))
+    np.testing.assert_array_equal(quantized(params, {}, X), expected)
+
+
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_a_backend_that_was_asked_for_is_not_left(backend):
+    rows = jaxquant.quantize(model, {"quantization": "int8", "quant_backend": backend}).report(PARAMS, X).rows
+    assert [row.recipe for row in rows] == [None, None, "int8"]
+    assert all("use quant_backend 'native'" in row.reason for row in rows[:2])
+    rules = [{"path": "experts", "recipe": "int8"}]
+    with pytest.raises(NotImplementedError, match=r"rule 'experts' at 'experts': .*ragged_dot"):
+        jaxquant.quantize(model, {"quantization": "int8", "quant_backend": backend, "rules": rules}).init(PARAMS, X)
+
+
+def test_maxtexts_switch_asks_for_qwix():
+    rows = jaxquant.quantize(model, {"quantization": "int8", "use_qwix_quantization": True}).report(PARAMS, X)
+    assert [row.recipe for row in rows] == [None, None, "int8"]
+
+
+class _Groups(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jax.lax.ragged_dot(x, self.param("experts", nn.initializers.normal(), (3, 8, 6)), SIZES)
+
+
+@pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3", "fp8_e5m2"])
+def test_qwix_groups_are_those_of_a_model_that_qwix_quantized(string):
+    """Trained: output and both gradients; and served to the same bits, with a kernel in 8 bits."""
+    config = {"quantization": string, "quant_backend": "qwix"}
+    rule = qwix.QtRule(module_path=".*", op_names=("ragged_dot",), **to_qwix(recipe_of(config)))
+    theirs = qwix.quantize_model(_Groups(), qwix.QtProvider([rule]))
+    ours = jaxquant.quantize(grouped, config)
+
+    def results(run):
+        out, pull = jax.vjp(run, PARAMS["experts"], X)
+        return out, *pull(normal(4, *out.shape))
+
+    found = jax.jit(lambda: results(lambda w, x: ours({"experts": w}, {}, x)))()
+    expected = jax.jit(lambda: results(lambda w, x: theirs.apply({"params": {"experts": w}}, x)))()
+    for mine, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    served = ours.convert({"experts": PARAMS["experts"]}, {}, X)
+    assert served["experts"].tensor.scale.shape == (1, 1, 6)
+    np.testing.assert_array_equal(jax.jit(ours)(served, {}, X), found[0])
+    gradient = jax.grad(lambda x: jnp.sum(ours(served, {}, x)))(X)
+    assert np.all(gradient[9:] == 0)
+    assert np.any(gradient[:9])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quantization": "int8"}, "has no rounding 'stochastic'"),
+        (
+            {"quantization": "fp8_full", "weight_quantization_calibration_method": "fixed,-2,2"},
+            "has no granularity 'per_tensor'",
+        ),
+        ({"quantization": "fp8_full", "act_quantization_calibration_method": "rms,3"}, "has no calibration.method"),
+    ],
+)
+def test_qwix_groups_whose_options_qwix_would_drop_are_float_with_the_option(options, text):
+    (row,) = jaxquant.quantize(model, options | {"quant_backend": "qwix"}).report(PARAMS, X).rows[:1]
+    assert row.recipe is None
+    assert f"Qwix's ragged_dot {text}" in row.reason
+
+
+class _Images(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(8, (3,), name="conv")(x))
+        return nn.Dense(5, name="wide")(nn.relu(nn.Dense(16, name="dense")(x)))
+
+
+def test_a_linen_models_convolution_trains_and_is_served():
+    config, x = {"quantization": "int8"}, normal(5, 2, 6, 4)
+    model = jaxquant.maybe_quantize_model(_Images(), config, x)
+    reports = {report.path: report for report in jaxquant.describe_layers(_Images(), config, x)}
+    assert {path: report.backend for path, report in reports.items()} == {
+        "conv": "native",
+        "dense": "aqt",
+        "wide": "aqt",
+    }
+    variables = model.init(jax.random.key(0), x)
+    rngs = {"quant": jax.random.key(1)}
+    loss = lambda v: jnp.sum(model.apply(v, x, rngs=rngs) ** 2)  # noqa: E731
+    coverage = jaxquant.coverage(jax.grad(loss), variables, config=config, layers=reports.values())
+    coverage.check()
+    assert {str(row.dtypes) for row in coverage.rows if row.path == "conv"} == {"int8 × int8"}
+    converted = jaxquant.convert(variables, config, x, model=_Images())
+    served = jaxquant.maybe_quantize_model(_Images(), config | {"checkpoint_is_quantized": True}, x)
+    np.testing.assert_array_equal(served.apply(converted, x), model.apply(variables, x))
+
+
+def test_only_a_library_is_completed():
+    assert load("native", is_completed=True) is load("native")
+    assert load("aqt") is load("aqt")
+    assert load("aqt", is_completed=True) is load("aqt", is_completed=True)
