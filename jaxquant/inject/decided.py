@@ -133,7 +133,7 @@ def decide_layers(model: Any, config: QuantConfig, *example_inputs: Any, **examp
             model = nnx_face.plain_model(model)
         layers = nnx_layers.nnx_layers(model, *example_inputs, **example_kwargs)
         if example_inputs or example_kwargs:
-            face = nnx_face.Face(config, model)
+            face = nnx_face.Face.of(config, model)
     else:
         layers = linen_layers(model, *example_inputs, **example_kwargs)
         face = linen.Face(config)

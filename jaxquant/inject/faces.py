@@ -30,8 +30,10 @@ def refuse_twice(model: Any) -> None:
         )
 
 
-def subclass(face: Any, base: type, fields: Mapping[str, Any]) -> type:
+def subclass(face: Any, base: type, fields: Mapping[str, Any], metaclass: type | None = None) -> type:
     """Make a class of the same name, with further fields, that knows its face and the class that it stands for."""
     own = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
     own |= {"_jaxquant_face": face, "_jaxquant_base": base}
-    return types.new_class(base.__name__, (base,), {}, lambda body: body.update({**fields, **own}))
+    return types.new_class(
+        base.__name__, (base,), {"metaclass": metaclass or type(base)}, lambda body: body.update({**fields, **own})
+    )

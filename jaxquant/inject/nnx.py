@@ -12,6 +12,7 @@ under ``quant_NAME`` of the module that owns the parameter.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -61,7 +62,7 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
       ValueError: a rule that matches no layer, no layer at all, or a model that is quantized already.
     """
     refuse_twice(model)
-    face = Face(config, model)
+    face = Face.of(config, model)
     copy = copy_model(model)
     states: dict[str, Any] = {}
     if example_inputs or example_kwargs:
@@ -108,13 +109,12 @@ class Face:
 
     Args:
       config: what is asked.
-      model: the float model.
+      operations: name of the op of every layer that has one of flax's own, by path.
+      modules: paths of the modules that take attributes.
     """
 
-    def __init__(self, config: QuantConfig, model: nnx.Module) -> None:
-        self._operations = {path: op_name(module) for path, module in linear_modules(model) if has_plain_op(module)}
-        nodes = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
-        self._modules = {"/".join(map(str, path)) for path, node in nodes if takes_attributes(node)} | {""}
+    def __init__(self, config: QuantConfig, operations: Mapping[str, str], modules: Collection[str]) -> None:
+        self._operations, self._modules = operations, modules
         dialect = Dialect(
             what="this model",
             layers="layer",
@@ -130,6 +130,19 @@ class Face:
         )
         self.engine = Engine(config, dialect, config.resolved_backend)
         self._classes: dict[tuple[type, str], type] = {}
+
+    @classmethod
+    def of(cls, config: QuantConfig, model: nnx.Module) -> Face:
+        """Make the face of a float model."""
+        operations = {path: op_name(module) for path, module in linear_modules(model) if has_plain_op(module)}
+        nodes = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+        return cls(
+            config, operations, {"/".join(map(str, path)) for path, node in nodes if takes_attributes(node)} | {""}
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the config and what was decided."""
+        return _restored, (self.engine.config, self._operations, self._modules, self.engine.decisions)
 
     def _operation(self, site: Contraction) -> str:
         """Return the name of the holder of a contraction's state, an attribute of the parameter's module."""
@@ -261,8 +274,27 @@ class Face:
         """Make the class of one module. It knows the path: flax's ``ToNNX`` takes every attribute for a variable."""
         if (base, path) not in self._classes:
             fields: dict[str, Any] = {name: _wrapped(base, name) for name in _methods(base)}
-            self._classes[base, path] = subclass(self, base, fields | {"_jaxquant_path": path})
+            metaclass = _picklable(type(base))
+            self._classes[base, path] = subclass(self, base, fields | {"_jaxquant_path": path}, metaclass)
         return self._classes[base, path]
+
+
+def _restored(config: QuantConfig, operations: Mapping[str, str], modules: Collection[str], decisions: Any) -> Face:
+    face = Face(config, operations, modules)
+    face.engine.decisions = decisions
+    return face
+
+
+@functools.cache
+def _picklable(metaclass: type) -> type:
+    """Make a metaclass whose classes, which no Python module holds, are pickled with their face."""
+    made = type(metaclass.__name__, (metaclass,), {})
+    copyreg.pickle(made, lambda kind: (_class_of, (kind._jaxquant_face, kind._jaxquant_base, kind._jaxquant_path)))
+    return made
+
+
+def _class_of(face: Face, base: type, path: str) -> type:
+    return face._class(base, path)
 
 
 def _wrapped(base: type, name: str) -> Callable[..., Any]:

@@ -171,7 +171,7 @@ def convert_nnx(model: nnx.Module, decided: Decided, *example_inputs: Any, **exa
             f"layers {', '.join(decided.other_kernels)} are not flax's own; give convert example inputs whose call "
             "runs them"
         )
-    face = Face(decided.config, float_model)
+    face = Face.of(decided.config, float_model)
     known = [f"{path}/kernel" if path else "kernel" for path in recipes if path not in wide]
     kernels, reasons = face.convert(float_model, known, *example_inputs, **example_kwargs)
     _put_kernels(copy, kernels, has_state=bool(reasons))

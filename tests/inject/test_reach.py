@@ -146,6 +146,28 @@ def test_a_quantized_model_is_copied_whole(coder, do):
     np.testing.assert_array_equal(do(model).apply(coder[1], X), model.apply(coder[1], X))
 
 
+class Pair(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("is_served", [False, True], ids=["trained", "served"])
+@pytest.mark.parametrize("config", [INT8, FP8], ids=["int8", "fp8"])
+def test_a_quantized_nnx_model_and_its_graph_are_pickled(config, is_served):
+    model = maybe_quantize_model(Pair(nnx.Rngs(0)), config, X)
+    _, grads = state.value_and_grad(lambda model: jnp.sum(model(X) ** 2))(model)
+    state.advance(model, grads)
+    model = jaxquant.convert(model, config, X) if is_served else model
+    graph, arrays = nnx.split(model)
+    copies = pickle.loads(pickle.dumps(model)), nnx.merge(pickle.loads(pickle.dumps(graph)), arrays)
+    for found in copies:
+        assert low(lambda x: found(x), X) == (2, 2)  # noqa: B023
+        np.testing.assert_array_equal(found(X), model(X))
+
+
 class Moody(nn.Module):
     """A model with ``init`` and ``apply`` of its own, which take an argument more, as MaxText's has."""
 
