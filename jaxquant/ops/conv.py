@@ -37,7 +37,7 @@ from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_input_scale, check_scales, straight_through
 from jaxquant.ops.gradients import first_order
 from jaxquant.ops.operand import forward_key, quantize_operand
-from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled
+from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, shard_size
 
 Array = jax.Array
 
@@ -125,10 +125,10 @@ def conv_general_dilated(
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
 
     Raises:
-      ValueError: missing state.
+      ValueError: missing state, or shards of the weight gradient that do not divide the examples.
       TypeError: operands that are not float.
-      NotImplementedError: tiles, asymmetric ranges, shards or sparsity in the recipe, a batch_group_count, or a mesh in
-        the operands' types.
+      NotImplementedError: tiles, asymmetric ranges or sparsity in the recipe, a batch_group_count, or an explicit mesh
+        in the operands' types.
     """
     _check(lhs, rhs, recipe, batch_group_count)
     numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
@@ -220,56 +220,12 @@ def _backward(static: _Static, residuals, grad: Array):
             grad, recipe.dlhs.lhs, (), recipe=recipe, state=state["output_grad"], floor=SMALLEST_GRADIENT_SCALE
         )
 
-    def gradient(
-        spec: Operand, accumulator, other, axes: tuple[int, int], kept_axis: int, result_axis: int, of_lhs, key
-    ):
-        """Convolve the gradient with what was kept of an operand.
-
-        ``axes``: that of the kept operand along which its scale may vary, and its place in the gradient; ``kept_axis``:
-        that of the gradient along which its own scale may vary, and its place in the result.
-        """
-        highest = jax.lax.Precision.HIGHEST
-        if not isinstance(spec, TensorSpec) or not isinstance(other, QTensor):
-            left = grad
-            if isinstance(spec, TensorSpec):
-                own = shared or quantize(
-                    grad, spec, _others(grad.ndim, kept_axis), key=key, floor=SMALLEST_GRADIENT_SCALE
-                )
-                left = dequantize(own, grad.dtype.name)
-            other = dequantize(other, grad.dtype.name) if isinstance(other, QTensor) else other.astype(grad.dtype)
-            return _transposed(static, left, other, of_lhs, accumulator_dtype(None, static.out_dtype), highest)
-        left, scale = grad, other.scale
-        if scale.size > 1:  # forward per channel: multiplied into the gradient
-            unit = power_of_two_below(jnp.max(scale))  # as in dot_general.align
-            left = grad.astype(jnp.float32) * _along(scale / unit, *axes)
-            scale = unit.reshape((1,) * scale.ndim)
-        tensor = shared or quantize(left, spec, _others(grad.ndim, kept_axis), key=key, floor=SMALLEST_GRADIENT_SCALE)
-        dtype = accumulator_dtype(accumulator, static.out_dtype)
-        first, second = _same_type(tensor.qvalue, other.qvalue)
-        out = _transposed(static, first, second, of_lhs, dtype, highest)
-        return scaled(static.recipe, static.out_dtype, out, _along(tensor.scale, kept_axis, result_axis), scale)
-
     examples, features = numbers.out_spec[:2]
-    dlhs = gradient(
-        recipe.dlhs.lhs,
-        recipe.dlhs.accumulator,
-        rhs,
-        (static.feature, features),
-        examples,
-        static.batch,
-        True,
-        keys[0],
-    )
-    drhs = gradient(
-        recipe.drhs.rhs,
-        recipe.drhs.accumulator,
-        lhs,
-        (static.batch, examples),
-        features,
-        static.feature,
-        False,
-        keys[1],
-    )
+    both = recipe.dlhs, recipe.drhs
+    of_lhs = _Gradient(both[0].lhs, both[0].accumulator, (static.feature, features), examples, static.batch, True)
+    of_rhs = _Gradient(both[1].rhs, both[1].accumulator, (static.batch, examples), features, static.feature, False)
+    dlhs = _gradient(static, of_lhs, grad, shared, rhs, keys[0])
+    drhs = _by_shard(static, of_rhs, grad, shared, lhs, keys[1])
     observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {}
     for name, old in state.items():
@@ -279,6 +235,77 @@ def _backward(static: _Static, residuals, grad: Array):
         observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
     dlhs, drhs = masked(dlhs, lhs_mask, static.lhs.dtype), masked(drhs, rhs_mask, static.rhs.dtype)
     return fit_varying(dlhs, static.lhs_varies), fit_varying(drhs, static.rhs_varies), observed, None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """One of both gradients.
+
+    Attributes:
+      spec, accumulator: of the matmul.
+      axes: that of the kept operand along which its scale may vary, and its place in the gradient.
+      kept_axis, result_axis: that of the gradient along which its own scale may vary, and its place in the result.
+      of_lhs: whether it is the activation's.
+    """
+
+    spec: Operand
+    accumulator: str | None
+    axes: tuple[int, int]
+    kept_axis: int
+    result_axis: int
+    of_lhs: bool
+
+
+def _by_shard(
+    static: _Static, what: _Gradient, grad: Array, shared: QTensor | None, other: QTensor | Array, key: Array | None
+) -> Array:
+    """Compute the weight gradient: of the examples of each shard by themselves, added in float32."""
+    count = static.recipe.drhs.shards
+    if count == 1 or not isinstance(what.spec, TensorSpec):
+        return _gradient(static, what, grad, shared, other, key)
+    size = shard_size(static.recipe, static.lhs.shape[static.batch], "examples of its convolution")
+    cut = lambda x, axis, n: jax.lax.slice_in_dim(x, n * size, (n + 1) * size, axis=axis)  # noqa: E731
+    shape = tuple(size if axis == static.batch else n for axis, n in enumerate(static.lhs.shape))
+    part = dataclasses.replace(static, lhs=jax.ShapeDtypeStruct(shape, static.lhs.dtype))
+    total = jnp.zeros(())
+    for n in range(count):
+        kept = other
+        if isinstance(kept, QTensor):
+            scale = kept.scale if kept.scale.shape[static.batch] == 1 else cut(kept.scale, static.batch, n)
+            kept = QTensor(cut(kept.qvalue, static.batch, n), scale)
+        else:
+            kept = cut(kept, static.batch, n)
+        own = None if shared is None else QTensor(cut(shared.qvalue, what.axes[1], n), shared.scale)
+        own_key = None if key is None else jax.random.fold_in(key, n)
+        total = total + _gradient(part, what, cut(grad, what.axes[1], n), own, kept, own_key).astype(jnp.float32)
+    return total.astype(static.out_dtype)
+
+
+def _gradient(
+    static: _Static, what: _Gradient, grad: Array, shared: QTensor | None, other: QTensor | Array, key: Array | None
+) -> Array:
+    """Convolve the output's gradient with what was kept of an operand."""
+    spec, highest = what.spec, jax.lax.Precision.HIGHEST
+
+    def quantized(grad: Array, spec: TensorSpec) -> QTensor:
+        axes = _others(grad.ndim, what.kept_axis)
+        return shared or quantize(grad, spec, axes, key=key, floor=SMALLEST_GRADIENT_SCALE)
+
+    if not isinstance(spec, TensorSpec) or not isinstance(other, QTensor):
+        left = dequantize(quantized(grad, spec), grad.dtype.name) if isinstance(spec, TensorSpec) else grad
+        other = dequantize(other, grad.dtype.name) if isinstance(other, QTensor) else other.astype(grad.dtype)
+        return _transposed(static, left, other, what.of_lhs, accumulator_dtype(None, static.out_dtype), highest)
+    left, scale = grad, other.scale
+    if scale.size > 1:  # forward per channel: multiplied into the gradient
+        unit = power_of_two_below(jnp.max(scale))  # as in dot_general.align
+        left = grad.astype(jnp.float32) * _along(scale / unit, *what.axes)
+        scale = unit.reshape((1,) * scale.ndim)
+    tensor = quantized(left, spec)
+    dtype = accumulator_dtype(what.accumulator, static.out_dtype)
+    first, second = _same_type(tensor.qvalue, other.qvalue)
+    out = _transposed(static, first, second, what.of_lhs, dtype, highest)
+    kept_scale = _along(tensor.scale, what.kept_axis, what.result_axis)
+    return scaled(static.recipe, static.out_dtype, out, kept_scale, scale)
 
 
 def _conv_bwd(static: _Static, residuals, grad: Array):

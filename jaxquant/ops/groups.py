@@ -33,6 +33,9 @@ class Rows:
     scale: Array
     by_group: bool
 
+    def __getitem__(self, part: slice) -> Rows:
+        return Rows(self.qvalue[part], self.scale if self.by_group else self.scale[part], self.by_group)
+
     def spread(self, ids: Array) -> Array:
         """Return the scale of every row."""
         return of_rows(self.scale, ids) if self.by_group else self.scale

@@ -26,6 +26,21 @@ def eight_bits(qvalue: Array) -> Array:
     return qvalue.astype(_EIGHT_BITS.get(qvalue.dtype.name, qvalue.dtype))
 
 
+def shard_size(recipe: Recipe, size: int, what: str) -> int:
+    """Return how many rows or examples of a contraction one block of the weight gradient has.
+
+    Raises:
+      ValueError: ``quantization_local_shard_count`` does not divide them.
+    """
+    count = recipe.drhs.shards
+    if size % count:
+        raise ValueError(
+            f"quantization_local_shard_count {count} of recipe {recipe.name!r} does not divide the {size} {what}; use "
+            "a divisor, or 1"
+        )
+    return size // count
+
+
 def unsupported(recipe: Recipe) -> str:
     """Explain why a recipe's numbers make no sense without a plain matrix product, "" where they do."""
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
@@ -39,8 +54,8 @@ def unsupported(recipe: Recipe) -> str:
         return "rounded scales"
     if any(spec.scaling == "static" for spec in specs):
         return "static scales"
-    if max(recipe.dlhs.shards, recipe.drhs.shards) > 1:
-        return "quantization_local_shard_count above 1"
+    if recipe.dlhs.shards > 1:
+        return "shards outside the weight gradient"
     if recipe.sparsity is not None:
         return "weight sparsity"
     forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]

@@ -45,7 +45,7 @@ from jaxquant.ops.groups import (
     with_groups,
 )
 from jaxquant.ops.operand import forward_key, input_scale, scale_dtype
-from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, unsupported
+from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, shard_size, unsupported
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _DLHS = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -99,9 +99,9 @@ def ragged_dot(
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
 
     Raises:
-      ValueError: missing state, or shapes that do not fit.
+      ValueError: missing state, shapes that do not fit, or shards of the weight gradient that do not divide the rows.
       TypeError: operands that are not float.
-      NotImplementedError: tiles, asymmetric ranges, shards or sparsity in the recipe; a mesh in the operands' types.
+      NotImplementedError: tiles, asymmetric ranges or sparsity in the recipe; an explicit mesh in the operands' types.
     """
     _check(lhs, rhs, group_sizes, recipe)
     precision = arguments.hashable_precision(precision)
@@ -277,7 +277,21 @@ def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Ar
 
 
 def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Array, key: Array | None) -> Array:
-    """Compute ``lhs · grad`` of each group, contracting its rows."""
+    """Compute ``lhs · grad`` of each group, contracting its rows: those of each shard by themselves."""
+    if not isinstance(static.recipe.drhs.rhs, TensorSpec) or static.recipe.drhs.shards == 1:
+        return _drhs_of_shard(static, grad, shared, lhs, ids, sizes, key)
+    step, ends = shard_size(static.recipe, grad.shape[0], "rows of its ragged matmul"), jnp.cumsum(sizes)
+    total = jnp.zeros(())
+    for start in range(0, grad.shape[0], step):
+        first, last = (jnp.clip(x - start, 0, step) for x in (ends - sizes, ends))
+        part = slice(start, start + step)
+        own, own_key = shared and shared[part], None if key is None else jax.random.fold_in(key, start)
+        out = _drhs_of_shard(static, grad[part], own, lhs[part], ids[part], last - first, own_key)
+        total = total + out.astype(jnp.float32)
+    return total.astype(static.out_dtype)
+
+
+def _drhs_of_shard(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes, key: Array | None) -> Array:
     matmul = static.recipe.drhs
     if not isinstance(matmul.rhs, TensorSpec):
         lhs = lhs.dequantize(ids, grad.dtype.name) if isinstance(lhs, Rows) else lhs

@@ -13,7 +13,18 @@ from tests import numerics
 from tests.ops.recipes import RECIPES
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-NAMES = ["int8", "fp8", "fp8 as flax", "fp8_full", "aqt_fp8", "aqt_fp8_full", "int8w", "fp8_full clipping", "fp4"]
+NAMES = [
+    "int8",
+    "int8 shards",
+    "fp8",
+    "fp8 as flax",
+    "fp8_full",
+    "aqt_fp8",
+    "aqt_fp8_full",
+    "int8w",
+    "fp8_full clipping",
+    "fp4",
+]
 
 
 def normal(seed, *shape):
@@ -24,7 +35,7 @@ def normal(seed, *shape):
 def test_a_window_of_the_whole_image_is_a_dot_general(name):
     """Without overlap a convolution is one matmul, of (example) and (output feature): the same scales and sums."""
     recipe = RECIPES[name]
-    lhs, rhs, grad = normal(0, 5, 2, 3, 4), normal(1, 2, 3, 4, 6), normal(2, 5, 6)
+    lhs, rhs, grad = normal(0, 8, 2, 3, 4), normal(1, 2, 3, 4, 6), normal(2, 8, 6)
     state = ops.initial_state(recipe)
 
     @jax.jit
@@ -32,7 +43,7 @@ def test_a_window_of_the_whole_image_is_a_dot_general(name):
         def convolve(x, w, s):
             return ops.conv_general_dilated(
                 x, w, (1, 1), "VALID", dimension_numbers=NHWC, recipe=recipe, state=s
-            ).reshape(5, 6)
+            ).reshape(8, 6)
 
         def multiply(x, w, s):
             return ops.dot_general(x, w, (((1, 2, 3), (0, 1, 2)), ((), ())), recipe=recipe, state=s)
@@ -131,10 +142,14 @@ def test_gradients_of_two_float8_types_are_multiplied_in_bfloat16():
 
 def test_what_does_not_run_is_refused():
     lhs, rhs = jnp.ones((2, 4, 6, 6)), jnp.ones((6, 4, 3, 3))
-    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric"), ("int8 shards", "shard_count")):
+    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric")):
         assert why in conv.unsupported(RECIPES[name])
         with pytest.raises(NotImplementedError, match=r"recipe 'int8' has .*which conv_general_dilated does not run"):
             ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", recipe=RECIPES[name])
+    with pytest.raises(ValueError, match="shard_count 4 of recipe 'int8' does not divide the 2 examples"):
+        jax.grad(lambda w: jnp.sum(ops.conv_general_dilated(lhs, w, (1, 1), "SAME", recipe=RECIPES["int8 shards"])))(
+            rhs
+        )
     with pytest.raises(NotImplementedError, match="batch_group_count 2 is not quantized"):
         ops.conv_general_dilated(lhs, rhs, (1, 1), "SAME", batch_group_count=2, recipe=RECIPES["int8"])
     with pytest.raises(ValueError, match=r"takes state of .*got none"):

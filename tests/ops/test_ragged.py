@@ -111,12 +111,31 @@ def test_forward_and_both_gradients_multiply_in_low_precision(name, low):
     assert all(dtype.startswith(low) for pair in found for dtype in pair)
 
 
+def test_shards_of_the_weight_gradient_are_ragged_matmuls_of_their_rows():
+    """Four blocks of three rows: the first group ends within the second, the last within the third."""
+    lhs, rhs, grad = operands()
+
+    def gradients(name, rows, sizes):
+        fn = lambda x, w: ops.ragged_dot(x, w, jnp.array(sizes), recipe=RECIPES[name])  # noqa: E731
+        y, pull = jax.vjp(fn, lhs[rows], rhs)
+        return y, *pull(grad[rows])
+
+    found, whole = gradients("int8 shards", slice(None), SIZES), gradients("int8", slice(None), SIZES)
+    parts = [(3, 0, 0), (2, 0, 1), (0, 0, 3), (0, 0, 0)]
+    drhs = sum(gradients("int8", slice(3 * n, 3 * n + 3), sizes)[2] for n, sizes in enumerate(parts))
+    for one, other in zip(found, (*whole[:2], drhs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=numerics.GROUPED_ATOL["int32"] * np.max(np.abs(other)))
+    assert np.any(found[2] != whole[2])
+
+
 def test_what_does_not_run_is_refused():
     lhs, rhs, _ = operands()
     sizes = jnp.array(SIZES)
-    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric"), ("int8 shards", "shard_count")):
+    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric")):
         with pytest.raises(NotImplementedError, match=f"recipe 'int8' has .*{why}.*which ragged_dot does not run"):
             ops.ragged_dot(lhs, rhs, sizes, recipe=RECIPES[name])
+    with pytest.raises(ValueError, match="shard_count 4 of recipe 'int8' does not divide the 10 rows"):
+        jax.grad(lambda w: jnp.sum(ops.ragged_dot(lhs[:10], w, sizes, recipe=RECIPES["int8 shards"])))(rhs)
     with pytest.raises(ValueError, match=r"takes state of \['input', 'kernel', 'output_grad'\], got none"):
         ops.ragged_dot(lhs, rhs, sizes, recipe=RECIPES["fp8"])
     with pytest.raises(ValueError, match=r"got \(12, 8\), \(2, 8, 6\) and \(3,\)"):

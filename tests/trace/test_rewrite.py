@@ -289,16 +289,22 @@ def test_convolutions_are_layers():
 
 
 def test_an_operation_that_does_not_run_a_recipe_says_so():
-    config = {"quantization": "int8", "quant_backend": "native", "quantization_local_shard_count": 2}
+    config = {"quantization": "fp8_block"}
     fn = lambda p, x: jax.lax.conv(x[None, None], p["c"], (1, 1), "SAME")[0, 0] @ p["d"]  # noqa: E731
     p = {"c": shape(1, 1, 3, 3), "d": shape(8, 8)}
     rows = jaxquant.quantize(fn, config).report(p, X)
-    assert [(row.path, row.recipe, row.is_out_of_reach) for row in rows] == [("c", None, True), ("d", "int8", False)]
-    assert "quantization_local_shard_count above 1, which conv_general_dilated does not run" in rows.rows[0].reason
+    assert [(row.path, row.recipe, row.is_out_of_reach) for row in rows] == [
+        ("c", None, True),
+        ("d", "fp8_block", False),
+    ]
+    assert (
+        "quantized per channel again for the backward pass, which conv_general_dilated does not run"
+        in rows.rows[0].reason
+    )
     with pytest.raises(NotImplementedError, match="strict true"):
         jaxquant.quantize(fn, config | {"strict": True}).init(p, X)
-    with pytest.raises(NotImplementedError, match="rule 'c' at 'c': recipe 'int8' has"):
-        jaxquant.quantize(fn, config | {"rules": [{"path": "c", "recipe": "int8"}]}).init(p, X)
+    with pytest.raises(NotImplementedError, match="rule 'c' at 'c': recipe 'fp8_block' has"):
+        jaxquant.quantize(fn, config | {"rules": [{"path": "c", "recipe": "fp8_block"}]}).init(p, X)
 
 
 @pytest.mark.parametrize("check", [True, False])
