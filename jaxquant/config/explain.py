@@ -11,6 +11,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.typed import show
 
 MATMULS = {
     "fwd": ("the forward matmul, input · weight", ("input", "weight")),
@@ -18,6 +19,13 @@ MATMULS = {
     "drhs": ("the weight's gradient, input · output gradient", ("input", "output gradient")),
 }
 """Of each matmul, what it is and what its operands are."""
+
+LEAN = (
+    "Arithmetic: a bfloat16 operand is divided by its scale rounded to bfloat16, and the quotient is rounded to "
+    "bfloat16, before it is rounded to the element; any other in float32. The product of two scales is rounded to the "
+    "dtype that the matmul returns (docs/guide/delayed.md has every rounding)."
+)
+"""What is rounded where a recipe's arithmetic is lean."""
 
 _METHODS = {
     "absmax": "largest magnitude",
@@ -76,6 +84,8 @@ def explain(string: str, options: Mapping[str, Any] | None = None) -> str:
     """
     row = lookup(string)
     recipe = row.recipe
+    if not isinstance(options, Mapping | None):
+        raise TypeError(f"options of {string!r} must be a mapping, got {show(options)} ({type(options).__name__})")
     if options and "quantization" in options:
         raise ValueError(
             f"quantization {options['quantization']!r} is not an option of {string!r}; explain one string at a time"
@@ -120,6 +130,8 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield describe_delayed(recipe.delayed)
     if recipe.sparsity:
         yield describe_sparsity(recipe.sparsity)
+    if recipe.is_lean:
+        yield LEAN
     if recipe.shares_experts:
         yield "Experts of one weight share the scales of whole tensors, and their state."
 

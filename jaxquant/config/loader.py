@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
 import math
 import os
 import re
-import reprlib
-import types
+import stat
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union
+from collections.abc import Iterable
+from typing import Any
 
 import yaml
 
-T = TypeVar("T")
+from jaxquant.core.typed import show
 
 _NULLS = ("", "~", "null", "Null", "NULL")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -34,21 +30,6 @@ MAX_NODES = 10_000
 MAX_DEPTH = 32
 _MAX_DIGITS = 64
 _STRING_TAG = "tag:yaml.org,2002:str"
-
-
-class _Show(reprlib.Repr):
-    """``repr`` of what a user wrote, cut where it is long or deep, so that an error stays a sentence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 4, 200, 200
-        self.maxdict = self.maxlist = self.maxtuple = 20
-
-    def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() < 256 else f"an integer of {x.bit_length()} bits"
-
-
-show = _Show().repr
 
 
 def _error(problem: str, node: Any) -> yaml.MarkedYAMLError:
@@ -164,6 +145,7 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
     if "\0" in os.fspath(path):
         raise ValueError(f"{name!r} has a null character in it, which no path has")
     try:
+        check_ordinary(path, what)
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
@@ -173,6 +155,23 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def check_ordinary(path: str | os.PathLike[str], what: str = "") -> None:
+    """Refuse what is no file: a device may have no end, and a pipe waits for a writer and can be read only once.
+
+    Args:
+      path: a file, or a folder, which refuses to be read by itself.
+      what: as for ``read_text``.
+
+    Raises:
+      ValueError: naming it.
+      OSError: it is not there.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise ValueError(f"{what} {os.fspath(path)!r} is {kind}, not a file; copy what it holds to a file".strip())
 
 
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -214,136 +213,3 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
                 raise ValueError(f"override {show(item)} puts a key under {show(parent)}, which has a value already")
         place[last] = _parse(text, f"override {show(item)}") if text.strip() else ""
     return result
-
-
-def nearest(name: Any, known: Iterable[str], count: int = 1) -> str:
-    """Return ``did you mean 'x'?`` with the ``count`` nearest known names, or the known ones if none is near."""
-    names = [candidate for candidate in known if candidate]
-    written = str(name)[:200]
-    near = difflib.get_close_matches(written, names, count) or difflib.get_close_matches(written.lower(), names, count)
-    if near:
-        return f"did you mean {' or '.join(repr(candidate) for candidate in near)}?"
-    return f"known ones are {', '.join(names)}"
-
-
-@functools.cache
-def type_hints(cls: type) -> Mapping[str, Any]:
-    return types.MappingProxyType(typing.get_type_hints(cls))
-
-
-def build(cls: type[T], mapping: Mapping[str, Any], place: str = "") -> T:
-    """Construct a dataclass from a mapping, strictly: every key a field, every value of the field's type.
-
-    A class may define ``prepare_mapping(mapping) -> mapping`` to accept other spellings of its values.
-
-    Args:
-      cls: dataclass; fields may be str, int, float (accepts int), bool, None, Optional, Union, Literal, tuple, list,
-        Mapping, Any or a dataclass.
-      mapping: field name to value; what is left out has its default.
-      place: dotted place of the mapping for errors; the class's name if empty.
-
-    Raises:
-      ValueError: unknown key, missing field, value that a Literal does not have; names the dotted place.
-      TypeError: value of another type; names the dotted place, the expected type and the value.
-    """
-    place = place or cls.__name__
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"{place} must be a mapping, got {show(mapping)} ({type(mapping).__name__})")
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
-    for key in mapping:
-        if key not in fields:
-            raise ValueError(f"{place} has no field {show(key)}; {nearest(key, fields)}")
-    prepare = getattr(cls, "prepare_mapping", None)
-    if prepare is not None:
-        mapping = prepare(mapping)
-    values = {key: convert(type_hints(cls)[key], value, f"{place}.{key}") for key, value in mapping.items()}
-    for name, field in fields.items():
-        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{place} needs field {name!r}, which has no default")
-    return cls(**values)
-
-
-def _spell(hint: Any) -> str:
-    if hint is type(None):
-        return "null"
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_spell(member) for member in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(repr(choice) for choice in typing.get_args(hint))}"
-    if isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Mapping):
-        return "a mapping"
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-
-
-def convert(hint: Any, value: Any, place: str) -> Any:
-    """Check one value against a type hint; lists become tuples, ints floats and mappings dataclasses where asked.
-
-    Raises:
-      ValueError, TypeError: as ``build``.
-    """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    wrong = TypeError(f"{place} must be {_spell(hint)}, got {show(value)} ({type(value).__name__})")
-    if origin is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in args):
-            return value
-        if not isinstance(value, tuple({type(choice) for choice in args})):
-            raise wrong
-        words = [str(choice) for choice in args]
-        raise ValueError(f"{place} must be {_spell(hint)}, got {show(value)}; {nearest(value, words)}")
-    if origin in (Union, types.UnionType):
-        return _convert_union(args, value, place, wrong)
-    if origin in (tuple, list):
-        if not isinstance(value, (list, tuple)):
-            raise wrong
-        if origin is tuple and args[-1] is not Ellipsis:
-            if len(args) != len(value):
-                raise ValueError(f"{place} must have {len(args)} items, got {len(value)}")
-        else:
-            args = (args[0],) * len(value)
-        items = zip(args, value, strict=True)
-        return origin(convert(arg, item, f"{place}[{index}]") for index, (arg, item) in enumerate(items))
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise wrong
-        return {
-            convert(args[0], key, f"{place} key"): convert(args[1], item, f"{place}.{key}")
-            for key, item in value.items()
-        }
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return value if isinstance(value, hint) else build(hint, value, place)
-    if hint is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{place} is too large for a float, got {show(value)}") from None
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise wrong
-    return value
-
-
-def _convert_union(members: tuple[Any, ...], value: Any, place: str, wrong: TypeError) -> Any:
-    if value is None and type(None) in members:
-        return None
-    exact = [member for member in members if member is type(value)]
-    others = [member for member in members if member is not type(None)]
-    if exact or len(others) == 1:
-        return convert((exact or others)[0], value, place)
-    for member in others:
-        try:
-            return convert(member, value, place)
-        except TypeError:
-            continue
-    raise wrong
-
-
-def to_mapping(obj: Any) -> Any:
-    """Return a dataclass as plain data that YAML can write and ``build`` reads back: dicts, lists and scalars."""
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        return {field.name: to_mapping(getattr(obj, field.name)) for field in dataclasses.fields(obj) if field.init}
-    if isinstance(obj, Mapping):
-        return {key: to_mapping(value) for key, value in obj.items()}
-    if isinstance(obj, (list, tuple)):
-        return [to_mapping(value) for value in obj]
-    return obj

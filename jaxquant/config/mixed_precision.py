@@ -8,9 +8,10 @@ import math
 import os
 from typing import Any
 
-from jaxquant.config.loader import build, load_yaml, read_text, show
+from jaxquant.config.loader import load_yaml, read_text
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.typed import build, check_fields, show
 
 DEFAULT = "__default__"
 _DTYPES = {4: "int4", 8: "int8"}
@@ -31,6 +32,9 @@ class MixedPrecisionEntry:
     w_scale: float = 1.0
     a_scale: float = 1.0
     tile_size: int = -1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

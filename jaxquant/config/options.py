@@ -9,7 +9,7 @@ from typing import Literal
 
 import jax
 
-from jaxquant.config import loader
+from jaxquant.core import typed
 from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, SparsitySpec, TensorSpec
 
@@ -71,7 +71,7 @@ def read_calibration(options: Options, field: str) -> Calibration:
     """
     text = getattr(options, field)
     if len(text) > _LONGEST_TEXT:  # an error repeats what was written
-        raise ValueError(f"{field} {loader.show(text)} has {len(text)} characters, of at most {_LONGEST_TEXT}")
+        raise ValueError(f"{field} {typed.show(text)} has {len(text)} characters, of at most {_LONGEST_TEXT}")
     try:
         return parse_calibration(text)
     except ValueError as error:
@@ -86,7 +86,7 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
     """
     if isinstance(value, str):
         if len(value) > _LONGEST_TEXT:
-            shown = loader.show(value)
+            shown = typed.show(value)
             raise ValueError(f"constant_bound_config {shown} has {len(value)} characters, of at most {_LONGEST_TEXT}")
         try:
             value = [float(word) for word in value.split(",")] if value.strip() else []
@@ -116,9 +116,9 @@ def check(options: Options) -> None:
             group.check(options)
     for field, most in _LARGEST.items():
         if (getattr(options, field) or 0) > most:
-            raise ValueError(f"{field} must be at most {most}, got {loader.show(getattr(options, field))}")
+            raise ValueError(f"{field} must be at most {most}, got {typed.show(getattr(options, field))}")
     if abs(options.amax_margin) > 64:
-        raise ValueError(f"amax_margin must lie between -64 and 64, got {loader.show(options.amax_margin)}")
+        raise ValueError(f"amax_margin must lie between -64 and 64, got {typed.show(options.amax_margin)}")
 
 
 def resolve_shards(options: Options) -> int:

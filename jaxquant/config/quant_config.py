@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
 from jaxquant.config.recipes import RECIPES, RecipeRow, check_backend, lookup, strings_reading
 from jaxquant.config.rules import Resolver, Rule
+from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
 # Fields of a MaxText config that ask for quantization of a kind that is not here, with the values that ask for none.
@@ -61,7 +63,7 @@ class QuantConfig(options.Options):
     Raises:
       ValueError: a value that is out of range, unknown, or that the recipe does not read.
       TypeError: a value of the wrong type.
-      NotImplementedError: a block-scaled string.
+      NotImplementedError: a string that trains in NVFP4.
     """
 
     quantization: str = ""
@@ -77,10 +79,7 @@ class QuantConfig(options.Options):
     save_quantized_params_path: str = ""
 
     def __post_init__(self) -> None:
-        hints = loader.type_hints(QuantConfig)
-        for field in dataclasses.fields(QuantConfig):
-            value = loader.convert(hints[field.name], getattr(self, field.name), f"QuantConfig.{field.name}")
-            object.__setattr__(self, field.name, value)
+        typed.check_fields(self)
         options.check(self)
         object.__setattr__(self, "constant_bound_config", options.read_bounds(self.constant_bound_config))
         if self.quantize_kvcache and not self.kv_quant_axis:
@@ -160,21 +159,28 @@ class QuantConfig(options.Options):
         """Read a config from what a user has.
 
         Args:
-          obj: a QuantConfig (given back as it is), a mapping (strict: every key must be a field), or any object with
-            an attribute ``quantization``, such as MaxText's config, whose other attributes are ignored.
+          obj: a QuantConfig (given back as it is), a mapping (strict: every key must be a field), a config string, the
+            path of a YAML or JSON file with such a mapping (a string that ends in ``.yml``, ``.yaml`` or ``.json``, or
+            a ``pathlib.Path``), or any object with an attribute ``quantization``, such as MaxText's config, whose other
+            attributes are ignored.
 
         Raises:
-          TypeError: none of these. Otherwise as ``QuantConfig``.
+          TypeError: none of these.
+          ValueError: a file that cannot be read. Otherwise as ``QuantConfig``.
+          NotImplementedError: an object with a field of MaxText's that asks for what is not implemented.
         """
         if isinstance(obj, QuantConfig):
             return obj
         if isinstance(obj, Mapping):
-            return loader.build(cls, obj)
-        if isinstance(obj, (str, type)) or _attribute(obj, "quantization") is _MISSING:
-            hint = f"; write {{'quantization': {obj!r}}}" if isinstance(obj, str) else ""
+            return typed.build(cls, obj)
+        if isinstance(obj, os.PathLike) or (isinstance(obj, str) and obj.endswith(_FILES)):
+            return typed.build(cls, loader.load_yaml(obj), os.fspath(obj))
+        if isinstance(obj, str):
+            return cls(quantization=obj)
+        if isinstance(obj, type) or _attribute(obj, "quantization") is _MISSING:
             raise TypeError(
-                f"config {obj!r} must be a QuantConfig, a mapping or an object with an attribute 'quantization', "
-                f"got {type(obj).__name__}{hint}"
+                f"config {typed.show(obj)} must be a QuantConfig, a mapping, a config string, the path of a YAML file "
+                f"or an object with an attribute 'quantization', got {type(obj).__name__}"
             )
         for name, none in _NOT_HERE.items():
             value = _plain(_attribute(obj, name))
@@ -193,7 +199,7 @@ class QuantConfig(options.Options):
         count = found.get("quantization_local_shard_count")
         if isinstance(count, int) and count > 0 and count == jax.local_device_count():
             found["quantization_local_shard_count"] = -1  # MaxText has resolved its -1 already; it means the same
-        return loader.build(cls, found)
+        return typed.build(cls, found)
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,11 +275,12 @@ class QuantConfig(options.Options):
 
 
 _MISSING: Any = object()
+_FILES = (".yml", ".yaml", ".json")
 
 
 def is_program_config(obj: Any) -> bool:
     """Return whether a config is that of a whole program, such as MaxText's, of which quantization is a part."""
-    return not isinstance(obj, (QuantConfig, Mapping))
+    return not isinstance(obj, (QuantConfig, Mapping, str, os.PathLike))
 
 
 def _attribute(obj: Any, name: str) -> Any:

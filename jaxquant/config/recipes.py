@@ -1,6 +1,6 @@
 """The table: what every config string means, where it runs and which options it reads.
 
-Aliases are rows of their own that share a recipe object. The block-scaled strings are known and refused.
+Aliases are rows of their own that share a recipe object. The strings of NVFP4 training are known and refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import dataclasses
 from typing import Literal
 
 from jaxquant.config.backends import BACKENDS
-from jaxquant.config.loader import nearest, show
 from jaxquant.config.options import (
     BOUND_OPTIONS,
     CALIBRATION_OPTIONS,
@@ -22,6 +21,7 @@ from jaxquant.config.options import (
     OptionGroup,
 )
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
+from jaxquant.core.typed import nearest, show
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ REFUSED: dict[str, str] = {
     "te_nvfp4": "mxfp4",
     "te_nvfp4_no_rht": "mxfp4",
 }
-"""Block-scaled config strings, known but not implemented, and the string that comes closest."""
+"""Config strings that train in NVFP4, known but not implemented, and the string that comes closest."""
 
 
 def lookup(name: str, place: str = "quantization") -> RecipeRow:
@@ -261,12 +261,15 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
       place: where the user wrote it, for errors.
 
     Raises:
+      TypeError: no string.
       ValueError: unknown string; names the nearest known ones.
-      NotImplementedError: one of the block-scaled strings.
+      NotImplementedError: a string that trains in NVFP4.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"{place} must be a string, got {show(name)} ({type(name).__name__})")
     if name in REFUSED:
         raise NotImplementedError(
-            f"{place} {name!r} is a block-scaled recipe, which is not implemented yet; the closest is {REFUSED[name]!r}"
+            f"{place} {name!r} trains in NVFP4, which is not implemented; the closest is {REFUSED[name]!r}"
         )
     if name not in RECIPES:
         raise ValueError(f"{place} {show(name)} is not a known recipe; {nearest(name, (*RECIPES, *REFUSED), 3)}")

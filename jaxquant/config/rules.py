@@ -7,10 +7,10 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxquant.config.loader import show
 from jaxquant.config.mixed_precision import MixedPrecision
 from jaxquant.config.patterns import Pattern
 from jaxquant.core.recipe import Recipe
+from jaxquant.core.typed import check_fields, show
 
 HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
 """Last path parts that name an output head."""
@@ -34,6 +34,7 @@ class Rule:
     recipe: str | Recipe | None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         compile_pattern(self.path, "rule path")
 
     @classmethod

@@ -8,6 +8,7 @@ import math
 from typing import Literal
 
 from jaxquant.core.dtypes import element
+from jaxquant.core.typed import check_fields
 
 METHODS = ("absmax", "minmax", "rms", "fixed")
 
@@ -27,6 +28,9 @@ class Calibration:
     factor: float = 1.0
     minimum: float = 0.0
     maximum: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def is_symmetric(self) -> bool:

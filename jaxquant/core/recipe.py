@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
+from jaxquant.core.typed import check_fields
 
 Granularity = Literal["per_tensor", "per_channel", "per_tile", "per_block"]
 ScaleDtype = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
@@ -67,6 +68,7 @@ class TensorSpec:
     codec: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         element(self.dtype)
         for name, size, wanted in (
             ("tile_size", self.tile_size, self.granularity in ("per_tile", "per_block")),
@@ -159,6 +161,9 @@ class MatmulSpec:
     accumulator: str | None = None
     shards: int = 1
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DelayedSpec:
@@ -174,6 +179,9 @@ class DelayedSpec:
     amax_history_length: int = 1024
     margin: int = 0
     amax_init: Literal["warmup", "flax"] = "warmup"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,6 +199,9 @@ class SparsitySpec:
     start_step: int
     update_step: int
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
@@ -202,8 +213,9 @@ class Recipe:
       delayed: parameters of delayed scaling, where an operand asks for it.
       sparsity: N:M sparsity of the weight, or None.
       arithmetic: ``exact``: operands are scaled in float32, and the kernel's gradient comes out of its matmul in the
-        output gradient's dtype. ``lean``: bfloat16 operands are scaled in bfloat16, which costs a TPU half as much, and
-        the kernel's gradient comes in the kernel's dtype, which saves a pass over it. It is the same on every platform.
+        output gradient's dtype. ``lean``: a bfloat16 operand is divided by its scale rounded to bfloat16, and the
+        quotient is rounded to bfloat16, which costs a TPU half as much; the gradient of a float32 kernel comes in
+        float32, which saves a pass over it. It is the same on every platform; docs/guide/delayed.md has every rounding.
       shares_experts: whether a scale of a whole tensor, and its state, is one for all batch elements (experts) of a
         weight; else each has its own.
 
@@ -222,6 +234,7 @@ class Recipe:
     shares_experts: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         grad, own = self.dlhs.lhs, self.drhs.rhs
         if isinstance(own, TensorSpec) and own.scaling == "delayed" and own != grad:
             raise ValueError(

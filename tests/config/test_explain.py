@@ -69,6 +69,7 @@ def test_every_string_is_explained_by_its_recipe(string: str):
         if isinstance(spec, TensorSpec):
             assert explain.describe_operand(spec) in text
     assert string == "intmp" or "quant_cfg_path" not in text
+    assert (explain.LEAN in text) == bool(row.recipe and row.recipe.is_lean)
 
 
 def test_what_is_reused_is_said_with_its_scales():
@@ -115,3 +116,9 @@ def test_one_string_is_explained_at_a_time():
 def test_a_string_in_capitals_is_near_its_own():
     with pytest.raises(ValueError, match="'FP8' is not a known recipe; did you mean 'fp8'"):
         explain.explain("FP8")
+
+
+@pytest.mark.parametrize("given", [(3,), (None,), ("fp8", 3), ("fp8", ["amax_margin"])])
+def test_what_is_no_string_and_no_mapping_is_a_type_error_in_words(given):
+    with pytest.raises(TypeError, match=r"^(quantization must be a string|options of 'fp8' must be a mapping), got "):
+        explain.explain(*given)

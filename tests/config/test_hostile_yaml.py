@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jaxquant.config.loader import MAX_CHARACTERS, build, load_yaml, parse_overrides
-from jaxquant.config.mixed_precision import load_mixed_precision
+from jaxquant.config.loader import MAX_CHARACTERS, load_yaml, parse_overrides
+from jaxquant.config.mixed_precision import MixedPrecisionEntry, load_mixed_precision
 from jaxquant.config.patterns import Pattern
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
+from jaxquant.config.rules import Rule
+from jaxquant.core.calibration import Calibration
+from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.typed import build
 from train.config import TrainConfig
+from train.generate import Sampling
 
 LIMIT_S = 2.0
 """A second on an idle machine."""
@@ -94,7 +103,7 @@ def test_a_text_is_refused_with_its_line_at_once(case: str, tmp_path: Path):
 
 
 def test_files_that_have_no_end_are_refused():
-    assert "/dev/zero is larger than" in refused(lambda: load_yaml("/dev/zero"))
+    assert "'/dev/zero' is a device, not a file" in refused(lambda: load_yaml("/dev/zero"))
     assert "null character" in refused(lambda: load_yaml("a\0b.yml"))
 
 
@@ -269,3 +278,55 @@ def test_a_file_of_bits_is_refused_at_once(text: str, tmp_path: Path):
     path = tmp_path / "m.json"
     path.write_text(text)
     assert str(path) in refused(lambda: load_mixed_precision(path))
+
+
+# Constructors in Python.
+
+OF_CLASSES: dict[type, Any] = {
+    QuantConfig: QuantConfig(),
+    TrainConfig: TrainConfig(),
+    Rule: Rule("a", "int8"),
+    MixedPrecisionEntry: MixedPrecisionEntry(),
+    Recipe: RECIPES["fp8"].recipe,
+    TensorSpec: TensorSpec("int8"),
+    MatmulSpec: MatmulSpec(),
+    DelayedSpec: DelayedSpec(),
+    SparsitySpec: SparsitySpec(2, 4, 0, 1),
+    Calibration: Calibration(),
+    Sampling: Sampling(),
+}
+"""A value of every class of configuration."""
+
+ODD: list[Any] = [
+    *(None, "x", "", 1, -1, 0, 1.5, float("nan"), float("inf"), True, 10**400, 3 + 1j, b"x", "a\0"),
+    *([], {}, (), [1], ("a",), {"a": 1}, {1}, [[]], object(), int, print, np.arange(2), np.float32(3)),
+]
+
+
+@pytest.mark.parametrize("cls", OF_CLASSES, ids=lambda cls: cls.__name__)
+def test_a_constructor_takes_a_value_or_refuses_it_by_a_sentence(cls: type):
+    """An error is one that this project raises: what it raises is written there with ``raise``."""
+    raw = []
+    for field in dataclasses.fields(cls):
+        for odd in ODD if field.init else ():
+            try:
+                dataclasses.replace(OF_CLASSES[cls], **{field.name: odd})
+            except (ValueError, TypeError, NotImplementedError) as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                if not str(place.line).startswith("raise") or not str(error):
+                    raw.append(f"{field.name}={odd!r:.30}: {error}")
+    assert raw == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainConfig(head_dim="x"), "TrainConfig.head_dim must be int, got 'x' (str)"),  # pyright: ignore
+        (lambda: Rule(None, "int8"), "Rule.path must be str, got None (NoneType)"),  # pyright: ignore
+        (lambda: TensorSpec("int8", rounding="x"), "TensorSpec.rounding must be one of 'nearest', 'stochastic', got"),  # pyright: ignore
+        (lambda: MatmulSpec(lhs="int8"), "MatmulSpec.lhs must be"),  # pyright: ignore
+    ],
+    ids=["number", "path", "choice", "operand"],
+)
+def test_a_value_of_another_kind_is_named_with_its_field(make: Callable[[], Any], message: str):
+    assert message in refused(make)

@@ -8,9 +8,9 @@ import types
 import jax
 import pytest
 
-from jaxquant.config.loader import build, to_mapping
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
+from jaxquant.core.typed import build, to_mapping
 
 MAXTEXT_DEFAULTS = {
     "quantization": "", "use_qwix_quantization": False, "quantization_local_shard_count": -1,
@@ -127,10 +127,35 @@ def test_maxtext_features_that_are_not_here(name, value):
         QuantConfig.from_any(maxtext(quantization="int8", **{name: value}))
 
 
-@pytest.mark.parametrize("thing", ["int8", None, 3, object(), QuantConfig])
+@pytest.mark.parametrize("thing", [None, 3, ["int8"], b"int8", object(), QuantConfig])
 def test_from_any_refuses(thing):
-    with pytest.raises(TypeError, match="must be a QuantConfig, a mapping or an object with an attribute"):
+    with pytest.raises(TypeError, match=r"must be a QuantConfig, a mapping, a config string, the path of .*, got \w+$"):
         QuantConfig.from_any(thing)
+
+
+@pytest.mark.parametrize("name", ["c.yml", "c.yaml", "c.json"])
+def test_a_path_is_read_as_a_file(name, tmp_path):
+    path = tmp_path / name
+    path.write_text('{"quantization": "fp8", "amax_margin": 1}')
+    wanted = QuantConfig(quantization="fp8", amax_margin=1)
+    assert QuantConfig.from_any(str(path)) == QuantConfig.from_any(path) == wanted
+    path.write_text('{"quantization": "fp8", "steps": 10}')
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} has no field 'steps'"):
+        QuantConfig.from_any(path)
+    path.write_text("- fp8")
+    with pytest.raises(TypeError, match=f"{re.escape(str(path))}: top level must be a mapping, got list"):
+        QuantConfig.from_any(str(path))
+    with pytest.raises(ValueError, match=r"absent\.yml cannot be read: No such file"):
+        QuantConfig.from_any("absent.yml")
+
+
+def test_a_string_is_a_config_string():
+    assert QuantConfig.from_any("int8") == QuantConfig(quantization="int8")
+    assert QuantConfig.from_any("") == QuantConfig()
+    with pytest.raises(ValueError, match=r"quantization 'fp9' is not a known recipe; did you mean 'fp8'"):
+        QuantConfig.from_any("fp9")
+    with pytest.raises(NotImplementedError, match=r"quantization 'nvfp4' .* not implemented"):
+        QuantConfig.from_any("nvfp4")
 
 
 BOUNDS = "fwd_lhs, fwd_rhs, dlhs_lhs, dlhs_rhs, drhs_lhs, drhs_rhs"

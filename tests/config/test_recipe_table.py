@@ -166,7 +166,7 @@ def test_native_twins_of_maxtext_qwix_mode(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_block_scaled_strings_say_so(name):
-    message = f"quantization {name!r} is a block-scaled recipe, which is not implemented yet; the closest is "
+    message = f"quantization {name!r} trains in NVFP4, which is not implemented; the closest is "
     with pytest.raises(NotImplementedError, match=message + repr(REFUSED[name])):
         config(name)
     assert REFUSED[name] in RECIPES

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from jaxquant.config.loader import build, load_yaml, parse_overrides, to_mapping
+from jaxquant.config.loader import load_yaml, parse_overrides
+from jaxquant.core.typed import build, to_mapping
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxquant.config.hf.exclusions import REGEX, compressed_tensors_pattern
+from jaxquant.config.hf.exclusions import ANY_CLASS, REGEX, compressed_tensors_pattern
 from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import (
@@ -25,16 +25,12 @@ FORMATS = (
     "pack-quantized",
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
     "mxfp8-quantized",
     "mixed-precision",
 )
 _ELEMENTS = {("float", 8): "float8_e4m3fn", ("float", 4): "float4_e2m1fn", ("int", 8): "int8", ("int", 4): "int4"}
 _WEIGHTS = {"tensor": ScaleGranularity.TENSOR, "channel": ScaleGranularity.ROWWISE, "token": ScaleGranularity.COLWISE}
-_PACKINGS = {
-    "pack-quantized": "pack-quantized",
-    "nvfp4-pack-quantized": "nvfp4-pack",
-    "mxfp4-pack-quantized": "mxfp4-pack",
-}
 
 
 def read(config: Section) -> CheckpointQuantization:
@@ -53,38 +49,58 @@ def read(config: Section) -> CheckpointQuantization:
     if not groups.data:
         raise ValueError(f"{groups.place} must be specified and have a group")
     whole_format = _format(config, None)
-    rules = [
-        LayerRule(compressed_tensors_pattern(name, f"{config.where('ignore')}[{index}]"), None, config.where("ignore"))
-        for index, name in enumerate(config.texts("ignore"))
-    ]
+    config.pass_over("quantization_status", "global_compression_ratio", "run_compressed")
+    sparsity = config.section("sparsity_config")
+    if sparsity.text("format", "dense") != "dense":
+        raise NotImplementedError(
+            f"{sparsity.where('format')} {sparsity.get('format')!r} is not supported; decompress the checkpoint first"
+        )
+    config.pass_over("sparsity_config")  # which zeros a dense weight has
+    rules = _rules("ignore", config, None)
     targeted: list[tuple[int, LayerRule]] = []
     for key in groups.data:
         if not isinstance(key, str):
             raise TypeError(f"{groups.place} has the key {key!r}, which is not a string")
         group = groups.section(key)
         spec = _layer(group, _format(group, whole_format))
-        targets = ("Linear",) if group.data.get("targets") is None else group.texts("targets")
-        if not targets:
-            raise ValueError(f"{group.where('targets')} is empty: the group is of no layer; target 'Linear' for all")
-        for index, target in enumerate(targets):
-            place = f"{group.where('targets')}[{index}]"
-            if re.fullmatch(r"[A-Z]\w*", target) and target != "Linear":
-                raise NotImplementedError(
-                    f"{place} {target!r} names a class, which the names of tensors do not tell; "
-                    "target 'Linear', module names or 're:' patterns"
-                )
-            rule = LayerRule(compressed_tensors_pattern(target, place), spec, place)
-            targeted.append((2 if target == "Linear" else 1 if target.startswith(REGEX) else 0, rule))
+        if group.has("targets"):
+            _check_targets(group)
+        made = _rules("targets", group, spec) if group.has("targets") else [LayerRule(".*", spec, group.place)]
+        targeted += [(0 if rule.names else 2 if rule.pattern == ".*" else 1, rule) for rule in made]
     rules += [rule for _, rule in sorted(targeted, key=lambda pair: pair[0])]
-    return CheckpointQuantization("compressed-tensors", tuple(rules), kv_cache(config))
+    return CheckpointQuantization("compressed-tensors", tuple(rules), kv_cache(config, "kv_cache_scheme"))
 
 
-def kv_cache(config: Section) -> str | None:
-    """Return the dtype of ``kv_cache_scheme`` (a scheme, or "FP8" as modelopt has it), or None."""
-    value = config.data.get("kv_cache_scheme")
+def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule]:
+    """Return the rules of ``ignore`` or of ``targets``: one of all exact names, and one for each pattern."""
+    written, place = section.texts(key), section.where(key)
+    patterns = {index: name for index, name in enumerate(written) if name == ANY_CLASS or name.startswith(REGEX)}
+    names = frozenset(written) - set(patterns.values())
+    rules = [LayerRule("(?!)", spec, place, names)] if names else []
+    return rules + [
+        LayerRule(compressed_tensors_pattern(name, f"{place}[{index}]"), spec, place)
+        for index, name in patterns.items()
+    ]
+
+
+def _check_targets(group: Section) -> None:
+    targets = group.texts("targets")
+    if not targets:
+        raise ValueError(f"{group.where('targets')} is empty: the group is of no layer; target 'Linear' for all")
+    for index, target in enumerate(targets):
+        if re.fullmatch(r"[A-Z]\w*", target) and target != ANY_CLASS:
+            raise NotImplementedError(
+                f"{group.where('targets')}[{index}] {target!r} names a class, which the names of tensors do not tell; "
+                "target 'Linear', module names or 're:' patterns"
+            )
+
+
+def kv_cache(config: Section, key: str) -> str | None:
+    """Return the dtype of the KV cache under a key (a scheme, or "FP8" as modelopt has it), or None."""
+    value = config.get(key)
     if value is None or isinstance(value, str):
-        return _kv_name(value, config.where("kv_cache_scheme"))
-    return _element(config.section("kv_cache_scheme"))
+        return _kv_name(value, config.where(key))
+    return _input(config.section(key)).dtype
 
 
 def _kv_name(value: str | None, place: str) -> str | None:
@@ -122,42 +138,48 @@ def _layer(group: Section, format: str | None) -> LayerSpec | None:
             raise NotImplementedError(f"{group.place} quantizes inputs without weights, which no checkpoint needs")
         return None
     weights = group.section("weights")
-    if weights.data.get("dynamic"):
+    if weights.get("dynamic"):
         raise ValueError(
             f"{weights.where('dynamic')}: dynamic weight scaling is not supported for compressed-tensors FP8 method"
         )
-    if weights.has("actorder") and weights.data["actorder"] not in ("weight", "static", False):
+    if weights.has("actorder") and weights.get("actorder") not in ("weight", "static", False):
         raise NotImplementedError(
-            f"{weights.where('actorder')} {weights.data['actorder']!r} is not supported; export with actorder 'weight'"
+            f"{weights.where('actorder')} {weights.get('actorder')!r} is not supported; export with actorder 'weight'"
         )
-    has_input = group.has("input_activations")
-    element, tile = _element(weights), weights.integer("group_size", 1) if weights.data.get("group_size") != -1 else 1
-    is_four_bits = element == "float4_e2m1fn"
-    if format == "nvfp4-pack-quantized" or (is_four_bits and tile == 16):
-        _expect(weights, is_four_bits and tile == 16, "type 'float', num_bits 4 and group_size 16", "NVFP4")
-        return nvfp4_layer("nvfp4-pack", has_input)
-    if format == "mxfp4-pack-quantized" or (is_four_bits and tile == 32):
-        _expect(weights, is_four_bits and tile == 32, "type 'float', num_bits 4 and group_size 32", "MXFP4")
-        return mx_layer(element, "mxfp4-pack", has_input)
-    if format == "mxfp8-quantized":
-        _expect(
-            weights, element == "float8_e4m3fn" and tile == 32, "type 'float', num_bits 8 and group_size 32", "MXFP8"
-        )
-        return mx_layer(element, "plain", has_input)
-    input_spec = _input(group.section("input_activations")) if has_input else None
-    packing = _PACKINGS.get(format or "", "pack-quantized" if element == "int4" else "plain")
-    return LayerSpec(_weight(weights, element), input_spec, packing)
-
-
-def _expect(section: Section, holds: bool, need: str, format: str) -> None:
-    if not holds:
-        raise ValueError(f"{section.place} must have {need} for {format}")
+    input_spec = _input(group.section("input_activations")) if group.has("input_activations") else None
+    element = _element(weights)
+    weight, tile = _weight(weights, element), weights.get("group_size")
+    for name, wanted, kind, size, layer in (
+        ("nvfp4-pack-quantized", "NVFP4", "float4_e2m1fn", 16, nvfp4_layer("nvfp4-pack", input_spec is not None)),
+        ("mxfp4-pack-quantized", "MXFP4", "float4_e2m1fn", 32, mx_layer(element, "mxfp4-pack", input_spec is not None)),
+        ("mxfp8-quantized", "MXFP8", "float8_e4m3fn", 32, mx_layer(element, "plain", input_spec is not None)),
+    ):
+        if format != name and not ((element, tile) == (kind, size) and kind == "float4_e2m1fn"):
+            continue
+        if (element, tile, weight.symmetric) != (kind, size, True):
+            bits = 4 if kind == "float4_e2m1fn" else 8
+            raise ValueError(
+                f"{weights.place} must have type 'float', num_bits {bits}, group_size {size} and be symmetric for "
+                f"{wanted}"
+            )
+        if input_spec is not None and (input_spec.dtype, input_spec.block_size) != (kind, (1, size)):
+            raise NotImplementedError(
+                f"{group.where('input_activations')} must have the type and group_size of the weights for {wanted}"
+            )
+        return layer
+    is_packed = format == "pack-quantized" or (element == "int4" and format in (None, "mixed-precision"))
+    return LayerSpec(weight, input_spec, "pack-quantized" if is_packed else "plain")
 
 
 def _strategy(scheme: Section) -> str:
+    """Return who shares a scale; how the scales were found, and in which dtype they are stored, is passed over."""
+    scheme.pass_over("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    size = scheme.get("group_size")
     if scheme.has("strategy"):
-        return scheme.text("strategy")
-    size = scheme.data.get("group_size")
+        strategy = scheme.text("strategy")
+        if size not in (None, -1) and strategy not in ("group", "tensor_group"):
+            raise ValueError(f"{scheme.where('group_size')} needs strategy 'group', got {strategy!r}")
+        return strategy
     return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
@@ -177,7 +199,7 @@ def _weight(scheme: Section, element: str) -> OperandSpec:
 
 def _input(scheme: Section) -> OperandSpec:
     element, strategy, symmetric = _element(scheme), _strategy(scheme), scheme.boolean("symmetric", True)
-    dynamic = scheme.data.get("dynamic", False)
+    dynamic = scheme.get("dynamic") or False
     if dynamic not in (True, False, "local"):
         raise ValueError(f"{scheme.where('dynamic')} must be true, false or 'local', got {dynamic!r}")
     origin = ScaleOrigin.DYNAMIC if dynamic else ScaleOrigin.STATIC

@@ -7,7 +7,7 @@ import re
 from jaxquant.config.patterns import full_matcher
 
 REGEX = "re:"
-_ANY_CLASS = "Linear"
+ANY_CLASS = "Linear"
 _WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 _MLP = "(?:mlp|block_sparse_moe)"
 _ROUTER_GLOB = "gate*"
@@ -41,7 +41,7 @@ def compressed_tensors_pattern(target: str, place: str) -> str:
     """
     if target.startswith(REGEX):
         return checked(f"{_group(target[len(REGEX) :])}.*", target, place)
-    return ".*" if target == _ANY_CLASS else re.escape(target)
+    return ".*" if target == ANY_CLASS else re.escape(target)
 
 
 def modelopt_pattern(glob: str, place: str) -> str:

@@ -8,6 +8,12 @@ from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import mx_layer
 
+_RESTATED = (
+    "qscheme", "round_method", "ch_axis", "is_dynamic", "observer_cls", "scale_type", "symmetric", "is_scale_quant",
+    "mx_element_dtype", "scale_calculation_mode",
+)  # fmt: skip
+"""How Quark found numbers that are stored, and what an MX element type says by itself."""
+_OF_THE_TOOL = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
 _QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
@@ -31,11 +37,14 @@ def read_quark(config: Section) -> CheckpointQuantization:
         raise ValueError(f"{weight.where('group_size')} must be 32 for MX, got {weight.data['group_size']}")
     if config.has("layer_quant_config") and config.section("layer_quant_config").data:
         raise NotImplementedError(f"{config.where('layer_quant_config')} is not supported; quantize all layers alike")
-    inputs = whole.data.get("input_tensors")
+    weight.pass_over(*_RESTATED)
+    inputs = whole.section("input_tensors") if whole.has("input_tensors") else None
     if inputs is not None:
-        inputs = whole.section("input_tensors")
-        if inputs.text("dtype") != dtype:
-            raise NotImplementedError(f"{inputs.where('dtype')} must be that of the weights, {dtype!r}")
+        inputs.pass_over(*_RESTATED)
+        for key, wanted in (("dtype", dtype), ("scale_format", scale), ("group_size", 32)):
+            if inputs.has(key) and inputs.get(key) != wanted:
+                raise NotImplementedError(f"{inputs.where(key)} must be that of the weights, {wanted!r}")
+    config.pass_over(*_OF_THE_TOOL)
     rules = [
         LayerRule(
             compressed_tensors_pattern(name, f"{config.where('exclude')}[{index}]"), None, config.where("exclude")

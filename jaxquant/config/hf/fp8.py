@@ -60,6 +60,7 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     rules = [*exclusions(config), *head_and_routers()]
     algorithm = config.text("moe_quant_algo", "") or None
     if algorithm is not None:
+        config.pass_over("quant_algo")  # mixed, which the two algorithms say by themselves
         experts = modelopt.layer(algorithm, config, config.where("moe_quant_algo"))
         # ``ignore`` is of the experts' algorithm: what it lists keeps the scheme of the method.
         for index, glob in enumerate(config.texts("ignore")):

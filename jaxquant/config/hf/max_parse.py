@@ -22,6 +22,7 @@ from jaxquant.config.hf.spec import (
     WeightScaleSpec,
 )
 from jaxquant.config.hf.tensors import TensorInfo, dtype_name, read_tensors
+from jaxquant.config.loader import check_ordinary
 
 SIDECAR = "hf_quant_config.json"
 MAX_LAYERS = 10_000
@@ -105,8 +106,9 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
 def _sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     place = config.get("_name_or_path")
     path = pathlib.Path(place) / SIDECAR if isinstance(place, str) and place else None
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         return None
+    check_ordinary(path)
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
@@ -306,7 +308,7 @@ class _View:
         return found[0] if found else None
 
     def _shared_experts_dtype(self) -> str | None:
-        patterns = [rule.pattern for rule in self.quantization.rules if rule.spec is None]
+        patterns = [rule.path for rule in self.quantization.rules if rule.spec is None]
         excluded = any("shared_expert" in pattern.replace("shared_expert_gate", "") for pattern in patterns)
         return "bfloat16" if excluded else None
 

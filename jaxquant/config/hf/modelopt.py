@@ -60,8 +60,6 @@ def normalize_sidecar(sidecar: Section) -> Section:
     data["quant_method"] = producer.text("name", "modelopt")
     if quantization.has("exclude_modules"):
         data["ignore"] = [*quantization.texts("ignore"), *quantization.texts("exclude_modules")]
-    if quantization.has("kv_cache_quant_algo"):
-        data["kv_cache_scheme"] = quantization.text("kv_cache_quant_algo")
     return Section(data, quantization.place)
 
 
@@ -73,7 +71,8 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
       is_sniffed: whether the method was told from tensor names, without any list of exclusions.
     """
     algorithm = config.text("quant_algo", "")
-    kv_cache = compressed_tensors.kv_cache(config)
+    said = [compressed_tensors.kv_cache(config, key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
+    kv_cache = said[0] or said[1]
     if not algorithm and not config.has("config_groups"):
         if kv_cache is None:
             raise ValueError(f"{config.where('quant_algo')} must be specified")
@@ -83,12 +82,14 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         for key in ("ignore", "exclude_modules")
         for index, glob in enumerate(config.texts(key))
     ]
+    if algorithm:
+        config.pass_over("config_groups")  # the algorithm in compressed-tensors' words
     if is_sniffed:
         rules += head_and_routers()
     if algorithm.upper() == MIXED or config.has("quantized_layers"):
         rules += _mixed(config)
     elif not algorithm:
-        groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place))
+        groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.asked))
         rules += groups.rules
     else:
         place = config.where("quant_algo")

@@ -12,7 +12,7 @@ from jaxquant.config.patterns import full_matcher
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that a model may fuse, and those of the checkpoint that they are made of."""
 
-_matcher = functools.lru_cache(maxsize=4096)(full_matcher)
+_matcher = functools.lru_cache(maxsize=2**16)(full_matcher)
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"

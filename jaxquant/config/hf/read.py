@@ -79,14 +79,15 @@ def read_quantization(
     Raises:
       ValueError: a missing or impossible value, by its key.
       TypeError: a value of another kind, by its key.
-      NotImplementedError: a method or scheme that jaxquant does not have, with the reason.
+      NotImplementedError: a method or scheme that jaxquant does not have, with the reason; a key that may change values
+        and that nothing reads.
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"the Hugging Face config must be a dict, got {type(config).__name__}; read config.json first")
-    found = find_section(config, sidecar, read_tensors(tensors))
-    if found is None:
+    place = find_section(config, sidecar, read_tensors(tensors))
+    if place is None:
         return None
-    section, method = found
+    section, method = place
     if method in REFUSED:
         raise NotImplementedError(f"{section.where('quant_method')} {method!r} is not supported: {REFUSED[method]}")
     if method not in METHODS:
@@ -96,4 +97,7 @@ def read_quantization(
         raise ValueError(f"{shown}; known methods are {', '.join(METHODS)}")
     if section.place == "tensor names":
         return modelopt.read(section, is_sniffed=True)
-    return METHODS[method](section)
+    section.pass_over("quant_method", "version", "producer", "dequantize")
+    found = METHODS[method](section)
+    section.check_read()
+    return found

@@ -1,9 +1,9 @@
-"""A part of a JSON config, read with errors that name the key."""
+"""A part of a JSON config, read with errors that name the key, and with an account of what was read."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -14,17 +14,49 @@ class Section:
     Attributes:
       data: the mapping.
       place: such as ``quantization_config.config_groups.group_0``.
+      asked: places of all keys that were read, shared by the sections of a config.
     """
 
     data: Mapping[str, Any]
     place: str
+    asked: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def where(self, key: str) -> str:
         return f"{self.place}.{key}" if self.place else key
 
+    def get(self, key: str) -> Any:
+        """Return what a key holds, None where it is missing, and count it as read."""
+        self.asked.add(self.where(key))
+        return self.data.get(key)
+
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
-        return self.data.get(key) is not None
+        return self.get(key) is not None
+
+    def pass_over(self, *keys: str) -> None:
+        """Count keys, and all that is in them, as read: they change no values."""
+        self.asked.update(f"{self.where(key)}{end}" for key in keys for end in ("", _WHOLE))
+
+    def check_read(self) -> None:
+        """Refuse a key that says something and that nobody asked for.
+
+        Raises:
+          NotImplementedError: names the key.
+        """
+        for place, value in self._unread():
+            raise NotImplementedError(
+                f"{place} {_shown(value)} is not read and may change values; export the checkpoint without it"
+            )
+
+    def _unread(self) -> Iterator[tuple[str, Any]]:
+        for key, value in self.data.items():
+            place = self.where(key)
+            if not _says_something(value) or f"{place}{_WHOLE}" in self.asked:
+                continue
+            if place not in self.asked:
+                yield place, value
+            elif isinstance(value, Mapping):
+                yield from Section(value, place, self.asked)._unread()
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string; ``default`` where the key is missing or null, which is an error if there is none."""
@@ -42,7 +74,7 @@ class Section:
 
     def number(self, key: str) -> float | None:
         """Return a finite number above 0, or None where it is missing or null."""
-        value = self.data.get(key)
+        value = self.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -57,7 +89,7 @@ class Section:
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings; empty where the key is missing or null."""
-        value = self.data.get(key)
+        value = self.get(key)
         if value is None:
             return ()
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
@@ -69,7 +101,7 @@ class Section:
 
     def pair(self, key: str) -> tuple[int, int] | None:
         """Return two whole numbers above 0, written as a list or as "128x128"; None where missing or null."""
-        value = self.data.get(key)
+        value = self.get(key)
         if value is None:
             return None
         words = value.split("x") if isinstance(value, str) else value
@@ -81,20 +113,31 @@ class Section:
 
     def section(self, key: str) -> Section:
         """Return the mapping under a key; an empty one where it is missing or null."""
-        value = self.data.get(key)
+        value = self.get(key)
         if value is None:
-            return Section({}, self.where(key))
+            return Section({}, self.where(key), self.asked)
         if not isinstance(value, Mapping):
             raise TypeError(f"{self.where(key)} must be a mapping, got {_shown(value)}")
-        return Section(value, self.where(key))
+        return Section(value, self.where(key), self.asked)
 
     def _value(self, key: str, default: Any) -> Any:
-        value = self.data.get(key)
+        value = self.get(key)
         if value is None:
             value = default
         if value is None:
             raise ValueError(f"{self.where(key)} must be specified")
         return value
+
+
+_WHOLE = ".*"
+"""Ends the place of a key of which all is counted as read."""
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a value is more than null, false, and what holds nothing else."""
+    return (
+        any(map(_says_something, value.values())) if isinstance(value, Mapping) else value not in (None, False, "", [])
+    )
 
 
 def _shown(value: object) -> str:
