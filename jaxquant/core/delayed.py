@@ -14,9 +14,14 @@ float32 exponent and three highest mantissa bits; so the highest marked bin hold
 bits below, in one of 203 places, shared by the bins of one remainder. Read at the place of the highest bin they are the
 bitwise "or" of the amaxes there: the maximum itself where these are one number, otherwise never below it, and at most
 the end of the bin, less than 12.5 % above it. (Amaxes of two bins that share a place are more than 2^25 apart.) The
-scale, which all uses of a step share, is marked bit by bit in the cells that are left. In a state ``amax_bins`` is
+scale, which all uses of a step share, is marked bit by bit in the cells that are left, and the last cell marks each
+use. In a state ``amax_bins`` is
 zeros, which no step reads; but between the micro-batches of ``optax.MultiSteps`` on an NNX model it holds what they
 have observed so far. Flax mode has flax's protocol instead, for one use: the "gradient" is the new state.
+
+Marks and amaxes are never negative, in a state or an observation. An optimizer that takes the state for a weight
+subtracts from the marked cells, so that the last cell (of flax mode: the history) is negative after its first step. No
+scale is made of such a state: it is NaN.
 
 A state is *warm* where its ``amax_bins`` have a column more, which holds nothing: its history has entries, so that the
 scale comes from the history alone and no cast waits for the tensor's own amax. The shape says it, so it is decided
@@ -32,6 +37,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxquant.core.dtypes import Element
@@ -46,6 +52,10 @@ _LOW_BITS = 20
 _SCALE_BITS = 31
 _PLACES = (2 * BINS - _SCALE_BITS) // _LOW_BITS
 _SCALE_CELLS = slice(_PLACES * _LOW_BITS, _PLACES * _LOW_BITS + _SCALE_BITS)
+_USE_CELL = (..., 2, BINS - 1)
+
+OBSERVE = "observe"
+"""Name of ``observe`` in a traced program."""
 
 TensorState = dict[str, jax.Array]
 """``scale``, ``amax_history`` and, except in flax mode, ``amax_bins``; leading axes are layers under ``nn.scan``."""
@@ -70,7 +80,7 @@ def is_warm(state: TensorState) -> bool:
 def has_history(state: TensorState) -> Bool[Array, "*leading"]:
     """Return whether there is a finite amax above zero in a history."""
     history = state["amax_history"]
-    return jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=-1) > 0
+    return jnp.max(finite(history), axis=-1) > 0
 
 
 def _bits(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -127,6 +137,9 @@ def current_scale(
       floor: a scale below it becomes 1, and the tensor all but zero. Output gradients take the smallest normal number
         of float32, so that tiny ones survive. Flax mode has no floor.
 
+    Returns:
+      The scale; NaN where an optimizer has changed the state, unless it comes without bins, as from a checkpoint.
+
     Raises:
       TypeError: a history that is not float32, outside flax mode: it would round an amax down.
       ValueError: a history of another length than the specification's.
@@ -141,18 +154,49 @@ def current_scale(
         # flax keeps the reciprocal and inverts it twice; the last bit depends on it.
         past = jnp.max(history, axis=0)
         inverse = jnp.where(past > 0, (jnp.float32(element.max) / past) / (2.0**spec.margin), 1.0 / old)
-        return 1.0 / jnp.where(jnp.isfinite(past), inverse, 1.0 / old)
+        inverse = jnp.where(jnp.isfinite(past), inverse, 1.0 / old)
+        # Inside the reciprocal, which XLA then cancels with the cast's as it does for flax.
+        return 1.0 / jnp.where(jnp.min(history, axis=0) < 0, jnp.nan, inverse)
     if history.dtype != jnp.float32:
         raise TypeError(
             f"quant state amax_history is {history.dtype.name} and must be float32, or amaxes would be rounded; cast "
             "parameters alone, and restore quant state with jaxquant.state.with_bins"
         )
-    # A history loaded from a flax checkpoint may hold a non-finite amax.
-    past = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
-    if not is_warm(state):
-        past = jnp.where(past > 0, past, amax.astype(jnp.float32))
-    scale = past * (2.0**spec.margin / element.max)
-    return jnp.where((past > 0) & jnp.isfinite(past), jnp.where(scale < floor, 1.0, scale), old)
+    bins = state.get("amax_bins")
+    bins = None if bins is None or not bins.size else bins
+    return _scale(history, old, None if is_warm(state) else amax, bins, 2.0**spec.margin / element.max, floor)
+
+
+# A program holds it once for each element, and in it no array that depends on no argument: a scan would keep that.
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _scale(
+    history: Float[Array, " length"],
+    old: Float[Array, " 1"],
+    amax: Float[Array, ""] | None,
+    bins: Float[Array, "3 bins"] | None,
+    factor: float,
+    floor: float,
+) -> Float[Array, " 1"]:
+    """Return ``max(history) · factor``, 1 below the floor; without history that of an amax, or else the old one.
+
+    NaN where an optimizer has made the last cell of the bins negative.
+    """
+    past = jnp.max(finite(history))
+    if amax is not None:
+        past = jax.lax.select(past > 0, past, amax.astype(jnp.float32))
+    scale = past * factor
+    is_small = scale < floor
+    scale = jax.lax.select(is_small, is_small.astype(scale.dtype), scale)
+    scale = jax.lax.select((past > 0) & jnp.isfinite(past), scale, old.reshape(()))
+    if bins is not None:
+        scale = jax.lax.select(bins[_USE_CELL] < 0, jnp.float32(jnp.nan), scale)
+    return scale.reshape(old.shape)
+
+
+@jax.jit
+def finite(amaxes: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return amaxes with 0 in place of those that are not finite, which a history of a flax checkpoint may hold."""
+    return _float(_bits(amaxes) * jnp.isfinite(amaxes).astype(jnp.int32))
 
 
 def together(states: Sequence[TensorState]) -> TensorState:
@@ -165,10 +209,15 @@ def together(states: Sequence[TensorState]) -> TensorState:
       states: of the layers' inputs, not in flax mode; leading axes are carried along.
     """
     found = dict(next(filter(is_warm, states), states[0]))
-    for name in ("scale", "amax_history"):
-        every = [jnp.where(jnp.isfinite(state[name]), state[name], 0) for state in states]
-        found[name] = functools.reduce(jnp.maximum, every)
+    parts = [(state["scale"], state["amax_history"]) for state in states]
+    found["scale"], found["amax_history"] = functools.reduce(_wider, parts)
     return found
+
+
+@jax.jit  # a program holds it once
+def _wider(first: tuple[Array, ...], second: tuple[Array, ...]) -> tuple[Array, ...]:
+    (scale, history), (other, others) = first, second
+    return jnp.maximum(scale, other), jnp.maximum(finite(history), finite(others))
 
 
 def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leading"]) -> Float[Array, "*leading length"]:
@@ -178,7 +227,8 @@ def record(history: Float[Array, "*leading length"], amax: Float[Array, "*leadin
       history: amaxes of past steps. Leading axes are carried along.
       amax: this step's.
     """
-    return jnp.roll(history, -1, axis=-1).at[..., 0].set(amax.astype(history.dtype))
+    first = amax[..., None].astype(history.dtype)
+    return jnp.concatenate([first, history[..., 2:], history[..., : min(1, history.shape[-1] - 1)]], axis=-1)
 
 
 def without_bins(state: TensorState) -> TensorState:
@@ -203,21 +253,20 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     """
     if spec.amax_init == "flax":
         return {"scale": scale, "amax_history": record(state["amax_history"], amax)}
+    amax = amax.astype(jnp.float32)
     is_finite = jnp.isfinite(amax)
-    history = jnp.where(is_finite, record(state["amax_history"], amax), state["amax_history"])
-    bits = jnp.where(is_finite, _bits(amax), NON_FINITE_BIN << _LOW_BITS)  # no low bits: they would be another bin's
+    history = jax.lax.select(is_finite, record(state["amax_history"], amax), state["amax_history"])
+    bits = jax.lax.select(is_finite, _bits(amax), np.int32(NON_FINITE_BIN << _LOW_BITS))  # low bits: another bin's
     index = bits >> _LOW_BITS
     count = (jnp.arange(BINS, dtype=jnp.int32) == index).astype(jnp.float32)
-    place = (jnp.arange(_PLACES, dtype=jnp.int32) == index % _PLACES).astype(jnp.float32)
+    place = (jnp.arange(_PLACES, dtype=jnp.int32) == jax.lax.rem(index, np.int32(_PLACES))).astype(jnp.float32)
     low = place[:, None] * _take_apart(bits, _LOW_BITS)
     cells = [count, low.reshape(-1), _take_apart(_bits(scale), _SCALE_BITS)]
-    free = 3 * BINS - sum(part.size for part in cells)
-    padding = ((0, 0), (0, int(is_warm(state))))
-    return {
-        "scale": scale,
-        "amax_history": history,
-        "amax_bins": jnp.pad(jnp.concatenate([*cells, jnp.zeros((free,), jnp.float32)]).reshape(3, BINS), padding),
-    }
+    free = 3 * BINS - 1 - sum(part.size for part in cells)
+    bins = jnp.concatenate([*cells, jnp.zeros((free,), jnp.float32), jnp.ones((1,), jnp.float32)]).reshape(3, BINS)
+    if is_warm(state):
+        bins = jnp.pad(bins, ((0, 0), (0, 1)))
+    return {"scale": scale, "amax_history": history, "amax_bins": bins}
 
 
 def _marks(observation: TensorState) -> Float[Array, "*leading 4096"]:
@@ -242,7 +291,7 @@ def largest(observation: TensorState) -> Float[Array, "*leading"]:
 
 def _is_used(observation: TensorState) -> Bool[Array, "*leading"]:
     """Return whether there was any use, those with an amax that is not finite included."""
-    return jnp.any(observation["amax_bins"][..., 0, : NON_FINITE_BIN + 1] > 0, axis=-1)
+    return observation["amax_bins"][_USE_CELL] > 0
 
 
 @jax.jit  # tensors of one shape share a lowered function

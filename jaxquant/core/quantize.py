@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
@@ -18,20 +20,27 @@ from jaxquant.core.rounding import Part, asymmetric_cast, saturating_cast, stoch
 from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, power_of_two_below, scale_of_amax
 
 
-@jax.jit
 def absolute(x: jax.Array) -> jax.Array:
     """Return |x| whose maximum shows a NaN: NaN itself or, on CPUs, infinity.
 
     XLA:CPU's maximum can lose a NaN. Elsewhere the plain function is what compilers fuse: the test for NaN makes the
     H200's write two copies of every weight.
     """
+    return _absolute.bind(x)
 
-    def on_cpu(x: jax.Array) -> jax.Array:
-        # Infinity is made of x: a constant of a branch is taken out of it where a remat is differentiated.
-        is_number = x == x
-        return jnp.where(is_number, jnp.abs(x), 1 / is_number.astype(x.dtype))
 
-    return jax.lax.platform_dependent(x, cpu=on_cpu, default=lambda x: jnp.abs(x))
+def _absolute_on_cpu(x: jax.Array) -> jax.Array:
+    return jax.lax.select(x == x, jax.lax.abs(x), jax.lax.full_like(x, jnp.inf))
+
+
+# A primitive, because a choice by platform is thirty lines of a program for each shape.
+_absolute = Primitive("absolute")
+_absolute.def_impl(jax.jit(_absolute.bind))
+_absolute.def_abstract_eval(lambda x: x)
+ad.defjvp(_absolute, lambda slope, x: slope * jax.lax.sign(x))
+batching.defvectorized(_absolute)
+mlir.register_lowering(_absolute, mlir.lower_fun(jax.lax.abs, multiple_results=False))
+mlir.register_lowering(_absolute, mlir.lower_fun(_absolute_on_cpu, multiple_results=False), platform="cpu")
 
 
 class Scales(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key, UInt32
 
 from jaxquant.core.dtypes import Element
@@ -27,7 +28,7 @@ def saturating_cast(x: jax.Array, element: Element) -> jax.Array:
 
 def _clip(x: jax.Array, bound: float) -> jax.Array:
     """Return what ``jnp.clip`` does, without a function of its own in the program for each shape."""
-    return jnp.minimum(jnp.maximum(x, -bound), bound)
+    return jax.lax.clamp(np.asarray(-bound, x.dtype), x, np.asarray(bound, x.dtype))
 
 
 def asymmetric_cast(x: jax.Array, element: Element) -> jax.Array:
@@ -87,13 +88,14 @@ def _noise(
 ) -> Float[Array, "*shape"]:
     seeds = noise_seeds(key)
     whole = whole or shape
-    index = jnp.zeros(shape, jnp.uint32)
+    places = []
     for axis in range(len(whole)):
-        step = jnp.uint32(math.prod(whole[axis + 1 :]) % 2**32)
+        step = math.prod(whole[axis + 1 :]) % 2**32
         place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         if start is not None:
             place = place + jnp.asarray(start[axis]).astype(jnp.uint32)
-        index = index + place * step
+        places.append(place if step == 1 else place * jnp.uint32(step))
+    index = functools.reduce(jnp.add, places) if places else jnp.zeros(shape, jnp.uint32)
     return uniform(index, seeds[0], seeds[1])
 
 
@@ -101,6 +103,12 @@ def _noise(
 def noise_seeds(key: Key[Array, ""]) -> UInt32[Array, " 2"]:
     """Return the two words of a key that ``uniform`` hashes with an element's index."""
     return jax.random.bits(key, (2,), jnp.uint32)
+
+
+@jax.jit
+def two_keys(key: Key[Array, ""]) -> tuple[Key[Array, ""], Key[Array, ""]]:
+    """Return the keys of the two roundings that a backward pass makes of an output gradient."""
+    return jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
 
 
 def uniform(
@@ -180,11 +188,7 @@ def digest(
       arrays: the order of whose elements does not matter, so that no sharding changes the bits.
       ordered: arrays whose order does, as of amax histories that roll.
     """
-    total = jnp.zeros((), jnp.uint32)
-    sums = [jnp.sum(_words(x), dtype=jnp.uint32) for x in arrays] + [_ordered_sum(x) for x in ordered]
-    for n, each in enumerate(sums):
-        total = _hash_word(total + each, jnp.uint32(n + 1))
-    return total
+    return _mix([jnp.sum(_words(x), dtype=jnp.uint32) for x in arrays] + [_ordered_sum(x) for x in ordered])
 
 
 def _words(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
@@ -192,7 +196,12 @@ def _words(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 # Jits of their own, so that a program holds them once.
-_hash_word = jax.jit(hash_bits)
+@jax.jit
+def _mix(sums: Sequence[UInt32[Array, ""]]) -> UInt32[Array, ""]:
+    total = hash_bits(sums[0], 1)
+    for n, each in enumerate(sums[1:], 2):
+        total = hash_bits(total + each, n)
+    return total
 
 
 @jax.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -23,7 +24,8 @@ _LARGEST_E4M3 = 448.0
 
 def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:
     """Replace a scale below ``floor`` by 1."""
-    return jax.lax.select(scale < floor, jax.lax.full_like(scale, 1), scale)
+    is_small = scale < floor
+    return jax.lax.select(is_small, is_small.astype(scale.dtype), scale)  # a constant would be taken out of a scan
 
 
 def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> tuple[Array, Array | None]:
@@ -44,8 +46,7 @@ def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> 
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3, with the exponent rounded up as TransformerEngine and
     torchao do; NVFP4 as in TransformerEngine.
     """
-    # XLA turns a division by a constant into this multiplication under jit, but not outside it.
-    scale = floor_scale(amax * (1 / bound), floor)
+    scale = _exact_scale(amax, bound, floor)
     if spec.scale_rounding == "exact":
         return scale, None
     if spec.scale_dtype == "float8_e4m3fn":
@@ -59,6 +60,12 @@ def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> 
     if spec.scale_dtype == "float32":
         return jax.lax.bitcast_convert_type(exponent << _MANTISSA_BITS, jnp.float32), None
     return jax.lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.dtype(spec.scale_dtype)), None
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # a program holds it once for each shape of scales
+def _exact_scale(amax: Array, bound: float, floor: float) -> Array:
+    # XLA turns a division by a constant into this multiplication under jit, but not outside it.
+    return floor_scale(amax * (1 / bound), floor)
 
 
 @jax.jit  # a program holds it once for each shape

@@ -6,8 +6,6 @@ from jaxquant.state.nnx import (
     QuantState,
     advance,
     apply_gradients,
-    by_hand,
-    frozen,
     grad,
     value_and_grad,
 )
@@ -25,6 +23,7 @@ from jaxquant.state.tree import (
     warm,
     with_bins,
 )
+from jaxquant.state.watch import by_hand, frozen
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",

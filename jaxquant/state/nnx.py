@@ -12,21 +12,20 @@ worse.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.core.paths import join_path, layer_name
+from jaxquant.core.paths import join_path
 from jaxquant.state.optimizer import have_stepped, multi_steps
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, hold_observation, update, with_waiting
+from jaxquant.state.watch import by_hand
 
-Array = jax.Array
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
@@ -43,32 +42,6 @@ class QuantState(_Overwritten):
 
 TRAINED = (nnx.Param, QuantState)
 """Filter of what a training step differentiates, and so of what nnx.scan and nnx.vmap map together."""
-
-# jit caches by function and shapes; a user context is part of the key, so that all answers are kept apart.
-_answer = jax.make_user_context(None)
-Answer = Literal["advances", "stands still"] | None
-"""What becomes of quant state when a gradient is taken; None where nobody has said."""
-
-
-@contextlib.contextmanager
-def frozen() -> Iterator[None]:
-    """Keep quant state as it is where gradients are taken, on purpose: as for saliency maps, or a model that teaches.
-
-    Hold it around the function that differentiates, or around the call of one model in a loss of several.
-    """
-    with _answer("stands still"):
-        yield
-
-
-@contextlib.contextmanager
-def by_hand() -> Iterator[None]:
-    """Allow quant state to be differentiated without ``value_and_grad``, as by ``jax.grad`` of what nnx.split gave.
-
-    Who holds it hands the gradient of the state to ``update``, ``advance`` or ``apply_gradients``: nothing can
-    check that. What it does not allow is a gradient that leaves the state out.
-    """
-    with _answer(_answer.value or "advances"):
-        yield
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -215,88 +188,6 @@ def _quant_states(model: nnx.Module, grads: Any) -> tuple[dict[str, Any], dict[s
             "differentiate with jaxquant.state.value_and_grad"
         )
     return old, with_waiting(observation, old)
-
-
-def require_state_gradient(path: str, operands: Sequence[Array], state: Any) -> Any:
-    """Return quant state as it is, and raise where a gradient is taken after which the state would not advance.
-
-    Args:
-      path: of the layer, for the error.
-      operands: of its contraction, the activation and the kernel.
-      state: pytree of its quant state.
-
-    Raises:
-      ValueError: while differentiating with respect to an operand or the state, outside ``frozen``: the state is left
-        out, or its gradient was not taken by ``value_and_grad`` or under ``by_hand``.
-    """
-    answer: Answer = _answer.value
-    return state if answer == "stands still" else _watched(path, answer, tuple(operands), state)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _watched(path: str, answer: Answer, operands: tuple[Array, ...], state: Any) -> Any:
-    return state
-
-
-def _watched_fwd(path: str, answer: Answer, operands: Any, state: Any) -> tuple[Any, None]:
-    through, kernel = (x.perturbed for x in operands)
-    taken = [x.perturbed for x in jax.tree.leaves(state)]
-    if (through or kernel) and not all(taken):
-        train = "take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients"
-        if kernel:
-            which, fix = "its gradient is taken without that of the state", f"{train}; where it is to stand still, "
-            fix += "call under jaxquant.state.frozen()"
-        else:
-            # A teacher, or the gradient of an input; but the base layers of LoRA look the same from here.
-            which, fix = "a gradient passes through it that is of neither its kernel nor the state", "where the model "
-            fix += f"is not being trained, call it under jaxquant.state.frozen(); where it is, {train}"
-        raise ValueError(f"{layer_name(path)} has quant state and {which}, which would never advance; {fix}")
-    if any(taken) and answer is None:
-        raise ValueError(
-            f"{layer_name(path)} has quant state and its gradient is taken outside jaxquant.state.value_and_grad, "
-            "where an optimizer would drop it without a word; use that and jaxquant.state.apply_gradients, or hold "
-            "jaxquant.state.by_hand() and hand the gradient of the state to jaxquant.state.update or advance. In "
-            "MaxText's train_step, which overwrites the state with it, hold by_hand() and write "
-            "nnx.State.merge(non_param_rest, custom_grads) where it has (custom_grads, non_param_rest), or the old "
-            "state goes over the new one"
-        )
-    return jax.tree.map(lambda x: x.value, state), None
-
-
-def _watched_bwd(path: str, answer: Answer, _: None, gradient: Any) -> tuple[None, Any]:
-    return None, gradient
-
-
-_watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
-
-
-def require_hand(message: str, x: Array) -> Array:
-    """Return an array as it is, and raise where it is differentiated outside ``by_hand`` and ``frozen``.
-
-    Args:
-      message: of the error.
-      x: the result of a layer whose state is out of this module's sight.
-
-    Raises:
-      ValueError: with the message.
-    """
-    return x if _answer.value is not None else _refused(message, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _refused(message: str, x: Array) -> Array:
-    return x
-
-
-def _refused_fwd(message: str, x: Array) -> tuple[Array, None]:
-    raise ValueError(message)
-
-
-def _refused_bwd(message: str, _: None, gradient: Array) -> tuple[Array]:
-    return (gradient,)
-
-
-_refused.defvjp(_refused_fwd, _refused_bwd)
 
 
 def _with_state(argnums: Argnums) -> nnx.DiffState | tuple[nnx.DiffState, ...]:

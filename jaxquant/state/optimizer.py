@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,16 @@ import optax
 from flax.training import train_state
 from jaxtyping import Array, Bool, Int
 
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, Tree, accumulate, merge, no_observation, split, update
+from jaxquant.state.tree import (
+    OVERWRITE_WITH_GRADIENT,
+    Tree,
+    accumulate,
+    merge,
+    no_observation,
+    refuse_trained,
+    split,
+    update,
+)
 
 
 class OptimizerState(NamedTuple):
@@ -51,9 +61,15 @@ class Optimizer:
         self._tx = tx
 
     def init(self, variables: Tree) -> OptimizerState:
-        """Make the optimizer's state for a model's variables, as ``model.init`` gives them."""
+        """Make the optimizer's state for a model's variables, as ``model.init`` gives them.
+
+        Raises:
+          ValueError: no "params" among the variables, quant state that an optimizer has changed, or an optimizer with a
+            mask or labels of the whole variables.
+        """
         params, quant_state = split(variables)
-        inner = self._tx.init(params)
+        refuse_trained(quant_state)
+        inner = _of_params(self._tx.init, params)
         return OptimizerState(inner, no_observation(quant_state) if quant_state and multi_steps(inner) else None)
 
     def step(
@@ -68,16 +84,32 @@ class Optimizer:
           extra: further arguments of the optimizer's ``update``.
 
         Raises:
-          ValueError: the gradient has no quant state while the variables have, or the other way round.
+          TypeError: a state that ``init`` has not made.
+          ValueError: the gradient has no quant state while the variables have, or the other way round; or the state was
+            made for variables without quant state, or for the whole variables.
         """
-        (params, quant_state), (param_grads, observation) = split(variables), split(grads)
-        if bool(quant_state) != bool(observation):
-            has, lacks = ("variables", "gradient") if quant_state else ("gradient", "variables")
-            raise ValueError(
-                f"the {has} have {OVERWRITE_WITH_GRADIENT!r} and the {lacks} have not; "
-                "take the gradient with respect to all that model.init returned"
+        if not isinstance(state, OptimizerState):
+            raise TypeError(
+                f"the state of jaxquant.state.Optimizer must be an OptimizerState, got {type(state).__name__}; make it "
+                "with Optimizer.init, of all that model.init returned"
             )
-        updates, inner = self._tx.update(param_grads, state.inner, params, **extra)
+        (params, quant_state), (param_grads, observation) = split(variables), split(grads)
+        if quant_state and not observation:
+            raise ValueError(
+                f"the variables have {OVERWRITE_WITH_GRADIENT!r} and their gradient has not; take the gradient with "
+                "respect to all that model.init returned"
+            )
+        if observation and not quant_state:
+            raise ValueError(
+                f"the gradient has {OVERWRITE_WITH_GRADIENT!r} and the variables have not, as after restoring a float "
+                "checkpoint; jaxquant.state.merge its parameters with the quant state of model.init"
+            )
+        if quant_state and state.observation is None and multi_steps(state.inner):
+            raise ValueError(
+                "optax.MultiSteps has an optimizer state of a model without quant state; make one with Optimizer.init "
+                "(TrainState.create) of all that model.init returned, and put the old one's inner into it"
+            )
+        updates, inner = _of_params(self._tx.update, param_grads, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)
         if state.observation is None:
             return merge(params, update(quant_state, observation)), OptimizerState(inner, None)
@@ -86,6 +118,20 @@ class Optimizer:
         quant_state = jax.tree.map(_choose(ended), update(quant_state, observation), quant_state)
         waiting = jax.tree.map(_choose(ended), no_observation(observation), observation)
         return merge(params, quant_state), OptimizerState(inner, waiting)
+
+
+def _of_params(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
+    """Call an optimizer on parameters; its raw error about the tree of the whole variables is said in words."""
+    try:
+        return call(*args, **extra)
+    except ValueError as error:
+        if not re.search(r"tree.*\bparams\b", str(error), re.DOTALL):
+            raise
+        raise ValueError(
+            "the optimizer has a mask, labels or a state made from all that model.init returned, and is given the "
+            "parameters alone; make them from variables['params'], which is jaxquant.state.split(variables)[0], or "
+            "make the mask a function of the parameters"
+        ) from error
 
 
 def _choose(condition: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -114,7 +160,9 @@ class TrainState(train_state.TrainState):
     """flax's ``TrainState`` with quant state: ``params`` holds all that ``model.init`` returned.
 
     flax's own overwrites the quant state with its gradient, which under reuse, accumulation or a skipped layer is not
-    the next state. This one applies ``Optimizer``; ``create``, ``apply_fn`` and ``replace`` are flax's.
+    the next state. This one applies ``Optimizer``; ``create``, ``apply_fn`` and ``replace`` are flax's. Gradients with
+    respect to ``params`` have what was observed among them: ``optax.global_norm``, and clipping outside of ``tx``, are
+    for ``jaxquant.state.split(grads)[0]``.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> TrainState:

@@ -25,6 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxquant.core import delayed
+from jaxquant.core.paths import join_path
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
@@ -34,6 +35,8 @@ Tree = Mapping[Any, Any]
 _FIELDS = ("scale", "amax_history", "amax_bins")
 _HISTORY_SUFFIX, _BINS_SUFFIX = "_amax_history", "_amax_bins"
 _USES = "sparsity_uses"
+_MARKS = ("amax_bins", "amax_history", "uses")
+"""Endings of the names of what an optimizer makes negative."""
 
 
 def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
@@ -44,7 +47,8 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
     """
     if "params" not in variables:
         raise ValueError(
-            f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned"
+            f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, and "
+            "not variables['params'], to jaxquant.state.split, TrainState and Optimizer"
         )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
@@ -62,6 +66,22 @@ def merge(params: Any, quant_state: Tree) -> dict[str, Any]:
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if quant_state else {})
 
 
+def refuse_trained(quant_state: Tree) -> None:
+    """Refuse quant state that an optimizer has changed, where its values can be read; ``core.delayed`` has the rule.
+
+    Raises:
+      ValueError: names the variable, and what keeps the state out of an optimizer.
+    """
+    for path, leaf in jax.tree.leaves_with_path(quant_state):
+        name = getattr(path[-1], "key", None) if path else None
+        if any(_ends_with(name, mark) for mark in _MARKS) and _any(leaf, lambda part: part < 0):
+            raise ValueError(
+                f"quant state {join_path(path)!r} has negative numbers, which only an optimizer makes: it was trained "
+                "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "
+                "parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
+            )
+
+
 def strip_bins(quant_state: Tree) -> dict[Any, Any]:
     """Return quant state as it is to be stored: without ``amax_bins``, which are zeros between two steps.
 
@@ -69,16 +89,17 @@ def strip_bins(quant_state: Tree) -> dict[Any, Any]:
     their shapes, of Linen's collection or, as ``nnx.to_pure_dict``, of NNX's ``QuantState``.
 
     Raises:
-      ValueError: bins hold what micro-batches observed, as of an NNX model amid ``optax.MultiSteps``. (Under
-        ``jax.jit`` nothing can check that.)
+      ValueError: bins hold what micro-batches observed, as of an NNX model amid ``optax.MultiSteps``, or an optimizer
+        has changed the state. (Under ``jax.jit`` nothing can check that.)
     """
+    refuse_trained(quant_state)
     new: dict[Any, Any] = {}
     for name, value in quant_state.items():
         if isinstance(value, Mapping):
             new[name] = strip_bins(value)
         elif not _ends_with(name, _BINS_SUFFIX):
             new[name] = value
-        elif _holds_numbers(value):
+        elif _any(value, lambda part: part != 0):
             raise ValueError(
                 f"quant state {name!r} holds what micro-batches observed since the optimizer's last step, which "
                 "strip_bins would lose; store it after that step, or store the whole state"
@@ -131,11 +152,11 @@ def _as_dicts(tree: Any) -> Any:
     return {name: _as_dicts(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def _holds_numbers(value: Any) -> bool:
-    """Check whether an array that can be read here is not all zeros; shapes and tracers cannot."""
+def _any(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
+    """Check whether any number of an array passes a test, where it can be read here; shapes and tracers cannot."""
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-        return any(np.any(np.asarray(shard.data)) for shard in value.addressable_shards)
-    return isinstance(value, np.ndarray) and bool(value.any())
+        return any(np.any(test(np.asarray(shard.data))) for shard in value.addressable_shards)
+    return isinstance(value, np.ndarray) and bool(np.any(test(value)))
 
 
 def _in_float32(value: Any) -> Any:

@@ -13,7 +13,8 @@ VARIABLES = {"params": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}
 
 
 def test_parameters_alone_are_refused_with_what_to_pass():
-    with pytest.raises(ValueError, match=r"only \['bias', 'kernel'\]; pass all that model.init returned$"):
+    match = r"only \['bias', 'kernel'\]; pass all that model.init returned, and not variables\['params'\]"
+    with pytest.raises(ValueError, match=match):
         state.TrainState.create(apply_fn=jnp.dot, params=VARIABLES["params"], tx=optax.sgd(0.1))
 
 

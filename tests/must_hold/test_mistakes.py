@@ -1,0 +1,259 @@
+"""Property 28: four loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
+
+Each mistake is an error that says what to do, or leaves the right number. ``docs/guide/delayed.md`` has the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxquant
+from jaxquant import state
+from tests.must_hold.broken import fails_when_broken
+from tests.must_hold.loop import LENGTH, op_state
+
+CONFIG = {"quantization": "fp8", "amax_history_length": LENGTH}
+X = jax.random.normal(jax.random.key(0), (4, 8))
+LARGE = 30 * X
+TRAINED = r"quant state '[\w/]*input[_/]amax_bins' has negative numbers, .*jaxquant\.state\.split.*TrainState"
+AS_WEIGHT = r"quant state '[\w/]*amax_history' is added to or multiplied, .*jaxquant\.state\.split"
+NORM = r"what was observed of quant state is squared or divided by, .*jaxquant\.state\.split\(grads\)\[0\]"
+
+
+class Linen:
+    """A model, its variables, and its loss as a function of (parameters, quant state)."""
+
+    def __init__(self) -> None:
+        self.model: Any = jaxquant.maybe_quantize_model(nn.Dense(8, use_bias=False), CONFIG, X)
+        self.params, self.state = state.split(self.model.init(jax.random.key(1), X))
+
+    def __call__(self, params: Any, quant_state: Any, x: jax.Array) -> jax.Array:
+        return (self.model.apply(state.merge(params, quant_state), x) ** 2).mean()
+
+
+class Handle(Linen):
+    """A Linen model that plumbs the op of ``configure_quantization`` by hand, as MaxText's do."""
+
+    def __init__(self) -> None:
+        op = jaxquant.configure_quantization(CONFIG).dot_general_cls()
+        self.model = nn.Dense(8, use_bias=False, dot_general_cls=op)
+        self.params, self.state = state.split(self.model.init(jax.random.key(1), X))
+
+
+class Function(Linen):
+    """A plain function of parameters."""
+
+    def __init__(self) -> None:
+        self.model = jaxquant.quantize(lambda params, x: x @ params["kernel"], CONFIG)
+        self.params = {"kernel": jax.random.normal(jax.random.key(1), (8, 8))}
+        self.state = self.model.init(self.params, X)
+
+    def __call__(self, params: Any, quant_state: Any, x: jax.Array) -> jax.Array:
+        return (self.model(params, quant_state, x) ** 2).mean()
+
+
+class OfNnx(Linen):
+    """An NNX model, whose gradients the caller takes by hand."""
+
+    def __init__(self) -> None:
+        plain = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1))
+        self.model = jaxquant.maybe_quantize_model(plain, CONFIG, X)
+        _, params, quant_state = nnx.split(self.model, nnx.Param, state.QuantState)
+        self.params, self.state = nnx.to_pure_dict(params), nnx.to_pure_dict(quant_state)
+
+    def __call__(self, params: Any, quant_state: Any, x: jax.Array) -> jax.Array:
+        model = nnx.clone(self.model)
+        nnx.update(model, params)
+        nnx.update(model, quant_state)
+        with state.by_hand():
+            return (model(x) ** 2).mean()
+
+
+LOOPS = {"Linen": Linen, "function": Function, "NNX": OfNnx, "handle": Handle}
+
+
+def gradients(loop: Linen, params: Any, quant_state: Any, x: jax.Array) -> Any:
+    return jax.grad(loop, argnums=(0, 1))(params, quant_state, x)
+
+
+def check_forgotten(loop: Linen) -> None:
+    """A gradient without the state's is refused in a jitted step too; frozen on purpose it is that of the whole."""
+    of_params = jax.jit(jax.grad(lambda params: loop(params, loop.state, X)))
+    with pytest.raises(ValueError, match=r"gradient is taken without that of the state, .*frozen"):
+        of_params(loop.params)
+    with pytest.raises(ValueError, match=r"of neither its kernel nor the state, .*frozen"):
+        jax.grad(lambda x: loop(loop.params, loop.state, x))(X)
+    with state.frozen():
+        found = of_params(loop.params)
+        assert loop(loop.params, loop.state, X) > 0
+    jax.tree.map(np.testing.assert_array_equal, found, gradients(loop, loop.params, loop.state, X)[0])
+    with pytest.raises(ValueError, match="would never advance"):
+        of_params(loop.params)
+
+    def dropped(params: Any, quant_state: Any) -> Any:
+        return gradients(loop, params, quant_state, X)[0], quant_state
+
+    with pytest.raises(ValueError, match=r"is differentiated and its quant state stands still; .*state.update"):
+        jaxquant.coverage(dropped, loop.params, loop.state).check()
+
+    def frozen(params: Any, quant_state: Any) -> Any:
+        with state.frozen():
+            return jax.grad(loop)(params, quant_state, X), quant_state
+
+    found = jaxquant.coverage(frozen, loop.params, loop.state)
+    found.check()
+    assert len(found.frozen) == 1
+    assert "quant state frozen on purpose" in found.text()
+
+
+def check_optimized(loop: Linen) -> None:
+    """An optimizer of everything: ``check`` refuses it, the next loss is NaN in a jit, and an error outside of one."""
+    for tx in (optax.adam(1e-2), optax.sgd(0.1)):
+
+        @jax.jit
+        def step(variables: Any, opt_state: Any, tx: Any = tx) -> Any:
+            value, grads = jax.value_and_grad(lambda both: loop(*both, X))(variables)
+            updates, opt_state = tx.update(grads, opt_state, variables)
+            return optax.apply_updates(variables, updates), opt_state, value
+
+        start = (loop.params, warmed(loop))
+        with pytest.raises(ValueError, match=AS_WEIGHT):
+            jaxquant.coverage(step, start, tx.init(start)).check()
+        variables, opt_state, value = step(start, tx.init(start))
+        assert np.isfinite(value)
+        assert np.isnan(step(variables, opt_state)[2])
+        with pytest.raises(ValueError, match=TRAINED):
+            loop(*variables, X)
+        with pytest.raises(ValueError, match=TRAINED):
+            state.Optimizer(tx).init(state.merge(*variables))
+        with pytest.raises(ValueError, match=TRAINED):
+            state.strip_bins(variables[1])
+
+
+def check_decayed(loop: Linen) -> None:
+    """A decay of the whole variables, by a mask or by hand."""
+    variables = state.merge(loop.params, loop.state)
+    tx = optax.adamw(1e-3, mask=jax.tree.map(lambda leaf: leaf.ndim > 1, variables))
+    with pytest.raises(ValueError, match=r"a mask, labels or a state made from all .* jaxquant\.state\.split"):
+        state.TrainState.create(apply_fn=None, params=variables, tx=tx)
+    if isinstance(loop, OfNnx):
+        tx = optax.adamw(1e-3, mask=jax.tree.map(lambda leaf: leaf.ndim > 1, nnx.state(loop.model)))
+        with pytest.raises(ValueError, match="dot_general"):
+            nnx.Optimizer(loop.model, tx, wrt=nnx.Param)
+
+    def decayed(params: Any, quant_state: Any) -> Any:
+        grads, observation = gradients(loop, params, quant_state, X)
+        params = optax.apply_updates(params, grads)
+        return jax.tree.map(lambda leaf: 0.9 * leaf, (params, state.update(quant_state, observation)))
+
+    with pytest.raises(ValueError, match=AS_WEIGHT):
+        jaxquant.coverage(decayed, loop.params, loop.state).check()
+
+
+def check_clipped(loop: Linen) -> None:
+    """Clipping inside of the optimizer sees parameters alone; a norm of everything is refused by ``check``."""
+    variables = state.merge(loop.params, loop.state)
+    grads, observation = gradients(loop, loop.params, loop.state, X)
+    optimizer = state.Optimizer(optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0)))
+    stepped, _ = optimizer.step(state.merge(grads, observation), optimizer.init(variables), variables)
+    moved = jax.tree.map(jnp.subtract, stepped["params"], loop.params)
+    np.testing.assert_allclose(optax.global_norm(moved), 1e-3, rtol=2.0**-10)
+    expected = state.update(loop.state, observation)
+    jax.tree.map(np.testing.assert_array_equal, stepped[state.OVERWRITE_WITH_GRADIENT], expected)
+
+    def clipped(params: Any, quant_state: Any, norm: Any) -> Any:
+        grads, observation = both = gradients(loop, params, quant_state, X)
+        factor = 1 / norm((grads, observation))
+        return jax.tree.map(lambda leaf: factor * leaf, both)
+
+    jaxquant.coverage(lambda *args: clipped(*args, lambda both: optax.global_norm(both[0])), *vars_of(loop)).check()
+    with pytest.raises(ValueError, match=NORM):
+        jaxquant.coverage(lambda *args: clipped(*args, optax.global_norm), *vars_of(loop)).check()
+
+
+def check_partly_restored(loop: Linen) -> None:
+    """Parameters of a float run and new state go on as they are; state that lacks a variable is refused."""
+    assert loop(loop.params, warmed(loop), X) > 0
+    lost = state.strip_bins(loop.state)
+    if isinstance(loop, OfNnx):  # a model that lacks nothing itself
+        assert loop(loop.params, lost, X) == loop(loop.params, loop.state, X)
+    else:
+        with pytest.raises(ValueError, match="input_amax_bins"):
+            loop(loop.params, lost, X)
+    jax.tree.map(np.testing.assert_array_equal, state.with_bins(lost), loop.state)
+    optimizer, floats = state.Optimizer(optax.sgd(0.1)), {"params": loop.params}
+    with pytest.raises(ValueError, match=r"jaxquant.state.merge its parameters with the quant state of model.init"):
+        optimizer.step(state.merge(loop.params, loop.state), optimizer.init(floats), floats)
+    with pytest.raises(ValueError, match=r"no collection 'params', .*, and not variables\['params'\]"):
+        state.TrainState.create(apply_fn=None, params=loop.params, tx=optax.sgd(0.1))
+
+
+def vars_of(loop: Linen) -> tuple[Any, Any]:
+    return loop.params, loop.state
+
+
+def warmed(loop: Linen) -> Any:
+    """Quant state after four steps: a history without zeros, of which a small update makes nothing negative."""
+    quant_state = loop.state
+    for _ in range(LENGTH):
+        quant_state = state.update(quant_state, gradients(loop, loop.params, quant_state, LARGE)[1])
+    assert (op_state(quant_state)["input_amax_history"] == jnp.abs(LARGE).max()).all()
+    return quant_state
+
+
+MISTAKES = {
+    "forgotten": check_forgotten,
+    "optimized": check_optimized,
+    "decayed": check_decayed,
+    "clipped": check_clipped,
+    "partly restored": check_partly_restored,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_28_a_mistake_with_quant_state_is_an_error_or_does_no_harm(loop, mistake):
+    MISTAKES[mistake](LOOPS[loop]())
+
+
+SPARSE = {"quantization": "fp8_full", "weight_sparsity_n": 2, "weight_sparsity_m": 4, "quant_backend": "native"}
+
+
+@pytest.mark.parametrize("config", [{"quantization": "fp8", "amax_init": "flax"}, SPARSE])
+def test_28_state_of_flax_mode_and_sparsity_in_an_optimizer_is_noticed(config):
+    model: Any = jaxquant.maybe_quantize_model(nn.Dense(8), config, X)
+    variables = model.init(jax.random.key(1), X)
+    grads = jax.grad(lambda variables: (model.apply(variables, X) ** 2).mean())(variables)
+    variables = jax.tree.map(lambda leaf, grad: leaf - 1e-3 * grad, variables, grads)
+    assert np.isnan(jax.jit(model.apply)(variables, X)).all()
+    with pytest.raises(ValueError, match="has negative numbers, which only an optimizer makes"):
+        model.apply(variables, X)
+
+
+def _without_marks(history, old, amax, bins, *static, original=jaxquant.core.delayed._scale):
+    return original(history, old, amax, None, *static)
+
+
+BROKEN = {
+    "nobody watches": (state.watch, "_watched", lambda watch, path, answer, operands, state: state, check_forgotten),
+    "nobody looks at the marks": (
+        jaxquant.core.delayed,
+        "_scale",
+        _without_marks,
+        check_optimized,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_property_is_seen(name):
+    *broken, check = BROKEN[name]
+    fails_when_broken(*broken, lambda: check(Linen()))
