@@ -17,6 +17,8 @@ from jaxquant.export.reading import HfFolder as HfFolder
 from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile
 from jaxquant.export.source import Source as Source
 from jaxquant.export.source import Vocabulary as Vocabulary
+from jaxquant.export.sums import check_sums as check_sums
+from jaxquant.export.sums import write_sums
 
 FLOAT = Scheme("hf", None, lambda source, module, weight: {}, lambda tensors: tensors[".weight"])
 SCHEMES = {scheme.name: scheme for scheme in (FLOAT, *compressed_tensors.SCHEMES, *fp8.SCHEMES, *modelopt.SCHEMES)}
@@ -36,7 +38,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Write a model in a format.
+    """Write a model in a format, and the SHA-256 of its files: in a folder's ``SHA256SUMS``, in a file's ``.sha256``.
 
     Args:
       source: named tensors, shape and tokenizer.
@@ -53,5 +55,8 @@ def export(
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not known; known ones are {', '.join(FORMATS)}")
     if format not in SCHEMES:
-        return export_gguf(source, out, format.removeprefix("gguf_").upper(), progress=progress)
-    return write_folder(source, out, SCHEMES[format], dtype=dtype, shard_bytes=shard_bytes, progress=progress)
+        rows = export_gguf(source, out, format.removeprefix("gguf_").upper(), progress=progress)
+    else:
+        rows = write_folder(source, out, SCHEMES[format], dtype=dtype, shard_bytes=shard_bytes, progress=progress)
+    write_sums(Path(out))
+    return rows

@@ -22,7 +22,7 @@ from jaxquant.export.layouts import (
     encode_nvfp4,
     pack_int4,
     scale_of,
-    unpack_int4,
+    unpack_int,
 )
 from jaxquant.export.llama import HEAD
 from jaxquant.export.source import Source
@@ -77,7 +77,7 @@ def _int4(source: Source, module: str, weight: np.ndarray) -> Tensors:
 
 
 def _decode_int4(tensors: Tensors) -> np.ndarray:
-    codes = unpack_int4(tensors[".weight_packed"], int(tensors[".weight_shape"][1]))
+    codes = unpack_int(tensors[".weight_packed"], 4, int(tensors[".weight_shape"][1]))
     return decode_scaled(codes, tensors[".weight_scale"], (1, GROUP))
 
 

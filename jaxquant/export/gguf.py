@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.core.qtensor import QTensor
+from jaxquant.core.typed import show
 from jaxquant.export.folder import Row, check_divides, sqnr
 from jaxquant.export.gguf_file import ALIGNMENT, U32, GgufFile, header, padded, row_bytes
 from jaxquant.export.layouts import decode_blocks, encode_blocks, row_chunks
@@ -211,7 +212,12 @@ def read_shape(file: GgufFile) -> LlamaShape:
     if found.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
         raise NotImplementedError(f"{file.path} has scaled rotary embedding, which the decoder has not")
 
+    asked = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
+    if "llama.rope.scaling.type" in found:  # none: whatever else is said of it
+        asked |= {key for key in found if key.startswith("llama.rope.scaling.")}
+
     def number(key: str, default: Any = None) -> Any:
+        asked.add(f"llama.{key}")
         value = found.get(f"llama.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{file.path} has no number llama.{key}")
@@ -222,6 +228,8 @@ def read_shape(file: GgufFile) -> LlamaShape:
         raise ValueError(f"{file.path} has {heads} attention heads")
     size = number("attention.key_length", hidden // heads)
     rotated = number("rope.dimension_count", size)
+    if number("attention.value_length", size) != size:
+        raise NotImplementedError(f"{file.path} has values of another size than keys, which the decoder has not")
     if rotated != size:
         raise NotImplementedError(f"{file.path} rotates {rotated} elements of a head alone, which the decoder does not")
     if bias := next((name for name in file.tensors if name.endswith(".bias")), None):
@@ -243,6 +251,12 @@ def read_shape(file: GgufFile) -> LlamaShape:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "max_position_embeddings": number("context_length", 2048),
     }
+    for key, value in found.items():
+        if key.startswith("llama.") and key not in asked and (isinstance(value, np.ndarray) or value):
+            raise NotImplementedError(
+                f"{file.path} has {key} {show(value)}, which is not read and may change values; convert the model "
+                "without it"
+            )
     try:
         return LlamaShape.of_config(config)
     except ValueError as error:
@@ -262,6 +276,8 @@ def open_gguf(path: str | Path) -> Source:
         if tensor is None or tensor.shape != size:
             has = "none" if tensor is None else f"shape {tensor.shape}"
             raise ValueError(f"{path}: tensor {gguf_name(name)} must have shape {size}, got {has}")
+    if others := sorted(file.tensors.keys() - {gguf_name(name) for name in shape.tensors()}):
+        raise ValueError(f"{path} has the tensor {show(others[0])}, which a Llama of its metadata has not")
 
     def read(name: str) -> np.ndarray:
         heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))
@@ -272,6 +288,7 @@ def open_gguf(path: str | Path) -> Source:
         kind = file.tensors[gguf_name(name)].kind
         if kind in ("F32", "F16", "BF16"):
             return None
+        file.read(gguf_name(name))  # which refuses scales that are not finite
         heads, data = _rotated_heads(shape, name), file.raw(gguf_name(name))
         data = data if heads is None else to_halves(data, heads)
         return QTensor(jnp.asarray(data), block=(1, shape.tensors()[name][1]), codec=kind.lower())

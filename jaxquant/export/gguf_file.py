@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxquant.config.loader import show
-from jaxquant.export.layouts import decode_blocks
+from jaxquant.config.loader import check_ordinary
+from jaxquant.core.typed import show
+from jaxquant.export.layouts import check_finite, decode_blocks
 from jaxquant.formats import CODECS, Codec
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
@@ -25,6 +26,12 @@ _MAX_COUNT, _MAX_TEXT, _MAX_AXES, _MAX_ELEMENTS, _MAX_DEPTH = 2**24, 2**26, 4, 2
 
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 """Numbers of the tensor types that are written and read."""
+_OTHERS = {
+    3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
+    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
+    27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+"""Names of the types that are refused."""
 _TYPE_NAMES = {number: name for name, number in TYPES.items()}
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -133,6 +140,7 @@ class GgufFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        check_ordinary(self.path)
         with self.path.open("rb") as file:
             if self.path.stat().st_size < 24:
                 raise ValueError(f"{path} is not a GGUF file: it has {self.path.stat().st_size} bytes")
@@ -160,13 +168,14 @@ class GgufFile:
         return flat.reshape(*tensor.shape[:-1], row_bytes(tensor.kind, tensor.shape[-1]))
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor decoded to float32."""
+        """Return a tensor decoded to float32; every value is finite."""
         tensor, data = self.tensors[name], self.raw(name)
-        if tensor.kind == "F32":
-            return np.ascontiguousarray(data).view("<f4").reshape(tensor.shape)
-        if tensor.kind == "F16":
-            return np.ascontiguousarray(data).view("<f2").reshape(tensor.shape).astype(np.float32)
-        return decode_blocks(tensor.kind, data)
+        if tensor.kind in ("F32", "F16"):
+            stored = np.ascontiguousarray(data).view("<f4" if tensor.kind == "F32" else "<f2")
+            array = stored.reshape(tensor.shape).astype(np.float32, copy=False)
+        else:
+            array = decode_blocks(tensor.kind, data)
+        return check_finite(array, f"{self.path}: tensor {show(name)}")
 
     def _read_tensors(self, count: int) -> dict[str, Tensor]:
         infos: dict[str, tuple[str, tuple[int, ...], int]] = {}
@@ -179,7 +188,10 @@ class GgufFile:
             shape = tuple(self._unpack("<Q") for _ in range(axes))[::-1]
             number, offset = self._unpack("<I"), self._unpack("<Q")
             if number not in _TYPE_NAMES:
-                raise NotImplementedError(f"{what} is of type {number}; read are {', '.join(TYPES)}")
+                kind = _OTHERS.get(number, f"number {number}")
+                raise NotImplementedError(
+                    f"{what} is of type {kind}, which is not read; quantize to one of {', '.join(TYPES)}"
+                )
             if not all(1 <= size <= _MAX_ELEMENTS for size in shape) or math.prod(shape) > _MAX_ELEMENTS:
                 raise ValueError(f"{what} has the shape {shape}, which no tensor has")
             infos[name] = _TYPE_NAMES[number], shape, offset

@@ -6,14 +6,12 @@ Weights are [out, in] float32 in numpy. All are decoded in float32, products rou
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxquant.config.hf.spec import LayerSpec
 from jaxquant.formats import codec
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -43,21 +41,44 @@ def encode_fp8(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | N
     return out
 
 
-def decode_scaled(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None = None) -> np.ndarray:
-    """Return ``weight · scale``, for elements of any type and scales as in ``encode_fp8``."""
+def decode_scaled(
+    weight: np.ndarray,
+    scale: np.ndarray,
+    block: tuple[int, int] | None = None,
+    zero_point: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return ``(weight − zero_point) · scale``, for elements of any type and scales as in ``encode_fp8``."""
     out = np.empty(weight.shape, np.float32)
-    for rows in row_chunks(weight.shape, 1 if block is None else block[0]):
-        out[rows] = weight[rows].astype(np.float32) * _spread(scale, weight.shape, block, rows)
+    for rows in row_chunks(weight.shape, 1 if block is None or scale.size == 1 else block[0]):
+        part = weight[rows].astype(np.float32)
+        if zero_point is not None:
+            part -= _spread(zero_point, weight.shape, block, rows)
+        np.multiply(part, _spread(scale, weight.shape, block, rows), out=out[rows])
     return out
+
+
+def check_finite(array: np.ndarray, name: str) -> np.ndarray:
+    """Return what was decoded, after a look at every value, a part at a time.
+
+    Raises:
+      ValueError: one is infinite or not a number; names the tensor.
+    """
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        if not np.isfinite(flat[start : start + _CHUNK]).all():
+            raise ValueError(f"{name} decodes to values that are not finite; its scales are damaged, export it again")
+    return array
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, rows: slice) -> np.ndarray:
     scale = scale.astype(np.float32)
+    if scale.size == 1:
+        return scale.reshape(())
     if block is None:
-        return scale if scale.size == 1 else scale.reshape(-1, 1)[rows]
+        return scale.reshape(-1, 1)[rows]
     start, stop, _ = rows.indices(shape[0])
     part = np.repeat(scale[start // block[0] : -(-stop // block[0])], block[0], axis=0)[: stop - start]
-    return np.repeat(part, block[1], axis=1)[:, : shape[1]]
+    return part if part.shape[1] == 1 else np.repeat(part, block[1], axis=1)[:, : shape[1]]
 
 
 def block_amax(weight: np.ndarray, block: tuple[int, int]) -> np.ndarray:
@@ -90,11 +111,12 @@ def pack_int4(codes: np.ndarray) -> np.ndarray:
     return np.bitwise_or.reduce(unsigned << shifts, axis=-1).view(np.int32)
 
 
-def unpack_int4(packed: np.ndarray, columns: int) -> np.ndarray:
-    """Undo ``pack_int4``."""
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    nibbles = np.ascontiguousarray(packed).view(np.uint32)[..., None] >> shifts & 0xF
-    return nibbles.reshape(packed.shape[0], -1)[:, :columns].astype(np.int8) - np.int8(8)
+def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """Return int8 of ``columns`` integers a row that lie in int32 as ``pack_int4`` packs them, of 4 or 8 bits each."""
+    stored = np.ascontiguousarray(packed).view(np.uint8)
+    if bits == 4:
+        stored = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1)
+    return (stored[:, :columns] - np.uint8(2 ** (bits - 1))).view(np.int8)
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
@@ -103,12 +125,10 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
-    """Return float32 of e2m1 codes, low nibble first."""
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    table = np.concatenate([values, -values])
-    out = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.float32)
-    out[..., 0::2], out[..., 1::2] = table[packed & 0xF], table[packed >> 4]
-    return out
+    """Return float4_e2m1fn of nibbles, the low one first."""
+    out = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
+    out[..., 0::2], out[..., 1::2] = packed & 0xF, packed >> 4
+    return out.view(ml_dtypes.float4_e2m1fn)
 
 
 def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +151,7 @@ def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, n
 def decode_nvfp4(packed: np.ndarray, scale: np.ndarray, tensor_scale: np.ndarray | float) -> np.ndarray:
     """Return ``e2m1 · (scale · tensor_scale)``."""
     product = scale.astype(np.float32) * np.asarray(tensor_scale, np.float32).reshape(())
-    return unpack_e2m1(packed) * np.repeat(product, 16, axis=-1)
+    return unpack_e2m1(packed).astype(np.float32) * np.repeat(product, 16, axis=-1)
 
 
 def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
@@ -175,107 +195,11 @@ def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def decode_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return ``e2m1 · 2**(scale − 127)``."""
-    power = np.where(scale == 255, np.nan, np.ldexp(1.0, scale.astype(np.int32) - 127))
-    return (unpack_e2m1(packed) * np.repeat(power, 32, axis=-1)).astype(np.float32)
+    power = scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    return unpack_e2m1(packed).astype(np.float32) * np.repeat(power, 32, axis=-1)
 
 
 def row_chunks(shape: tuple[int, ...], multiple: int) -> list[slice]:
     """Cut rows in parts of a few million elements, of a multiple of rows each."""
     size = max(1, _CHUNK // max(1, shape[1]) // multiple) * multiple
     return [slice(start, min(start + size, shape[0])) for start in range(0, shape[0], size)]
-
-
-def decode_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> np.ndarray:
-    """Decode a linear layer that a checkpoint's own config describes.
-
-    Args:
-      spec: what its config says of the layer.
-      tensors: of the layer, by the end of their name (``.weight_scale``).
-      shape: [out, in] that the model asks for.
-
-    Raises:
-      ValueError: a tensor that is missing, or of a shape or dtype that does not fit; names it.
-      NotImplementedError: a layout that is not read.
-    """
-    for packing, names in _LAYOUTS:
-        if packing == spec.packing and all(any(f".{name}" in tensors for name in each) for each in names):
-            found = [next(tensors[f".{name}"] for name in each if f".{name}" in tensors) for each in names]
-            return _checked(_DECODERS[packing, len(names)](spec, shape, *found), shape)
-    wanted = " or ".join(", ".join("/".join(each) for each in names) for p, names in _LAYOUTS if p == spec.packing)
-    if not wanted:
-        raise NotImplementedError(f"weights packed as {spec.packing!r} are not read; start from another export")
-    raise ValueError(f"a layer packed as {spec.packing!r} has {', '.join(tensors) or 'no tensors'}, and needs {wanted}")
-
-
-def _checked(weight: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    if weight.shape != shape:
-        raise ValueError(f"a weight decodes to shape {weight.shape}, and the model asks for {shape}")
-    return weight
-
-
-def _expect(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
-    if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(
-            f"{name} is {array.dtype.name}{array.shape}, and its config makes it {np.dtype(dtype).name}{shape}"
-        )
-
-
-def _plain(spec: LayerSpec, shape: tuple[int, int], weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    kind = jnp.dtype(spec.weight.dtype)
-    _expect("weight", weight, kind, shape)
-    block = spec.weight.block_size
-    if scale.dtype not in (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8):
-        raise ValueError(f"weight_scale is {scale.dtype.name}, which is no type of scales")
-    if scale.dtype == np.uint8:  # E8M0 as bytes
-        scale = np.ascontiguousarray(scale).view(ml_dtypes.float8_e8m0fnu)
-    if block is not None:
-        wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-        if scale.shape != wanted:
-            raise ValueError(f"weight_scale has shape {scale.shape}, and blocks of {block} of {shape} have {wanted}")
-    elif scale.size not in (1, shape[0]):
-        raise ValueError(f"weight_scale has shape {scale.shape}, neither one scale nor {shape[0]}")
-    return decode_scaled(weight, scale, block)
-
-
-def _int4(spec: LayerSpec, shape: tuple[int, int], packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] // 8)))
-    size = spec.weight.block_size[1] if spec.weight.block_size else shape[1]
-    if scale.shape != (shape[0], -(-shape[1] // size)):
-        raise ValueError(f"weight_scale has shape {scale.shape}, and groups of {size} of {shape} have another")
-    return decode_scaled(unpack_int4(packed, shape[1]), scale, (1, size))
-
-
-def _nvfp4(
-    spec: LayerSpec, shape: tuple[int, int], packed: np.ndarray, scale: np.ndarray, outer: np.ndarray
-) -> np.ndarray:
-    _expect("weight", packed, np.uint8, (shape[0], shape[1] // 2))
-    _expect("weight_scale", scale, ml_dtypes.float8_e4m3fn, (shape[0], shape[1] // 16))
-    if outer.size != 1 or not np.isfinite(outer.astype(np.float32)).all() or not (outer.astype(np.float32) > 0).all():
-        raise ValueError(f"the scale of the tensor has shape {outer.shape}, or is not above 0")
-    outer = outer.astype(np.float32)
-    return decode_nvfp4(packed, scale, 1 / outer if spec.packing == "nvfp4-pack" else outer)
-
-
-def _mxfp4(spec: LayerSpec, shape: tuple[int, int], packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    _expect("weight", packed, np.uint8, (shape[0], shape[1] // 2))
-    if scale.dtype == ml_dtypes.float8_e8m0fnu:
-        scale = np.ascontiguousarray(scale).view(np.uint8)
-    _expect("weight_scale", scale, np.uint8, (shape[0], shape[1] // 32))
-    return decode_mxfp4(packed, scale)
-
-
-_SCALE = ("weight_scale", "weight_scale_inv")
-_LAYOUTS = (
-    ("plain", (("weight",), _SCALE)),
-    ("pack-quantized", (("weight_packed",), ("weight_scale",))),
-    ("nvfp4-pack", (("weight_packed",), ("weight_scale",), ("weight_global_scale",))),
-    ("modelopt", (("weight",), ("weight_scale",), ("weight_scale_2",))),
-    ("mxfp4-pack", (("weight_packed",), ("weight_scale",))),
-)
-_DECODERS = {
-    ("plain", 2): _plain,
-    ("pack-quantized", 2): _int4,
-    ("nvfp4-pack", 3): _nvfp4,
-    ("modelopt", 3): _nvfp4,
-    ("mxfp4-pack", 2): _mxfp4,
-}

@@ -10,15 +10,17 @@ Heads lie one behind the other along the rows of q, k and v and the columns of o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxquant.config.loader import show
+from jaxquant.core.typed import show
 
 ARCHITECTURE = "LlamaForCausalLM"
 EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+_MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 """Layers that servers run as one matmul, whose scales of the whole tensor must be equal."""
 _SIZE = 2**24
@@ -61,23 +63,27 @@ class LlamaShape:
             "down_proj": (self.hidden, self.intermediate),
         }[module.rpartition(".")[2]]
 
-    def linears(self) -> dict[str, tuple[int, int]]:
+    def linears(self) -> Mapping[str, tuple[int, int]]:
         """Return the linear layers of all decoder layers by name, [out, in]."""
-        names = [*(f"self_attn.{name}" for name in ATTENTION), *(f"mlp.{name}" for name in MLP)]
-        return {
-            f"model.layers.{index}.{name}": self.linear_shape(name) for index in range(self.layers) for name in names
-        }
+        return self._linears
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor of a float checkpoint, in the order of the model."""
+        return self._tensors
+
+    @functools.cached_property
+    def _linears(self) -> dict[str, tuple[int, int]]:
+        shapes = {name: self.linear_shape(name) for name in (*_ATTENTION, *_MLP)}
+        return {f"model.layers.{index}.{name}": shapes[name] for index in range(self.layers) for name in shapes}
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (self.vocab_size, self.hidden)}
-        linears = {f"{name}.weight": shape for name, shape in self.linears().items()}
         for index in range(self.layers):
-            at = f"model.layers.{index}."
-            found[f"{at}input_layernorm.weight"] = (self.hidden,)
-            found |= {name: shape for name, shape in linears.items() if name.startswith(f"{at}self_attn.")}
-            found[f"{at}post_attention_layernorm.weight"] = (self.hidden,)
-            found |= {name: shape for name, shape in linears.items() if name.startswith(f"{at}mlp.")}
+            for norm, linears in (("input_layernorm", _ATTENTION), ("post_attention_layernorm", _MLP)):
+                found[f"model.layers.{index}.{norm}.weight"] = (self.hidden,)
+                for name in (f"model.layers.{index}.{each}" for each in linears):
+                    found[f"{name}.weight"] = self._linears[name]
         found[f"{NORM}.weight"] = (self.hidden,)
         if not self.tied:
             found[f"{HEAD}.weight"] = (self.vocab_size, self.hidden)
@@ -141,6 +147,7 @@ class LlamaShape:
             "mlp_bias": (config.get("mlp_bias", False), False),
             "hidden_act": (config.get("hidden_act", "silu"), "silu"),
             "sliding_window": (config.get("sliding_window"), None),
+            "partial_rotary_factor": (config.get("partial_rotary_factor") or 1.0, 1.0),
             "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         }
         for key, (value, wanted) in refused.items():

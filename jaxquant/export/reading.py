@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from jaxquant.config.hf import CheckpointQuantization, LayerSpec, read_quantization
-from jaxquant.config.loader import show
+from jaxquant.config.hf.max_parse import SIDECAR
+from jaxquant.config.loader import check_ordinary
+from jaxquant.core.typed import show
 from jaxquant.export.folder import INDEX
-from jaxquant.export.layouts import decode_layer
+from jaxquant.export.layouts import check_finite
 from jaxquant.export.llama import HEAD, LlamaShape
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import Source, Vocabulary
+from jaxquant.export.stored import StoredLayer, input_amax, read_layer
 from jaxquant.export.vocabulary import of_tokenizer_json
 
 MAX_JSON_BYTES = 256 * 2**20
@@ -43,16 +46,25 @@ class HfFolder:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.config = read_json(self.folder / "config.json")
-        sidecar = self.folder / "hf_quant_config.json"
+        sidecar = self.folder / SIDECAR
         self._files = self._open_files()
         known = {name: (entry.shape, entry.dtype) for file in self._files for name, entry in file.entries.items()}
         self._where = {name: file for file in self._files for name in file.entries}
+        self._ends: dict[str, dict[str, str]] = {}
+        for name in self._where:
+            module, _, end = name.rpartition(".")
+            self._ends.setdefault(module, {})[f".{end}"] = name
         if len(known) != sum(len(file) for file in self._files):
             raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
         self.shape = LlamaShape.of_config(self.config)
         self.quantization: CheckpointQuantization | None = read_quantization(
-            self.config, known, read_json(sidecar) if sidecar.is_file() else None
+            self.config, known, read_json(sidecar) if sidecar.exists() else None
         )
+        if self.quantization is not None and self.quantization.kv_cache is not None:
+            raise NotImplementedError(
+                f"{self.folder} quantizes its KV cache ({self.quantization.kv_cache}), and its scales are not read; "
+                "export it without kv_cache_scheme, and serve with quantize_kvcache"
+            )
         self._check_names()
 
     def spec(self, module: str) -> LayerSpec | None:
@@ -61,27 +73,42 @@ class HfFolder:
 
     def tensors(self, module: str) -> dict[str, np.ndarray]:
         """Return the tensors of a layer by the end of their name, as views of the files."""
-        start = f"{module}."
-        return {name[len(module) :]: self._where[name][name] for name in self._where if name.startswith(start)}
+        return {end: self._where[name][name] for end, name in self._ends.get(module, {}).items()}
+
+    def layer(self, module: str) -> StoredLayer | None:
+        """Return a linear layer as it is stored, None where it is float; no tensor of it is left unread.
+
+        Raises:
+          ValueError, NotImplementedError: as ``read_layer``; names the layer.
+        """
+        spec = self.spec(module)
+        if spec is None:
+            return None
+        try:
+            return read_layer(spec, self.tensors(module), self.shape.linears()[module])
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{self.folder}: {module}: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor of ``shape.tensors()`` in float32, decoded where it is quantized."""
+        """Return a tensor of ``shape.tensors()`` in float32, decoded where it is quantized; every value is finite."""
         module, size = name.removesuffix(".weight"), self.shape.tensors()[name]
-        spec = self.spec(module) if module in self.shape.linears() else None
-        if spec is not None:
-            try:
-                return decode_layer(spec, self.tensors(module), (size[0], size[1]))
-            except ValueError as error:
-                raise ValueError(f"{self.folder}: {module}: {error}") from None
-        file = self._where.get(name)
-        if file is None:
+        layer = self.layer(module) if module in self.shape.linears() else None
+        place = f"{self.folder}: {name}"
+        if layer is not None:
+            return check_finite(layer.decode(), place)
+        tensors = self.tensors(module)
+        array = tensors.pop(".weight", None)
+        if array is None:
             raise ValueError(f"{self.folder} has no tensor {name}")
-        array = file[name]
-        if array.shape != size or array.dtype.name not in _FLOATS:
+        if tensors:
             raise ValueError(
-                f"{self.folder}: {name} is {array.dtype.name}{array.shape}, and the config makes it a float of {size}"
+                f"{self.folder}: {module} has the tensor {next(iter(tensors))[1:]}, and its config makes it a float "
+                "layer, which has none; export the checkpoint again"
             )
-        return array.astype(np.float32)
+        if array.shape != size or array.dtype.name not in _FLOATS:
+            raise ValueError(f"{place} is {array.dtype.name}{array.shape}, and the config makes it a float of {size}")
+        with np.errstate(over="ignore"):  # float64 beyond float32 is infinite, which is refused
+            return check_finite(array.astype(np.float32), place)
 
     def source(self) -> Source:
         """Return the model for an exporter or an import; static input scales come along as amaxes."""
@@ -91,18 +118,19 @@ class HfFolder:
         """Return the largest magnitude of the input that a stored static scale stands for, by layer."""
         found = {}
         for module in self.shape.linears():
-            scale = self._where.get(f"{module}.input_scale") or self._where.get(f"{module}.activation_scale")
             spec = self.spec(module)
-            if scale is None or spec is None or spec.input is None or spec.weight.dtype != "float8_e4m3fn":
-                continue
-            name = next(each for each in (f"{module}.input_scale", f"{module}.activation_scale") if each in scale)
-            found[module] = float(np.max(scale[name].astype(np.float32))) * 448.0
+            try:
+                amax = None if spec is None else input_amax(spec, self.tensors(module))
+            except ValueError as error:
+                raise ValueError(f"{self.folder}: {module}: {error}") from None
+            if amax is not None:
+                found[module] = amax
         return found
 
     def vocabulary(self) -> Vocabulary | None:
         """Return the tokenizer, None where the folder has no ``tokenizer.json``."""
         path = self.folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             return None
         ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
         ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
@@ -115,7 +143,7 @@ class HfFolder:
 
     def _open_files(self) -> list[SafetensorsFile]:
         index, single = self.folder / INDEX, self.folder / "model.safetensors"
-        if not index.is_file():
+        if not index.exists():
             return [SafetensorsFile(single)]
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(value, str) for value in places.values()):
@@ -137,16 +165,15 @@ class HfFolder:
     def _check_names(self) -> None:
         """Refuse tensors that nothing reads and those that are missing."""
         wanted = {name.removesuffix(".weight") for name in self.shape.tensors()}
-        for name in self._where:
-            module = name.rpartition(".")[0]
-            is_buffer = name.endswith(("rotary_emb.inv_freq", ".k_scale", ".v_scale"))
+        for module, ends in self._ends.items():
             if module == HEAD and self.shape.tied:
                 continue  # the embedding once more
-            if (module not in wanted and not is_buffer) or name.endswith(".bias"):
-                raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama of its config has not")
-        for module in sorted(wanted):
-            if not any(name.startswith(f"{module}.") for name in self._where):
-                raise ValueError(f"{self.folder} has no tensors of {module}")
+            for end, name in ends.items():
+                is_buffer = name.endswith("rotary_emb.inv_freq")  # what the config says
+                if (module not in wanted and not is_buffer) or end == ".bias":
+                    raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama of its config has not")
+        if missing := sorted(wanted - self._ends.keys()):
+            raise ValueError(f"{self.folder} has no tensors of {missing[0]}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -156,8 +183,9 @@ def read_json(path: Path) -> dict[str, Any]:
       FileNotFoundError: nothing is there.
       ValueError: it is too large, or no mapping.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; give a folder of a Hugging Face model")
+    if not path.exists() or path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist, or is a folder; give a folder of a Hugging Face model")
+    check_ordinary(path)
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any config")
     try:

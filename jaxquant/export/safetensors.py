@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxquant.config.loader import show
+from jaxquant.config.loader import check_ordinary
+from jaxquant.core.typed import show
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_ELEMENTS = 2**48
@@ -156,6 +157,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
     def __init__(self, path: str | Path):
         self.path = Path(path)
         place = str(self.path)
+        check_ordinary(self.path)
         with self.path.open("rb") as file:
             total = self.path.stat().st_size
             head = file.read(8)

@@ -16,7 +16,7 @@ from jaxquant.core.qtensor import dequantize
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, export, export_experts, open_gguf
 from jaxquant.export.gguf import read_shape, to_halves, to_neighbours
 from jaxquant.export.gpt_oss import decode_experts
-from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int4
+from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.vocabulary import of_tokenizer_json
@@ -126,7 +126,7 @@ def test_the_container_is_the_librarys(written):
 def test_int4_lies_eight_to_a_word_lowest_first():
     codes = np.arange(-8, 8, dtype=np.int8)[None]
     assert pack_int4(codes)[0].view(np.uint32).tolist() == [0x76543210, 0xFEDCBA98]
-    np.testing.assert_array_equal(unpack_int4(pack_int4(codes[:, :13]), 13), codes[:, :13])
+    np.testing.assert_array_equal(unpack_int(pack_int4(codes[:, :13]), 4, 13), codes[:, :13])
 
 
 def test_experts_are_gpt_oss_s(tmp_path):

@@ -1,0 +1,215 @@
+"""A linear layer as a checkpoint of others has it: elements, scales and zero points, as its own config describes them.
+
+Whatever reads a tensor of the layer takes it. One that nothing takes may change the layer's values, and is an error.
+
+Source: the compressors of compressed-tensors; the checkpoint exporters of modelopt and of DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxquant.config.hf import LayerSpec, ScaleGranularity
+from jaxquant.export.layouts import E4M3_MAX, NVFP4_RANGE, Tensors, decode_scaled, unpack_e2m1, unpack_int
+
+_SCALES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8)
+_INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale")
+_LARGEST = {"float8_e4m3fn": E4M3_MAX, "float4_e2m1fn": NVFP4_RANGE, "int8": 127.5}
+"""What a static scale of an input times this is: the largest magnitude that it was made for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLayer:
+    """The weight of a linear layer, ``(elements − zero_point) · scale``.
+
+    Attributes:
+      elements: [out, in], of the type that the config names; int8 for int4.
+      scale: float32, one for each block.
+      block: rows and columns that share a scale.
+      zero_point: int8 in the shape of ``scale``, or None.
+    """
+
+    elements: np.ndarray
+    scale: np.ndarray
+    block: tuple[int, int]
+    zero_point: np.ndarray | None = None
+
+    def decode(self) -> np.ndarray:
+        """Return the weight in float32, each value rounded once; infinite where it is beyond float32."""
+        with np.errstate(over="ignore"):
+            return decode_scaled(self.elements, self.scale, self.block, self.zero_point)
+
+
+def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> StoredLayer:
+    """Read a linear layer that a checkpoint's own config describes.
+
+    Args:
+      spec: what its config says of the layer.
+      tensors: of the layer, by the end of their name (``.weight_scale``).
+      shape: [out, in] that the model asks for.
+
+    Raises:
+      ValueError: a tensor that is missing, of a shape or dtype that does not fit, or that nothing reads; names it.
+      NotImplementedError: a layout that is not read.
+    """
+    if spec.packing not in _READERS:
+        raise NotImplementedError(f"weights packed as {spec.packing!r} are not read; start from another export")
+    if spec.weight.granularity is ScaleGranularity.COLWISE:
+        raise NotImplementedError("a weight with a scale for each column is not read; export it with one for each row")
+    left = _Left(tensors)
+    layer = _READERS[spec.packing](spec, shape, left)
+    input_amax(spec, left)
+    left.check_empty()
+    return layer
+
+
+def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
+    """Take the static scale of a layer's input, and return the largest magnitude that it stands for; None without one.
+
+    Args:
+      spec, tensors: as for ``read_layer``; the scale is taken out of the tensors.
+
+    Raises:
+      ValueError: no single scale above 0.
+    """
+    if spec.input is None or not spec.input.origin.is_static:
+        return None
+    name = next((name for name in _INPUT_SCALES if name in tensors), None)
+    if name is None:
+        return None
+    scale = tensors.pop(name)
+    value = _single(scale, "the static scale of the input")
+    largest = _LARGEST.get(spec.input.dtype)
+    if largest is None:
+        raise ValueError(f"a static scale of {spec.input.dtype} inputs is not read; export with dynamic scales")
+    return largest / value if spec.packing == "nvfp4-pack" else largest * value
+
+
+class _Left(Tensors):
+    """The tensors of a layer that nothing has taken yet."""
+
+    def take(self, *names: str, is_needed: bool = True) -> Any:
+        """Remove and return the tensor that is there under one of the names; None if it is not needed."""
+        for name in names:
+            if f".{name}" in self:
+                return self.pop(f".{name}")
+        if is_needed:
+            raise ValueError(f"has {', '.join(self) or 'no other tensors'}, and needs {'/'.join(names)}")
+        return None
+
+    def check_empty(self) -> None:
+        if self:
+            raise ValueError(
+                f"has the tensor {next(iter(self)).removeprefix('.')}, which may change its values and which nothing "
+                "reads as its config describes it; export the checkpoint without it"
+            )
+
+
+def _single(array: np.ndarray, what: str) -> float:
+    value = array.astype(np.float32).reshape(-1)
+    if value.size != 1 or not np.isfinite(value[0]) or value[0] <= 0:
+        raise ValueError(f"{what} has shape {array.shape}, or is not a finite number above 0")
+    return float(value[0])
+
+
+def _expect(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
+    if array.dtype != np.dtype(dtype) or array.shape != shape:
+        raise ValueError(
+            f"{name} is {array.dtype.name}{array.shape}, and its config makes it {np.dtype(dtype).name}{shape}"
+        )
+
+
+def _layer(
+    spec: LayerSpec, shape: tuple[int, int], elements: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None
+) -> StoredLayer:
+    """Return elements with their scales: one for the tensor, or one for each row or block."""
+    if scale.dtype not in _SCALES:
+        raise ValueError(f"weight_scale is {scale.dtype.name}, which is no type of scales")
+    if scale.dtype == np.uint8:  # E8M0 as bytes
+        scale = np.ascontiguousarray(scale).view(ml_dtypes.float8_e8m0fnu)
+    block = spec.weight.block_size
+    if block is not None:
+        counts = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        if scale.shape != counts:
+            raise ValueError(f"weight_scale has shape {scale.shape}, and blocks of {block} of {shape} have {counts}")
+    elif scale.size in (1, shape[0]):
+        counts, block = (scale.size, 1), (shape[0] // scale.size, shape[1])
+    else:
+        raise ValueError(f"weight_scale has shape {scale.shape}, neither one scale nor {shape[0]}")
+    scale = scale.astype(np.float32).reshape(counts)
+    if not np.isfinite(scale).all():
+        raise ValueError("weight_scale has values that are not finite; export the checkpoint again")
+    if zero_point is not None and zero_point.size != scale.size:
+        raise ValueError(f"weight_zero_point has shape {zero_point.shape}, and the scales have {counts}")
+    return StoredLayer(elements, scale, block, None if zero_point is None else zero_point.reshape(counts))
+
+
+def _zero_point(spec: LayerSpec, left: _Left, bits: int, rows: int) -> np.ndarray | None:
+    """Take the zero points: int8, or packed along the rows into int32 as the elements are along the columns."""
+    found = left.take("weight_zero_point", is_needed=not spec.weight.symmetric)
+    if found is None:
+        return None
+    if found.dtype == np.int32 and found.ndim == 2 and len(found) == -(-rows * bits // 32):
+        found = unpack_int(found.T, bits, rows).T
+    if found.dtype != np.int8:
+        raise ValueError(f"weight_zero_point is {found.dtype.name}{found.shape}, neither int8 nor packed into int32")
+    if spec.weight.symmetric and found.any():
+        raise ValueError("weight_zero_point is not 0, and its config says symmetric; correct one of them")
+    return None if spec.weight.symmetric else found
+
+
+def _plain(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+    weight = left.take("weight")
+    kind = "int8" if spec.weight.dtype == "int4" else spec.weight.dtype
+    _expect("weight", weight, jnp.dtype(kind), shape)
+    scale = left.take("weight_scale", "weight_scale_inv")
+    return _layer(spec, shape, weight, scale, _zero_point(spec, left, 8, shape[0]))
+
+
+def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+    bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
+    if bits is None:
+        raise NotImplementedError(f"{spec.weight.dtype} is not packed into int32; the format is of another type")
+    packed, scale = left.take("weight_packed"), left.take("weight_scale")
+    _expect("weight_packed", packed, np.int32, (shape[0], -(-shape[1] * bits // 32)))
+    stored = left.take("weight_shape", is_needed=False)
+    if stored is not None and tuple(stored.tolist()) != shape:
+        raise ValueError(f"weight_shape is {stored.tolist()}, and the model asks for {list(shape)}")
+    elements = unpack_int(packed, bits, shape[1])
+    return _layer(spec, shape, elements, scale, _zero_point(spec, left, bits, shape[0]))
+
+
+def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+    is_modelopt = spec.packing == "modelopt"
+    name = "weight" if is_modelopt else "weight_packed"
+    packed, scale = left.take(name), left.take("weight_scale")
+    outer = left.take("weight_scale_2" if is_modelopt else "weight_global_scale")
+    _expect(name, packed, np.uint8, (shape[0], shape[1] // 2))
+    _expect("weight_scale", scale, ml_dtypes.float8_e4m3fn, (shape[0], shape[1] // 16))
+    value = np.float32(_single(outer, "the scale of the tensor"))
+    scale = scale.astype(np.float32) * value if is_modelopt else scale.astype(np.float32) / value
+    return _layer(spec, shape, unpack_e2m1(packed), scale, None)
+
+
+def _mxfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
+    packed, scale = left.take("weight_packed"), left.take("weight_scale")
+    _expect("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
+    if scale.dtype not in (np.uint8, ml_dtypes.float8_e8m0fnu):
+        raise ValueError(f"weight_scale is {scale.dtype.name}, and scales of MXFP4 are E8M0")
+    return _layer(spec, shape, unpack_e2m1(packed), scale, None)
+
+
+_READERS: dict[str, Callable[[LayerSpec, tuple[int, int], _Left], StoredLayer]] = {
+    "plain": _plain,
+    "pack-quantized": _packed,
+    "nvfp4-pack": _nvfp4,
+    "modelopt": _nvfp4,
+    "mxfp4-pack": _mxfp4,
+}
+"""What reads each packing."""
