@@ -58,8 +58,9 @@ def contract(
       accumulator: dtype that the matmul returns, None for the result's; int32 is of two integers alone.
       precision: as in ``lax.dot_general``.
       default_precision: what None means for a quantized matmul.
-      scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own). Two scales of whole
-        tensors are applied in the dtype that the matmul returns: GPU libraries take them as their own.
+      scale_dtype: dtype in which scales are applied (float32, or flax's: the result's own). Of two scales of whole
+        tensors the product, made in float32, is rounded to the dtype that the matmul returns (float32 for int32), and
+        multiplied in it: GPU libraries take it as their own.
       out_sharding: of the result, under explicit sharding; None leaves it to ``lax.dot_general``.
       implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
       turns: whether GPUs bring the contraction last by a copy of the quantized operands (``layouts``).

@@ -28,7 +28,7 @@ from jaxquant.core import delayed
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
-from jaxquant.core.rounding import content_key
+from jaxquant.core.rounding import content_key, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import device_key, explicit_sharding, fit_varying, varying_axes
 from jaxquant.ops import pieces
@@ -212,7 +212,7 @@ def _backward(static: _Static, residuals, grad: Array):
     recipe, numbers = static.recipe, static.numbers
     if recipe.is_stochastic:
         key = content_key(grad) if key is None else device_key(key, grad)
-    keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
+    keys = (None, None) if key is None else two_keys(key)
     shared, grad_seen = None, None
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)

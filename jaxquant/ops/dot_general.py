@@ -27,7 +27,7 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
-from jaxquant.core.rounding import Part, content_key, digest, key_of
+from jaxquant.core.rounding import Part, content_key, digest, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import (
     Placement,
@@ -45,7 +45,7 @@ from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, first_order
 from jaxquant.ops.implementation import choose_implementation
-from jaxquant.ops.operand import quantize_operand, scale_dtype
+from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
 from jaxquant.ops.prepared import Kept, Prepared, prepare, reads_clip
 
 Array = jax.Array
@@ -223,30 +223,12 @@ def _backward(static: _Static, residuals, grad: Array):
     elif recipe.is_stochastic:
         key = content_key(grad)
     q_grad, grad_seen = None, None
-    if "output_grad" in state:
+    if "output_grad" in state or recipe.shares_gradient:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)
-        q_grad, grad_seen = quantize_operand(
-            grad,
-            recipe.dlhs.lhs,
-            static.dims.for_dlhs()[0].lhs_contract,
-            recipe=recipe,
-            state=state["output_grad"],
-            floor=SMALLEST_GRADIENT_SCALE,
-            implementation=static.implementation,
-        )
-    elif recipe.shares_gradient:
-        assert isinstance(recipe.dlhs.lhs, TensorSpec)
-        q_grad, _ = quantize_operand(
-            grad,
-            recipe.dlhs.lhs,
-            static.dims.for_dlhs()[0].lhs_contract,
-            recipe=recipe,
-            key=key,
-            floor=SMALLEST_GRADIENT_SCALE,
-            implementation=static.implementation,
-            part=part,
-        )
-    keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
+        own = (None, None) if "output_grad" in state else (key, part)
+        axes = static.dims.for_dlhs()[0].lhs_contract
+        q_grad, grad_seen = _cast(static, grad, recipe.dlhs.lhs, axes, (), *own, state=state.get("output_grad"))
+    keys = (None, None) if key is None else two_keys(key)
     dims, order = static.dims.for_dlhs()
     place = static.lhs_place.sharding_before(order)
     dlhs = _gradient(static, "dlhs", grad, q_grad, rhs, dims, place, keys[0], part)
@@ -255,15 +237,48 @@ def _backward(static: _Static, residuals, grad: Array):
     place = static.rhs_place.sharding_before(order)
     drhs = _gradient(static, "drhs", grad, q_grad, lhs, dims, place, keys[1], part)
     drhs = _finish(drhs, order, _clipped(rhs_mask, rhs, recipe.fwd.rhs), static.rhs_dtype, static.rhs_place)
-    observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
+    uses = {"input": (lhs, lhs_seen), "kernel": (rhs, rhs_seen), "output_grad": (q_grad, grad_seen)}
     observed = {}
     for name, old in state.items():
-        observation = observations[name]
+        tensor, seen = uses[name]
         assert recipe.delayed is not None
-        assert observation is not None
-        new = delayed.observe(old, observation.scale, observation.amax, recipe.delayed)
+        assert seen is not None
+        scale = tensor.scale.reshape(1) if seen.scale is None else seen.scale
+        new = delayed.observe(old, scale, seen.amax, recipe.delayed)
         observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
     return dlhs, drhs, observed, None
+
+
+def _cast(
+    static: _Static,
+    grad: Array,
+    spec: TensorSpec,
+    axes: tuple[int, ...],
+    batch: tuple[int, ...],
+    key: Array | None,
+    part: Part | None,
+    **more: Any,
+) -> tuple[QTensor, Observation | None]:
+    """Quantize the output gradient; layers whose outputs have one shape share the lowered function."""
+    start, whole = (None, None) if part is None else part
+    return _cast_gradient(grad, key, start, spec, axes, batch, static.recipe, static.implementation, whole, **more)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7, 8), static_argnames="shards")
+def _cast_gradient(grad, key, start, spec, axes, batch, recipe, implementation, whole, state=None, shards=1):
+    return quantize_operand(
+        grad,
+        spec,
+        axes,
+        recipe=recipe,
+        batch=batch,
+        state=state,
+        key=key,
+        shards=shards,
+        floor=SMALLEST_GRADIENT_SCALE,
+        implementation=implementation,
+        part=None if whole is None else Part(start, whole),
+    )
 
 
 def _turns(static: _Static, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
@@ -347,18 +362,7 @@ def _gradient(
         if q_grad is not None:
             left = q_grad
         else:
-            left, _ = quantize_operand(
-                left,
-                grad_spec,
-                dims.lhs_contract,
-                recipe=recipe,
-                batch=dims.lhs_batch,
-                key=key,
-                shards=matmul.shards,
-                floor=SMALLEST_GRADIENT_SCALE,
-                implementation=static.implementation,
-                part=part,
-            )
+            left, _ = _cast(static, left, grad_spec, dims.lhs_contract, dims.lhs_batch, key, part, shards=matmul.shards)
     elif isinstance(residual, QTensor):
         residual = dequantize(residual, out_dtype)
     swaps = keeps_dtype and place is None and not dims.lhs_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -21,6 +22,8 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 RESIDUAL_NAME = "quantized"
 """Name of what quantized layers keep for backward, for remat policies."""
+REVERSE_ONLY = "reverse_only"
+"""Name of ``reverse_only`` in a traced program."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -52,16 +55,65 @@ def _refuse(*_: Any, recipe: str) -> NoReturn:
     )
 
 
+def reverse_only(layer: str, x: Array) -> Array:
+    """Return an operand of a quantized layer, whose derivative is an error in forward mode that names the layer."""
+    return _operand.bind(x, layer=layer)
+
+
+def _refuse_forward(*_: Any, layer: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{layer} is quantized, and a quantized layer has no derivative in forward mode (jax.jvp, jax.linearize, "
+        "jax.jacfwd, jax.hessian); take it in reverse mode (jax.grad, jax.vjp, jax.jacrev), or leave the layer in "
+        "float with a rule"
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def forward_only(function: str, x: Array) -> Array:
+    """Return a result of a while loop, whose derivative in reverse mode is an error that names the function around."""
+    return x
+
+
+@forward_only.defjvp
+def _mark_loop(function, primals, tangents):
+    return primals[0], _forward_slope.bind(tangents[0], function=function)
+
+
+def _refuse_reverse(*_: Any, function: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{function!r} is registered and quantized, and its program computes its result in a while loop, which has no "
+        "derivative in reverse mode; call it so that it scans (in diffrax: adjoint=diffrax.DirectAdjoint()), or give "
+        "jaxquant.register_function a function that computes the same with a scan"
+    )
+
+
 def _map_batch(batched: Any, axes: Any, *, recipe: str) -> Any:
     return _no_derivative.bind(*batched, recipe=recipe), axes[0]
 
 
-_no_derivative = Primitive("no_second_derivative")
-_no_derivative.def_impl(_refuse)
-_no_derivative.def_abstract_eval(lambda slope, *hidden, recipe: slope)
-ad.deflinear2(_no_derivative, _refuse)
+def _linear(name: str, refuse: Callable[..., NoReturn], transpose: Callable[..., Any]) -> Primitive:
+    """Make the identity of a tangent that nothing computes: it is transposed, or refused."""
+    primitive = Primitive(name)
+    primitive.def_impl(refuse)
+    primitive.def_abstract_eval(lambda slope, *_, **__: slope)
+    ad.deflinear2(primitive, transpose)
+    batching.primitive_batchers[primitive] = refuse
+    mlir.register_lowering(primitive, refuse)
+    return primitive
+
+
+_no_derivative = _linear("no_second_derivative", _refuse, _refuse)
 batching.primitive_batchers[_no_derivative] = _map_batch
-mlir.register_lowering(_no_derivative, _refuse)
+_forward_slope = _linear("no_reverse_derivative", _refuse_reverse, _refuse_reverse)
+_backward_slope = _linear("no_forward_derivative", _refuse_forward, lambda slope, *_, layer: [slope])
+
+# A primitive: of a custom_jvp in a scan or remat under vmap, jax would batch the slope, as it does in forward mode.
+_operand = Primitive(REVERSE_ONLY)
+_operand.def_impl(lambda x, *, layer: x)
+_operand.def_abstract_eval(lambda x, *, layer: x)
+ad.defjvp(_operand, lambda slope, x, *, layer: _backward_slope.bind(slope, layer=layer))
+batching.defvectorized(_operand)
+mlir.register_lowering(_operand, lambda context, x, *, layer: [x])
 
 
 def align(
@@ -100,7 +152,10 @@ def align(
         others = [axis for axis in range(residual.ndim) if axis not in places]
         scale = residual.full_scale()
         unit = power_of_two_below(jnp.max(scale))
-        factor = (scale / unit).transpose(kept + others).reshape(target)
+        factor = scale / unit
+        if kept != sorted(kept):
+            factor = factor.transpose(kept + others)
+        factor = factor.reshape(target)
         folded = grad.astype(jnp.float32) * broadcastable(factor, grad)
         return folded, QTensor(residual.qvalue, unit.reshape((1,) * residual.ndim))
     again = dataclasses.replace(forward_spec, rounding="nearest")

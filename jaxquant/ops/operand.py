@@ -37,11 +37,11 @@ class Observation(NamedTuple):
     """What a use of delayed scaling took and saw.
 
     Attributes:
-      scale: that the operand was quantized with, float32 of shape (1,).
+      scale: that the operand was quantized with, float32 of shape (1,); None where it stands beside the qvalues.
       amax: largest magnitude of the operand, a scalar.
     """
 
-    scale: Float[Array, 1]
+    scale: Float[Array, 1] | None
     amax: Float[Array, ""]
 
 
@@ -80,7 +80,10 @@ def quantize_operand(
     implementation: str | None = None,
     part: Part | None = None,
 ) -> tuple[QTensor, Observation | None]:
-    """Quantize an operand of a contraction.
+    """Quantize an operand of a contraction: ``cast(clip(d(x / d(scale))))``, the scale in float32.
+
+    d rounds to ``cast_dtype``: bfloat16 where x is bfloat16 and the recipe's arithmetic lean, the operand's dtype in
+    flax mode, else float32.
 
     Args:
       x: the operand, any float dtype.
@@ -242,5 +245,4 @@ def input_scale(recipe: Recipe, state: Mapping[str, Any]) -> Array | None:
     scale = delayed.current_scale(state["input"], jnp.zeros(()), element(spec.dtype), recipe.delayed)
     if recipe.matches_flax:
         return scale
-    history = state["input"]["amax_history"]
-    return jnp.where(jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True) > 0, scale, 0.0)
+    return jnp.where(delayed.has_history(state["input"]), scale, 0.0)

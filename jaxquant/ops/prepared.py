@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     Attributes:
       tensor: the forward's qvalues, those of a quantization of its own, or the float tensor.
       mask: which elements a clipping calibration cut off, eight to a byte; None where none are, or the qvalues tell.
-      seen: what delayed scaling took and saw.
+      seen: what delayed scaling took and saw; without the scale where the tensor has it.
     """
 
     tensor: QTensor | Array
@@ -81,6 +81,8 @@ def prepare(
     if operand != FORWARD:
         free = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in batch)
         kept = _own(x, operand, recipe, free, batch, key, implementation)
+    elif seen is not None:
+        seen = seen._replace(scale=None)  # the tensor has it
     if isinstance(kept, QTensor):
         kept = kept.replace(lambda _, part: checkpoint_name(part, RESIDUAL_NAME))
     return Prepared(forward, Kept(kept, _clip_mask(x, forward, spec, operand == FORWARD), seen))

@@ -26,7 +26,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import absolute, quantize_with_scale
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
-from jaxquant.core.rounding import content_key
+from jaxquant.core.rounding import content_key, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
 from jaxquant.core.sharding import device_key, explicit_sharding, fit_varying, over_devices, varying_axes
 from jaxquant.ops import arguments
@@ -187,7 +187,7 @@ def _backward(static: _Static, residuals, grad: Array):
     state = with_groups(recipe, state)
     if recipe.is_stochastic:
         key = content_key(grad) if key is None else device_key(key, grad)
-    keys = (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
+    keys = (None, None) if key is None else two_keys(key)
     shared, grad_seen = None, None
     if "output_grad" in state:
         assert isinstance(recipe.dlhs.lhs, TensorSpec)

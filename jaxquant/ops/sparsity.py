@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -40,15 +41,27 @@ def magnitude_mask(weight: Array, spec: SparsitySpec, axes: Sequence[int]) -> Ar
         weight = jax.sharding.reshard(weight, NamedSharding(place.mesh, PartitionSpec()))
     rest = [axis for axis in range(weight.ndim) if axis not in axes]
     moved = weight.transpose(*rest, *axes)
-    size = moved[(0,) * len(rest)].size if rest else moved.size
-    if size % spec.m:
-        raise ValueError(f"weight_sparsity_m {spec.m} does not divide the contraction of size {size} {weight.shape}")
+    check_groups(spec, weight.shape, axes)
     groups = jnp.abs(moved.reshape(-1, spec.m))
     order = jnp.argsort(groups, axis=-1, descending=True, stable=True)
     rank = jnp.argsort(order, axis=-1)
     kept = (rank < spec.n).reshape(moved.shape)
     kept = kept.transpose([[*rest, *axes].index(axis) for axis in range(weight.ndim)])
     return placed_like(kept, dense)
+
+
+def check_groups(spec: SparsitySpec, shape: Sequence[int], axes: Sequence[int]) -> None:
+    """Check that groups of m weights divide the contraction.
+
+    Raises:
+      ValueError: they do not.
+    """
+    size = math.prod(shape[axis] for axis in axes)
+    if size % spec.m:
+        raise ValueError(
+            f"weight_sparsity_m {spec.m} does not divide the contraction of size {size} (shape {tuple(shape)}); choose "
+            f"a divisor of {size}, or leave the layer dense by a rule"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -64,8 +77,13 @@ def sparsify(spec: SparsitySpec, axes: tuple[int, ...], weight: Array, state: di
       axes: contraction axes of the weight.
       weight: the dense weight.
       state: from ``initial_state``.
+
+    Returns:
+      The weights; all NaN where an optimizer has changed the state: uses below zero are what it subtracts.
     """
-    return jnp.where(state["mask"] > 0, weight, 0)
+    is_trained = state["uses"] < 0
+    masked = jnp.where(is_trained, jnp.nan, 0.0).astype(weight.dtype)
+    return jnp.where((state["mask"] > 0) & ~is_trained, weight, masked)
 
 
 def _sparsify_fwd(spec, axes, weight, state):

@@ -141,19 +141,35 @@ def test_7_a_step_after_which_the_state_would_stand_still_is_an_error(check):
 
 
 BROKEN = {
-    "only the parameters are stepped": ("update", lambda old, seen: old, check_advances),
-    "every micro-batch is a step": ("multi_steps", lambda _: [], lambda: check_accumulation("MultiSteps")),
-    "the last micro-batch wins": ("with_waiting", lambda seen, _: seen, lambda: check_accumulation("MultiSteps")),
-    "nobody watches": ("_watched", lambda path, answer, operands, state: state, check_plain_grad_is_an_error),
-    "nobody asks who takes the gradient": (
+    "only the parameters are stepped": (state.nnx, "update", lambda old, seen: old, check_advances),
+    "every micro-batch is a step": (state.nnx, "multi_steps", lambda _: [], lambda: check_accumulation("MultiSteps")),
+    "the last micro-batch wins": (
+        state.nnx,
+        "with_waiting",
+        lambda seen, _: seen,
+        lambda: check_accumulation("MultiSteps"),
+    ),
+    "nobody watches": (
+        state.watch,
         "_watched",
-        lambda path, answer, operands, state: state,
+        lambda watch, path, answer, operands, state: state,
+        check_plain_grad_is_an_error,
+    ),
+    "nobody asks who takes the gradient": (
+        state.watch,
+        "_watched",
+        lambda watch, path, answer, operands, state: state,
         check_plain_grad_of_the_state_is_an_error,
     ),
-    "gradients that a plain optimizer takes": ("_parts", lambda grads: grads, check_plain_update_is_an_error),
+    "gradients that a plain optimizer takes": (
+        state.nnx,
+        "_parts",
+        lambda grads: grads,
+        check_plain_update_is_an_error,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_property_is_seen(name):
-    fails_when_broken(state.nnx, *BROKEN[name])
+    fails_when_broken(*BROKEN[name])
