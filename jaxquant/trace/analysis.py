@@ -19,7 +19,7 @@ from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
 from jaxquant.trace.paths import Name, layer_names, layer_path
 from jaxquant.trace.plan import CONTRACTIONS, Contraction, Plan
 from jaxquant.trace.reach import Place, out_of_reach
-from jaxquant.trace.registry import CUSTOM, function_name, own_program, registered_program
+from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
 
 JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
@@ -27,7 +27,6 @@ _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 _PICKING = frozenset({"gather", "dynamic_slice"})
 _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
-_REGISTER = "jaxquant.register_function says what it computes"
 _OF_PARAMETERS = "both operands are made of parameters alone"
 _WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
 
@@ -85,7 +84,7 @@ class Analysis:
 
     def _run(self, jaxpr: Any, given: Sequence[Flow], place: Place) -> tuple[Plan, list[Flow]]:
         jaxpr = open_jaxpr(jaxpr)
-        plan, known = Plan(jaxpr, place.level), {}
+        plan, known = Plan(jaxpr, place.level, place.opened), {}
         known.update((var, self._closure(var.aval)) for var in jaxpr.constvars)
         known.update(zip(jaxpr.invars, given, strict=True))
 
@@ -118,9 +117,11 @@ class Analysis:
         program = registered_program(eqn)
         if program is not None:
             plan.programs[index] = program
+            place = dataclasses.replace(place, opened=function_name(eqn))
         elif name in CUSTOM:
-            why = f"inside {name} of {function_name(eqn)!r}, whose derivative is the function's own; {_REGISTER}"
-            program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why)
+            what = f"inside {name} of {function_name(eqn)!r}"
+            why = f"{what}, whose derivative is the function's own; {how_to_register()}"
+            program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why, opened="")
         if program is not None:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
@@ -198,7 +199,7 @@ class Analysis:
         site.is_out_of_reach = True
         site.reason = f"handed to {name}, which computes outside of jax" if is_callback else f"inside {name}"
         if name == "pallas_call":
-            site.reason += f" of {function_name(eqn)!r}; {_REGISTER}"
+            site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
         plan.sites[index] = site
 
     # -- equations ---------------------------------------------------------------------------------------------------

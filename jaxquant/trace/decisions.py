@@ -9,7 +9,10 @@ from typing import Any
 
 from jaxquant.backends import Backend
 from jaxquant.config.rules import Decision, Resolver
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.blocks import block_shape
+from jaxquant.core.paths import layer_name
+from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.ops import sparsity
 from jaxquant.trace import contract, paths, routes
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction, Key, Plan
@@ -190,9 +193,31 @@ def decide(
         {**known.layers, **layers}, known.states, known.unsupported | unsupported, {**known.paths, **by_path}
     )
     bound.apply(analysis.plan)
+    for site in analysis.plan.chosen:
+        _check_sizes(site)
     routes.check_sparsity(analysis.plan, len(analysis.layer_paths))
     stateful = [site for site in analysis.plan.chosen if contract.state_fields(site)]
     return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, operation, owner)})
+
+
+def _check_sizes(site: Contraction) -> None:
+    """Refuse tiles and groups of sparse weights that do not divide the contraction of a layer.
+
+    Raises:
+      ValueError: names the layer, the axis and its size.
+    """
+    recipe, (axes, batch) = site.recipe, site.weight_axes
+    if recipe is None or site.side is None or site.operation == "conv_general_dilated":
+        return
+    shape = site.shapes[site.side]
+    try:
+        for spec in (recipe.fwd.lhs, recipe.fwd.rhs):
+            if isinstance(spec, TensorSpec):
+                block_shape(shape, spec, axes, batch=batch)
+        if recipe.sparsity is not None:
+            sparsity.check_groups(recipe.sparsity, shape, axes)
+    except ValueError as error:
+        raise ValueError(f"{layer_name(site.path)}: {error}") from None
 
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:

@@ -19,6 +19,11 @@ from jaxquant.backends import Backend, load
 from jaxquant.config.backends import BackendName
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
+from jaxquant.core.paths import layer_name
+from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.ops.gradients import reverse_only
+from jaxquant.state import watch
+from jaxquant.state.tree import refuse_trained
 from jaxquant.trace import contract, converted, paths, routes
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Outputs, Split, array_names, split_arrays
@@ -26,7 +31,7 @@ from jaxquant.trace.decisions import Decisions, decide
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.readings import mark_readings
 from jaxquant.trace.report import Report, row_of
-from jaxquant.trace.rewrite import Rewriter
+from jaxquant.trace.rewrite import Noise, Rewriter
 
 Function = Callable[..., Any]
 
@@ -46,7 +51,7 @@ class Dialect:
       missing: the sentence about state that is missing, of (recipe's name, path, field).
       misfit: the sentence about state of another shape, of (path of the layer, field, shape, shape that is needed).
       has_scopes: whether the layers' calls are in name scopes already; else each gets that of its path.
-      watch: what is done with the state of a contraction before it is used, of (path, operands, state).
+      watch: reads the state of a contraction, of (path, operands, state).
     """
 
     what: str = "this function"
@@ -65,7 +70,7 @@ class Dialect:
         "same model and config"
     )
     has_scopes: bool = True
-    watch: Callable[[str, Any, Any], Any] | None = None
+    watch: watch.Watch = watch.FUNCTION
 
 
 class Traced(NamedTuple):
@@ -128,6 +133,7 @@ class Engine:
           is_cached: whether the trace may be kept, and a kept one taken.
           plain: called for the result where there is nothing to quantize.
         """
+        refuse_trained(quant_state)
         for part in reversed(prefix):
             quant_state = {part: quant_state}
         static, arrays = split_arrays(params, args, self.dialect.numbers)
@@ -171,6 +177,7 @@ class Engine:
           The parameters, with a ``ConvertedKernel`` for the leaf of every layer that is converted, and for each layer
           whose weight stays float the reason.
         """
+        refuse_trained(quant_state)
         static, arrays = split_arrays(params, args, self.dialect.numbers)
         analysis = self._trace(fn, static, arrays).analysis
         if self.resolver is None:
@@ -287,13 +294,14 @@ class Engine:
             must_be_converted=self.config.checkpoint_is_quantized,
         )
         states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
-        if not any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe is not None):
-            key = None
+        noise = None
+        if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
+            noise = Noise(key, analysis.plan.seeds)
         run = Rewriter(
             functools.partial(_contract, self.backend, self.dialect),
             functools.partial(_share, self.backend, self.dialect),
         )
-        outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, key)
+        outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, noise)
         return dataclasses.replace(outputs, arrays=outs)
 
 
@@ -306,8 +314,14 @@ def _contract(
     *rest: Any,
 ) -> Any:
     state, key, prepared = rest
-    if state and dialect.watch is not None:
-        state = dialect.watch(site.path, operands[:2], state)
+    if state:
+        assert site.side is not None
+        state = dialect.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
+    layer = layer_name(site.path)
+    operands = [
+        each if isinstance(each, ConvertedKernel) or index > 1 else reverse_only(layer, each)
+        for index, each in enumerate(operands)
+    ]
     with contextlib.nullcontext() if dialect.has_scopes else jax.named_scope(site.path):
         return contract.contract(backend, site, eqn, operands, state, key, prepared)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import zlib
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from jaxquant.core.recipe import Recipe
 from jaxquant.trace.flow import Leaf, Stack
@@ -101,10 +105,12 @@ class Plan:
       inner: occurrences of the jaxprs of an equation, by its index.
       programs: what was read in place of a registered function's own program, by the index of its equation.
       level: number of scans around.
+      opened: the registered function that is read around it, or "".
     """
 
     jaxpr: Any
     level: int
+    opened: str = ""
     sites: dict[int, Contraction] = dataclasses.field(default_factory=dict)
     inner: dict[int, list[Plan]] = dataclasses.field(default_factory=dict)
     programs: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -121,6 +127,26 @@ class Plan:
     def chosen(self) -> list[Contraction]:
         """The contractions to quantize; decisions must be made before this is read."""
         return [each for each in self.contractions() if each.recipe is not None]
+
+    @functools.cached_property
+    def has_loop(self) -> bool:
+        """Whether it holds a while loop of a function that is read in place of its own derivative."""
+        own = bool(self.opened) and any(eqn.primitive.name == "while" for eqn in self.jaxpr.eqns)
+        inner = (plan for index, plans in self.inner.items() if index not in self.programs for plan in plans)
+        return own or any(plan.has_loop for plan in inner)
+
+    @functools.cached_property
+    def seeds(self) -> tuple[np.uint32, ...]:
+        """A number for the noise of every chosen contraction: of the leaves of its weight, and of how often it came.
+
+        What is around it (jit, remat, other layers) does not change it; asked of the plan of a whole function.
+        """
+        counts: collections.Counter[tuple[str, ...]] = collections.Counter()
+        seeds = []
+        for each in self.chosen:
+            counts[each.names] += 1
+            seeds.append(np.uint32(zlib.crc32(repr((each.names, counts[each.names])).encode())))
+        return tuple(seeds)
 
     @functools.cached_property
     def stacks(self) -> dict[Key, Stack]:

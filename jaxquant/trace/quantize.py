@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +47,8 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
 
     Raises:
       NotImplementedError: what the backend does not honour, and settings of serving.
+      ValueError: a function without an argument by position, or with one called ``quant_state``.
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
 
     Source: the interpreter pattern of "Writing custom interpreters in JAX"; quax does the same for array types.
     """
@@ -73,6 +77,11 @@ class QuantizedFunction:
 
     def __init__(self, fn: Callable[..., Any], config: QuantConfig, like: QuantizedFunction | None) -> None:
         functools.update_wrapper(self, fn, updated=())
+        self._plain = _signature(fn)
+        self._stateful = _with_state(self._plain)
+        self.__signature__ = _with_key(self._stateful)
+        self.init, self.report = _signed(self.init, self._plain), _signed(self.report, self._plain)
+        self.convert = _signed(self.convert, self._stateful)
         if like is not None and config != like.config:
             raise ValueError(
                 f"jaxquant.quantize like: the other function was quantized with {like.config.quantization!r}, and this "
@@ -82,14 +91,12 @@ class QuantizedFunction:
         self.hashable, self._like = _hashable(fn), like
         self.engine = Engine(config, Dialect(), config.resolved_backend) if like is None else like.engine
 
-    def __call__(self, params: Any, quant_state: Mapping[str, Any], *args: Any, key: jax.Array | None = None) -> Any:
-        """Compute the function in low precision.
+    def __call__(self, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
+        """Compute the function in low precision: ``qfn(params, quant_state, *args, key=None)``.
 
         Args:
-          params: parameters.
-          quant_state: from ``init`` and ``jaxquant.state.update``; {} for recipes that keep none. Its gradient is what
-            was seen.
-          args: further arguments.
+          args, kwargs: of the function, by its own names, behind whose first, the parameters, stands ``quant_state``:
+            from ``init`` and ``jaxquant.state.update``; {} for recipes that keep none. Its gradient is what was seen.
           key: for stochastic rounding; None makes noise from the bits of what is rounded.
 
         Raises:
@@ -99,27 +106,29 @@ class QuantizedFunction:
           NotImplementedError: the config is strict, and a layer is out of reach.
         """
         self._check_bound()
-        if not isinstance(quant_state, Mapping):
+        if key is not None and "key" in self._plain.parameters:
             raise TypeError(
-                "a quantized function is called as qfn(params, quant_state, *args): quant_state must be what "
-                f"qfn.init(params, *args) returned, or {{}}, got {type(quant_state).__name__}"
+                "key= is the random key of stochastic rounding, and the quantized function has an argument 'key' of "
+                "its own; give its own by position, or quantize a function that calls it otherwise"
             )
-        return self.engine.run(self.hashable, params, args, quant_state, key)
+        fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
+        return self.engine.run(fn, params, tuple(rest), _checked(quant_state), key)
 
-    def init(self, params: Any, *args: Any) -> dict[str, Any]:
+    def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Make the quant state, {} for recipes that keep none, without computing anything of the function.
 
         Args:
-          params, args: as the function takes them; arrays may be ``jax.ShapeDtypeStruct``. Where the function has
-            collectives, their axes must be bound, as for the function itself.
+          args, kwargs: as the function takes them, parameters first; arrays may be ``jax.ShapeDtypeStruct``.
+            Where the function has collectives, their axes must be bound, as for the function itself.
 
         Raises:
           ValueError, NotImplementedError: as the function itself.
         """
         self._check_bound()
-        return self.engine.init(self.hashable, params, args)
+        fn, (params, *rest) = self._bound(self._plain, args, kwargs)
+        return self.engine.init(fn, params, tuple(rest))
 
-    def convert(self, params: Any, quant_state: Mapping[str, Any], *args: Any) -> Any:
+    def convert(self, *args: Any, **kwargs: Any) -> Any:
         """Quantize the weight of every layer as the training forward does.
 
         The function itself runs on what comes back, to the same bits, and needs quant state no more: ``qfn(converted,
@@ -128,9 +137,7 @@ class QuantizedFunction:
         ``qfn(converted, quant_state, *args)``.
 
         Args:
-          params: parameters.
-          quant_state: from training or calibration; {} for recipes that keep none.
-          args: as for ``init``.
+          args, kwargs: as of a call; the quant state is that of training or calibration, arrays may be as for ``init``.
 
         Returns:
           The parameters, with a ``ConvertedKernel`` for the leaf of every layer that is converted.
@@ -140,20 +147,104 @@ class QuantizedFunction:
           NotImplementedError: the config is strict, and the weight of a quantized layer stays float.
         """
         self._check_bound()
-        return self.engine.convert(self.hashable, params, args, quant_state)[0]
+        fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
+        return self.engine.convert(fn, params, tuple(rest), _checked(quant_state))[0]
 
-    def report(self, params: Any, *args: Any) -> Report:
+    def report(self, *args: Any, **kwargs: Any) -> Report:
         """List every contraction of the function, with its recipe or the reason for which it is in float.
 
         Args:
-          params, args: as for ``init``.
+          args, kwargs: as for ``init``.
         """
         self._check_bound()
-        return self.engine.report(self.engine.trace(self.hashable, params, args))
+        fn, (params, *rest) = self._bound(self._plain, args, kwargs)
+        return self.engine.report(self.engine.trace(fn, params, tuple(rest)))
+
+    def _bound(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
+        """Return a function of positions alone, and the arguments for it in order.
+
+        Raises:
+          TypeError: arguments that do not fit the signature.
+        """
+        if not kwargs and len(args) > (signature is self._stateful):
+            return self.hashable, list(args)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"the quantized function is called as {signature}: {error}") from None
+        named = bound.kwargs
+        fn = _Named(self.hashable, tuple(named)) if named else self.hashable
+        return fn, [*bound.args, *named.values()]
 
     def _check_bound(self) -> None:
         if self._like is not None and self.engine.resolver is not None and self.engine.decisions is None:
             raise ValueError("jaxquant.quantize like: the whole model has no decisions yet; call its init first")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """A function whose last arguments go to it by name."""
+
+    fn: Callable[..., Any]
+    names: tuple[str, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        count = len(args) - len(self.names)
+        return self.fn(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
+
+
+def _checked(quant_state: Any) -> Mapping[str, Any]:
+    if not isinstance(quant_state, Mapping):
+        raise TypeError(
+            "a quantized function is called as qfn(params, quant_state, *args): quant_state must be what "
+            f"qfn.init(params, *args) returned, or {{}}, got {type(quant_state).__name__}"
+        )
+    return quant_state
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function of parameters; of one that has none to read, that of any."""
+    try:
+        return inspect.signature(fn)
+    except ValueError:
+        return inspect.signature(lambda params, /, *args, **kwargs: None)
+
+
+def _with_state(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature with the quant state behind the parameters, the first argument.
+
+    Raises:
+      ValueError: an argument of the function is called so already, or it takes none by position.
+    """
+    if "quant_state" in signature.parameters:
+        raise ValueError("the function to quantize has an argument 'quant_state' of its own; call it otherwise")
+    first, *rest = signature.parameters.values() or [inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)]
+    if first.kind is first.VAR_POSITIONAL:
+        first, rest = inspect.Parameter("params", first.POSITIONAL_ONLY), [first, *rest]
+    if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        raise ValueError("the function to quantize takes no argument by position; the parameters must be its first")
+    first = first.replace(default=first.empty)
+    return signature.replace(parameters=[first, first.replace(name="quant_state", annotation=first.empty), *rest])
+
+
+def _with_key(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature with the random key, where no argument of the function is called so."""
+    parameters = list(signature.parameters.values())
+    if "key" not in signature.parameters:
+        at = len(parameters) - any(each.kind is each.VAR_KEYWORD for each in parameters)
+        parameters.insert(at, inspect.Parameter("key", inspect.Parameter.KEYWORD_ONLY, default=None))
+    return signature.replace(parameters=parameters)
+
+
+def _signed(method: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """Return a method of a quantized function with the signature that it is called with."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return call
 
 
 def _hashable(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,5 +252,5 @@ def _hashable(fn: Callable[..., Any]) -> Callable[..., Any]:
     try:
         hash(fn)
     except TypeError:
-        return lambda *args: fn(*args)
+        return lambda *args, **kwargs: fn(*args, **kwargs)
     return fn

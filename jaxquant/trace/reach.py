@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxquant.trace.plan import Contraction
 
+NOT_FLOAT = "its operands are not float"
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
 
 
@@ -25,6 +26,7 @@ class Place:
       is_backward: whether of that derivative's backward pass.
       is_einsum: whether a ``jnp.einsum`` is around.
       closed: why nothing in it can be replaced, or "".
+      opened: the registered function that is read around it, or "".
     """
 
     level: int = 0
@@ -34,6 +36,7 @@ class Place:
     is_backward: bool = False
     is_einsum: bool = False
     closed: str = ""
+    opened: str = ""
 
     def at(self, index: int, eqn: Any) -> Place:
         stack = eqn.source_info.name_stack
@@ -63,7 +66,7 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
         return "contracts no axis"
     if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
-        return "its operands are not float"
+        return NOT_FLOAT
     if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
         return "its stack of layers is split over devices by a shard_map"
     if site.batch and any(leaf.split for leaf in site.leaves):

@@ -99,6 +99,12 @@ def function_name(eqn: Any) -> str:
     return _source(eqn).partition(" at ")[0]
 
 
+def how_to_register() -> str:
+    """Return the end of the reason for which a function is not read, with the names that are registered so far."""
+    taken = f" (registered so far: {', '.join(map(repr, _registered))})" if _registered else ""
+    return f"jaxquant.register_function says what it computes{taken}"
+
+
 def registered_program(eqn: Any) -> Any:
     """Return the program that a registered function computes, closed; None for a function that is not registered.
 

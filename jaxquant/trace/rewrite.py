@@ -8,9 +8,8 @@ a converted kernel goes into; a step of structure is replayed on the kernel (``c
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.sharding import platform_of
+from jaxquant.ops.gradients import forward_only
 from jaxquant.trace import converted
 from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
 from jaxquant.trace.contract import stacked
@@ -30,6 +30,22 @@ Array = jax.Array
 States = Mapping[Key, Mapping[str, Array]]
 Contract = Callable[[Contraction, Any, list[Any], Mapping[str, Array], Array | None, Any], Array]
 Share = Callable[[Contraction, Array, list[Mapping[str, Array]]], Any]
+
+
+class Noise(NamedTuple):
+    """What the random keys of the contractions of a jaxpr are made of.
+
+    Attributes:
+      key: random key, of which each step of a scan has its own.
+      seeds: of every chosen contraction, in the order of the program (``Plan.seeds``).
+    """
+
+    key: Array
+    seeds: Sequence[Any]
+
+    def part(self, first: int, count: int) -> Noise:
+        """Return the noise of ``count`` contractions that follow each other."""
+        return self._replace(seeds=self.seeds[first : first + count])
 
 
 class Rewriter:
@@ -46,7 +62,7 @@ class Rewriter:
         self._jits: dict[Any, Any] = {}
 
     def evaluate(
-        self, plan: Plan, consts: Sequence[Any], args: Sequence[Any], states: States, key: Array | None
+        self, plan: Plan, consts: Sequence[Any], args: Sequence[Any], states: States, noise: Noise | None
     ) -> list[Any]:
         """Evaluate a jaxpr.
 
@@ -54,7 +70,7 @@ class Rewriter:
           plan: of the jaxpr.
           consts, args: its constants and inputs.
           states: quant state of every chosen contraction in it, by key.
-          key: random key, each contraction gets its own of it, or None.
+          noise: of its chosen contractions, or None.
         """
         jaxpr = plan.jaxpr
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -65,18 +81,21 @@ class Rewriter:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
-        number, shared = itertools.count(), {}
+        seen, shared = 0, {}
         for index, eqn in enumerate(jaxpr.eqns):
             ins = [read(atom) for atom in eqn.invars]
             site, inner = plan.sites.get(index), plan.inner.get(index, [])
-            is_chosen = (site is not None and site.recipe is not None) or any(each.chosen for each in inner)
-            if is_chosen or any(isinstance(each, ConvertedKernel) for each in ins):
-                # By its place among those that are replaced: a mesh adds equations of its own between them.
-                own = None if key is None else jax.random.fold_in(key, next(number))
+            chosen = int(site is not None and site.recipe is not None) + sum(len(each.chosen) for each in inner)
+            has_loop = index not in plan.programs and any(each.has_loop for each in inner)
+            if chosen or has_loop or any(isinstance(each, ConvertedKernel) for each in ins):
+                own = noise and noise.part(seen, chosen)
+                seen += chosen
                 program = plan.programs.get(index)
                 outs = self._replace(eqn, site, inner, ins, states, own, program, shared)
             else:
                 outs = _evaluate_one(eqn, ins)
+            if plan.opened and eqn.primitive.name == "while":
+                outs = [forward_only(plan.opened, each) for each in outs]
             known.update(zip(eqn.outvars, outs, strict=True))
             for atom in _variables(eqn.invars):
                 if last_reader[atom] == index and atom not in kept:
@@ -90,7 +109,7 @@ class Rewriter:
         inner: list[Plan],
         ins: list[Any],
         states: States,
-        key: Array | None,
+        noise: Noise | None,
         program: Any,
         shared: dict[Reading, Any],
     ) -> Sequence[Any]:
@@ -103,6 +122,7 @@ class Rewriter:
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
             if site is not None and site.recipe is not None:
                 prepared = self._prepared(site, ins, states, shared)
+                key = noise and jax.random.fold_in(noise.key, noise.seeds[0])
                 return [self._contract(site, eqn, ins, states[site.key], key, prepared)]
             name = eqn.primitive.name
             if not inner:
@@ -110,21 +130,21 @@ class Rewriter:
             if name in CUSTOM and program is None:  # of converted kernels alone, which have no derivative
                 program = own_program(eqn)
             if program is not None:
-                return self._program(eqn, program, inner[0], ins, states, key)
+                return self._program(eqn, program, inner[0], ins, states, noise)
             if name in JITS:
-                return self._jit(eqn, inner[0], ins, states, key)
+                return self._jit(eqn, inner[0], ins, states, noise)
             if name in REMATS:
-                return self._remat(eqn, inner[0], ins, states, key)
+                return self._remat(eqn, inner[0], ins, states, noise)
             build = {
                 "scan": self._scan,
                 "while": self._while,
                 "cond": self._cond,
                 "shard_map": self._shard_map,
             }[name]
-            return build(eqn, inner, ins, states, key)
+            return build(eqn, inner, ins, states, noise)
 
     def _program(
-        self, eqn: Any, program: Any, plan: Plan, ins: list[Any], states: States, key: Array | None
+        self, eqn: Any, program: Any, plan: Plan, ins: list[Any], states: States, noise: Noise | None
     ) -> list[Any]:
         """Evaluate what was read in place of a registered function.
 
@@ -132,7 +152,7 @@ class Rewriter:
           NotImplementedError: it combines what differs between the devices of a shard_map with what does not.
         """
         try:
-            return self.evaluate(plan, _consts(program), ins, states, key)
+            return self.evaluate(plan, _consts(program), ins, states, noise)
         except (TypeError, ValueError) as error:
             if not any(atom.aval.manual_axis_type.varying for atom in eqn.invars) or "varying" not in str(error):
                 raise
@@ -158,16 +178,16 @@ class Rewriter:
             shared[reading] = self._share(site, ins[1 - site.side], given)
         return shared[reading]
 
-    def _jit(self, eqn: Any, plan: Plan, ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+    def _jit(self, eqn: Any, plan: Plan, ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
         """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""
         inner, params = called(eqn), eqn.params
         kinds = tuple(isinstance(each, ConvertedKernel) for each in ins)
-        cached = (id(inner), plan.signature, kinds, key is None)
+        cached = (id(inner), plan.signature, kinds, noise is None)
         if cached not in self._jits:
             keys = list(plan.stacks)
 
-            def call(args: list[Any], given: list[Any], key: Array | None) -> list[Any]:
-                return self.evaluate(plan, _consts(inner), args, dict(zip(keys, given, strict=True)), key)
+            def call(args: list[Any], given: list[Any], noise: Noise | None) -> list[Any]:
+                return self.evaluate(plan, _consts(inner), args, dict(zip(keys, given, strict=True)), noise)
 
             call.__name__ = call.__qualname__ = params.get("name", eqn.primitive.name)
             options: dict[str, Any] = {"inline": params.get("inline", False)}
@@ -179,18 +199,18 @@ class Rewriter:
             if any(placed[0]) or any(placed[1]):
                 options |= {"in_shardings": (placed[0], None, None), "out_shardings": placed[1]}
             self._jits[cached] = jax.jit(call, **options), inner  # the jaxpr is held, so that its id stays its own
-        return self._jits[cached][0](ins, [states[each] for each in plan.stacks], key)
+        return self._jits[cached][0](ins, [states[each] for each in plan.stacks], noise)
 
-    def _remat(self, eqn: Any, plan: Plan, ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+    def _remat(self, eqn: Any, plan: Plan, ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
         inner = called(eqn)
 
-        def call(args: list[Any], states: dict[Key, Any], key: Array | None) -> list[Any]:
-            return self.evaluate(plan, _consts(inner), args, states, key)
+        def call(args: list[Any], states: dict[Key, Any], noise: Noise | None) -> list[Any]:
+            return self.evaluate(plan, _consts(inner), args, states, noise)
 
         remat = jax.checkpoint(call, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-        return remat(ins, _of(states, [plan]), key)
+        return remat(ins, _of(states, [plan]), noise)
 
-    def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+    def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
         """Build a scan that goes over the state of weights that it goes over; other state is the same in every step."""
         (plan,), params = plans, eqn.params
         consts, carries = scan_counts(params)
@@ -198,12 +218,13 @@ class Rewriter:
         slices = [stacked(each, (params["length"],)) if isinstance(each, ConvertedKernel) else each for each in slices]
         over = [each for each, stack in plan.stacks.items() if any(level == plan.level for level, _ in stack)]
         fixed = {each: states[each] for each in plan.stacks if each not in over}
-        keys = None if key is None else jax.random.split(key, params["length"])
+        keys = noise and jax.random.split(noise.key, params["length"])
 
         def body(carry: list[Any], step: Any) -> tuple[list[Any], list[Any]]:
             slices, sliced, key = step
             mine = fixed | dict(zip(over, sliced, strict=True))
-            outs = self.evaluate(plan, _consts(params["jaxpr"]), [*given, *carry, *slices], mine, key)
+            own = noise and noise._replace(key=key)
+            outs = self.evaluate(plan, _consts(params["jaxpr"]), [*given, *carry, *slices], mine, own)
             return outs[:carries], outs[carries:]
 
         steps = (slices, [states[each] for each in over], keys)
@@ -211,35 +232,36 @@ class Rewriter:
         carry, made = jax.lax.scan(body, carry, steps, **options)
         return [*carry, *made]
 
-    def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
+    def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
         params, (test, body) = eqn.params, plans
         first, second = params["cond_nconsts"], params["body_nconsts"]
+        parts = _parts(noise, plans)
 
         def go_on(carry: list[Any]) -> Any:
-            return self.evaluate(test, _consts(params["cond_jaxpr"]), [*ins[:first], *carry], states, key)[0]
+            return self.evaluate(test, _consts(params["cond_jaxpr"]), [*ins[:first], *carry], states, parts[0])[0]
 
         def step(carry: list[Any]) -> list[Any]:
             given = ins[first : first + second]
-            return self.evaluate(body, _consts(params["body_jaxpr"]), [*given, *carry], states, key)
+            return self.evaluate(body, _consts(params["body_jaxpr"]), [*given, *carry], states, parts[1])
 
         return jax.lax.while_loop(go_on, step, ins[first + second :])
 
-    def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None) -> Sequence[Any]:
-        def branch(plan: Plan, inner: Any) -> Callable[..., list[Any]]:
-            return lambda args, states, key: self.evaluate(plan, _consts(inner), args, states, key)
+    def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+        def branch(plan: Plan, inner: Any, own: Noise | None) -> Callable[..., list[Any]]:
+            return lambda args, states: self.evaluate(plan, _consts(inner), args, states, own)
 
-        branches = [branch(plan, inner) for plan, inner in zip(plans, eqn.params["branches"], strict=True)]
-        return jax.lax.switch(ins[0], branches, ins[1:], _of(states, plans), key)
+        branches = list(map(branch, plans, eqn.params["branches"], _parts(noise, plans)))
+        return jax.lax.switch(ins[0], branches, ins[1:], _of(states, plans))
 
     def _shard_map(
-        self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, key: Array | None
+        self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None
     ) -> Sequence[Any]:
         (plan,), params = plans, eqn.params
         given = _of(states, plans)
         args_specs = list(map(converted.part_specs, ins, params["in_specs"]))
 
-        def call(args: list[Any], states: dict[Key, Any], key: Array | None) -> list[Any]:
-            return self.evaluate(plan, _consts(params["jaxpr"]), args, states, key)
+        def call(args: list[Any], states: dict[Key, Any], noise: Noise | None) -> list[Any]:
+            return self.evaluate(plan, _consts(params["jaxpr"]), args, states, noise)
 
         return jax.shard_map(
             call,
@@ -248,7 +270,13 @@ class Rewriter:
             out_specs=list(params["out_specs"]),
             check_vma=params["check_vma"],
             axis_names=set(params["newly_manual_axes"]),
-        )(ins, given, key)
+        )(ins, given, noise)
+
+
+def _parts(noise: Noise | None, plans: list[Plan]) -> list[Noise | None]:
+    """Divide noise among plans that follow each other."""
+    counts = [len(plan.chosen) for plan in plans]
+    return [noise and noise.part(sum(counts[:index]), count) for index, count in enumerate(counts)]
 
 
 def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:

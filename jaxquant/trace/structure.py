@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxquant.core.blocks import scale_shape
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.ops.gradients import REVERSE_ONLY
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -118,6 +119,7 @@ class Reshape:
 Step = Cast | Transpose | Reshape
 IDENTITIES = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"}
+    | {REVERSE_ONLY}
 )
 """Primitives of one operand that change neither elements nor axes."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -234,3 +235,78 @@ def test_vectors_and_results_dtype():
         p = {"w": shape(8, 8, dtype=dtype)}
         out = jax.eval_shape(jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT), p, {}, shape(6, 8, dtype=dtype))
         assert out.dtype == dtype
+
+
+def test_signature_and_keyword_arguments():
+    def fn(weights, x, times=1.0, /, other=None, *, mode="sum", **rest):
+        return getattr(jnp, mode)(x @ weights["w"]) * times + sum(rest.values())
+
+    def named(weights, x, mode="sum"):
+        return fn(weights, x, mode=mode)
+
+    params, x = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
+    q = jaxquant.quantize(fn, FP8)
+    assert str(inspect.signature(q)) == (
+        "(weights, quant_state, x, times=1.0, /, other=None, *, mode='sum', key=None, **rest)"
+    )
+    assert inspect.signature(q.init) == inspect.signature(q.report) == inspect.signature(fn)
+    assert "key" not in inspect.signature(q.convert).parameters
+    state = q.init(params, x, mode="mean", more=1.0)
+    assert [row.path for row in q.report(params, x, mode="mean").quantized] == ["w"]
+    assert q(params, state, x, 2.0, mode="mean", more=1.0) == q(params, state, x, mode="mean") * 2 + 1
+    converted = jaxquant.quantize(fn, CURRENT).convert(params, {}, x, mode="mean")
+    assert jax.tree.structure(converted) != jax.tree.structure(params)
+    q = jaxquant.quantize(named, FP8)
+    jitted = jax.jit(q, static_argnames="mode", donate_argnames="x")
+    assert jitted.lower(params, state, x, "mean").args_info[0][2].donated
+    assert not jitted.lower(params, state, x, mode="mean").args_info[0][1]["w"]["input_scale"].donated
+    assert jax.jit(q.init, static_argnames="mode")(params, x, "mean").keys() == state.keys()
+    assert q(weights=params, quant_state=state, x=x) == q(params, state, x)
+
+
+def test_arguments_that_do_not_fit_are_told():
+    params, x = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
+    q = jaxquant.quantize(lambda params, x, key=None: x @ params["w"], FP8)
+    state = q.init(params, x, key=jax.random.key(0))
+    assert list(inspect.signature(q).parameters) == ["params", "quant_state", "x", "key"]
+    with pytest.raises(TypeError, match=r"called as \(params, quant_state, x, key=None\): missing .* 'x'"):
+        q(params, quant_state=state)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        q.init(params, x, y=1)
+    with pytest.raises(TypeError, match="an argument 'key' of its own; give its own by position"):
+        q(params, state, x, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="an argument 'quant_state' of its own"):
+        jaxquant.quantize(lambda params, quant_state: params, FP8)
+    for fn in (lambda *, params: params, lambda **params: params):
+        with pytest.raises(ValueError, match="takes no argument by position"):
+            jaxquant.quantize(fn, FP8)
+
+
+@pytest.mark.parametrize("way", [lambda fn: fn, jax.jit, jax.checkpoint])
+def test_forward_mode_names_the_layer(way):
+    params, x = {"w": {"kernel": jnp.ones((8, 8))}}, jnp.ones((2, 8))
+    q = jaxquant.quantize(lambda params, x: x @ params["w"]["kernel"], CURRENT)
+    run = way(lambda params: q(params, {}, x))
+    text = r"layer 'w' is quantized, .* no derivative in forward mode .*; take it in reverse mode"
+    with pytest.raises(NotImplementedError, match=text):
+        jax.jvp(run, (params,), (params,))
+    with pytest.raises(NotImplementedError, match=text):
+        jax.linearize(run, params)[1](params)
+    with pytest.raises(NotImplementedError, match=text):
+        jax.eval_shape(lambda p: jax.jvp(run, (p,), (p,)), params) and jax.jit(jax.jacfwd(run))(params)
+    assert jax.jacrev(run)(params)["w"]["kernel"].shape == (2, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0].sum(),
+        lambda w, x: jax.checkpoint(lambda w, x: (x @ w[0]).sum())(w, x),
+    ],
+)
+def test_a_gradient_of_a_vmap_of_a_program(program):
+    params, xs = {"w": jnp.ones((2, 8, 8))}, jnp.ones((3, 2, 8))
+    q = jaxquant.quantize(lambda params, x: program(params["w"], x), CURRENT)
+    found = jax.grad(lambda params: jax.vmap(lambda x: q(params, {}, x))(xs).sum())(params)
+    single = jax.grad(lambda params: q(params, {}, xs[0]))(params)
+    np.testing.assert_array_equal(found["w"], 3 * single["w"])

@@ -133,7 +133,7 @@ def test_on_tpus_each_layer_has_a_cast_of_its_own(platform, expected):
     params = {name: jnp.ones((WIDTH, 8)) for name in ("q", "k")}
     run = jaxquant.quantize(lambda params, x: (x @ params["q"]) * (x @ params["k"]), FP8)
     state = run.init(params, x)
-    step = jax.grad(lambda params, state, x: run(params, state, x).sum())
+    step = jax.grad(lambda params, state, x: run(params, state, x).sum(), argnums=(0, 1))
     assert casts(jax.make_jaxpr(step)(params, state, x).jaxpr) == expected  # two weights, two gradients, and x
 
 

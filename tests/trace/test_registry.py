@@ -255,3 +255,59 @@ def test_a_loop_that_starts_from_zeros_inside_a_shard_map():
     unregister_function(own)
     register_function(own)
     np.testing.assert_array_equal(unchecked(w, {}, x), checked(w, {}, x))
+
+
+def repeat(times, x, w, loops=False):
+    """Compute two layers of one weight."""
+
+    def step(carry):
+        return jnp.tanh(times(carry[0], w)), carry[1] + 1
+
+    if loops:
+        return jax.lax.while_loop(lambda carry: carry[1] < 2, step, (x, 0))
+    return jax.lax.scan(lambda carry, _: (step(carry), None), (x, 0), None, length=2)[0]
+
+
+def wrapped(around, loops):
+    """Wrap them as equinox does: a tuple of arrays, static arguments, a jit, a name that all functions have."""
+
+    def fn_wrapped(static, arrays):
+        counted = jax.lax.while_loop(lambda count: count[0] < 1, lambda count: (count[0] + 1, 0.5), (0, 0.0))
+        out, steps = around(functools.partial(repeat, *static, loops=loops))(*arrays)
+        return 2 * counted[1] * out, steps
+
+    own = jax.custom_vjp(fn_wrapped, nondiff_argnums=(0,))
+    own.defvjp(lambda static, arrays: (own(static, arrays), arrays), lambda static, arrays, g: (arrays,))
+    return lambda x, w: own((jnp.matmul,), (x, w))[0]
+
+
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_a_wrapped_function_is_opened_by_the_name_in_the_report(around):
+    fn, plain = (
+        after(wrapped(around, False)),
+        after(lambda x, w: around(functools.partial(repeat, jnp.matmul))(x, w)[0]),
+    )
+    assert "of 'fn_wrapped'" in layers(fn, P, X)["own"]
+    register_function("fn_wrapped")
+    assert set(layers(fn, P, X).values()) == {"fp8_current"}
+    assert jax.tree.all(jax.tree.map(np.array_equal, gradients(fn, P, CURRENT), gradients(plain, P, CURRENT)))
+
+
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit], ids=["plain", "jit"])
+def test_a_loop_in_reverse_mode_is_refused_by_the_name_of_the_function_around(around):
+    fn = after(wrapped(around, True))
+    register_function("fn_wrapped")
+    quantized = jaxquant.quantize(fn, CURRENT)
+    assert quantized(P, {}, X).shape == (6, 8)
+    last = jax.grad(lambda last: jnp.sum(quantized(P | {"last": last}, {}, X)))(P["last"])
+    assert jnp.isfinite(last["kernel"]).all()
+    with pytest.raises(NotImplementedError, match=r"'fn_wrapped' is registered and .* while loop, .*DirectAdjoint"):
+        gradients(fn, P, CURRENT)
+    assert jnp.isfinite(gradients(fn, P, CURRENT | {"rules": [{"path": "own", "recipe": None}]})[0])
+
+
+def test_a_name_that_nothing_has_is_in_the_reason():
+    register_function("fn_wraped")
+    assert layers(FN, P, X)["own"].endswith("says what it computes (registered so far: 'fn_wraped')")
+    with pytest.raises(NotImplementedError, match=r"of 'own_dense', .*registered so far: 'fn_wraped'"):
+        jaxquant.quantize(FN, CURRENT | {"strict": True})(P, {}, X)

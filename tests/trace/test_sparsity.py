@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxquant
 from jaxquant import state as quant_state
@@ -137,3 +138,34 @@ def test_the_implementation_reaches_the_op(monkeypatch):
     jaxpr = jax.make_jaxpr(lambda p, x: q(p, {}, x))({"a": normal(0, 8, 8), "b": normal(1, 8, 8)}, normal(2, 2, 8))
     assert asked == ["xla", "xla"]
     assert "dot_general" in primitives(jaxpr.jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            {"quantization": "intmp", "quant_cfg_path": "tiles.json"},
+            r"layer 'out': tile_size 16 does not divide contraction axis 0 of size 20 \(shape \(20, 4\)\)",
+        ),
+        (
+            SPARSE | {"weight_sparsity_m": 8, "weight_sparsity_start_step": 3},
+            r"layer 'out': weight_sparsity_m 8 does not divide the contraction of size 20 \(shape \(20, 4\)\)",
+        ),
+    ],
+)
+def test_tiles_and_groups_that_do_not_divide_are_refused_where_the_layer_is_decided_on(
+    config, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiles.json").write_text('{"__default__": {"w_bits": 8, "a_bits": 8, "tile_size": 16}}')
+    params = {"in": {"kernel": shape(16, 20)}, "out": {"kernel": shape(20, 4)}}
+    q = jaxquant.quantize(lambda p, x: x @ p["in"]["kernel"] @ p["out"]["kernel"], config | {"quant_backend": "native"})
+    with pytest.raises(ValueError, match=text):
+        q.init(params, shape(2, 16))
+    model = nn.Sequential([nn.Dense(20), nn.Dense(4)])
+    with pytest.raises(ValueError, match=text.replace("out", "layers_1")):
+        jaxquant.maybe_quantize_model(model, config | {"quant_backend": "native"}, shape(2, 16))
+    rngs = nnx.Rngs(0)
+    chain = nnx.Sequential(nnx.Linear(16, 20, rngs=rngs), nnx.Linear(20, 4, rngs=rngs))
+    with pytest.raises(ValueError, match=text.replace("out", "layers/1")):
+        jaxquant.maybe_quantize_model(chain, config | {"quant_backend": "native"}, shape(2, 16))
