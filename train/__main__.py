@@ -12,23 +12,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxquant.config.loader import build, load_yaml, parse_overrides
-from train import terminal
+from jaxquant import terminal
+from jaxquant.config.loader import load_yaml, parse_overrides
+from jaxquant.core.typed import build
 from train.config import TrainConfig
+
+EXTRAS = ("grain", "tensorboardX", "tokenizers")
+"""Libraries of the extra ``train`` that a run imports."""
 
 
 def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
     """Read a YAML file, lay ``key=value`` words over it, and name the run's folder where neither does.
 
     Raises:
-      TypeError, ValueError: an unknown or duplicate key, or a value of the wrong type or range.
+      TypeError, ValueError: an unknown or duplicate key, or a value of the wrong type or range; the ``config.yml`` of a
+        run that names another folder.
       OSError: the file cannot be read.
     """
-    config: TrainConfig = build(TrainConfig, load_yaml(path) | parse_overrides(overrides))
+    words = parse_overrides(overrides)
+    config: TrainConfig = build(TrainConfig, load_yaml(path) | words)
+    folder = Path(path).resolve().parent
+    is_of_run = Path(path).name == "config.yml" and (folder / "checkpoints").is_dir()
+    if is_of_run and "run_dir" not in words and Path(config.run_dir).resolve() != folder:
+        raise ValueError(
+            f"{path} is of the run in its folder, and its run_dir is {config.run_dir!r}; add "
+            f"run_dir={Path(path).parent} to go on with it, or another run_dir to start one"
+        )
     if config.run_dir:
         return config
-    words = (Path(path).stem, config.quantization or "float", config.resolved_backend)
-    return dataclasses.replace(config, run_dir=f"runs/{'-'.join(word for word in words if word)}")
+    parts = (Path(path).stem, config.quantization or "float", config.resolved_backend)
+    return dataclasses.replace(config, run_dir=f"runs/{'-'.join(word for word in parts if word)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.accept_all_characters()
     try:
         return _run(words)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in EXTRAS:
+            raise
+        print(f"error: {error.name} is not installed; install it with pip install 'jaxquant[train]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint is kept, and the same command goes on from there", file=sys.stderr)
         return terminal.INTERRUPTED
@@ -61,6 +79,7 @@ def _run(words: argparse.Namespace) -> int:
         from train import processes  # after the configuration: a typo is reported before jax loads
 
         processes.join(words.coordinator_address, words.num_processes, words.process_id)
+        processes.check_devices()
         from train.loop import Diverged, Halted, prepare
 
         train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build as build_dataclass
 from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
 from train.config import TrainConfig
 from train.data import make_iterators

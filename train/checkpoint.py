@@ -15,9 +15,9 @@ import optax
 import orbax.checkpoint as ocp
 import yaml
 
-from jaxquant.config.loader import build, load_yaml, to_mapping
+from jaxquant.core.typed import to_mapping
 from jaxquant.serving.arrays import save_args_of
-from train import processes, quiet, sums
+from train import origin, processes, quiet, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 from train.stored import from_stored, stored_shapes, to_stored
@@ -51,25 +51,15 @@ def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any
       ValueError: listing every other field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``, or
         saying that this file is damaged.
     """
-    path = run_dir / "config.yml"
-    if not path.exists():
+    there = origin.read_config(run_dir)
+    if there is None:
         return {}
-    try:
-        there = to_mapping(build(TrainConfig, load_yaml(path)))
-    except (ValueError, TypeError) as error:
+    if refused := origin.differing(there, config, RUN_CONTROL | ADJUSTABLE):
         raise ValueError(
-            f"{path} is not the configuration of a run ({error}); put the run's own back, or choose another run_dir"
-        ) from None
-    here = to_mapping(config)
-    different = [name for name in here if name not in RUN_CONTROL and here[name] != there.get(name)]
-    if there["quantization_local_shard_count"] == -1:  # a run that reads it has it resolved, see with_global_shards
-        different = [name for name in different if name != "quantization_local_shard_count"]
-    if refused := [name for name in different if name not in ADJUSTABLE]:
-        lines = "".join(f"\n  {name}: {there.get(name)!r} in the run, {here[name]!r} asked" for name in refused)
-        raise ValueError(
-            f"the configuration does not match the run in {run_dir}; choose another run_dir or undo:{lines}"
+            f"the configuration does not match the run in {run_dir}; choose another run_dir or undo:"
+            f"{origin.lines(refused, 'in the run', 'asked')}"
         )
-    return {name: (there[name], here[name]) for name in different}
+    return origin.differing(there, config, RUN_CONTROL)
 
 
 class SaveFailed(OSError):
@@ -77,16 +67,23 @@ class SaveFailed(OSError):
 
 
 class Checkpoints:
-    """The ``checkpoints`` folder of a run. A context manager: leaving it waits for what is being written."""
+    """The ``checkpoints`` folder of a run. A context manager: leaving it waits for what is being written.
+
+    Attributes:
+      changes: of each field of ``ADJUSTABLE`` in which the configuration is not that of the checkpoint that was
+        restored, the value there and the one asked. config.yml has the former until a checkpoint has the latter.
+    """
 
     def __init__(self, run_dir: Path, config: TrainConfig, say: Callable[[str], None] = print):
-        self._folder = (run_dir / "checkpoints").absolute()
-        self._discarded = run_dir.absolute() / "unreadable_checkpoints"
+        self._run_dir, self._config = run_dir, config
+        self._folder = run_dir.resolve() / "checkpoints"
+        self._discarded = run_dir.resolve() / "unreadable_checkpoints"
         if processes.is_main() and self._folder.exists() and not self._folder.is_dir():
             say(f"{self._folder} is no folder, moved to {self._move_away(self._folder)}")
         processes.wait_for_all("checkpoints a folder")
         self._undo: Callable[[], None] = lambda: None
         self._saving: int | None = None  # begun, and not known to be whole
+        self.changes: dict[str, tuple[Any, Any]] = {}
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
@@ -132,7 +129,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
                     state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
-                    data=ocp.args.JsonSave(_to_json(data_state) | sums.PROMISE),
+                    data=ocp.args.JsonSave(_to_json(data_state) | sums.PROMISE | origin.record(self._config)),
                 ),
                 force=True,
             )
@@ -148,6 +145,9 @@ class Checkpoints:
                 self._manager.wait_until_finished()
                 if self._saving is not None and processes.is_main():
                     sums.seal(self._folder / str(self._saving))
+                    if self.changes:
+                        write_config(self._run_dir, self._config)
+                        self.changes = {}
             finally:
                 self._saving = None
 
@@ -177,7 +177,7 @@ class Checkpoints:
           refuse: says what is wrong with a state and data position that load; None if nothing is.
 
         Raises:
-          ValueError: there are checkpoints and none of them loads.
+          ValueError: there are checkpoints and none of them loads, or the first that does is of another run.
         """
         broken: list[tuple[int, str]] = []
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -192,6 +192,7 @@ class Checkpoints:
                 broken.append((step, failure or ""))
                 say(f"checkpoint {step} does not load ({failure}); trying the one before it")
                 continue
+            self._check_origin(step, say)
             self._discard([step for step, _ in broken], say)
             return found
         if broken:
@@ -200,6 +201,29 @@ class Checkpoints:
                 f"({broken[0][1]}); choose another run_dir or delete that folder to start over"
             )
         return None
+
+    def _check_origin(self, step: int, say: Any) -> None:
+        """Refuse a checkpoint of another configuration than the one asked, and tell what differs and may."""
+        made_with = origin.recorded(self._folder / str(step))
+        if made_with is None:
+            say(f"checkpoint {step} does not say what configuration made it, it is of before they did")
+            self.changes = check_config(self._run_dir, self._config)
+            return
+        there = origin.read_config(self._run_dir) or made_with
+        different = origin.differing(made_with, self._config, {"run_dir"})
+        in_file = origin.differing(made_with, there, RUN_CONTROL)
+        free = RUN_CONTROL | (ADJUSTABLE - in_file.keys())
+        if refused := {name: pair for name, pair in different.items() if name not in free}:
+            raise ValueError(
+                f"checkpoint {step} in {self._folder} is of another run; put the run's own back, choose another "
+                f"run_dir, or undo:{origin.lines(refused, 'in the checkpoint', 'asked')}"
+            )
+        for name, (before, now) in different.items():
+            if name in RUN_CONTROL:
+                say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
+        for name, (before, other) in in_file.items():
+            say(f"config.yml has {name} {other!r}, and checkpoint {step} was made with {before!r}, as is asked")
+        self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
 
     def _load(self, step: int, abstract: TrainState, say: Any) -> tuple[tuple[TrainState, Any] | None, str | None]:
         """Return the state and data position of a checkpoint, or what is wrong with it."""

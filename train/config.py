@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 from jaxquant.config.backends import BACKENDS
-from jaxquant.config.loader import show
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.typed import show
 
 RUN_CONTROL = frozenset(
     {

@@ -16,24 +16,23 @@ import numpy as np
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.config.loader import build, load_yaml, show, to_mapping
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
+from jaxquant.core.typed import build, to_mapping
 from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.model import choose_recipes
-from jaxquant.serving.manifest import sha256_of
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
 from train.model import Decoder, DecoderConfig
+from train.origin import sums_of_files
 from train.parameters import Leaf, Parameters, open_parameters
 from train.step import model_config
 from train.tokenizer import open_tokenizer
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
-_FILES = ("quant_cfg_path", "tokenizer_path")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,34 +100,6 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
     return of_layers(config, checkpoint_is_quantized=False)
 
 
-def sums_of_files(config: TrainConfig) -> dict[str, str]:
-    """Return the SHA-256 of each file that a configuration names and a served model reads."""
-    paths = {name: Path(getattr(config, name)) for name in _FILES if getattr(config, name)}
-    return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
-
-
-def check_files(folder: Path, extra: Mapping[str, Any]) -> None:
-    """Check that the recipes and the tokenizer of a converted checkpoint have not changed since.
-
-    Args:
-      folder: of the checkpoint.
-      extra: what ``convert_run`` wrote beside the parameters.
-
-    Raises:
-      ValueError: a file that its configuration names is gone or another.
-    """
-    files = extra.get("files", {})
-    if not isinstance(files, Mapping) or not set(files) <= set(_FILES):
-        raise ValueError(f"{folder} names files that no conversion does, {show(files)}; convert the run anew")
-    for name, sum_ in files.items():
-        path = Path(str(extra["train"].get(name)))
-        if not path.is_file() or sha256_of(path) != sum_:
-            change = "another file now" if path.is_file() else "gone"
-            raise ValueError(
-                f"{folder} was converted with {name} {path}, which is {change}; put it back, or convert the run anew"
-            )
-
-
 def quantization_of(config: QuantConfig) -> dict[str, Any]:
     """Return the fields of ``QuantConfig`` of a configuration that has more, as plain data."""
     every = to_mapping(config)
@@ -165,7 +136,7 @@ def convert_run(
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder or remove it")
     stored = open_parameters(run, step, say)
-    trained: TrainConfig = build(TrainConfig, load_yaml(Path(run) / "config.yml"))
+    trained = stored.config
     config = served_config(trained, changes or {})
     layers = _as_trained(config)
     if not config.strings:

@@ -13,15 +13,16 @@ import jax
 import numpy as np
 
 from jaxquant import serving
-from jaxquant.config.loader import build, load_yaml, to_mapping
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.trees import leaves_by_path
+from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, Row, Source, Vocabulary, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from train.config import TrainConfig
 from train.conversion import calibrate_run
 from train.llama import Place, check_parameters, llama_shape, packed_to_hf, places, to_hf
+from train.origin import check_files
 from train.parameters import Parameters, open_parameters
 from train.step import model_config
 from train.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -87,8 +88,8 @@ def open_source(
 
 
 def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], None]) -> Source:
-    config: TrainConfig = build(TrainConfig, load_yaml(folder / "config.yml"))
     stored = open_parameters(folder, step, say)
+    config = stored.config
     tokenizer = open_tokenizer(config.tokenizer_path)
     decoder = model_config(config, tokenizer.vocab_size)
     shape = llama_shape(decoder, config.sequence_length)
@@ -136,6 +137,7 @@ def _without_quantization(config: TrainConfig, fields: set[str]) -> dict[str, An
 
 def _of_converted(folder: Path) -> Source:
     found = serving.load(folder)
+    check_files(folder, found.extra["train"], found.extra.get("files", {}))
     config: TrainConfig = build(TrainConfig, found.extra["train"])
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = llama_shape(model_config(config, tokenizer.vocab_size), config.sequence_length)

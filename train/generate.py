@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant.core.typed import check_fields
 from jaxquant.serving.kv_cache import KVCache, KVQuantAxis, KVQuantDtype
 from train.frameworks import Model
 from train.model import DecoderConfig, empty_cache
@@ -80,6 +81,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not (0 <= self.temperature < float("inf")):
             raise ValueError(f"temperature {self.temperature} must not be negative; 0 takes the likeliest token")
         if not 0 < self.top_p <= 1:

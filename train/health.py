@@ -8,7 +8,6 @@ sampled sequences, and so is a dynamic per-tensor scale. Kernels, and scales fro
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from jaxquant.audit.health import HealthMonitor, HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
 from jaxquant.ops.arguments import TENSORS
+from train import sums
 from train.config import TrainConfig
 from train.metrics import Metrics, truncate_metrics
 from train.sharding import BATCH
@@ -152,7 +152,7 @@ class HealthLog:
         table = {name: np.asarray(value) for name, value in values.items()}
         if self._is_writer:
             with self._path.open("a") as file:
-                file.write(json.dumps(to_json(step, self._health, table), allow_nan=False) + "\n")
+                file.write(sums.signed(to_json(step, self._health, table)) + "\n")
         self._metrics.health(step, worst(table))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
         self._told.update(place for place, _ in found)

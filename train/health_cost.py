@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build as build_dataclass
 from train.bench import QUICKSTART
 from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
 from train.config import TrainConfig

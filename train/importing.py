@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,26 +15,31 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant import serving
-from jaxquant.config.loader import build as build_dataclass
-from jaxquant.config.loader import to_mapping
+from jaxquant.config.hf import to_recipe
+from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import block_shape, scale_shape
-from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor
-from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, dequantize, make_qtensor
+from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.trees import leaves_by_path
-from jaxquant.export import HfFolder, LlamaShape, Row, Source, open_gguf
-from jaxquant.export.layouts import decode_scaled
+from jaxquant.core.typed import build as build_dataclass
+from jaxquant.core.typed import to_mapping
+from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
+from jaxquant.export.layouts import check_finite
 from jaxquant.inject.converted import LayerKernel
 from jaxquant.serving.leaves import unflatten
+from jaxquant.state import merge
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
-from train.conversion import of_layers, quantization_of, sums_of_files
+from train.conversion import of_layers, quantization_of
 from train.data import make_iterators
+from train.frameworks import make_model
 from train.llama import config_fields, from_hf, places
 from train.model import Decoder
+from train.origin import sums_of_files
 from train.step import build, model_config
 from train.tokenizer import open_tokenizer
 
-_FP8_BLOCK = (128, 128)
 _SQNR_OF_COPY = float("inf")
 
 
@@ -51,12 +57,13 @@ class Imported:
 
 
 def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
-    """Open a GGUF file or a Hugging Face folder as a Llama.
+    """Open a GGUF file or a Hugging Face folder as a Llama; one that jaxquant exported is compared with its sums.
 
     Raises:
       FileNotFoundError, ValueError, NotImplementedError: it is none, damaged, or no Llama.
     """
     path = Path(path)
+    check_sums(path)
     if path.is_dir():
         folder = HfFolder(path)
         return folder.source(), folder
@@ -172,9 +179,10 @@ def import_to_serve(
 ) -> Imported:
     """Write a converted checkpoint that serves, of a checkpoint of others.
 
-    Layers that the checkpoint has in fp8 blocks of 128 by 128 stay so under ``quantization=fp8_block``, and those in a
-    format of GGML under its own string; both are what is asked for where nothing is. Anything else is converted from
-    the decoded float.
+    Layers keep the elements and scales of the checkpoint under every string whose weights are of their type and
+    granularity: fp8, fp8_full, fp8_block, mxfp8, mxfp4, int8, int8w, the strings of GGML's formats and others. Where
+    nothing is asked for, it is the string that quantizes weights and inputs as the checkpoint says. Anything else is
+    converted from the decoded float.
 
     Args:
       checkpoint, say, progress: as for ``import_to_run``.
@@ -189,11 +197,8 @@ def import_to_serve(
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder or remove it")
     source, folder = open_checkpoint(checkpoint)
-    changes.setdefault("quantization", _native_string(source, folder))
-    if not changes["quantization"]:
-        raise ValueError(
-            f"{checkpoint} has no quantization that is kept; say how to serve it, as with quantization=int8"
-        )
+    if not changes.get("quantization"):
+        changes["quantization"] = _native_string(checkpoint, source, folder)
     beside = checkpoint / "tokenizer.json" if checkpoint.is_dir() else None
     tokenizer_path = beside.absolute() if beside is not None and beside.is_file() else None
     config = imported_config(source.shape, checkpoint, tokenizer_path, {**changes, "remat_policy": "none"})
@@ -201,35 +206,69 @@ def import_to_serve(
     decoder = model_config(config, tokenizer.vocab_size)
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
     layers = of_layers(config)
-    shapes = jax.eval_shape(Decoder(decoder).init, jax.random.key(0), tokens)
+    linen = make_model(dataclasses.replace(layers, framework="linen", checkpoint_is_quantized=False), decoder, tokens)
+    shapes = jax.eval_shape(lambda: merge(*linen.init(jax.random.key(0))))
     sites = serving.find_kernels(Decoder(decoder), layers, shapes, tokens)
     by_path, rows, tree = _by_path(config, source.shape), [], {}
     for path, leaf in leaves_by_path(shapes["params"]).items():
         layer = sites.get(path.removesuffix("/kernel")) if path.endswith("/kernel") else None
-        parts = []
+        parts, is_stacked = [], by_path[path][0][1] is not None
         for module, _ in by_path[path]:
-            part, row = _served(
-                source, folder, module, layer, leaf.shape, by_path[path][0][1] is not None, decoder.dtype
-            )
-            parts.append(part)
+            part, scale, row = _served(source, folder, module, layer, leaf.shape, is_stacked, decoder.dtype)
+            parts.append((part, scale))
             rows.append(row)
             if progress is not None:
                 progress(row)
-        tree[path] = _stack(parts) if by_path[path][0][1] is not None else parts[0]
+        places = (path, f"{path.rpartition('/')[0]}/{INPUT_SCALE}")
+        for place, each in zip(places, zip(*parts, strict=True), strict=True):
+            if each[0] is not None:
+                tree[place] = _stack(list(each)) if is_stacked else each[0]
     served = dataclasses.replace(config, checkpoint_is_quantized=True)
     extra = {"train": to_mapping(served), "step": 0, "files": sums_of_files(served)}
     serving.save(out, unflatten(tree), quantization_of(served), extra=extra)
     return Imported(served, tuple(rows))
 
 
-def _native_string(source: Source, folder: HfFolder | None) -> str:
-    """Return the config string that keeps what a checkpoint has, "" where there is none."""
-    name = next(iter(source.shape.linears()))
-    if folder is None:
-        tensor = source.packed(name)
-        return "" if tensor is None else f"ggml_{tensor.codec}"
-    spec = folder.spec(name)
-    return "fp8_block" if spec is not None and spec.weight.block_size == _FP8_BLOCK else ""
+def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
+    """Return the config string that keeps the weights of a checkpoint and quantizes inputs as it says.
+
+    Raises:
+      ValueError: there is none; names those that keep the weights.
+    """
+    names, kept = list(source.shape.linears()), []
+    if folder is None and (tensor := source.packed(names[0])) is not None:
+        return f"ggml_{tensor.codec}"
+    specs = set() if folder is None else {folder.spec(name) for name in names}
+    if len(specs) == 1 and (spec := specs.pop()) is not None:
+        recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
+        wanted = None
+        try:
+            weight = _numbers(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
+            kept = [name for name, recipe in recipes.items() if _numbers(recipe.fwd)[1] == weight]
+            wanted = _numbers(to_recipe(spec, "").fwd)
+        except NotImplementedError:  # no recipe says it
+            pass
+        for name in kept:
+            if _numbers(recipes[name].fwd) == wanted:
+                return name
+    keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
+    raise ValueError(
+        f"{checkpoint} has no quantization that a config string computes; {keeping}say how to serve it, as with "
+        f"quantization={kept[0] if kept else 'int8'}"
+    )
+
+
+def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
+    """Return what of a forward matmul a checkpoint's config says too; a delayed scale is a static one when served."""
+    found: list[Any] = []
+    for operand, is_input in ((forward.lhs, True), (forward.rhs, False)):
+        if isinstance(operand, TensorSpec):
+            scaling = is_input and operand.scaling != "dynamic"
+            plain = dataclasses.replace(operand, scaling="dynamic", reciprocal=False)
+            found.append((plain, scaling))
+        else:
+            found.append(None)
+    return tuple(found)
 
 
 def _served(
@@ -240,25 +279,40 @@ def _served(
     shape: tuple[int, ...],
     is_stacked: bool,
     dtype: str,
-) -> tuple[Any, Row]:
-    """Return a parameter of one layer as it is served, in host memory."""
+) -> tuple[Any, np.ndarray | None, Row]:
+    """Return a parameter of one layer as it is served, in host memory, and the static scale of the layer's input."""
     size = source.shape.tensors()[f"{module}.weight"]
     own = shape[1:] if is_stacked else shape
     if layer is None:
         array = from_hf(source.read(f"{module}.weight"), module, own)
         kind = "float32" if array.ndim == 1 or dtype == "float32" else dtype
         array = array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32)
-        return array, Row(f"{module}.weight", kind, size, array.nbytes, _SQNR_OF_COPY)
+        return array, None, Row(f"{module}.weight", kind, size, array.nbytes, _SQNR_OF_COPY)
     spec = layer.recipe.resolve("fwd", "rhs")
     assert spec is not None
+    scale = _input_scale(source, module, layer)
     kept = _kept(source, folder, module, spec, own, layer.axes)
     if kept is not None:
         nbytes = sum(part.nbytes for part in kept.parts.values())
-        return kept, Row(f"{module}.weight", f"{spec.codec or spec.dtype}, kept", size, nbytes, _SQNR_OF_COPY)
+        return kept, scale, Row(f"{module}.weight", f"{spec.codec or spec.dtype}, kept", size, nbytes, _SQNR_OF_COPY)
     array = from_hf(source.read(f"{module}.weight"), module, own)
     tensor = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), {})[0])
     nbytes = sum(part.nbytes for part in tensor.parts.values())
-    return tensor, Row(f"{module}.weight", layer.recipe.name, size, nbytes, float("nan"))
+    return tensor, scale, Row(f"{module}.weight", layer.recipe.name, size, nbytes, float("nan"))
+
+
+def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:
+    """Return the static scale of a layer's input, None where the recipe's is dynamic."""
+    spec = layer.recipe.resolve("fwd", "lhs")
+    if spec is None or spec.scaling == "dynamic":
+        return None
+    if module not in source.input_amax:
+        raise ValueError(
+            f"{module} has no static scale of its input, and {layer.recipe.name!r} serves with one; choose a string "
+            "whose scales are dynamic, such as fp8_current, or import a run and convert that"
+        )
+    scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
+    return np.full((1,) * len(layer.shape), scale)
 
 
 def _kept(
@@ -275,36 +329,42 @@ def _kept(
         data = np.ascontiguousarray(np.asarray(tensor.qvalue).T).reshape(stored)
         return QTensor(data, block=block, codec=spec.codec)  # pyright: ignore[reportArgumentType]
     found = None if folder is None else folder.spec(module)
-    is_block = (spec.dtype, spec.granularity, spec.tile_size, spec.free_size) == (
-        "float8_e4m3fn",
-        "per_block",
-        *_FP8_BLOCK,
-    )
-    if folder is None or found is None or not is_block or found.weight.block_size != _FP8_BLOCK:
+    if folder is None or found is None or found.weight.dtype != spec.dtype:
         return None
-    tensors = folder.tensors(module)
-    weight, scale = tensors[".weight"], tensors.get(".weight_scale_inv", tensors.get(".weight_scale"))
-    if scale is None or weight.dtype != ml_dtypes.float8_e4m3fn or found.weight.power_of_two_scale:
-        return None
-    qvalue = from_hf(weight, module, shape)
+    layer = folder.layer(module)
+    assert layer is not None
+    blocks = {"per_tile": (1, spec.tile_size), "per_block": (spec.free_size, spec.tile_size), "per_channel": (1, None)}
+    wanted = _clipped(blocks.get(spec.granularity, (None, None)), layer.elements.shape)
+    grid = tuple(-(-size // step) for size, step in zip(layer.elements.shape, wanted, strict=True))
+    # One scale of the whole tensor may stand for each of its blocks.
+    fits = layer.scale.size == 1 or _clipped(layer.block, layer.elements.shape) == wanted
     block = block_shape(shape, spec, axes, 1, ())
-    counts = scale_shape(shape, block)
-    if np.prod(counts) != scale.size:
+    counts, scale = scale_shape(shape, block), layer.scale.astype(spec.scale_dtype)
+    if layer.zero_point is not None or not fits or math.prod(counts) != math.prod(grid):
+        return None
+    if not np.array_equal(scale.astype(np.float32), layer.scale):
         return None
     tensor = make_qtensor(
-        qvalue,  # pyright: ignore[reportArgumentType]
-        np.ascontiguousarray(scale.astype(np.float32).T).reshape(counts),  # pyright: ignore[reportArgumentType]
+        from_hf(layer.elements.astype(spec.dtype, copy=False), module, shape),  # pyright: ignore[reportArgumentType]
+        np.ascontiguousarray(np.broadcast_to(scale, grid).T).reshape(counts),  # pyright: ignore[reportArgumentType]
         block=block,
     )
-    _check_same(tensor, decode_scaled(weight, scale, _FP8_BLOCK), module, shape)
+    _check_same(tensor, check_finite(layer.decode(), f"{module}.weight"), module, shape)
     return tensor
 
 
+def _clipped(block: tuple[int | None, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a block, all of an axis where it is None or larger."""
+    return tuple(size if step is None else min(step, size) for step, size in zip(block, shape, strict=True))
+
+
 def _check_same(tensor: QTensor, expected: np.ndarray, module: str, shape: tuple[int, ...]) -> None:
-    """Make sure that blocks of several heads are where the checkpoint has them."""
+    """Check that the scales of several heads are where the checkpoint has them."""
     device = tensor.replace(lambda _, part: jnp.asarray(part))
     if not np.array_equal(np.asarray(dequantize(device)), from_hf(expected, module, shape)):
-        raise ValueError(f"{module} in blocks of {_FP8_BLOCK} does not keep its values over heads of {shape}")
+        raise ValueError(
+            f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
+        )
 
 
 def _stack(parts: list[Any]) -> Any:

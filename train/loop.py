@@ -20,7 +20,7 @@ import numpy as np
 from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
 from jaxquant.ops.implementation import choices_made
-from train import processes
+from train import processes, sums
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
 from train.config import TrainConfig
 from train.data import BadPosition, Data, make_iterators
@@ -128,9 +128,12 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         elif (found := check(state)) is not None:
             raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
         if processes.is_main():
+            changes = checkpoints.changes if restored else changes
             note_changes(run_dir, int(state.step), changes, say)
-            write_config(run_dir, config)
-            (run_dir / "coverage.json").write_text(coverage.to_json() + "\n")
+            # A checkpoint and config.yml change together, so that they never contradict each other.
+            before = {name: value for name, (value, _) in changes.items()} if restored else {}
+            write_config(run_dir, dataclasses.replace(config, **before))
+            (run_dir / "coverage.json").write_text(sums.signed(json.loads(coverage.to_json()), 1) + "\n")
         processes.wait_for_all("configuration written")
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         low = [layer for layer in layers if layer["recipe"] is not None]
@@ -276,7 +279,7 @@ def _train(
         batch = batch or next(data.train)
         summary = _summary(program, data, state, batch, layers) | metrics.timing() | {"held_out_loss": held_out}
         if processes.is_main():
-            (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            (run_dir / "summary.json").write_text(sums.signed(summary, 1) + "\n")
         metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {run_dir}")
 
 
@@ -366,8 +369,7 @@ def _summary(
             if choice.asks_for_pallas
         ],
         "data": data.description,
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | versions(),
         "devices": _devices(),
     }
 
@@ -378,6 +380,15 @@ def _implementations() -> str:
     reasons = sorted({f"{piece}: xla, {choice.reason}" for piece, choice in made if choice.name == "xla"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})
     return "; ".join([f"kernels (pallas): {', '.join(kernels) or 'none'}", *reasons])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages of ``PACKAGES`` that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _bytes(tree: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 import sys
@@ -16,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train import processes, terminal
+from jaxquant import terminal
+from train import processes, sums
 from train.config import TrainConfig
 from train.runs import WARM_STEPS
 
@@ -52,7 +52,7 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line; None where it is no line of numbers."""
     try:
-        row = json.loads(line)
+        row = sums.read_signed(line)
         return row["step"] if type(row["step"]) is int else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -65,7 +65,8 @@ def note_changes(run_dir: Path, step: int, changes: dict[str, tuple[Any, Any]], 
     path = run_dir / "metrics.jsonl"
     truncate_metrics(path, step, say)
     with path.open("a") as file:
-        file.write(json.dumps({"step": step, "changed": {name: list(pair) for name, pair in changes.items()}}) + "\n")
+        row = {"step": step, "changed": {name: list(pair) for name, pair in changes.items()}}
+        file.write(sums.signed(row) + "\n")
     for name, (before, after) in changes.items():
         say(f"{name} is {after:g} from step {step + 1} on, it was {before:g}")
 
@@ -187,7 +188,7 @@ class Metrics:
         if not self._file:
             return
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+        self._file.write(sums.signed({"step": step, **numbers}) + "\n")
         self._file.flush()
         if self._events:
             for name, value in values.items():

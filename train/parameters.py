@@ -15,6 +15,8 @@ from etils import epath
 
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
+from train.config import TrainConfig
+from train.origin import config_of
 from train.sums import check_sums
 
 KINDS = ("params", "quant_state")
@@ -81,10 +83,12 @@ class Parameters:
 
     Attributes:
       step: of the checkpoint.
+      config: that made it.
       params, quant_state: the trees of the training state, with a ``Leaf`` for each array.
     """
 
     step: int
+    config: TrainConfig
     params: dict[str, Any]
     quant_state: dict[str, Any]
 
@@ -122,12 +126,12 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
 
     Raises:
       FileNotFoundError: no such folder.
-      ValueError: no checkpoint, none of this step, or none that opens, named.
+      ValueError: no checkpoint, none of this step, none that opens, named, or one that is not of the run's config.yml.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"run folder {run_dir} does not exist; give a folder that `python -m train` wrote")
-    folder = (run_dir / "checkpoints").absolute()
+    folder = run_dir.resolve() / "checkpoints"
     steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
     if not steps:
         raise ValueError(
@@ -136,17 +140,19 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
     if step is not None:
         if step not in steps:
             raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-        return _open(folder, step, say)
+        trees = _open(folder, step, say)
+        return Parameters(step, config_of(run_dir, step), **trees)
     for newest in reversed(steps):
         try:
-            return _open(folder, newest, say)
+            trees = _open(folder, newest, say)
         except ValueError as error:
-            failure = error
-            say(f"{failure}; trying the one before it")
+            say(f"{error}; trying the one before it")
+        else:
+            return Parameters(newest, config_of(run_dir, newest), **trees)
     raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
 
 
-def _open(folder: Path, step: int, say: Callable[[str], Any]) -> Parameters:
+def _open(folder: Path, step: int, say: Callable[[str], Any]) -> dict[str, Any]:
     state = folder / str(step) / "state"
     try:
         if not check_sums(folder / str(step)):
@@ -155,10 +161,9 @@ def _open(folder: Path, step: int, say: Callable[[str], Any]) -> Parameters:
         if not list_arrays(state):
             raise ValueError(f"there are no arrays in {state}")
         tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
-        trees = map_by_path(lambda path, node: _leaf(state, path, node), {kind: tree[kind] for kind in KINDS})
+        return map_by_path(lambda path, node: _leaf(state, path, node), {kind: tree[kind] for kind in KINDS})
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"checkpoint {step} in {folder} does not open ({_first_line(error)})") from error
-    return Parameters(step, **trees)
 
 
 def _leaf(state: Path, path: str, metadata: Any) -> Leaf:

@@ -45,6 +45,23 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
+def check_devices() -> None:
+    """Refuse a platform that JAX cannot start here; its own errors are of several kinds, one of them without a word.
+
+    Raises:
+      ValueError: naming what was asked for.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        reason = (str(error).splitlines() or [f"its plug-in ends in {type(error).__name__}"])[0]
+        raise ValueError(
+            f"JAX_PLATFORMS={asked or ''} names no platform that JAX can start here ({reason}); install its plug-in "
+            "and driver, or set JAX_PLATFORMS=cpu"
+        ) from None
+
+
 def is_main() -> bool:
     """Whether this process is the one that prints and writes."""
     return jax.process_index() == 0

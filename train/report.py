@@ -44,7 +44,7 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Describe what limits the comparison."""
-    found = []
+    found = [f"{run.note}." for run in runs if run.note]
     if find_baseline(runs) is None:
         found.append("No unquantized run was given, so there is no gap and no ratio.")
     if fields := differing_fields(runs):
@@ -73,7 +73,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
         "HEALTH_MAPS": _script_data({"runs": health_maps(runs), "statistics": STATISTICS}),
         "PLOTLY": get_plotlyjs().replace("</script", "<\\/script"),
     }
-    page = resources.files("train").joinpath("report_template.html").read_text()
+    page = resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8")
     head, *parts = page.split("<!--")
     # One pass over the template: what is filled in (plotly's source, a path) may itself look like a placeholder.
     return head + "".join(fill[name] + rest for name, rest in (part.split("-->", 1) for part in parts))

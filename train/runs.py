@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.quant_config import QuantConfig
+from train import origin, sums
 
 WARM_STEPS = 2
 """First steps of a process that a median step time leaves out, because they compile."""
@@ -32,6 +32,7 @@ class Run:
       summary: its ``summary.json``; {} for a run that has not finished.
       coverage: its ``coverage.json``; {} for a run that wrote none.
       health: the lines of its ``health.jsonl``; none for a run that did not measure health.
+      note: what its newest checkpoint says otherwise than ``config.yml``; "" for nothing.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Run:
     summary: dict[str, Any]
     coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
     health: tuple[dict[str, Any], ...] = ()
+    note: str = ""
 
     @property
     def quantization(self) -> str:
@@ -120,7 +122,10 @@ def load_run(folder: Path, name: str) -> Run:
     timed = times[WARM_STEPS:] or times
     median = summary.get("step_time_s") or (statistics.median(timed) if timed else None)
     health = _read_health(folder / "health.jsonl")
-    return Run(name, load_yaml(str(config)), train, held_out, median, summary, coverage, health)
+    fields = load_yaml(config)
+    steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
+    note = origin.contradiction(folder, max(steps), fields) if steps else ""
+    return Run(name, fields, train, held_out, median, summary, coverage, health, note)
 
 
 def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[float]]:
@@ -131,7 +136,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = sums.read_signed(line)
             step = int(row["step"])
             if "loss" in row:
                 train[step] = _number(row["loss"])
@@ -159,7 +164,7 @@ def _read_health(path: Path) -> tuple[dict[str, Any], ...]:
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
         try:
-            row = json.loads(line)
+            row = sums.read_signed(line)
             _ = row["step"], row["sequences"], row["layers"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
@@ -173,7 +178,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        summary = json.loads(path.read_bytes())
+        summary = sums.read_signed(path.read_bytes(), indent=1)
+    except sums.Damaged:
+        raise ValueError(
+            f"{path} has changed since it was written; start the run again, which writes it anew"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); start the run again, which writes it anew") from None
     if not isinstance(summary, dict):

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.config.loader import build, load_yaml
+from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of
 from train.config import TrainConfig
-from train.conversion import check_files, converted_shapes, of_layers
+from train.conversion import converted_shapes, of_layers
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
-from train.parameters import open_parameters
+from train.origin import check_files
+from train.parameters import Parameters, open_parameters
 from train.step import model_config
 from train.tokenizer import Tokenizer, open_tokenizer
 
@@ -97,8 +98,9 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
             f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run, or one that "
             "scripts/convert.py wrote"
         )
+    opened = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
-    fields = load_yaml(folder / "config.yml") | {"remat_policy": "none"} | dict(overrides or {})
+    fields = to_mapping(opened.config) | {"remat_policy": "none"} | dict(overrides or {})
     config: TrainConfig = build(TrainConfig, fields)
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
@@ -106,9 +108,9 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     model = make_model(of_layers(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
     stored = {"params": params, "quant_state": quantization_state.strip_bins(quant_state)}
-    step, found = _read_run(folder, stored)
+    found = _read_run(folder, opened, stored)
     quant_state = quantization_state.with_bins(found["quant_state"], quant_state)
-    return Served(model, found["params"], quant_state, tokenizer, config, shape, step)
+    return Served(model, found["params"], quant_state, tokenizer, config, shape, opened.step)
 
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
@@ -123,7 +125,7 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     if type(step) is not int or not isinstance(train, Mapping):
         raise ValueError(f"{folder} holds no step and config of a training run; convert the run anew")
     config: TrainConfig = build(TrainConfig, {**train, **(overrides or {})})
-    check_files(folder, manifest.extra)
+    check_files(folder, train, manifest.extra.get("files", {}))
     tokenizer = open_tokenizer(config.tokenizer_path)
     shape = model_config(config, tokenizer.vocab_size)
     plain = of_layers(config)
@@ -133,9 +135,8 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     return Served(model, found.params, {}, tokenizer, config, shape, step)
 
 
-def _read_run(folder: Path, abstract: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Read the newest checkpoint's part that ``abstract`` describes, onto the default device."""
-    stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
+def _read_run(folder: Path, stored: Parameters, abstract: dict[str, Any]) -> dict[str, Any]:
+    """Read a checkpoint's part that ``abstract`` describes, onto the default device."""
 
     def load(path: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -148,4 +149,4 @@ def _read_run(folder: Path, abstract: dict[str, Any]) -> tuple[int, dict[str, An
             )
         return jnp.asarray(leaf.read())
 
-    return stored.step, jax.tree_util.tree_map_with_path(load, abstract)
+    return jax.tree_util.tree_map_with_path(load, abstract)

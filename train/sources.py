@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxquant.config.loader import check_ordinary
+
 # Left out of "stdlib": what is installed beside it, tests, tables and generated files.
 _SKIPPED_FOLDERS = frozenset(
     (
@@ -229,19 +231,6 @@ def read_bytes(file: Path, option: str = "") -> bytes:
         return file.read_bytes()
     except OSError as error:
         _unreadable(file, error, option)
-
-
-def check_ordinary(file: Path, option: str = "") -> None:
-    """Refuse what is no file: a device may have no end, and a pipe can be read once only, and data twice.
-
-    Raises:
-      ValueError: naming it.
-      OSError: it is not there.
-    """
-    mode = file.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder refuses to be read by itself
-        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise ValueError(f"{option} {str(file)!r} is {kind}, not a file; copy what it holds to a file".strip())
 
 
 def _unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:

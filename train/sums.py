@@ -9,24 +9,46 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxquant.serving.manifest import sha256_of
+from jaxquant.export.sums import sha256_of
+from train.origin import DATA
 
 NAME = "sums.json"
 FORMAT = "jaxquant-checkpoint-sums"
 PROMISE = {"sums": NAME}
 """Stands beside the data position of a checkpoint that has sums, so that it is not taken for an older one."""
 
+_CRC = "crc32"
+
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
 
-_DATA = Path("data", "metadata")
-
 
 class Damaged(ValueError):
-    """A checkpoint whose files are not those that were written."""
+    """Files of a checkpoint, or a line of a run, that are not what was written."""
+
+
+def signed(row: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return a mapping as JSON with the CRC-32 of its text, in which every flipped bit shows."""
+    text = json.dumps(row, indent=indent, allow_nan=False)
+    return json.dumps({**row, _CRC: f"{zlib.crc32(text.encode()):08x}"}, indent=indent)
+
+
+def read_signed(text: bytes, indent: int | None = None) -> Any:
+    """Read what ``signed`` wrote, and JSON of before it did.
+
+    Raises:
+      Damaged: it is not what was written.
+      ValueError, RecursionError: it is no JSON.
+    """
+    row = json.loads(text)
+    if isinstance(row, dict) and row.pop(_CRC, None) is not None and text.strip() != signed(row, indent).encode():
+        raise Damaged(f"its {_CRC} is that of another text")
+    return row
 
 
 def write_sums(folder: Path) -> None:
@@ -121,6 +143,6 @@ def _read(folder: Path) -> dict[str, tuple[int, str]]:
 
 def _promised(folder: Path) -> bool:
     try:
-        return json.loads((folder / _DATA).read_bytes()).items() >= PROMISE.items()
+        return json.loads((folder / DATA).read_bytes()).items() >= PROMISE.items()
     except (OSError, ValueError, AttributeError, RecursionError):
         return True  # every checkpoint has a data position; here more than the sums is gone

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxquant import terminal
 from jaxquant.export import Row
 
 
@@ -59,4 +60,4 @@ def show(rows: Sequence[Row]) -> None:
     total = sum(row.bytes for row in rows)
     table.add_section()
     table.add_row(f"{len(rows)} tensors", "", "", f"{total:,}", "")
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    terminal.show(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from jaxquant.config.loader import build, load_yaml
+from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build
 from tests.conftest import optimize_little
+from train import sums
 from train.config import TrainConfig
 from train.loop import prepare
 
@@ -93,9 +94,14 @@ def train(config: TrainConfig, run_dir: Path, **fields: Any) -> list[str]:
     return said
 
 
+def read_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl without their sums."""
+    return [sums.read_signed(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+
+
 def read_losses(run_dir: Path) -> dict[int, float]:
     """Step -> loss; a step that stands twice fails here."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run_dir)
     pairs = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert len(pairs) == len(dict(pairs)), "a step stands twice in metrics.jsonl"
     return dict(pairs)

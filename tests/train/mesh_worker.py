@@ -154,7 +154,7 @@ def main(dump: str, configs: str) -> None:
     )
     import jax
 
-    from jaxquant.config.loader import build
+    from jaxquant.core.typed import build
     from train.config import TrainConfig
 
     assert jax.device_count() == 8

@@ -16,9 +16,11 @@ import numpy as np
 import optax
 import pytest
 
+from jaxquant.config.loader import load_yaml
 from train import sums
-from train.checkpoint import Checkpoints, SaveFailed
+from train.checkpoint import Checkpoints, SaveFailed, check_config, write_config
 from train.config import TrainConfig
+from train.origin import config_of, contradiction
 from train.parameters import open_parameters
 from train.step import TrainState
 
@@ -241,3 +243,148 @@ def test_files_are_summed_in_shares(run: Path):
         except sums.Damaged:
             found.append(share)
     assert len(found) == 1
+
+
+# What a checkpoint knows of its run.
+
+
+def made_with(folder: Path, **fields: Any) -> Path:
+    """A run folder with its config.yml and checkpoints of steps 1 and 2."""
+    config = TrainConfig(**fields)
+    with Checkpoints(folder, config) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step), POSITION)
+    write_config(folder, config)
+    return folder
+
+
+def resume(run: Path, config: TrainConfig) -> tuple[Checkpoints, list[str]]:
+    """Go on as ``train.loop`` does, up to the first step."""
+    said: list[str] = []
+    check_config(run, config)
+    with Checkpoints(run, config, said.append) as checkpoints:
+        assert checkpoints.restore(ABSTRACT, said.append) is not None
+    return checkpoints, said
+
+
+@pytest.mark.parametrize("fields", [{"seed": 1}, {"learning_rate": 0.5}, {"adam_b1": 0.5, "rope_theta": 1e4}])
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(fields: dict[str, Any], tmp_path: Path):
+    run, other = made_with(tmp_path / "run"), made_with(tmp_path / "other", **fields)
+    shutil.rmtree(run / "checkpoints/2")
+    shutil.copytree(other / "checkpoints/2", run / "checkpoints/2")
+    with pytest.raises(ValueError, match=r"checkpoint 2 in .* is of another run") as caught:
+        resume(run, TrainConfig())
+    default = TrainConfig()
+    lines = [f"  {n}: {v!r} in the checkpoint, {getattr(default, n)!r} asked" for n, v in fields.items()]
+    assert sorted(str(caught.value).splitlines()[1:]) == sorted(lines)
+    if "learning_rate" not in fields:  # which no reader reads
+        with pytest.raises(ValueError, match=r"checkpoint 2 of .* is not one of its config.yml"):
+            open_parameters(run)
+
+
+def test_what_may_differ_is_told(tmp_path: Path):
+    run = made_with(tmp_path / "run")
+    assert resume(run, TrainConfig())[1] == []
+    _, said = resume(run, TrainConfig(steps=2000, log_every=3, run_dir="elsewhere"))
+    assert said == [
+        "steps is 2000, it was 1000 when checkpoint 2 was made",
+        "log_every is 3, it was 10 when checkpoint 2 was made",
+    ]
+
+
+def test_a_learning_rate_changes_with_the_next_checkpoint(tmp_path: Path):
+    """A run that is killed before it leaves config.yml and checkpoints that agree."""
+    run, slower = made_with(tmp_path / "run"), TrainConfig(learning_rate=1e-4)
+    checkpoints, said = resume(run, slower)
+    assert said == []
+    assert checkpoints.changes == {"learning_rate": (1e-3, 1e-4)}
+    resume(run, TrainConfig())
+    with Checkpoints(run, slower, said.append) as checkpoints:
+        checkpoints.restore(ABSTRACT, said.append)
+        checkpoints.save(3, make_state(3), POSITION)
+    assert load_yaml(run / "config.yml")["learning_rate"] == 1e-4
+    assert resume(run, slower)[1] == []
+    write_config(run, TrainConfig())  # as a run that is killed between the two leaves it
+    assert resume(run, slower)[1] == [
+        "config.yml has learning_rate 0.001, and checkpoint 3 was made with 0.0001, as is asked"
+    ]
+
+
+def test_a_config_without_a_checkpoint_that_knows_it_is_believed(tmp_path: Path):
+    run = made_with(tmp_path / "run", seed=3)
+    for step in (1, 2):
+        folder = run / f"checkpoints/{step}"
+        position = json.loads((folder / "data/metadata").read_text())
+        (folder / "data/metadata").write_text(json.dumps({k: v for k, v in position.items() if k != "config"}))
+        sums.write_sums(folder)
+    assert open_parameters(run, say=print).config.seed == 3
+    _, said = resume(run, TrainConfig(seed=3))
+    assert said == ["checkpoint 2 does not say what configuration made it, it is of before they did"]
+
+
+def test_no_flipped_bit_of_a_config_is_silent(tmp_path: Path):
+    """It is refused, or what evaluates, converts, exports and serves goes by the checkpoint."""
+    run = made_with(tmp_path / "run", quantization="int8")
+    path, expected = run / "config.yml", config_of(run, 2)
+    rng, refused = random.Random(0), 0
+    for bit in rng.sample(range(8 * path.stat().st_size), 150):
+        flip(path, bit)
+        try:
+            assert config_of(run, 2) == expected
+        except ValueError:
+            refused += 1
+        flip(path, bit)
+    assert refused > 100
+    path.write_text(path.read_text().replace("rope_theta: 500000.0", "rope_theta: 900000.0  # mine"))
+    with pytest.raises(ValueError, match=r"rope_theta: 500000\.0 in the checkpoint, 900000\.0 in config\.yml"):
+        open_parameters(run)
+    path.write_text("# a word of mine\n" + path.read_text().replace("900000.0", "500000.0"))
+    assert open_parameters(run).config == expected
+
+
+def test_what_compare_reads_of_a_config_is_the_checkpoints(tmp_path: Path):
+    run = made_with(tmp_path / "run")
+    fields = load_yaml(run / "config.yml")
+    assert contradiction(run, 2, fields) == ""
+    assert (
+        contradiction(run, 2, fields | {"steps": 7})
+        == f"checkpoint 2 of {run} and its config.yml differ in steps (1000 and 7)"
+    )
+    with pytest.raises(ValueError, match="quantization: '' in the checkpoint, 'int8' in config"):
+        contradiction(run, 2, fields | {"quantization": "int8"})
+    (run / "checkpoints/2/data/metadata").write_text("[1]")
+    with pytest.raises(ValueError, match="data/metadata is damaged"):
+        contradiction(run, 2, fields)
+
+
+def test_a_tokenizer_that_is_another_now_is_refused(tmp_path: Path):
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    run = made_with(tmp_path / "run", tokenizer_path=str(tokenizer))
+    assert open_parameters(run).step == 2
+    tokenizer.write_text("{ }")
+    for read in (lambda: open_parameters(run), lambda: resume(run, TrainConfig(tokenizer_path=str(tokenizer)))):
+        with pytest.raises(
+            ValueError, match=r"was made with tokenizer_path .*, which is another file now; put it back"
+        ):
+            read()
+
+
+def test_a_flipped_bit_of_a_line_shows():
+    row = {"step": 3, "loss": 1.25, "name": "é"}
+    text = sums.signed(row).encode()
+    assert sums.read_signed(text + b"\n") == row
+    for bit in range(8 * len(text)):
+        damaged = bytearray(text)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            found = sums.read_signed(bytes(damaged))
+        except ValueError:
+            continue
+        assert {name: found[name] for name in row} == row  # it hit the name of the sum
+
+
+def test_a_path_may_lead_up(run: Path):
+    (run / "below").mkdir()
+    assert open_parameters(run / "below" / "..").step == 2
+    assert step_of(run / "below" / "..") == 2

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxquant.config.loader import build, load_yaml, to_mapping
+from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build, to_mapping
 from tests.train.conftest import ROOT
+from train import loop
 from train.__main__ import main, read_config
 from train.config import RUN_CONTROL, TrainConfig
 from train.model import Decoder
@@ -90,3 +93,65 @@ def test_the_quantized_remat_policy_needs_the_native_backend():
     for fields in ({}, {"quantization": "int8"}):
         with pytest.raises(ValueError, match="remat_policy 'quantized' keeps what the native backend saves"):
             TrainConfig(remat_policy="quantized", **fields)
+
+
+def test_a_library_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+    def prepare(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'grain'", name="grain")
+
+    monkeypatch.setattr("train.loop.prepare", prepare)
+    assert main([str(ROOT / "configs/models/ci.yml")]) == 2
+    assert capsys.readouterr().err == "error: grain is not installed; install it with pip install 'jaxquant[train]'\n"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Unable to initialize backend 'cuda': no driver\nmore"), AssertionError()]
+)
+def test_a_platform_that_is_not_there_is_one_sentence(error, monkeypatch, capsys):
+    """The plug-in of a machine without GPUs ends in an assertion without a word."""
+
+    def devices() -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert main([str(ROOT / "configs/models/ci.yml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: JAX_PLATFORMS=cpu names no platform that JAX can start here (")
+    assert line.endswith("); install its plug-in and driver, or set JAX_PLATFORMS=cpu")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("evaluate", ["x"]),
+        ("convert", ["--checkpoint", "x", "--out", "y"]),
+        ("export", ["--checkpoint", "x", "--out", "y", "--format", "hf"]),
+        ("serve", ["x", "--prompt", "a"]),
+        ("import", ["--checkpoint", "x", "--out", "y"]),
+    ],
+)
+def test_scripts_tell_of_a_platform_that_is_not_there(script: str, words: list[str], monkeypatch, capsys):
+    monkeypatch.setattr(jax, "devices", fail_without_a_word)
+    assert importlib.import_module(f"scripts.{script}").main(words) == 2
+    assert "error: JAX_PLATFORMS=cpu names no platform" in capsys.readouterr().err
+
+
+def fail_without_a_word() -> None:
+    raise AssertionError
+
+
+def test_versions_are_those_of_what_is_installed(monkeypatch):
+    monkeypatch.setattr(loop, "PACKAGES", ("jax", "nobody-has-this"))
+    assert loop.versions() == {"jax": jax.__version__}
+
+
+def test_the_config_of_a_run_goes_on_with_that_run(tmp_path: Path):
+    path = tmp_path / "config.yml"
+    path.write_text("run_dir: runs/elsewhere\n")
+    assert read_config(str(path), []).run_dir == "runs/elsewhere"
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"its run_dir is 'runs/elsewhere'; add run_dir=.* to go on with it"):
+        read_config(str(path), [])
+    assert read_config(str(path), ["run_dir=x"]).run_dir == "x"
+    path.write_text(f"run_dir: {tmp_path}\n")
+    assert read_config(str(path), []).run_dir == str(tmp_path)

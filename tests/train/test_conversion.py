@@ -21,6 +21,7 @@ import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.core.qtensor import INPUT_SCALE, QTensor, nbytes
+from jaxquant.core.typed import build, to_mapping
 from scripts import convert as script
 from tests.numerics import checkpoint_overhead
 from tests.serving.trees import assert_same
@@ -30,7 +31,9 @@ from train.conversion import Conversion, convert_run, converted_shapes, left_out
 from train.evaluation import contenders
 from train.frameworks import make_model
 from train.model import Decoder
+from train.origin import DATA
 from train.serving import Served, open_served
+from train.sums import seal, write_sums
 
 OPTIMIZED = True
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
@@ -77,10 +80,16 @@ def runs(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 def configured(run: Path, folder: Path, **fields: Any) -> Path:
-    """Copy a run and change its configuration."""
+    """Copy a run as if it had been trained with another configuration, which its checkpoints record too."""
     shutil.copytree(run, folder)
     config = folder / "config.yml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | fields))
+    made_with = to_mapping(build(TrainConfig, yaml.safe_load(config.read_text())))
+    for checkpoint in (folder / "checkpoints").iterdir():
+        data = checkpoint / DATA
+        data.write_text(json.dumps(json.loads(data.read_text()) | {"config": made_with}))
+        write_sums(checkpoint)
+        seal(checkpoint)
     return folder
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxquant import serving
-from jaxquant.config.loader import build
+from jaxquant.core.typed import build
 from tests.train.conftest import ROOT
 from train.benchmarks.serving import MEMORY_MODEL, write_untrained
 from train.config import TrainConfig

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from jaxquant.config.loader import to_mapping
-from tests.train.conftest import ROOT, STEPS, read_losses, train
+from jaxquant.core.typed import to_mapping
+from tests.train.conftest import ROOT, STEPS, read_lines, read_losses, train
 from train import sums
 from train.__main__ import main
 from train.config import TrainConfig
@@ -62,7 +62,7 @@ def test_what_nobody_hears_is_no_error(tmp_path: Path, tiny: TrainConfig, monkey
         metrics.say("unheard")
         assert metrics.is_unheard
         metrics.held_out(1, 2.0)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "held_out_loss": 2.0}
+    assert read_lines(tmp_path) == [{"step": 1, "held_out_loss": 2.0}]
 
 
 def test_a_hang_up_is_heard_once_and_not_under_nohup():

@@ -6,11 +6,12 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxquant import serving
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import HfFolder, open_gguf
 from train.conversion import convert_run
@@ -75,6 +76,40 @@ def test_fp8_blocks_are_served_as_they_are(run, tmp_path):
     assert open_served(tmp_path / "served").step == 0
 
 
+@pytest.mark.parametrize(
+    ("format", "string", "asked"),
+    [
+        ("ct_fp8_dynamic", "fp8_full", {}),
+        ("ct_fp8_static", "fp8", {}),
+        ("ct_int8", "int8", {}),
+        ("ct_mxfp4", "mxfp4", {"quantization": "mxfp4"}),
+    ],
+)
+def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, string, asked):
+    export_run(run, tmp_path / "hf", format, say=quiet)
+    refused = f"computes; {string} would keep" if asked else "has no static scale of its input, and 'fp8' serves with"
+    if string != "fp8":
+        fields = FIELDS if asked else FIELDS | {"quantization": "fp8"}
+        with pytest.raises(ValueError, match=refused):
+            import_to_serve(tmp_path / "hf", tmp_path / "served", fields, say=quiet)
+    made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS | asked, say=quiet)
+    assert made.config.quantization == string
+    read, served = HfFolder(tmp_path / "hf"), open_served(tmp_path / "served").params
+    leaves = leaves_by_path(served, is_leaf=is_tensor)
+    for module, path in (("mlp.down_proj", "mlp/wo"), ("self_attn.o_proj", "self_attention/out")):
+        kernel = leaves[f"layers/{path}/kernel"]
+        for layer in (0, 1):
+            name = f"model.layers.{layer}.{module}"
+            stored, weight = read.layer(name), read.read(f"{name}.weight")
+            one = jax.tree.map(lambda part, layer=layer: part[layer], kernel)
+            np.testing.assert_array_equal(np.asarray(dequantize(one)).reshape(weight.shape[::-1]).T, weight)
+            elements = np.asarray(one.qvalue).reshape(weight.shape[::-1]).T
+            np.testing.assert_array_equal(elements.view(np.uint8), stored.elements.view(np.uint8))
+            if string == "fp8":
+                scale = float(leaves[f"layers/{path}/input_scale"][layer].reshape(()))
+                assert scale == read.tensors(name)[".input_scale"].reshape(())
+
+
 def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
     string = "ggml_q4_0"
     convert_run(run, tmp_path / "served", {"quantization": string}, say=quiet)
@@ -111,6 +146,7 @@ def test_what_does_not_map_is_refused(run, tmp_path, capsys):
     assert export(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "ct_int8"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight \(2\) +│ ct_int8 +│", shown)
+    (tmp_path / "a/SHA256SUMS").unlink()  # the config is changed on purpose
     config = json.loads((tmp_path / "a/config.json").read_text())
     for key, value, message in (
         ("architectures", ["Qwen3ForCausalLM"], "only LlamaForCausalLM"),

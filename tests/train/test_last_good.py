@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.conftest import STEPS, read_losses, train
+from tests.train.conftest import STEPS, read_lines, read_losses, train
 from train import metrics
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
@@ -120,7 +119,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over_and_the_rate_can_be_chan
     )
     assert f"learning_rate is 0.001 from step {STEPS + 1} on, it was 0.01" in said
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))
-    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(copy)
     changed = {"learning_rate": [0.01, 1e-3], "weight_decay": [0.1, 0.0], "gradient_clipping_threshold": [1.0, 0.0]}
     assert {"step": STEPS, "changed": changed} in lines
     assert [line["step"] for line in lines if "finite_check_s" in line] == [*range(3, STEPS + 1, 3), STEPS + 3]

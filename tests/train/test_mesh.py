@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxquant.config.loader import to_mapping
+from jaxquant.core.typed import to_mapping
 from tests import numerics
 from tests.train.conftest import ROOT
 from train.config import TrainConfig

@@ -72,8 +72,9 @@ def test_a_checkpoint_holds_no_bins_and_one_that_does_still_loads(
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, state._asdict())
     sums.write_sums(folder.parent)
-    with Checkpoints(older, tiny) as checkpoints:
-        found = checkpoints.restore(build(dataclasses.replace(tiny, quantization="fp8"), 320).abstract_state)
+    config = dataclasses.replace(tiny, quantization="fp8")
+    with Checkpoints(older, config) as checkpoints:
+        found = checkpoints.restore(build(config, 320).abstract_state)
     assert found is not None
     jax.tree.map(np.testing.assert_array_equal, found[0], state)
     assert int(found[0].step) == STEPS

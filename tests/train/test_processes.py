@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxquant.config.loader import to_mapping
-from tests.train.conftest import ROOT, read_losses
+from jaxquant.core.typed import to_mapping
+from tests.train.conftest import ROOT, read_lines, read_losses
 from tests.train.mesh_worker import PATIENT
 from train import processes
 from train.__main__ import main
@@ -100,7 +100,7 @@ def _train(config: TrainConfig, run_dir: Path, count: int, code: int = 0) -> lis
 
 def _lines(run_dir: Path) -> list[dict[str, Any]]:
     """Metrics without what depends on the clock."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run_dir)
     lines = [line for line in lines if "finite_check_s" not in line]  # a run that was stopped saves once more
     return [{k: v for k, v in line.items() if k not in ("step_time_s", "tokens_per_s")} for line in lines]
 

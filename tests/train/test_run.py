@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxquant.config.loader import load_yaml, to_mapping
-from tests.train.conftest import ROOT, STEPS, quantized, read_losses, train
+from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import to_mapping
+from tests.train.conftest import ROOT, STEPS, quantized, read_lines, read_losses, train
 from train.__main__ import main
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
@@ -69,7 +70,7 @@ def test_loss_falls_and_the_summary_says_what_ran(finished: Any, tiny: TrainConf
     if quantization:
         assert recipes["layers/mlp/wo"] == quantization
     assert load_yaml(run / "config.yml")["quantization"] == quantization
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run)
     assert set(lines[0]) == {"step", "loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s"}
     assert lines[-1] == {"step": STEPS, "held_out_loss": summary["held_out_loss"]}
 

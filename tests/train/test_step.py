@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxquant.config.loader import build as build_dataclass
-from jaxquant.config.loader import to_mapping
+from jaxquant.core.typed import build as build_dataclass
+from jaxquant.core.typed import to_mapping
 from tests import numerics
 from tests.train.conftest import ROOT, quantized
 from tests.train.mesh_worker import PATIENT
@@ -138,7 +138,7 @@ def test_saved_activation_bytes_shrink_with_remat(tiny: TrainConfig):
 EIGHT = """
 import dataclasses, json, sys
 import jax
-from jaxquant.config.loader import build
+from jaxquant.core.typed import build
 from tests.train.test_step import _run
 from train.config import TrainConfig
 assert jax.device_count() == 8
@@ -148,7 +148,7 @@ print(json.dumps(_run(dataclasses.replace(config, mesh_data=2, mesh_fsdp=4)).tol
 
 
 def test_eight_devices_compute_what_one_does(tiny: TrainConfig):
-    from jaxquant.config.loader import to_mapping
+    from jaxquant.core.typed import to_mapping
 
     config = dataclasses.replace(tiny, **SMOOTH)
     environment = os.environ | {

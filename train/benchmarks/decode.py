@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.config.loader import build, load_yaml
+from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build
 from jaxquant.serving.kv_cache import SHARED_AXES, SPECS, nbytes
 from train.benchmarks.schemes import ROOT, Row, tell, undisturbed
 from train.config import TrainConfig

@@ -36,7 +36,8 @@ def stack_loss(scheme: Scheme, widths: tuple[int, ...]) -> tuple[Callable[..., A
 
     def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
         variables = quantization_state.merge(params, state)
-        return model.apply(variables, x, rngs={"quant": jax.random.key(2)}).astype(jnp.float32).sum()
+        out: Any = model.apply(variables, x, rngs={"quant": jax.random.key(2)})
+        return out.astype(jnp.float32).sum()
 
     return loss, (params, state, x)
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.config.loader import build as build_dataclass
 from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build as build_dataclass
 from train.bench import QUICKSTART, train_run
 from train.benchmarks.schemes import ROOT, Row, Scheme, tell
 from train.checkpoint import Checkpoints, write_config
