@@ -91,19 +91,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name or a subpackage.
+if not TYPE_CHECKING:  # or a type checker would take every name
 
-    Raises:
-      AttributeError: there is no such name.
-    """
-    if name in _DEFINED_IN:
-        value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
-        globals()[name] = value
-        return value
-    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    def __getattr__(name: str) -> Any:
+        """Load a public name or a subpackage.
+
+        Raises:
+          AttributeError: there is no such name.
+        """
+        if name in _DEFINED_IN:
+            value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+            globals()[name] = value
+            return value
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -8,8 +8,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from jaxquant import terminal
+from jaxquant.aot.plugin import PROGRAM, load_program
+
 DESCRIPTION = "Quantized training in JAX: what a config string means, and what a training step makes of it."
-PROGRAM = "train.audit:program"
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       0 on success, 1 where ``coverage --check`` finds a fault, 2 on an error; that of its own command for ``audit``.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    terminal.accept_all_characters()
     if given[:1] == ["audit"]:
         return importlib.import_module("jaxquant.aot.__main__").main(given[1:], "python -m jaxquant audit")
     parser, of_coverage = _parsers()
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = parser.parse_args(given)
         return {"strings": _strings, "explain": _explain}[words.command](words)
     except BrokenPipeError:  # whoever read the output has seen enough
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115 - it stays open until Python has flushed it
+        terminal.close_output()
         return 1
     except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -89,13 +92,7 @@ def _coverage(words: argparse.Namespace) -> int:
 
     from jaxquant.audit.coverage import coverage
 
-    module, _, function = words.program.partition(":")
-    build = getattr(importlib.import_module(module), function, None)
-    if build is None:
-        raise ValueError(
-            f"--program {words.program!r} is not of the form MODULE:FUNCTION, or {module} has no function {function!r}"
-        )
-    step, shapes = build(words.config, words.overrides, jax.devices())
+    step, shapes = load_program(words.program)(words.config, words.overrides, jax.devices())
     found = coverage(step, *shapes, config=config)
     print(found.to_json() if words.json else found.text())
     if words.check:

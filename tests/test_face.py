@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from flax import linen as nn
 
 import jaxquant
 
@@ -74,43 +76,41 @@ def test_the_audit_is_told_by_the_name_that_called_it(command: list[str]):
     assert f"usage: python -m {' '.join(command)} [" in done.stdout
 
 
-DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "yaml": "pyyaml"}
-EXTRAS = {"aqt": "jaxquant/backends/_aqt.py", "qwix": "jaxquant/backends/qwix.py"}
+DISTRIBUTIONS = {"aqt": "aqtp", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 
 
-def imported_packages() -> dict[str, set[str]]:
-    """Return the packages of others that jaxquant imports, with the files that do."""
-    found: dict[str, set[str]] = {}
+def imported_packages() -> set[str]:
+    """Return the packages of others that jaxquant imports."""
+    found: set[str] = set()
     for path in (ROOT / "jaxquant").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"jaxquant"}:
-                found.setdefault(top, set()).add(path.relative_to(ROOT).as_posix())
-    return found
+            found |= {name.partition(".")[0] for name in names}
+    return found - sys.stdlib_module_names - {"jaxquant"}
 
 
 def test_what_is_imported_is_a_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=\[]", each)[0] for each in project["dependencies"]}
-    found = imported_packages()
-    assert {name: found.pop(name) for name in EXTRAS} == {name: {path} for name, path in EXTRAS.items()}
-    assert {DISTRIBUTIONS.get(name, name) for name in found} == declared
+    assert {DISTRIBUTIONS.get(name, name) for name in imported_packages()} == declared
 
 
 def test_a_base_install_trains_and_prints_the_table_of_coverage():
-    extras = ("aqt", "qwix", "grain", "tensorboardX", "tokenizers", "plotly", "pyarrow", "flatbuffers", "libtpu")
+    extras = ("grain", "tensorboardX", "tokenizers", "plotly", "pyarrow", "flatbuffers", "libtpu")
     code = f"""
 import sys
 sys.modules |= dict.fromkeys({extras})  # their import is an error
 import jax, jax.numpy as jnp, jaxquant
 from flax import linen as nn
 x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-model = jaxquant.maybe_quantize_model(nn.Dense(2), {{"quantization": "fp8"}}, x)
-variables = jax.eval_shape(model.init, jax.random.key(0), x)
-print(jaxquant.coverage(model.apply, variables, x).text())
+for string in ("fp8", "int8", "int4"):
+    model = jaxquant.maybe_quantize_model(nn.Dense(2), {{"quantization": string}}, x)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    print(jaxquant.coverage(model.apply, variables, x).text())
 """
-    assert "e4m3 × e4m3" in run(code)
+    out = run(code)
+    assert all(f"{element} × {element}" in out for element in ("e4m3", "int8", "int4"))
 
 
 def test_it_tells_type_checkers_that_it_has_types():
@@ -119,3 +119,72 @@ def test_it_tells_type_checkers_that_it_has_types():
     assert spec.origin is not None
     assert (Path(spec.origin).parent / "py.typed").is_file()
     assert 'jaxquant = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()
+
+
+TYPED = """
+from flax import linen as nn
+from flax import nnx
+from jaxquant import maybe_quantize_model, quantize
+import jaxquant
+
+class Linen(nn.Module):
+    width: int = 3
+
+class Nnx(nnx.Module):
+    width = 3
+
+reveal_type(maybe_quantize_model(Linen(), "fp8"))
+reveal_type(jaxquant.maybe_quantize_model(Nnx(), {"quantization": "fp8"}))
+reveal_type(quantize(lambda p, x: x @ p, "fp8"))
+reveal_type(jaxquant.audit)
+jaxquant.state.TrainState, jaxquant.serving.save, jaxquant.ops
+jaxquant.maybe_quantise_model
+jaxquant.maybe_quantize_model(lambda x: x, "fp8")
+"""
+
+
+def test_type_checkers_know_the_names_and_what_comes_back(tmp_path: Path):
+    (tmp_path / "user.py").write_text(TYPED)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    found = [
+        (each["severity"], each["message"].splitlines()[0]) for each in json.loads(done.stdout)["generalDiagnostics"]
+    ]
+    types = [message.partition(" is ")[2] for severity, message in found if severity == "information"]
+    assert types[:3] == ['"Linen"', '"Nnx"', '"QuantizedFunction"']
+    assert types[3].endswith('-> Audit"')
+    misspelt, no_model = [message for severity, message in found if severity == "error"]
+    assert misspelt == '"maybe_quantise_model" is not a known attribute of module "jaxquant"'
+    assert no_model.startswith('Argument of type "(x: Unknown) -> Unknown" cannot be assigned to parameter "model"')
+
+
+TAKERS = {
+    "maybe_quantize_model": lambda config: jaxquant.maybe_quantize_model(nn.Dense(2), config),
+    "quantize": lambda config: jaxquant.quantize(lambda p, x: x @ p, config),
+    "describe_layers": lambda config: jaxquant.describe_layers(nn.Dense(2), config),
+    "coverage": lambda config: jaxquant.coverage(lambda x: x, 1.0, config=config),
+    "configure_quantization": lambda config: jaxquant.configure_quantization(config),
+    "configure_kv_quant": lambda config: jaxquant.configure_kv_quant(config),
+    "get_quantization_rule": lambda config: jaxquant.get_quantization_rule(config),
+    "convert": lambda config: jaxquant.convert({"params": {}}, config, model=nn.Dense(2)),
+    "calibrate": lambda config: jaxquant.calibrate({"params": {}}, config, [], model=nn.Dense(2)),
+}
+REFUSED = [
+    (3, TypeError, "config 3 must be a QuantConfig"),
+    (["fp8"], TypeError, r"config \['fp8'\] must be a QuantConfig"),
+    ({"quantization": 8}, TypeError, "QuantConfig.quantization must be str, got 8"),
+    ("fp9", ValueError, "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
+    ({"quantization": "intmp", "quant_backend": "qwix"}, ValueError, "'intmp' does not run on quant_backend 'qwix'"),
+    ("absent.yml", ValueError, "absent.yml cannot be read"),
+    ("nvfp4", NotImplementedError, "quantization 'nvfp4' .* not implemented"),
+]
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_whatever_takes_a_config_refuses_it_alike_and_says_so(name: str):
+    for config, kind, message in REFUSED:
+        with pytest.raises(kind, match=message) as refused:
+            TAKERS[name](config)
+        assert type(refused.value) is kind
+    assert "TypeError, ValueError, NotImplementedError: the config, as" in getattr(jaxquant, name).__doc__

@@ -19,14 +19,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
+from jaxquant import terminal
 from jaxquant.aot import report
 from jaxquant.aot.anchors import MISSING
 from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.compile import audit_program
+from jaxquant.aot.plugin import PROGRAM, find_trainer
 from jaxquant.aot.schedules import gpu_dump, tpu_dump
 from jaxquant.aot.topology import environment, require_compiler
 
-PROGRAM = "train.audit:program"
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
 NAME = "python -m jaxquant.audit"
 
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
       0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 where it could not be audited.
     """
     options = _parse(arguments, name)
+    terminal.accept_all_characters()
     try:
         if options.anchors:
             return _print_anchors(options)
@@ -94,6 +96,7 @@ def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
 
 def _print_anchors(options: argparse.Namespace) -> int:
     require_compiler(chip("h200"))
+    find_trainer()
     command = [sys.executable, "-m", "jaxquant.aot.anchors", *options.only]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
@@ -155,12 +158,12 @@ def _print_audit(found: report.Audit, options: argparse.Namespace) -> int:
 
 
 def _print_and_write(text: str, data: str, folder: str, stem: str) -> int:
-    Console(width=None if sys.stdout.isatty() else 160).print(Markdown(text))
+    Console(width=terminal.columns() or 160).print(Markdown(text))
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for suffix, content in ((".md", text), (".json", data)):
             path = Path(folder) / f"{stem}{suffix}"
-            path.write_text(content)
+            path.write_text(content, encoding="utf-8")
             print(path)
     return 0
 

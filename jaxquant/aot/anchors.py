@@ -11,7 +11,6 @@ the audit of a config compiles them.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import sys
 from typing import Any
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant.aot.chips import chip
+from jaxquant.aot.plugin import PROGRAM, load_program
 from jaxquant.aot.price import Roofline, estimate
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
@@ -108,8 +108,6 @@ STEPS = (
     ),
 )
 """Published ratios of whole steps."""
-PROGRAM = "train.audit:program"
-"""Builds the step of a config; named and not imported, the training program lies above this package."""
 
 MISSING = (
     ("MaxText int8, Gemma-7B, v5e-256 and v5p-128", "1.21, 1.17", "its page gives no batch and no sequence length"),
@@ -172,10 +170,8 @@ def price_step(anchor: StepAnchor, string: str) -> Roofline:
       string: config string, "" for bf16.
     """
     given, target = devices(chip(anchor.target), anchor.topology), chip(anchor.target)
-    module, _, function = PROGRAM.partition(":")
     quantization = [f"quantization={string}", f"quant_backend={'native' if string else 'auto'}"]
-    build = getattr(importlib.import_module(module), function)
-    step, shapes = build(anchor.config, [*anchor.overrides, *quantization], given)
+    step, shapes = load_program(PROGRAM)(anchor.config, [*anchor.overrides, *quantization], given)
     program = read_program(step.lower(*shapes).compile().as_text() or "")
     return estimate(target, program, devices=len(given))[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,8 @@ from jaxquant.aot.chips import chip
 from jaxquant.aot.report import Audit, from_json
 from jaxquant.aot.topology import environment, require_compiler
 
-_ERRORS = {error.__name__: error for error in (ValueError, TypeError, NotImplementedError, OSError)}
+_RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
+_ERRORS = {error.__name__: error for error in _RAISED}
 
 
 def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Audit:
@@ -47,7 +49,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     donated = [index for index, info in enumerate(jax.tree.leaves(lowered.args_info)) if info.donated]
 
     def flat(*leaves: Any) -> Any:
-        return jitted(*jax.tree.unflatten(tree, leaves))
+        return jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves)))  # export knows no node types of others
 
     custom_calls = jax.export.DisabledSafetyCheck.custom_call
     kernel_calls = [custom_calls(each) for each in _KERNEL_CALLS]
@@ -98,10 +100,11 @@ def _run_worker(request: dict[str, Any], folder: str) -> Audit:
     command = [sys.executable, "-m", "jaxquant.aot.worker", str(asked), str(answered)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode or not answered.is_file():
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's own trace is behind it
         raise RuntimeError(
             f"compiling {request['name']!r} for {request['target']} ended with status {done.returncode}: "
-            f"{' '.join(last) or 'no message'}"
+            f"{(errors or lines or ['no message'])[-1]}"
         )
     answer = json.loads(answered.read_text())
     if "error" in answer:

@@ -7,7 +7,6 @@ exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import sys
@@ -22,6 +21,7 @@ from jax.sharding import AxisType, Mesh
 from jaxquant.aot import report
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.outcome import compare
+from jaxquant.aot.plugin import load_program
 from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
@@ -39,7 +39,7 @@ def main(request_path: str, answer_path: str) -> int:
     request = json.loads(Path(request_path).read_text())
     try:
         answer: dict[str, Any] = {"audit": _answer(request)}
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+    except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError) as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     Path(answer_path).write_text(json.dumps(answer))
     return 0
@@ -49,9 +49,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     target = chip(request["target"])
     given = devices(target, request["topology"])
     if "program" in request:
-        module, _, function = request["program"].partition(":")
-        build = getattr(importlib.import_module(module), function)
-        step, shapes = build(request["config"], request["overrides"], given)
+        step, shapes = load_program(request["program"])(request["config"], request["overrides"], given)
     else:
         step, shapes, given = _exported(request, given)
     found = compile_step(step, shapes, target, len(given), request)

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxquant.state import frozen
+
 _FUNCTION = re.compile(r"""\s*func\.func (?:public |private )?@("[^"]+"|[\w.$-]+)\(""")
 _CALL = re.compile(r"""\b(?:func\.)?call @("[^"]+"|[\w.$-]+)\(""")
 
@@ -52,7 +54,7 @@ def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, in
     """Count the bytes that a function's forward pass keeps for its backward pass, by dtype name.
 
     Arguments that are kept as they are (parameters, inputs, quant state) are not counted: they are alive anyway. Nor
-    are constants.
+    are constants, such as quant state that the function closes over.
 
     Args:
       function: differentiable in all its arguments; gradients are taken with respect to every one.
@@ -63,7 +65,8 @@ def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, in
         _, backward = jax.vjp(function, *args)
         return jax.tree.leaves(backward)
 
-    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
+    with frozen():
+        jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
     given = {id(var) for var in (*jaxpr.invars, *jaxpr.constvars)}
     kept = {id(var): var.aval for var in (_origin(jaxpr, var) for var in jaxpr.outvars) if not _is_literal(var)}
     found: collections.Counter[str] = collections.Counter()
@@ -74,9 +77,12 @@ def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, in
 
 
 def _origin(jaxpr: Any, var: Any) -> Any:
-    """Follow a variable back through calls of jitted functions that hand it on unchanged."""
+    """Follow a variable back through names and calls of jitted functions that hand it on unchanged."""
     while not _is_literal(var):
         made = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
+        if made is not None and made.primitive.name == "name":
+            var = made.invars[0]
+            continue
         if made is None or made.primitive.name not in ("pjit", "jit"):
             return var
         inner = made.params["jaxpr"].jaxpr

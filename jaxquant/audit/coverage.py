@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxquant.audit import whole
-from jaxquant.audit.dataflow import Value, ancestors, contractions
+from jaxquant.audit.dataflow import Value, ancestors, graph
 from jaxquant.audit.labels import LabeledContraction, label_contractions, weight_side
 from jaxquant.audit.parameters import Reading, input_names
 from jaxquant.audit.rows import MATMULS, Coverage, Row
+from jaxquant.audit.standing import standing
 from jaxquant.backends import Backend, load
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
@@ -21,6 +22,7 @@ from jaxquant.inject.layers import LayerReport, matmul_dtypes
 from jaxquant.trace.decisions import structural_exclusion, unsupported_reason
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
+from jaxquant.trace.reach import NOT_FLOAT
 
 
 def coverage(
@@ -45,8 +47,8 @@ def coverage(
       layers: what ``describe_layers`` says of the model, which knows the layers better than ``config`` alone.
 
     Raises:
-      TypeError: fn cannot be called, or config is of no kind that ``QuantConfig.from_any`` takes.
-      ValueError: config has a value that ``QuantConfig`` refuses.
+      TypeError: fn cannot be called.
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     if not callable(fn):
         raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}")
@@ -66,13 +68,15 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerReport] | No
 
 def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerReport] | None) -> Coverage:
     reports = {report.path: report for report in layers or ()}
-    labeled, reading = label_contractions(closed, names, contractions(closed, names), reports)
+    program = graph(closed, names)
+    labeled, reading = label_contractions(closed, names, program.contractions, reports)
     asked = QuantConfig() if config is None else QuantConfig.from_any(config)
     has_config = config is not None or layers is not None
     backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
     decide = _Decider(reports, asked.resolver(), has_config, reading, _sites(labeled), backend)
     rows = tuple(_row(each, decide) for each in labeled)
-    return Coverage(rows, tuple(_missing(labeled, decide)), tuple(_nothing_seen(rows, decide)))
+    state = standing(program, labeled)
+    return Coverage(rows, tuple(_missing(labeled, decide)), tuple(_nothing_seen(rows, decide)), *state)
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
@@ -162,7 +166,8 @@ class _Decider:
         if recipe is None:
             return _Decision(dict.fromkeys(MATMULS, ()), decision.reason)
         sites = self.sites[forward.path]
-        excluded = structural_exclusion(self.reading.analysis, sites) or unsupported_reason(sites, recipe, self.backend)
+        excluded = _complex(forward) or structural_exclusion(self.reading.analysis, sites)
+        excluded = excluded or unsupported_reason(sites, recipe, self.backend)
         if decision.rule is None and excluded and not _dtypes(forward).is_low:
             # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
             return _Decision(dict.fromkeys(MATMULS, ()), excluded)
@@ -182,6 +187,12 @@ def _is_layer(forward: LabeledContraction) -> bool:
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
 
 
+def _complex(forward: LabeledContraction) -> str:
+    """Return why a contraction of complex numbers stays in float, "" for any other."""
+    operands = (forward.contraction.lhs, forward.contraction.rhs)
+    return NOT_FLOAT if any(operand.dtype.startswith("complex") for operand in operands) else ""
+
+
 def _dtypes(each: LabeledContraction) -> MatmulDtypes:
     left, right = (found.dtype for found in (each.origins[::-1] if each.swapped else each.origins))
     return MatmulDtypes(left, right)
@@ -194,27 +205,28 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
         sides.reverse()
     (lhs, left), (rhs, right) = sides
     dtypes = _dtypes(each)
+    widened = _multiplied_as_bfloat16(each, dtypes)
     decision = decide(each)
     wanted: tuple[str, ...] = ()
     fault = ""
     if decision is not None:
         wanted = decision.wanted["dlhs" if each.matmul == "bwd" else each.matmul]
         choices = [decision.wanted["dlhs"], decision.wanted["drhs"]] if each.matmul == "bwd" else [wanted]
-        found = dtypes.elements or _multiplied_as_bfloat16(each, dtypes)
+        found = dtypes.elements or widened
         if not any(_fits(found, choice) for choice in choices):
             wish = " × ".join(wanted) or "float"
             fault = f"{wish} is wanted ({decision.reason}) and {left.dtype} × {right.dtype} is there"
         reason = decision.reason
         if not dtypes.is_low and not wanted and any(decision.wanted.values()):
             reason = f"{each.matmul} stays float in {decision.reason}"
-        elif found and not dtypes.is_low:
-            reason = f"a convolution multiplies {' × '.join(found)} as {left.dtype.dtype}: its operands have one type"
+        elif widened:
+            reason = _why_widened(widened)
     elif dtypes.is_low:
         reason = "" if not decide.has_config else "no layer that the config knows"
         if decide.has_config:
             fault = f"float is wanted (no linear layer of the model) and {left.dtype} × {right.dtype} is there"
     else:
-        reason = _float_reason(each, decide)
+        reason = _why_widened(widened) if widened else _float_reason(each, decide)
         if each.is_stray and decide.has_config and not decide.is_off:
             fault = f"a weight gradient in {left.dtype} × {right.dtype}, and nothing tells of which layer"
     return Row(
@@ -252,6 +264,10 @@ def _multiplied_as_bfloat16(each: LabeledContraction, dtypes: MatmulDtypes) -> t
         "bfloat16"
     }
     return (held[0], held[1]) if is_wider and held[0] and held[1] and held[0] != held[1] else ()
+
+
+def _why_widened(elements: Sequence[str]) -> str:
+    return f"a convolution multiplies {' and '.join(sorted(elements))} as bfloat16: its operands have one type"
 
 
 def _holds(found: str, wanted: str) -> bool:

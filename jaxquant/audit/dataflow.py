@@ -11,13 +11,15 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import KERNEL_PREFIX
+from jaxquant.ops.gradients import REVERSE_ONLY
 from jaxquant.ops.layouts import KEEP
 from jaxquant.trace.analysis import open_jaxpr, programs, scan_counts
 from jaxquant.trace.plan import CONTRACTIONS
@@ -112,8 +114,23 @@ class _Place:
         return dataclasses.replace(self, context=(*self.context, number))
 
 
-def contractions(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> list[Contraction]:
-    """List the contractions of a closed jaxpr that its outputs or side effects need, in the order of the program.
+class Graph(NamedTuple):
+    """A program as values.
+
+    Attributes:
+      contractions: those that its outputs or side effects need, in the order of the program.
+      inputs, outputs: its arguments and results.
+      observed: what uses of quant state observed, the results of ``core.delayed.observe``.
+    """
+
+    contractions: list[Contraction]
+    inputs: list[Value]
+    outputs: list[Value]
+    observed: frozenset[Value]
+
+
+def graph(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> Graph:
+    """Read a closed jaxpr.
 
     Args:
       jaxpr: a ``ClosedJaxpr``.
@@ -126,7 +143,7 @@ def contractions(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> list[Contracti
     ]
     outputs = walk.run(jaxpr.jaxpr, inputs, _Place())
     needed = ancestors([*outputs, *walk.read_by_effects], walk.conditions)
-    return [each for each in walk.found if each.out in needed]
+    return Graph([each for each in walk.found if each.out in needed], inputs, outputs, frozenset(walk.observed))
 
 
 def ancestors(
@@ -182,6 +199,7 @@ class _Walk:
       conditions: what decides over a value, a branch's index or a loop's test, and the contractions inside of what made
         it where how they do is not known. No operand comes from these, so they are no ``inputs``.
       read_by_effects: what equations with side effects read and make.
+      observed: see ``Graph``.
     """
 
     def __init__(self) -> None:
@@ -189,6 +207,7 @@ class _Walk:
         self._made: dict[Any, Value] = {}
         self.conditions: dict[Value, list[Value]] = {}
         self.read_by_effects: list[Value] = []
+        self.observed: set[Value] = set()
 
     def run(self, jaxpr: Any, inputs: Sequence[Value], place: _Place) -> list[Value]:
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -205,6 +224,8 @@ class _Walk:
 
     def _apply(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
         name = eqn.primitive.name
+        if name == REVERSE_ONLY:
+            return list(inputs)
         special: Callable[..., list[Value]] | None = {
             "scan": self._scan,
             "while": self._while,
@@ -223,7 +244,10 @@ class _Walk:
             outs = zip(results, eqn.outvars, strict=True)
             return [self._known(_value("unshard", (out,), var.aval)) for out, var in outs]
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
-            return self.run(inner[0], inputs, place)
+            outs = self.run(inner[0], inputs, place)
+            if eqn.params.get("name") == OBSERVE:
+                self.observed.update(set(outs) - set(inputs))
+            return outs
         before = len(self.found)
         for program in inner:  # of an unknown primitive: its contractions are found, their operands' origin is not
             self.run(program, [_value("unknown", (), var.aval) for var in program.invars], place)

@@ -37,17 +37,20 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.core.trees import subtree
 from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
+from jaxquant.inject.linen import DIALECT
 from jaxquant.inject.linen_classes import as_float
 from jaxquant.ops.arguments import TENSORS
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.ops.gradients import align
 from jaxquant.ops.operand import quantize_operand
-from jaxquant.state import OVERWRITE_WITH_GRADIENT
+from jaxquant.state import OVERWRITE_WITH_GRADIENT, frozen
 
 Array = jax.Array
 PROBE = "quant_health"
 """The name of a layer's probe, beside its kernel."""
+_READ = ("scale", "amax_history")
+"""The quant state of a tensor from which its scale is computed."""
 
 # Part of the key of jit's caches: a function traced without taps is traced again with them.
 _active_monitor = jax.make_user_context(None)
@@ -97,12 +100,13 @@ class HealthMonitor:
         Args:
           model: the quantized Linen model that ``loss`` applies.
           config: what it was quantized with, anything that ``QuantConfig.from_any`` takes.
-          loss: (params, ...) -> scalar.
+          loss: (params, ...) -> scalar. Quant state of a recipe that keeps it is one of the further arguments.
           example_inputs, example_kwargs: arguments of the model's ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
 
         Raises:
           TypeError: not a Linen module.
           ValueError: a model without a linear layer.
+          TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -132,7 +136,8 @@ class HealthMonitor:
                 return self._loss(_with_probes(params, probes), *args)
 
         probes = {path: jnp.zeros(shape, jnp.float32) for path, shape in self._shapes.items()}
-        cotangents = jax.grad(tapped)(probes)
+        with frozen():  # it measures, and records nothing
+            cotangents = jax.grad(tapped)(probes)
         stacked = [_records_last(cotangents[path]).reshape(-1, len(TENSORS), WIDTH) for path in self._recipes]
         return read(jnp.concatenate(stacked)[self._order])
 
@@ -180,6 +185,9 @@ class HealthMonitor:
         lhs, rhs, dims, order = _contraction(module, lhs, rhs, args, kwargs)
         static = Static(self._recipes[path], dims, order)
         state = _find_state(variables.get(OVERWRITE_WITH_GRADIENT, {}))
+        if absent := [name for name in _state_that_is_read(static.recipe) if name not in state]:
+            assert static.recipe is not None
+            raise ValueError(DIALECT.missing(static.recipe.name, path, absent[0]))
         forward, backward = observe_forward(static, jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), state)
         return tap(static, next_fun(*args, **kwargs), variables["params"][PROBE], forward, backward)
 
@@ -244,7 +252,7 @@ def _quantize(
         return None
     own = None
     if spec.scaling == "delayed":
-        own = {field: state[f"{name}_{field}"] for field in ("scale", "amax_history")}
+        own = {field: state[f"{name}_{field}"] for field in _READ}
     is_gradient = name == "output_grad"
     tensor, _ = quantize_operand(
         x,
@@ -303,6 +311,11 @@ def _contraction(
 
 def _as_tuple(axes: Any) -> tuple[int, ...]:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (int(axes),)
+
+
+def _state_that_is_read(recipe: Recipe | None) -> list[str]:
+    delayed = [name for name, spec in specs_of(recipe).items() if spec and spec.scaling == "delayed"]
+    return [f"{name}_{field}" for name in delayed for field in _READ]
 
 
 def _find_state(variables: Mapping[str, Any]) -> dict[str, Array]:

@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from jaxquant import terminal
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 
 MATMULS = ("fwd", "dlhs", "drhs")
@@ -98,11 +100,15 @@ class Coverage:
       missing: layers that the config quantizes and that no contraction was found for, such as "mlp/wi"; in a function
         with a backward pass also those without one of their backward matmuls, such as "mlp/wi drhs".
       faults: what is wrong with the function as a whole.
+      state_faults: what is wrong with what becomes of quant state.
+      frozen: layers with a backward pass whose quant state stands still on purpose, under ``state.frozen``.
     """
 
     rows: tuple[Row, ...]
     missing: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
+    state_faults: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def share(self, *matmuls: str) -> float:
         """Return the share of the FLOPs of these matmuls (default: all) that run on operands of at most 8 bits."""
@@ -118,6 +124,8 @@ class Coverage:
             text += f"; share of the FLOPs: forward {self.share('fwd'):.1%}"
         if any(row.matmul != "fwd" for row in self.rows):
             text += f", backward {self.share(*_BACKWARD):.1%}"
+        if self.frozen:
+            text += f"; quant state frozen on purpose: {', '.join(self.frozen)}"
         return text
 
     def layers(self) -> list[dict[str, Any]]:
@@ -131,26 +139,34 @@ class Coverage:
             paths.setdefault(row.name, []).append(row)
         return [_layer(path, rows) for path, rows in paths.items()]
 
-    def table(self) -> Any:
-        """Build a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn."""
-        columns = ("path", "shapes", *MATMULS, "scales", "times", "reason")
-        table = Table(box=None, caption=self.summary(), caption_justify="left", caption_style="", pad_edge=False)
-        for name in columns:
-            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
-        for entry in self.layers():
-            table.add_row(*(_short(str(entry[name])) for name in columns))
-        return table
-
-    def text(self, width: int = 140) -> str:
-        """Format ``table`` as plain text.
+    def table(self, width: int | None = None) -> Any:
+        """Build a ``rich.table.Table`` with a line for every path; "e4m3" is float8_e4m3fn.
 
         Args:
-          width: columns of the page.
+          width: columns of the page; cells are wrapped to fit it. None leaves them as they are.
         """
-        table = self.table()
+        names = ("path", "shapes", *MATMULS, "scales", "times", "reason")
+        cells = [names, *([_short(str(entry[name])) for name in names] for entry in self.layers())]
+        room = None if width is None else width - 2 * (len(names) - 1)
+        header, *lines = terminal.fit(cells, room)
+        table = Table(box=None, caption=self.summary(), caption_justify="left", caption_style="", pad_edge=False)
+        for name in header:
+            table.add_column(name, justify="right" if name == "times" else "left", no_wrap=True)
+        for line in lines:
+            table.add_row(*map(Text, line))
+        return table
+
+    def text(self, width: int | None = None) -> str:
+        """Format ``table`` as plain text. Cells are wrapped at blanks and after slashes alone: no name is cut.
+
+        Args:
+          width: columns of the page; None takes those of the terminal, and where there is none, as in a pipe or a
+            notebook, as many as the table needs.
+        """
+        table = self.table(terminal.columns() if width is None else width)
         table.caption = None  # it would be wrapped to the table's width
         file = io.StringIO()
-        Console(file=file, width=width).print(table)
+        Console(file=file, width=1_000_000).print(table)
         return "\n".join([*(line.rstrip() for line in file.getvalue().rstrip().splitlines()), self.summary()])
 
     def to_json(self) -> str:
@@ -162,6 +178,8 @@ class Coverage:
                 "summary": self.summary(),
                 "low_precision_share": shares,
                 "missing": self.missing,
+                "state_faults": self.state_faults,
+                "frozen": self.frozen,
                 "layers": self.layers(),
                 "rows": rows,
             },
@@ -170,20 +188,23 @@ class Coverage:
         )
 
     def check(self, without: Sequence[str] = ()) -> None:
-        """Raise an error if a layer does not run in the dtypes that its recipe says.
+        """Raise an error if a layer does not run in the dtypes that its recipe says, or its quant state stands still.
 
         Args:
           without: entries of ``missing`` that are meant to be missing: "mlp/wi drhs" of a frozen layer, "head dlhs" of
             one behind a ``stop_gradient``.
 
         Raises:
-          ValueError: names path, matmul, what was wanted and what was found, of the first such contraction; or
-            ``without`` names what is not missing.
+          ValueError: names path, matmul, what was wanted and what was found, of the first such contraction; quant state
+            that a step with gradients leaves as it was without ``state.frozen``, or treats as a weight; or ``without``
+            names what is not missing.
         """
         if unknown := [name for name in without if name not in self.missing]:
             raise ValueError(
                 f"without names {unknown[0]!r}, which is not missing; missing are {', '.join(self.missing) or 'none'}"
             )
+        if self.state_faults:
+            raise ValueError(self.state_faults[0])
         wrong = list(self.faults)
         wrong += [f"{row.name} {row.matmul}: {row.fault}" for row in self.rows if row.fault]
         missing = [name for name in self.missing if name not in without]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from jaxquant.audit.dataflow import Value
+from jaxquant.audit.dataflow import Value, ancestors
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.matmul_dtypes import OperandDtype
 from jaxquant.core.qtensor import CODEC_MARK
@@ -239,6 +239,27 @@ def _cuts(x: Value) -> Iterator[tuple[int, int]]:
         yield from ((place[i], place[i + 1]) for i in range(first, axis - 1))
         if size == 1 and axis < len(x.shape) and x.shape[axis] == 1:
             axis += 1
+
+
+def delayed_by(value: Value, is_end: Callable[[Value], bool]) -> set[Value]:
+    """Collect the values that the scale of an operand was computed from, as far back as the operand before its cast.
+
+    Args:
+      value: an operand.
+      is_end: whether the search stops at a value.
+    """
+    low = value if value.dtype in ELEMENTS else _dequantized(_moved(value, through_casts=True))
+    if low is None:
+        return set()
+    low = _moved(low)
+    while low.operation == "convert_element_type" and low.inputs[0].dtype in ELEMENTS:
+        low = _moved(low.inputs[0])
+    found = next(_divisions(low.inputs[0]), None) if low.operation == "convert_element_type" else None
+    if found is None:
+        return set()
+    x, scale = found
+    source = _moved(x, through_casts=True)
+    return ancestors([scale], stop=lambda value: value is source or is_end(value))
 
 
 def _made(scale: Value, source: Value) -> str:

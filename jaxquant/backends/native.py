@@ -18,7 +18,7 @@ from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
 from jaxquant.ops.einsum import einsum
 from jaxquant.ops.operand import input_scale, quantize_kernel
-from jaxquant.state import OVERWRITE_WITH_GRADIENT
+from jaxquant.state import OVERWRITE_WITH_GRADIENT, watch
 
 Array = jax.Array
 
@@ -51,15 +51,20 @@ class _Quantized(nn.Module):
             for full, (name, value) in zip(names, values.items(), strict=True)
         }
 
-    def _quant_state(self) -> QuantState:
-        return {name: self._variables(name, values) for name, values in initial_state(self.recipe).items()}
+    def _quant_state(self, *operands: Array) -> QuantState:
+        state = {name: self._variables(name, values) for name, values in initial_state(self.recipe).items()}
+        return self._watched(operands, state)
+
+    def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
+        """Return state, watched so that a gradient which leaves it out is an error."""
+        return watch.LINEN(join_path(self.path[:-1]), operands, state) if state else state
 
     def _sparsify(self, weight: Array, axes: tuple[int, ...]) -> Array:
         spec = self.recipe.sparsity
         if spec is None:
             return weight
         state = self._variables("sparsity", sparsity.initial_state(weight, spec, axes))
-        return sparsity.sparsify(spec, axes, weight, state)
+        return sparsity.sparsify(spec, axes, weight, self._watched((weight,), state))
 
     def _key(self) -> Array | None:
         """A key for stochastic rounding, where the caller passes a "quant" stream; else the op makes its own."""
@@ -122,7 +127,7 @@ class DotGeneral(_Quantized):
             precision,
             preferred_element_type,
             recipe=self.recipe,
-            state=self._quant_state(),
+            state=self._quant_state(lhs, rhs),
             key=self._key(),
             **chosen(self.implementation),
         )
@@ -151,7 +156,7 @@ class Einsum(_Quantized):
             lhs,
             rhs,
             recipe=self.recipe,
-            state=None if is_converted else self._quant_state(),
+            state=None if is_converted else self._quant_state((lhs, rhs)[1 - self.weight], (lhs, rhs)[self.weight]),
             key=self._key(),
             precision=precision,
             preferred_element_type=preferred_element_type,

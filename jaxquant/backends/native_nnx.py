@@ -22,7 +22,8 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import dot_general, initial_state
 from jaxquant.ops.einsum import einsum, plan_einsum
-from jaxquant.state.nnx import QuantState, require_state_gradient
+from jaxquant.state import watch
+from jaxquant.state.nnx import QuantState
 
 Array = jax.Array
 _SPARSITY = "sparsity"
@@ -72,7 +73,7 @@ class QuantizedOp(nnx.Module):
                     "nnx.scan and nnx.vmap must map jaxquant.state.QuantState along axis 0, as in "
                     "nnx.StateAxes({jaxquant.state.TRAINED: 0, ...: None})"
                 )
-        return require_state_gradient(self.path, operands, state)
+        return watch.NNX(self.path, operands, state)
 
     def state(self) -> dict[str, dict[str, Array]]:
         """Return the quant state by tensor and field, as it is stored."""

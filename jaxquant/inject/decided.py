@@ -19,6 +19,7 @@ from jaxquant.inject import nnx as nnx_face
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.layers import Layer, LayerReport, linen_layers, matmul_dtypes, refuse_nothing
 from jaxquant.trace.plan import Contraction
+from jaxquant.trace.reach import NOT_FLOAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Decided:
         decision, site = self._resolver(path, out_features), self.sites.get(path)
         # A layer of flax's that is out of reach is asked for all the same: what is there instead is coverage's to say.
         is_asked = site is not None and site.is_out_of_reach and path in self._own and path not in self.mixed
-        if site is not None and not is_asked:
+        if site is not None and (not is_asked or site.reason == NOT_FLOAT):  # no recipe is of complex numbers
             return dataclasses.replace(decision, recipe=site.recipe, reason=site.reason)
         known = self.known.get(path)
         return decision if known is None or known.recipe is not None or decision.rule is not None else known

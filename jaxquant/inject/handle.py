@@ -23,8 +23,7 @@ from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen, nnx
 from jaxquant.inject.layers import einsum_out_features
-from jaxquant.state.nnx import require_hand
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
+from jaxquant.state.watch import require_hand
 
 
 class QuantMode(enum.Enum):
@@ -204,9 +203,12 @@ class _ByPath(nn.Module):
             "know the layer's path; call jaxquant.maybe_quantize_model(model, config), which knows every path"
         )
 
-    def _watch(self, out: jax.Array) -> jax.Array:
-        """Return a result as it is, and raise in training where nobody is known to advance the op's state."""
-        return out if self.path or not self.variables.get(OVERWRITE_WITH_GRADIENT) else require_hand(_STANDS_STILL, out)
+    def _watch(self, op: nn.Module | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Return operands as they are, and raise in training where nobody is known to advance the op's state."""
+        recipe: Recipe | None = getattr(op, "recipe", None)
+        is_training = self.quantization.quant_mode is QuantMode.TRAIN
+        is_hidden = is_training and not self.path and recipe is not None and recipe.is_stateful
+        return require_hand(_STANDS_STILL, operands) if is_hidden else operands
 
 
 _STANDS_STILL = (
@@ -226,9 +228,9 @@ class _DotGeneral(_ByPath):
     ) -> jax.Array:
         (_, contracting), (_, batch) = dimension_numbers
         kept = [size for axis, size in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
-        op = self._op("dot_general", math.prod(kept), lhs, rhs) or jax.lax.dot_general
-        out = op(lhs, rhs, dimension_numbers, precision, *args, **kwargs)
-        return self._watch(out)
+        op = self._op("dot_general", math.prod(kept), lhs, rhs)
+        compute: Any = op or jax.lax.dot_general
+        return compute(*self._watch(op, lhs, rhs), dimension_numbers, precision, *args, **kwargs)
 
 
 class _Einsum(_ByPath):
@@ -238,7 +240,7 @@ class _Einsum(_ByPath):
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
         op = self._op("einsum", out_features, lhs, rhs)
-        return self._watch((op or jax.numpy.einsum)(equation, lhs, rhs, **options))
+        return (op or jax.numpy.einsum)(equation, *self._watch(op, lhs, rhs), **options)
 
 
 @functools.cache
@@ -270,6 +272,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
 
     Raises:
       ValueError: an unknown mode, or a config whose backend replaces functions of a whole model (Qwix).
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     mode = get_quant_mode(quant_mode_str)
     program, is_program = config, is_program_config(config)

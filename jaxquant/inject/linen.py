@@ -20,8 +20,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import unfreeze
+from flax import core
+from flax.core import DenyList, unfreeze
 from flax.core.scope import in_filter
+from jax.extend.core import Literal
 
 from jaxquant.backends import RANDOM_STREAM, native
 from jaxquant.config.quant_config import QuantConfig
@@ -31,6 +33,7 @@ from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import STREAMS, quantized_with, refuse_twice
 from jaxquant.inject.layers import split_arrays, trace_init
 from jaxquant.inject.linen_classes import asked, at_work, make_class, own
+from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.engine import Dialect, Engine, Traced
 from jaxquant.trace.paths import Name
@@ -84,6 +87,7 @@ DIALECT = Dialect(
     numbers=False,
     operation=operation_name,
     missing=_missing,
+    watch=watch.LINEN,
 )
 
 
@@ -96,11 +100,15 @@ class _Call:
     method: Any
     mutable: Any
     capture: Any
+    is_init: bool = False
     # Flax's logical axis rules belong to the thread, and constraints in the model read them.
     rules: Any = dataclasses.field(default_factory=lambda: tuple(nn.get_logical_axis_rules()))
 
     def __call__(self, params: Any, rest: Mapping[str, Any], rngs: Any, args: Any, kwargs: Any) -> Any:
         variables = rest if params is None else {**rest, "params": params}
+        if self.is_init:
+            with at_work(self.face):
+                return _initialize(self.module, self.method, variables, rngs, args, kwargs)
         options = asked(rngs=rngs, method=self.method, mutable=self.mutable, capture_intermediates=self.capture)
         with at_work(self.face):
             return own(self.module, "apply")(self.module, variables, *args, **options, **kwargs)
@@ -111,8 +119,20 @@ class _Call:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Call) or self.face is not other.face:
             return False
-        mine, theirs = ((each.method, each.mutable, each.capture, each.rules) for each in (self, other))
+        mine, theirs = ((each.method, each.mutable, each.capture, each.is_init, each.rules) for each in (self, other))
         return mine == theirs and _same(self.module, other.module)
+
+
+def _initialize(module: nn.Module, method: Any, variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+    """Run a method as ``init`` does, on parameters that are there already; returns its output."""
+    given = getattr(module, method or "__call__") if method is None or isinstance(method, str) else method
+    plain = getattr(given, "__func__", given)
+
+    def run(scope: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(module.clone(parent=scope, _deep_clone=True), *args, **kwargs)
+
+    made = DenyList("intermediates")
+    return core.apply(run, mutable=made, flags={"initializing": True})(variables, *args, rngs=rngs, **kwargs)[0]
 
 
 def _same(first: nn.Module, second: nn.Module) -> bool:
@@ -160,12 +180,9 @@ class Face:
         """Trace a call of the float model on parameters that are shapes only."""
         with at_work(self):
             variables = unfreeze(trace_init(model, *inputs, **kwargs))
-        mutable = tuple(name for name in variables if name not in ("params", OVERWRITE_WITH_GRADIENT))
-        call = _Call(self, model, None, mutable or False, False)
         key = jax.eval_shape(lambda: jax.random.key(0))
         rngs = dict.fromkeys(STREAMS, key)
-        params, rest = _collections(variables)
-        return self.engine.trace(call, params, (rest, rngs, inputs, kwargs))
+        return self.engine.trace(*self._initial_call(model, variables, inputs, kwargs, rngs=rngs, method=None))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -219,15 +236,39 @@ class Face:
         prefix: Name = (),
     ) -> dict[str, Any]:
         """Make the quant state of the layers that a call runs, from variables that are initialized; no arithmetic."""
-        params, rest = _collections(variables)
-        call = _Call(self, module, method, tuple(rest) or False, False)
         return self.engine.init(
-            call,
-            params,
-            (rest, rngs, args, dict(kwargs)),
+            *self._initial_call(module, variables, args, kwargs, rngs=rngs, method=method),
             prefix=prefix,
             is_whole=not prefix and method in (None, "__call__"),
         )
+
+    def initial_output(
+        self, module: nn.Module, variables: Mapping[str, Any], args: Any, kwargs: Any, *, rngs: Any, method: Any
+    ) -> Any:
+        """Compute in low precision what ``init`` runs, from variables that it has made."""
+        call, params, rest = self._initial_call(module, variables, args, kwargs, rngs=rngs, method=method)
+        state = variables.get(OVERWRITE_WITH_GRADIENT, {})
+        key = rngs.get(RANDOM_STREAM) if isinstance(rngs, Mapping) else None
+        out = self.engine.run(call, params, rest, state, key)
+        return out[0] if call.mutable else out
+
+    def _initial_call(
+        self, module: nn.Module, variables: Mapping[str, Any], args: Any, kwargs: Any, *, rngs: Any, method: Any
+    ) -> tuple[_Call, Any, tuple[Any, ...]]:
+        """Return the call whose layers ``init`` prepares, with its arguments, from variables that it has made.
+
+        With more than parameters among them, such as a cache for decoding, later calls may go another way, with
+        arguments of other shapes: then it is the call that ``init`` runs, unless that leaves a parameter unread.
+        """
+        params, rest = _collections(variables)
+        rest.pop("intermediates", None)
+        later = _Call(self, module, method, tuple(rest) or False, False), params, (rest, rngs, args, dict(kwargs))
+        if not rest:
+            return later
+        first = _Call(self, module, method, False, False, is_init=True), params, ({}, rngs, args, dict(kwargs))
+        jaxpr = self.engine.trace(*first).closed.jaxpr
+        read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal)}
+        return first if read.issuperset(jaxpr.invars[: len(jax.tree.leaves(params))]) else later
 
     # -- converted kernels -------------------------------------------------------------------------------------------
 

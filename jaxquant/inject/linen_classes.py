@@ -137,11 +137,7 @@ def _init_with_output(
     if at_work.value is face:
         return own(self, "init_with_output")(self, rngs, *args, **options, **kwargs)
     variables = _init(self, rngs, *args, **options, **kwargs)
-    given = {name: value for name, value in variables.items() if name != "intermediates"}
-    out = face.call(
-        self, given, args, kwargs, rngs=_streams(rngs), method=method, mutable=mutable, capture=capture_intermediates
-    )
-    return (out if mutable is False else out[0]), variables
+    return face.initial_output(self, variables, args, kwargs, rngs=_streams(rngs), method=method), variables
 
 
 def _init(

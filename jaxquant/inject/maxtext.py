@@ -90,6 +90,7 @@ def get_quantization_rule(config: Any) -> list[Any] | None:
 
     Raises:
       NotImplementedError: Qwix does not honour the recipe.
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
     resolver, base = config.resolver(), config.recipe()
@@ -198,6 +199,9 @@ def configure_kv_quant(config: Any) -> KVQuant | None:
 
     Args:
       config: anything that ``QuantConfig.from_any`` takes.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
     if not config.quantize_kvcache:

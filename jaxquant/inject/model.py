@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 from flax import nnx
@@ -17,8 +17,10 @@ from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
 from jaxquant.inject.nnx_layers import nnx_layers
 
+Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
-def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Any:
+
+def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **example_kwargs: Any) -> Model:
     """Return a model whose linear layers run in the low precision that a config asks for.
 
     A Linen model keeps its ``init`` and ``apply``, an NNX model its methods, and both keep their parameters. A recipe
@@ -31,9 +33,10 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
     handle's backend, and the handle's ops in it are float.
 
     Args:
-      model: a Linen or NNX module. It stays as it is; an NNX model shares its arrays with the one that comes back. With
-        ``quantization: ""`` the model itself comes back.
-      config: a QuantConfig, a mapping, or an object with its fields, such as MaxText's config.
+      model: a Linen or NNX module. It stays as it is; an NNX model shares its arrays with the one that comes back,
+        which is of a subclass of its class. With ``quantization: ""`` the model itself comes back.
+      config: a QuantConfig, a mapping, a config string such as "fp8", the path of a YAML file, or an object with the
+        fields, such as MaxText's config; see ``QuantConfig.from_any``.
       example_inputs, example_kwargs: arguments of the model's ``__call__``, arrays or ``jax.ShapeDtypeStruct``. With
         them the rules are checked now, without them at the first call. An NNX model needs them where a recipe keeps
         state of a layer that is not one of flax's own.
@@ -42,6 +45,7 @@ def maybe_quantize_model(model: Any, config: Any, *example_inputs: Any, **exampl
       ValueError: a rule that matches no layer, or a model without a layer to quantize.
       NotImplementedError: a recipe that the backend does not honour, or a setting of serving.
       TypeError: something that is no model.
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     if is_program_config(config):
         if not (example_inputs or example_kwargs):
@@ -124,5 +128,8 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
       model: the model, before quantization.
       config: anything that ``QuantConfig.from_any`` takes.
       example_inputs, example_kwargs: as in ``linear_layers``.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     return decide_layers(model, QuantConfig.from_any(config), *example_inputs, **example_kwargs).reports()

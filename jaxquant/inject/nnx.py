@@ -40,7 +40,8 @@ from jaxquant.inject.nnx_held import (
     takes_attributes,
 )
 from jaxquant.inject.nnx_layers import copy_model, linear_modules, op_name, out_features
-from jaxquant.state.nnx import QuantState, require_state_gradient
+from jaxquant.state import watch
+from jaxquant.state.nnx import QuantState
 from jaxquant.trace.engine import Dialect, Engine, Traced
 from jaxquant.trace.plan import Contraction
 
@@ -126,7 +127,7 @@ class Face:
             missing=_missing,
             misfit=_misfit,
             has_scopes=False,
-            watch=require_state_gradient,
+            watch=watch.NNX,
         )
         self.engine = Engine(config, dialect, config.resolved_backend)
         self._classes: dict[tuple[type, str], type] = {}

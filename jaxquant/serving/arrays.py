@@ -76,7 +76,7 @@ def open_array(folder: Path, name: str = "", chunks_at_once: int = CHUNKS_AT_ONC
     Raises:
       ValueError: from tensorstore, where it cannot be read.
     """
-    store: Any = {"driver": "file", "path": f"{folder.absolute()}/"}
+    store: Any = {"driver": "file", "path": f"{folder.resolve()}/"}
     if name:
         store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
     return ts.open(
@@ -90,7 +90,7 @@ def list_arrays(folder: Path) -> list[str]:
     Raises:
       ValueError: from tensorstore, where its index cannot be read.
     """
-    store: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}}
+    store: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.resolve()}/"}}
     keys = ts.KvStore.open(store).result().list().result()
     return sorted(key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray"))
 

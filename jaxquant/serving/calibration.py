@@ -40,6 +40,7 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
       TypeError: variables without their model.
       ValueError: no batch, or more batches than the history remembers.
       NotImplementedError: a recipe with weight sparsity, whose mask is made in training.
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
     each = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)

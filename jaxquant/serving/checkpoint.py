@@ -78,7 +78,7 @@ def save(
       FileExistsError: the directory exists.
       ValueError, TypeError: something that a checkpoint does not keep, named.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory).resolve()
     leaves = flatten(params)
     manifest = Manifest(
         config=as_json("config", config),
@@ -178,7 +178,7 @@ def load(
       ValueError: it is no quantized checkpoint, of a newer format, damaged, does not fit ``like``, or a sharding does
         not fit an array. Names the directory, file or leaf.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory).resolve()
     manifest = read_manifest(directory)
     if like is not None:
         check_like(directory, manifest.leaves, like)

@@ -62,6 +62,7 @@ def convert(
       TypeError: variables without their model, or something that is neither.
       ValueError: a kernel that is missing, of another shape, or converted already; quant state that is missing, or has
         not seen what a static scale must know; ``save_quantized_params_path``, which this does not write.
+      TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     config = _config(config)
     if isinstance(model_or_variables, nnx.Module):

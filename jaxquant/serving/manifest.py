@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxquant.export.sums import sha256_of
 from jaxquant.serving.leaves import Leaf
 from jaxquant.serving.validation import MAX_MANIFEST_BYTES, check_contents, check_leaves, list_ordinary
 
@@ -194,12 +195,6 @@ def _paths(directory: Path) -> dict[str, Path]:
     found = list_ordinary(directory)
     found.pop(NAME, None)
     return found
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _dump(contents: Mapping[str, Any]) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.config.loader import convert, nearest, show, type_hints
 from jaxquant.core.qtensor import QTensor, check
+from jaxquant.core.typed import convert, nearest, show, type_hints
 from jaxquant.serving.leaves import Leaf, Stored
 
 MAX_MANIFEST_BYTES = 256 * 2**20

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxquant
 from jaxquant.audit.cost import inlined_lines, program_lines, saved_for_backward
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -60,3 +61,11 @@ def test_arguments_handed_through_jitted_functions_are_not_saved():
 def test_the_same_array_for_two_uses_is_counted_once():
     saved = saved_for_backward(lambda x, w: jnp.exp(x) @ w, X, W)
     assert saved == {"float32": 4 * 8 * 4}
+
+
+def test_quant_state_that_the_function_closes_over_is_a_constant():
+    quantized = jaxquant.quantize(lambda w, x: jnp.tanh(x @ w), {"quantization": "fp8"})
+    state = quantized.init(jnp.ones((8, 16)), jnp.ones((4, 8)))
+    closed = saved_for_backward(lambda w, x: quantized(w, state, x), W, X)
+    assert closed == saved_for_backward(quantized, W, state, X)
+    assert closed["float8_e4m3fn"] == 4 * 8 + 8 * 16

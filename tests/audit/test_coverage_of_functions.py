@@ -335,8 +335,10 @@ def test_a_convolution_whose_gradients_are_multiplied_as_bfloat16_says_so():
     rows = {(row.path, row.matmul): row for row in jaxquant.coverage(step, *args, config=config).rows}
     assert rows["conv1", "fwd"].is_low
     assert not rows["conv1", "drhs"].is_low
-    text = "a convolution multiplies float8_e4m3fn × float8_e5m2 as bfloat16: its operands have one type"
+    text = "a convolution multiplies float8_e4m3fn and float8_e5m2 as bfloat16: its operands have one type"
     assert rows["conv1", "drhs"].reason == text
+    unasked = {(row.path, row.matmul): row.reason for row in jaxquant.coverage(step, *args).rows}
+    assert unasked["conv1", "drhs"] == text
 
 
 def test_a_ragged_and_a_vmapped_matmul_have_their_own_rows():
@@ -446,3 +448,55 @@ def test_the_table_has_shapes_and_says_where_what_has_no_path_was_asked_for():
     assert re.search(r"\nup +8x32 · 32x64 +float", text)
     assert f"{Path(__file__).name}:" in text
     assert "scores)" in text
+
+
+class Spectral(nn.Module):
+    """A float layer, flax's own in complex numbers, and a complex parameter."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(8, name="dense", param_dtype=jnp.complex64)(nn.Dense(8, name="up")(x))
+        return nn.Dense(8, name="down")(jnp.abs(y @ self.param("own", nn.initializers.ones, (8, 8), jnp.complex64)))
+
+
+def test_complex_operands_stay_float_in_every_report_and_pass_the_check():
+    model = jaxquant.maybe_quantize_model(Spectral(), CURRENT, array(4, 8))
+    params = jax.eval_shape(model.init, jax.random.key(0), array(4, 8))["params"]
+    step = jax.value_and_grad(lambda params, x: square(model.apply({"params": params}, x)))
+    layers = jaxquant.describe_layers(Spectral(), CURRENT, array(4, 8))
+    wanted = {"up": "fp8_current", "dense": None, "own": None, "down": "fp8_current"}
+    assert {layer.path: layer.recipe for layer in layers} == wanted
+    plain = jaxquant.quantize(lambda params, x: Spectral().apply({"params": params}, x), CURRENT)
+    assert {row.path: row.recipe for row in plain.report(params, array(4, 8))} == wanted
+    for known in ({"config": CURRENT}, {"layers": layers}):
+        found = jaxquant.coverage(step, params, array(4, 8), **known)
+        found.check()
+        assert {row.reason for row in found.rows if row.path in ("dense", "own")} == {"its operands are not float"}
+    asked = CURRENT | {"rules": [{"path": "own", "recipe": "int8w"}]}
+    with pytest.raises(NotImplementedError, match="asks for 'int8w' at 'own', which stays in float: its operands are"):
+        jaxquant.maybe_quantize_model(Spectral(), asked, array(4, 8))
+
+
+def test_a_table_is_as_wide_as_the_terminal_and_cuts_no_name(monkeypatch):
+    long = "a" * 40
+    names = ("layers/self_attention/query", "layers/mlp/wi_0", f"decoder/{long}")
+    params = {name: {"kernel": array(32, 32)} for name in names}
+
+    def chain(params, x):
+        for name in names:
+            x = x @ params[name]["kernel"]
+        return x
+
+    def table(columns, **options):
+        monkeypatch.setenv("COLUMNS", columns)
+        return jaxquant.coverage(chain, params, array(8, 32)).text(**options)
+
+    whole = table("")
+    assert all(any(line.startswith(f"{name} ") for line in whole.splitlines()) for name in names)
+    assert table("200") == table("", width=200) == whole
+    wrapped = table("100")
+    assert max(map(len, wrapped.splitlines())) <= 100 < max(map(len, whole.splitlines()))
+    parts = {part for name in names for part in (name, *name.replace("/", "/ ").split())}
+    starts = [line.split()[0] for text in (wrapped, table("20")) for line in text.splitlines()[1:-1] if line[0] != " "]
+    assert set(starts) <= parts
+    assert {long, "decoder/"} <= set(starts)

@@ -69,7 +69,7 @@ def loss_of(model):
 
 def dots(model, variables):
     params, quant = state.split(variables)
-    text = jax.jit(jax.grad(loss_of(model))).lower(params, quant).as_text()
+    text = jax.jit(jax.grad(loss_of(model), argnums=(0, 1))).lower(params, quant).as_text()
     return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
 
 
@@ -89,7 +89,7 @@ def test_same_seed_same_parameters_and_a_step_that_comes_close(quantization, pla
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(plain_params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert bool(quant) == RECIPES[quantization].recipe.is_stateful
-    value, grads = jax.jit(jax.value_and_grad(loss_of(model)))(params, quant)
+    value, (grads, _) = jax.jit(jax.value_and_grad(loss_of(model), argnums=(0, 1)))(params, quant)
     assert value != exact
     four_bits = "4" in quantization.replace("e4m3", "")
     assert float(value) == pytest.approx(float(exact), rel=0.25 if four_bits else 0.08)
@@ -470,3 +470,53 @@ def test_a_layer_that_is_out_of_reach_is_described_as_float():
 def test_no_quantization_gives_the_model_back():
     model = Model()
     assert maybe_quantize_model(model, {"quantization": ""}) is model
+
+
+class Decoder(nn.Module):
+    """Attention that decodes, which flax initializes on whole sequences and calls on one token."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.MultiHeadDotProductAttention(num_heads=2, decode=True, name="attention")(x)
+        return nn.Dense(4, name="out")(x)
+
+
+class Sized(nn.Module):
+    """A model whose calls take another shape than the one on which it is initialized, and say so."""
+
+    @nn.compact
+    def __call__(self, x):
+        if self.is_initializing():
+            self.put_variable("memory", "last", jnp.zeros((1, 8)))
+        else:
+            assert x.shape == self.get_variable("memory", "last").shape
+        return nn.Dense(4, name="out")(x)
+
+
+class Late(nn.Module):
+    """A model that makes its parameter while it is initialized and multiplies it later."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.ones, (8, 8))
+        self.variable("memory", "last", jnp.zeros, (8,))
+        return x if self.is_initializing() else x @ kernel
+
+
+@pytest.mark.parametrize("has_examples", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "first", "later", "count"),
+    [(Decoder, (2, 5, 8), (2, 1, 8), 5), (Sized, (5, 8), (1, 8), 1), (Late, (1, 8), (1, 8), 1)],
+)
+def test_what_init_runs_may_differ_from_what_apply_runs(kind, first, later, count, has_examples):
+    x = jnp.ones(first)
+    config = {"quantization": "fp8", "quant_backend": "native"}
+    model = jaxquant.maybe_quantize_model(kind(), config, *([x] if has_examples else []))
+    out, variables = model.init_with_output(jax.random.key(0), x)
+    state = variables.pop("_overwrite_with_gradient")
+    assert out.shape == kind().init_with_output(jax.random.key(0), x)[0].shape
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, kind().init(jax.random.key(0), x))
+    assert sum("input_scale" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)) == count
+    variables["_overwrite_with_gradient"] = state
+    made = jax.eval_shape(lambda x: model.apply(variables, x, mutable=["cache", "memory"]), jnp.ones(later))
+    assert made[0].shape == kind().apply(variables, jnp.ones(later), mutable=["cache", "memory"])[0].shape

@@ -275,8 +275,12 @@ def test_state_that_would_stand_still_is_refused_by_the_line_to_change():
     assert layer(X).shape == (4, 4)
     with pytest.raises(ValueError, match=r"write nnx\.State\.merge\(non_param_rest, custom_grads\)"):
         nnx.grad(lambda layer: layer(X).sum())(layer)
-    with jaxquant.state.nnx.by_hand():
-        assert np.any(nnx.grad(lambda layer: layer(X).sum())(layer)["kernel"][...])
+    with jaxquant.state.by_hand():
+        kind = nnx.variablelib.variable_type_from_name("_overwrite_with_gradient", allow_register=True)
+        both = nnx.grad(lambda layer: layer(X).sum(), argnums=nnx.DiffState(0, (nnx.Param, kind)))(layer)
+        assert np.any(both["kernel"][...])
+        with pytest.raises(ValueError, match="gradient is taken without that of the state"):
+            nnx.grad(lambda layer: layer(X).sum())(layer)
 
 
 def test_experts_read_the_dtypes_of_a_grouped_matmul(tmp_path):

@@ -1,16 +1,25 @@
-"""``python -m jaxquant``: each command says what it should, refuses in a sentence, and its status tells which."""
+"""``python -m jaxquant``: each command says what it should, refuses in a sentence, and its status tells which.
+
+Every command of the repository has a page of help, and writes to an output that knows ASCII alone.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
+from jaxquant import RECIPES, terminal
 from jaxquant.__main__ import main
+from jaxquant.aot.__main__ import _print_and_write
 
+ROOT = Path(__file__).parents[2]
 CI = Path(__file__).parents[2] / "configs/models/ci.yml"
 
 
@@ -25,7 +34,7 @@ def test_strings_and_explain_print_what_the_table_says(capsys):
     ("words", "message"),
     [
         (["explain", "fp9"], "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
-        (["explain", "nvfp4"], "quantization 'nvfp4' is a block-scaled recipe, which is not implemented yet"),
+        (["explain", "nvfp4"], "quantization 'nvfp4' trains in NVFP4, which is not implemented"),
         (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
         (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),
         (["coverage", "absent.yml"], "absent.yml"),
@@ -63,12 +72,44 @@ def test_coverage_that_is_not_as_asked_is_status_1(capsys, monkeypatch):
     assert "strict: layers/self_attention/query fwd: float8_e4m3fn" in capsys.readouterr().err
 
 
-def test_it_answers_to_its_name():
+SCRIPTS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
+MODULES = ("train", "jaxquant", "jaxquant.audit", "jaxquant.aot", "jaxquant strings", "jaxquant explain")
+MODULES += ("jaxquant coverage", "jaxquant audit")
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("command", [*SCRIPTS, *(f"-m {name}" for name in MODULES)])
+def test_every_command_has_help_for_a_terminal_of_ascii(command):
+    words = [sys.executable, *command.split(), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ | ASCII, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+    assert done.stderr == ""
+    if command == "-m jaxquant":
+        assert all(name in done.stdout for name in ("strings", "explain", "coverage", "audit"))
+
+
+def test_an_output_of_ascii_alone_takes_every_table(monkeypatch, tmp_path):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["strings"]) == 0
+    assert all(main(["explain", string]) == 0 for string in RECIPES)
+    assert main(["coverage", str(CI), "quantization=fp8_current"]) == 0
+    assert _print_and_write("| a × b |\n| --- |\n| ≤ 8 |", "{}", str(tmp_path), "audit") == 0
+    assert (tmp_path / "audit.md").read_text(encoding="utf-8").startswith("| a × b |")
+    sys.stdout.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "int8 x int8" in text
+    assert "e4m3 x e5m2" in text
+    assert r"\u2264 8" in text
+
+
+def test_the_locale_of_c_takes_the_strings():
     done = subprocess.run(
-        [sys.executable, "-m", "jaxquant", "--help"], capture_output=True, text=True, cwd=CI.parents[2]
+        [sys.executable, "-m", "jaxquant", "strings"], capture_output=True, cwd=ROOT, env=os.environ | ASCII
     )
-    assert done.returncode == 0
-    assert all(command in done.stdout for command in ("strings", "explain", "coverage", "audit"))
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"int8 x int8" in done.stdout
 
 
 def test_audit_is_handed_over(capsys):
@@ -76,3 +117,22 @@ def test_audit_is_handed_over(capsys):
         main(["audit", "--help"])
     assert stopped.value.code == 0
     assert "python -m jaxquant.audit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["", "60", "1000"])
+def test_a_table_of_figures_keeps_every_word(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    table = Table()
+    cells = {
+        "run": "runs/quickstart-int8-aqt-of-a-long-name",
+        "backend": "native",
+        "bytes": "123,456",
+        "note": "as [it] is",
+    }
+    for name in cells:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row(*cells.values())
+    terminal.show(table)
+    out = capsys.readouterr().out
+    assert all(word in out for cell in cells.values() for word in (*cell.split("/")[-1].split(), *cells))
+    assert ("runs/quick" in out) == (columns != "60")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from jaxquant import terminal
 from scripts import convert, evaluate, serve
 from train import __main__ as training
-from train import terminal
 
 MAINS: dict[str, tuple[Any, str, list[str]]] = {
     "convert": (convert.main, "scripts.convert.convert_run", ["--checkpoint", "a", "--out", "b"]),

@@ -1,0 +1,98 @@
+"""Output as it is taken: a terminal of any width and any characters, a pipe, nobody any more."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as a shell has it."""
+_STAND_INS = {"×": "x", "·": "*"}
+"""Replacements of signs in tables, of the same width."""
+_PIECE = re.compile(r"\s*[^\s/]*/*")
+"""The parts of a cell that are never broken: words, and parts of a path with the slash behind them."""
+
+
+def accept_all_characters() -> None:
+    """Write what the output cannot encode as an escape, and the signs of tables as others; every command calls this."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="jaxquant")
+
+
+def _stand_in(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_STAND_INS.get(each, ascii(each)[1:-1]) for each in text), error.end
+
+
+codecs.register_error("jaxquant", _stand_in)
+
+
+def close_output() -> None:
+    """Let what is still written go nowhere, once nobody reads standard output."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # it is no file
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def columns() -> int | None:
+    """Return how wide a table may be: COLUMNS, else the terminal's columns, else None, as in a pipe."""
+    if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def fit(lines: Sequence[Sequence[str]], room: int | None) -> list[list[str]]:
+    """Wrap the cells of a table, at blanks and after slashes alone, so that its lines fit; the widest column gives way.
+
+    Args:
+      lines: cells, those of the header too.
+      room: characters for the cells of a line, less than which no column goes that would cut a word; None is no bound.
+    """
+    cells = list(zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in cells]
+    least = [max(len(piece.strip()) for cell in column for piece in _PIECE.findall(cell)) for column in cells]
+    while room is not None and sum(widths) > room:
+        wide = [index for index in range(len(widths)) if widths[index] > least[index]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return [[_wrap(cell, width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+
+
+def _wrap(text: str, width: int) -> str:
+    lines = [""]
+    for piece in _PIECE.findall(text):
+        if len(lines[-1] + piece) <= width:
+            lines[-1] += piece
+        else:
+            lines.append(piece.strip())
+    return "\n".join(lines).removeprefix("\n")
+
+
+def show(table: Any) -> None:
+    """Print a table of rich: no word is cut, and its lines fit the terminal where they can."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    width, given = columns(), list(zip(*([column.header, *column.cells] for column in table.columns), strict=True))
+    header, *lines = fit(given, None if width is None else width - 3 * len(table.columns) - 1)
+    fitted = Table()
+    for text, column in zip(header, table.columns, strict=True):
+        fitted.add_column(text, justify=column.justify, no_wrap=True)
+    for line, row in zip(lines, table.rows, strict=True):
+        fitted.add_row(*map(Text, line), end_section=row.end_section)
+    Console(width=1_000_000).print(fitted)
