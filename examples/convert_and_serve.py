@@ -50,7 +50,9 @@ def main(steps: int = 100, width: int = 64) -> float:
     calibrated = jaxquant.calibrate(floats, CONFIG, [x[:32], x[32:]], model=plain)
     after = jaxquant.convert(calibrated, CONFIG, x, model=plain)
     out = jax.jit(serving.apply)(after, x)
-    print(f"calibrated after training: loss {float(((out - y) ** 2).mean()):.4f}")
+    calibrated_loss = ((out - y) ** 2).mean()
+    print(f"calibrated after training: loss {calibrated_loss:.4f}")
+    assert jnp.isfinite(value + calibrated_loss), f"the losses are {value} and {calibrated_loss}"
     return float(value)
 
 

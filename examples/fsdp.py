@@ -52,6 +52,7 @@ def train(devices: int, steps: int, width: int, quantization: str) -> list[float
 def main(steps: int = 50, width: int = 64, quantization: str = "fp8") -> float:
     one, eight = (train(devices, steps, width, quantization) for devices in (1, 8))
     print(f"largest difference of a loss: {max(abs(a - b) for a, b in zip(one, eight, strict=True)):.2e}")
+    assert jnp.isfinite(eight[-1]), f"the loss is {eight[-1]}"
     return eight[-1]
 
 

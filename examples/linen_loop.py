@@ -63,6 +63,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
         if i % 50 == 0 or i == steps - 1:
             print(f"step {i}: loss {value:.4f}")
     print(jaxquant.coverage(step, variables, opt_state, x[0], y[0], jax.random.key(0)).text())
+    assert jnp.isfinite(value), f"the loss is {value}"
     return float(value)
 
 

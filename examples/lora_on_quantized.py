@@ -48,6 +48,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "int8") -> float
     after = nnx.state(model.wi.base_module, nnx.Param)
     same = all(jax.tree.leaves(jax.tree.map(jnp.array_equal, before, after)))
     print(f"the base is as it was: {same}")
+    assert jnp.isfinite(value), f"the loss is {value}"
     return float(value)
 
 

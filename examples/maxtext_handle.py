@@ -70,6 +70,7 @@ def main(steps: int = 100, quantization: str = "int8") -> float:
     serve = Model(jaxquant.configure_quantization(config, "serve"))
     same = jnp.array_equal(jax.jit(serve.apply)(served, x), jax.jit(model.apply)(state.params, x))
     print(f"served as trained, bit for bit: {bool(same)}")
+    assert jnp.isfinite(value), f"the loss is {value}"
     return float(value)
 
 

@@ -1,4 +1,4 @@
-"""A Flax NNX model with nnx.Optimizer: the quant state advances with the optimizer, and a checkpoint holds both.
+"""A Flax NNX model with nnx.Optimizer: the quant state advances with the optimizer and is stored beside the parameters.
 
 python examples/nnx_loop.py
 """
@@ -49,6 +49,7 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
     params, quant_state = nnx.state(model, nnx.Param), nnx.state(model, jaxquant.state.QuantState)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params, quant_state)]
     print(f"{sizes[0]} parameters, {sizes[1]} numbers of quant state")
+    assert jnp.isfinite(value), f"the loss is {value}"
     return float(value)
 
 

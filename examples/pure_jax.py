@@ -19,7 +19,7 @@ def loss(params, x, y):
     return jnp.mean((x @ params["readout"] - y) ** 2)
 
 
-def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
+def main(steps: int = 200, width: int = 64, quantization: str = "fp8", learning_rate: float = 0.01) -> float:
     keys = jax.random.split(jax.random.key(0), 5)
     params = {
         "input": jax.random.normal(keys[0], (16, width)) / 4,
@@ -41,13 +41,14 @@ def main(steps: int = 200, width: int = 64, quantization: str = "fp8") -> float:
     def step(params, quant_state, key):
         take = jax.value_and_grad(quantized, argnums=(0, 1))
         value, (grads, observation) = take(params, quant_state, x, y, key=key)
-        params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+        params = jax.tree.map(lambda p, g: p - learning_rate * g, params, grads)
         return params, jaxquant.state.update(quant_state, observation), value
 
     for i in range(steps):
         params, quant_state, value = step(params, quant_state, jax.random.key(i))
         if i % 50 == 0 or i == steps - 1:
             print(f"step {i}: loss {value:.4f}")
+    assert jnp.isfinite(value), f"the loss is {value}"
     return float(value)
 
 

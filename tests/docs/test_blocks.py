@@ -39,7 +39,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_yaml_is_a_config(page: Path):
-    from jaxquant.config.loader import build
+    from jaxquant.core.typed import build
     from train.config import TrainConfig
 
     for block in blocks(page, "yaml"):
@@ -122,8 +122,9 @@ def _parsed_by(module: str) -> Any:
     return read
 
 
-for _name in ("convert", "evaluate", "compare"):
+for _name in ("convert", "evaluate", "compare", "lines"):
     READ_BY[f"scripts/{_name}.py"] = _parsed_by(f"scripts.{_name}")
+READ_BY["python -m tests.gallery"] = _parsed_by("tests.gallery.__main__")
 
 UNREAD = (
     "pip install",
@@ -169,3 +170,8 @@ def test_what_it_names_is_there(page: Path):
     assert [path for path in named if not (ROOT / path).exists()] == []
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_rooms_of_the_house_are_the_folders():
+    rooms = re.findall(r"^\| `jaxquant/(\w+)/` \|", (ROOT / "docs/about/house.md").read_text(), re.M)
+    assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "jaxquant").glob("*/__init__.py"))

@@ -1,9 +1,9 @@
-"""Every example runs, with few steps and small shapes, is short, and ends with a finite loss."""
+"""Every example runs as shipped, is short, and learns."""
 
 from __future__ import annotations
 
-import math
 import os
+import re
 import subprocess
 import sys
 from importlib import util
@@ -15,16 +15,8 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 OPTIMIZED = False
 
-TINY: dict[str, dict[str, Any]] = {
-    "linen_loop": {"steps": 2, "width": 16},
-    "nnx_loop": {"steps": 2, "width": 16},
-    "pure_jax": {"steps": 2, "width": 16},
-    "maxtext_handle": {"steps": 2},
-    "lora_on_quantized": {"steps": 2, "width": 16},
-    "convert_and_serve": {"steps": 3, "width": 16},
-    "audit": {"targets": (), "width": 128},
-    "fsdp": {"steps": 2, "width": 16},
-}
+LEARNED = 0.05
+"""What every example's loss must come under; predicting the mean gives each a loss between .2 and 1.4."""
 
 
 def load(name: str) -> Any:
@@ -36,10 +28,11 @@ def load(name: str) -> Any:
     return module
 
 
-def test_every_example_is_here_and_short():
-    files = sorted(FOLDER.glob("*.py"))
-    assert [file.stem for file in files] == sorted(TINY)
-    assert [file.name for file in files if len(file.read_text().splitlines()) >= 80] == []
+FILES = sorted(FOLDER.glob("*.py"))
+
+
+def test_every_example_is_short():
+    assert [file.name for file in FILES if len(file.read_text().splitlines()) >= 80] == []
 
 
 SAID = {
@@ -48,23 +41,34 @@ SAID = {
     "lora_on_quantized": "the base is as it was: True",
     "linen_loop": "layers_1/wo",
     "pure_jax": "layers/down",
-    "audit": "layers_2",
 }
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name != "fsdp"])
-def test_it_runs(name: str, capsys: pytest.CaptureFixture[str]):
-    found = load(name).main(**TINY[name])
-    assert found.startswith("5 of 5 matmuls") if name == "audit" else math.isfinite(found)
+@pytest.mark.parametrize("name", [file.stem for file in FILES if file.stem not in ("audit", "fsdp")])
+def test_it_runs_as_shipped_and_learns(name: str, capsys: pytest.CaptureFixture[str]):
+    assert load(name).main() < LEARNED  # false of a loss that is not a number
     assert SAID.get(name, "") in capsys.readouterr().out
+
+
+@pytest.mark.aot
+def test_the_audit_runs_as_shipped(capsys: pytest.CaptureFixture[str]):
+    assert load("audit").main().startswith("5 of 5 matmuls")
+    out = capsys.readouterr().out
+    assert "layers_2" in out
+    assert "h200" in out
+
+
+def test_a_loss_that_is_not_finite_ends_an_example():
+    """Plain gradient descent at this rate diverges, the float run too."""
+    with pytest.raises(AssertionError, match="the loss is nan"):
+        load("pure_jax").main(learning_rate=0.05)
+    assert [file.stem for file in FILES if "    assert jnp.isfinite(" not in file.read_text()] == ["audit"]
 
 
 def test_fsdp_over_eight_devices_is_as_over_one():
     """In a process of its own: the number of devices is chosen before JAX starts."""
-    code = "import runpy, sys; runpy.run_path(sys.argv[1])['main'](steps=2, width=16)"
     environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    words = [sys.executable, "-c", code, str(FOLDER / "fsdp.py")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(FOLDER / "fsdp.py")], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    difference = float(done.stdout.split("largest difference of a loss: ")[1])
-    assert difference < 1e-3
+    assert float(done.stdout.split("largest difference of a loss: ")[1]) < 1e-3
+    assert float(re.findall(r"losses .* to (.*);", done.stdout)[-1]) < LEARNED

@@ -15,12 +15,17 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxquant
-from jaxquant.trace import unregister_function
+from jaxquant.trace import registry, unregister_function
 from tests.trace.functions import CURRENT, shape
 
 PAGE = Path(__file__).parents[2] / "docs/guide/what.md"
 X, W, STACK = shape(8, 8), shape(8, 8), shape(4, 8, 8)
 MASK = np.ones((8, 8), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
 
 
 def own_dense(x, w):

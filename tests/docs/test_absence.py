@@ -1,0 +1,223 @@
+"""What README, docs and docstrings say is absent: each statement is listed here, and is held against the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxquant
+from jaxquant import formats
+from jaxquant.audit.health import HealthMonitor
+from jaxquant.config.quant_config import _NOT_HERE
+from jaxquant.config.recipes import RECIPES, REFUSED
+from jaxquant.kernels.quantize import api as quantize_kernel
+from jaxquant.ops.conv import conv_general_dilated
+from jaxquant.ops.ragged import ragged_dot
+from tests.docs.test_blocks import BLOCK, PAGES, ROOT
+
+X = jax.ShapeDtypeStruct((8, 8), "float32")
+
+
+def refused(*strings: str) -> None:
+    for string in strings or REFUSED:
+        with pytest.raises(NotImplementedError, match=f"'{string}' trains in NVFP4"):
+            jaxquant.QuantConfig(quantization=string)
+
+
+def no_chip() -> None:
+    """``scripts/bench.py`` writes NAME-DEVICE.json; audits have other names."""
+    timed = {path.stem for path in (ROOT / "benchmarks").glob("*.json") if not path.stem.startswith("audit-")}
+    assert {name for name in timed if not name.endswith("-cpu")} == set()
+
+
+def no_kernel_of_tiles() -> None:
+    x = jax.ShapeDtypeStruct((256, 256), "float32")
+    for counts in ((256, 8), (256, 2), (2, 2)):
+        why = quantize_kernel.refusal(
+            x, jax.ShapeDtypeStruct(counts, "float32"), dtype="float8_e4m3fn", compute_dtype="float32"
+        )
+        assert "has one scale, one a row or one a column" in why
+
+
+def no_explicit_ragged() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    rows = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, PartitionSpec("x")))
+    recipe, image = RECIPES["fp8_current"].recipe, rows[None, :, :, None]
+    with jax.set_mesh(mesh):
+        with pytest.raises(NotImplementedError, match="explicit mesh"):
+            ragged_dot(rows, jnp.ones((1, 8, 8)), jnp.array([4]), recipe=recipe)
+        with pytest.raises(NotImplementedError, match="explicit mesh"):
+            conv_general_dilated(image, jnp.ones((1, 1, 1, 1)), (1, 1), "SAME", recipe=recipe)
+
+
+def no_calibrating_methods() -> None:
+    names = [path.stem for path in (ROOT / "jaxquant").rglob("*.py")] + list(jaxquant.__all__)
+    assert [name for name in names if re.search("gptq|awq|smooth|odml", name, re.I)] == []
+
+
+def no_maxtext_fields() -> None:
+    assert {"use_manual_quantization", "te_comm_gemm_overlap"} <= _NOT_HERE.keys()
+    for name in _NOT_HERE:
+        config = types.SimpleNamespace(quantization="fp8", **{name: True})
+        with pytest.raises(NotImplementedError, match=name):
+            jaxquant.QuantConfig.from_any(config)
+
+
+def no_trainer_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["packages"]["find"]["include"] == ["jaxquant", "jaxquant.*"]  # built by tests/scripts/test_wheel.py
+
+
+def no_nnx_health() -> None:
+    with pytest.raises(TypeError, match="HealthMonitor taps the layers of a Linen module"):
+        HealthMonitor(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {"quantization": "fp8"}, lambda params, x: x, X)
+
+
+def no_ops_of_libraries() -> None:
+    conv = nn.Conv(4, (3,))
+    x = jax.ShapeDtypeStruct((2, 8, 4), "float32")
+    for backend, title in (("aqt", "AQT"), ("qwix", "Qwix")):
+        config = {"quantization": "int8", "quant_backend": backend}
+        with pytest.raises(ValueError, match=f"{title} has no conv_general_dilated"):
+            jaxquant.maybe_quantize_model(conv, config, x)
+
+
+def no_four_bits_of_qwix_on_cpus() -> None:
+    model = jaxquant.maybe_quantize_model(nn.Dense(8), {"quantization": "int4", "quant_backend": "qwix"}, X)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        jax.jit(model.apply).lower(variables, X).compile()
+
+
+def no_conversion_of_mapped_kernels() -> None:
+    model = nn.WeightNorm(nn.Dense(8))
+    variables = model.init(jax.random.key(0), jnp.ones((8, 8)))
+    with pytest.raises(NotImplementedError, match="recipe: null"):
+        jaxquant.convert(variables, {"quantization": "int8w"}, X, model=model)
+
+
+def no_other_packed_matmul() -> None:
+    kernel = formats.pack_array(jnp.ones((32, 8)), "q4_0", axis=0)
+    with pytest.raises(ValueError, match="implementation 'pallas' of this matmul does not exist"):
+        formats.matmul(jnp.ones((8, 32)), kernel, implementation="pallas")
+
+
+def held(test: str) -> Callable[[], None]:
+    """Held by a test of its own, which is there."""
+    file, name = test.split("::")
+    return lambda: (f"def {name}(" in (ROOT / "tests" / file).read_text()) or pytest.fail(test)
+
+
+STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
+    ("README.md", "Not here: training in NVFP4, whose strings are refused by name", refused),
+    ("README.md", "No accelerator has run this code yet", no_chip),
+    ("README.md", "It has not run on a chip yet", no_chip),
+    ("README.md", "no kernel has their scales", no_kernel_of_tiles),
+    (
+        "README.md",
+        "compilers for H100, H200 and B200 refuse `fp4` and `mxfp4`",
+        held("docs/test_strings_compile.py::test_gpus_have_no_matmul_of_four_bits"),
+    ),
+    ("docs/index.md", "What it is not, yet ¶ Training in NVFP4 is not here", refused),
+    ("docs/index.md", "No accelerator has run this code", no_chip),
+    ("docs/from/te.md", "none has run on a chip", no_chip),
+    ("docs/from/te.md", "not implemented; `te_nvfp4` is an error", lambda: refused("te_nvfp4")),
+    (
+        "docs/from/qwix.md",
+        "What Qwix has and jaxquant has not: GPTQ, AWQ, SmoothQuant, ODML export",
+        no_calibrating_methods,
+    ),
+    ("docs/from/maxtext.md", "errors that name the field: not here", no_maxtext_fields),
+    ("docs/guide/audit.md", "nothing here was measured on a chip", no_chip),
+    ("docs/guide/audit.md", "in a checkout and not in the wheel", no_trainer_in_the_wheel),
+    ("docs/guide/choosing.md", "Nothing here has been timed on an accelerator", no_chip),
+    ("docs/guide/choosing.md", "no kernel has been timed on a chip", no_chip),
+    ("docs/guide/choosing.md", "no kernel has their scales", no_kernel_of_tiles),
+    (
+        "docs/guide/choosing.md",
+        "compilers of jaxlib 0.10.2 and 0.12 for H100, H200 and B200 refuse matmuls of e2m1",
+        held("docs/test_strings_compile.py::test_gpus_have_no_matmul_of_four_bits"),
+    ),
+    ("docs/guide/choosing.md", "contractions that it has no op for (convolutions on both", no_ops_of_libraries),
+    ("docs/guide/choosing.md", "XLA's CPU compiler refuses the 4-bit matmuls of Qwix", no_four_bits_of_qwix_on_cpus),
+    ("docs/guide/choosing.md", "train in NVFP4, which is not implemented", refused),
+    ("docs/guide/health.md", "the layers of Linen models alone; an NNX module is a TypeError", no_nnx_health),
+    ("docs/guide/meshes.md", "(ragged matmuls and convolutions not there)", no_explicit_ragged),
+    ("docs/guide/meshes.md", "Several hosts, and accelerators, have not been tried", no_chip),
+    ("docs/guide/serving.md", "under `WeightNorm` is not converted", no_conversion_of_mapped_kernels),
+    (
+        "docs/guide/what.md",
+        "What cannot be reached",
+        held("docs/test_out_of_reach.py::test_every_line_of_the_tables_is_run"),
+    ),
+    (
+        "docs/start/pure.md",
+        "What cannot be reached",
+        held("docs/test_out_of_reach.py::test_every_line_of_the_tables_is_run"),
+    ),
+    ("jaxquant/formats/packed_matmul.py", "there is no other yet", no_other_packed_matmul),
+    ("jaxquant/config/recipes.py", "known but not implemented", refused),
+    (
+        "jaxquant/config/quant_config.py",
+        "a field of MaxText's that asks for what is not implemented",
+        no_maxtext_fields,
+    ),
+]
+"""Page, words, and the check that fails when they stop being true."""
+
+ABSENT = re.compile(
+    r"(?<!that is )(?<!that are )\bnot here\b|\bnot implemented\b|\bno kernel\b|\bNo accelerator\b"
+    r"|\b(?:none|not|nothing)\b[^.;:|¶]*\b(?:yet|on a chip|accelerator)\b|\bha(?:s|ve) not (?:run|been)\b"
+    r"|\bjaxquant has (?:not|none|no)\b|\bis not converted\b|\bnot there\b|\b[Cc]annot be reached\b"
+    r"|\bcompilers?\b[^.;|¶]*\brefuses?\b|\bmodels alone\b|\bnot in the wheel\b|\bit has no op\b|\bonly on\b"
+)
+"""Words by which a statement says that something is absent."""
+
+
+def text_of(path: Path) -> str:
+    """Return a page without its code, or the docstrings of a module, on one line."""
+    if path.suffix == ".md":
+        return " ".join(BLOCK.sub("", path.read_text()).replace("\n\n", " ¶ ").split())
+    tree = ast.parse(path.read_text())
+    strings = [
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    return " ".join(" ".join(text.split()) for text in strings if isinstance(text, str))
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "check"), STATEMENTS, ids=[f"{page}: {words}" for page, words, _ in STATEMENTS]
+)
+def test_it_is_still_true(page: str, words: str, check: Callable[[], None]):
+    assert words in text_of(ROOT / page), "the page does not say so any more; take the line out of the list"
+    check()
+
+
+def test_every_statement_of_absence_is_listed():
+    sources = [*PAGES, *(ROOT / "jaxquant").rglob("*.py")]
+    missing = []
+    for path in sources:
+        text, page = text_of(path), path.relative_to(ROOT).as_posix()
+        listed = [span for name, words, _ in STATEMENTS if name == page for span in _places(text, words)]
+        narrow = ABSENT if path.suffix == ".md" else re.compile(r"\bnot implemented\b|\bno other yet\b")
+        for found in narrow.finditer(text):
+            if not any(start < found.end() and found.start() < end for start, end in listed):
+                missing.append((page, text[max(found.start() - 60, 0) : found.end() + 60]))
+    assert missing == [], "list it, with a check that fails when it stops being true"
+
+
+def _places(text: str, words: str) -> list[tuple[int, int]]:
+    return [found.span() for found in re.finditer(re.escape(words), text)]

@@ -1,0 +1,73 @@
+"""README's table of strings by chip, held against the chips' compilers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import pytest
+from flax import linen as nn
+
+import jaxquant
+from tests.docs.test_blocks import ROOT
+
+CHIPS = {"H100": "h100", "H200": "h200", "B200": "b200", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "v7x"}
+
+
+def table() -> list[Any]:
+    """Return (target, strings) of each chip of the table that has a compiler here."""
+    rows = (ROOT / "README.md").read_text().partition("## Which string")[2].partition("\n\n`fp8`")[0].splitlines()
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.startswith("| ")]
+    return [
+        pytest.param(target, sorted(set(re.findall(r"`(\w+)`", " ".join(row[2:])))), id=target)
+        for row in cells
+        for name, target in CHIPS.items()
+        if name in row[0]
+    ]
+
+
+class Layers(nn.Module):
+    """A layer of each string, by its name."""
+
+    strings: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        return sum(
+            (nn.Dense(256, name=string, dtype="bfloat16")(x).astype("float32") ** 2).sum() for string in self.strings
+        )
+
+
+def audit(strings: list[str], target: str) -> Any:
+    """Audit one training step with a layer of each string."""
+    x = jax.ShapeDtypeStruct((256, 256), "bfloat16")
+    rules = [{"path": string, "recipe": string} for string in strings]
+    model = jaxquant.maybe_quantize_model(Layers(tuple(strings)), {"rules": rules, "quant_backend": "native"}, x)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    return jaxquant.audit(jax.grad(model.apply), variables, x, target=target)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "strings"), table())
+def test_the_strings_of_a_chip_compile_for_it(target: str, strings: list[str]):
+    found = audit(strings, target)
+    assert found.outcome.fell_back == []
+    assert found.counts
+
+
+def test_the_table_names_every_chip_that_has_a_compiler():
+    assert [param.id for param in table()] == list(CHIPS.values())
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_gpus_have_no_matmul_of_four_bits(target: str):
+    for string in ("fp4", "mxfp4"):
+        with pytest.raises(RuntimeError, match="JaxRuntimeError: INTERNAL: GEMM is not supported"):
+            audit([string], target)
+    widened = audit(["int4"], target).outcome.fell_back
+    assert widened
+    assert all(each.endswith(": s32") for each in widened)
