@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
+from jaxquant import terminal
 from train.bench import measure_losses, measure_steps
 from train.benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from train.benchmarks.formats import measure_formats, measure_transfer
@@ -70,11 +70,11 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path
     machine = f"{where['device']}, {where['cpus']} CPUs, {where['platform']}, Python {where['python']}, {versions}"
     lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.", ""]
     lines += [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)]
-    text.write_text("\n".join(lines) + "\n")
+    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if not {"library", "recipe", "speedup"} <= rows[0].keys():
         return [data, text]
     plot = folder / f"{stem}.svg"
-    plot.write_text(speedups(f"{name}, {where['device']}: speed over bf16", rows))
+    plot.write_text(speedups(f"{name}, {where['device']}: speed over bf16", rows), encoding="utf-8")
     return [data, text, plot]
 
 
@@ -88,7 +88,7 @@ def _show(rows: Sequence[Row]) -> None:
         table.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    terminal.show(table)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -142,6 +142,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; 0 on success, 1 when a kernel is wrong, 2 when what was asked cannot be measured."""
     words = _parse(arguments)
+    terminal.accept_all_characters()
     name = words.command
     try:
         if name == "gemm-set":

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from jaxquant import terminal
 from train.report import comparison_rows, notes, render
 from train.runs import load_runs
 
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart-int8-aqt")
     parser.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
     words = parser.parse_args(arguments)
+    terminal.accept_all_characters()
     try:
         runs = load_runs(words.runs)
         rows = comparison_rows(runs)
@@ -34,13 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_column(name, justify="right" if index > 2 else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    console.print(table)
+    terminal.show(table)
     for note in notes(runs):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Report: {words.out}", markup=False, highlight=False, soft_wrap=True)
+        print(note)
+    print(f"Report: {words.out}")
     return 0
 
 

@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxquant import terminal
 from jaxquant.config.loader import parse_overrides
-from train import terminal
 from train.conversion import CALIBRATION_BATCHES, convert_run
 from train.memory import peak_resident_bytes, return_large_blocks
+from train.processes import check_devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return_large_blocks()
     terminal.accept_all_characters()
     try:
+        check_devices()
         changes = parse_overrides(words.changes)
         if words.quantization is not None:
             changes["quantization"] = words.quantization

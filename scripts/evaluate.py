@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from train import terminal
+from jaxquant import terminal
 from train.evaluation import contenders, evaluate
+from train.processes import check_devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = parser.parse_args(arguments)
     terminal.accept_all_characters()
     try:
+        check_devices()
         if words.batches is not None and words.batches < 1:
             raise ValueError(f"--batches {words.batches} must be at least 1")
         rows = evaluate(contenders(words.run, words.converted), batches=words.batches)
@@ -43,10 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 1000  # a table is as wide as its cells
-    console.print(table)
+    terminal.show(table)
     return 0
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxquant import terminal
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
@@ -277,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="held-out sequences (default: %(default)s)")
     parser.add_argument("--out", default="benchmarks/exchange.md", help="(default: %(default)s)")
     words = parser.parse_args(arguments)
+    terminal.accept_all_characters()
     loaded = [name for name in FORMATS if name.startswith(("hf", "ct_", "gguf_"))]
     rows = []
     try:
@@ -297,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _config(run: str) -> TrainConfig:
-    from jaxquant.config.loader import build, load_yaml
+    from jaxquant.config.loader import load_yaml
+    from jaxquant.core.typed import build
 
     return build(TrainConfig, load_yaml(Path(run) / "config.yml"))
 
@@ -325,7 +328,7 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int) -> None:
     names = list(rows[0])
     lines += [f"| {' | '.join(names)} |", "| " + " | ".join("---" for _ in names) + " |"]
     lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 
+from jaxquant import terminal
 from jaxquant.export import FORMATS, SHARD_BYTES
-from train import terminal, transfer_report
+from train import transfer_report
 from train.exporting import CALIBRATION_BATCHES, export_run
 from train.memory import peak_resident_bytes, return_large_blocks
+from train.processes import check_devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return_large_blocks()
     terminal.accept_all_characters()
     try:
+        check_devices()
         for name in ("shard_mb", "calibration_batches"):
             if getattr(words, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(words, name)} must be at least 1")

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 
+from jaxquant import terminal
 from jaxquant.config.loader import parse_overrides
-from train import terminal, transfer_report
+from train import transfer_report
 from train.importing import import_to_run, import_to_serve
 from train.memory import peak_resident_bytes, return_large_blocks
+from train.processes import check_devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--serve",
         action="store_true",
-        help="write a converted checkpoint for scripts/serve.py; fp8 blocks and GGML's formats keep their bytes",
+        help="write a converted checkpoint for scripts/serve.py; layers keep their elements and scales if they can",
     )
     parser.add_argument("changes", nargs="*", metavar="key=value", help="fields of the config, as of a training run")
     words = parser.parse_intermixed_args(arguments)
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return_large_blocks()
     terminal.accept_all_characters()
     try:
+        check_devices()
         changes, run = parse_overrides(words.changes), import_to_serve if words.serve else import_to_run
         with transfer_report.progress("importing") as progress:
             made = run(

@@ -55,16 +55,15 @@ print(hashlib.sha256(json.dumps(parts).encode()).hexdigest())' "$pins")"
     "$base" -m pip --python "$venv/bin/python" install --quiet --constraint "$pins" pip setuptools ||
       fail "installing pip and setuptools in $venv failed; the lines above say why"
     # PYTHONWARNINGS: setuptools warns that an editable install looks into this folder, which is what it is for.
-    # compat: a plain path entry; the default import hook loses to a folder named jaxquant beside a user's script.
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
-      --config-settings editable_mode=compat --editable "$root[aqt,qwix,train,parquet,docs,dev]" ||
+      --editable "$root[train,parquet,docs,dev]" ||
       fail "the pinned install failed; the lines above say why"
     echo "$wanted" >"$stamp"
   fi
   if [[ "$with" == audit && "$(cat "$stamp-audit" 2>/dev/null)" != "$wanted" ]]; then
     echo "Installing the compilers of absent chips in ${venv#"$root"/} ..."
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint "$pins" --no-build-isolation \
-      --config-settings editable_mode=compat --editable "$root[audit-gpu,audit-tpu]" ||
+      --editable "$root[audit-gpu,audit-tpu]" ||
       fail "installing the extras audit-gpu and audit-tpu failed; the lines above say why"
     echo "$wanted" >"$stamp-audit"
   fi

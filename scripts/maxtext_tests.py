@@ -10,10 +10,13 @@ google-cloud-storage, cloud-tpu-diagnostics, ml-goodput-measurement, tensorboard
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import sys
 import types
+
+from jaxquant import terminal
 
 NAMES = (
     "configure_kv_quant",
@@ -79,7 +82,11 @@ def shim() -> None:
 
 def main() -> int:
     """Read the YAMLs, then run the tests."""
-    checkout = pathlib.Path(sys.argv[1]).resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=pathlib.Path, help="of MaxText")
+    given, others = parser.parse_known_args()
+    terminal.accept_all_characters()
+    checkout = given.checkout.resolve()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path[:0] = [str(checkout / "src"), str(checkout)]
     refused = read_yamls(checkout)
@@ -92,7 +99,7 @@ def main() -> int:
         shim()
     # Its conftest skips by chip; the tests run on CPUs too.
     options = f"--noconftest -c {os.devnull} --rootdir {checkout} -p no:cacheprovider -q -rA --tb=line".split()
-    return pytest.main([*options, *sys.argv[2:], TESTS]) or refused
+    return pytest.main([*options, *others, TESTS]) or refused
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from typing import Any
 
 from maxtext_tests import NAMES
 
+from jaxquant import terminal
+
 STRINGS = (
     "int8",
     "int4",
@@ -337,6 +339,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--json", type=pathlib.Path)
     asked = parser.parse_args()
+    terminal.accept_all_characters()
     checkout = asked.checkout.resolve()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path[:0] = [str(checkout / "src"), str(checkout)]
@@ -355,7 +358,7 @@ def main() -> int:
     text = table(results)
     print(text)
     if asked.out:
-        asked.out.write_text(text)
+        asked.out.write_text(text, encoding="utf-8")
     return 0
 
 

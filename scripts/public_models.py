@@ -27,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jaxquant import terminal
+
 RECIPES = ("float", "fp8", "int8", "fp8_current", "fp8_full")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = {
@@ -69,7 +71,7 @@ def python_of(environment: str, folder: pathlib.Path) -> str:
     python = at / "bin" / "python"
     if not python.exists():
         venv.create(at, with_pip=True)
-        base = [f"{ROOT}[aqt,qwix]", *PACKAGES[environment]]
+        base = [str(ROOT), *PACKAGES[environment]]
         subprocess.run([python, "-m", "pip", "install", "-q", *base], check=True)
     return str(python)
 
@@ -162,6 +164,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="file of rows; only those are run that it has not")
     parser.add_argument("--out", type=pathlib.Path, help="file of the tables")
     options = parser.parse_args()
+    terminal.accept_all_characters()
     folders = dict(each.split("=", 1) for each in options.checkouts)
     options.checkouts = [f"{name}={pathlib.Path(folder).resolve()}" for name, folder in folders.items()]
     rows = read(options.json)
@@ -183,7 +186,7 @@ def main() -> None:
     found = sorted(rows.values(), key=lambda row: order.index(row["model"]))
     text = f"{write_functions(found)}\n\n{write_faces(found)}\n"
     if options.out:
-        options.out.write_text(text)
+        options.out.write_text(text, encoding="utf-8")
     else:
         print(text)
 

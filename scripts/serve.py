@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train import terminal
+from jaxquant import terminal
 from train.generate import Completion, Prompt, Sampling
 from train.memory import return_large_blocks
+from train.processes import check_devices
 from train.serving import Served, open_served
 from train.tokenizer import TextStream
 
@@ -136,6 +137,7 @@ def _serve(words: argparse.Namespace) -> int:
     try:
         if words.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens {words.max_new_tokens} must be at least 1")
+        check_devices()
         sampling = Sampling(words.temperature, words.top_p, words.seed)
         texts, names = _texts(words)
         served = open_served(words.directory, _overrides(words))

@@ -48,6 +48,9 @@ LONGEST = (
 )
 """Files that take long, longest first: workers take whole files, in this order, so that they end together."""
 
+# xdist gives its workers the terminal's width; tables are to be as they are in a pipe, wherever the tests run.
+os.environ.pop("COLUMNS", None)
+
 # Tracing makes millions of objects and few cycles; at Python's thresholds a tenth of the time goes to looking for them.
 gc.set_threshold(200_000, 20, 100)
 

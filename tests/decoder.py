@@ -1,4 +1,4 @@
-"""A small decoder language model that knows nothing of jaxquant, and the distance of its quantized twin from it.
+"""A small decoder language model, and the distance of its quantized twin from it.
 
 Its shapes are those of the published measurements that the bands reproduce: no activation has a kernel's shape. Its
 initial values are MaxText's: kernels truncated normal with variance 1 / fan-in, the query divided by the square root of
@@ -16,6 +16,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from jaxquant.state import frozen
 
 LAYERS, EMBED, MLP, HEADS, HEAD_DIM, VOCAB = 2, 48, 96, 3, 16, 128
 BATCH, SEQUENCE = 3, 40
@@ -115,7 +117,8 @@ def _outputs(model: nn.Module) -> Any:
             logits = model.apply(variables | {"params": params}, batch, rngs={"quant": key})
             return jnp.mean(jnp.square(logits.astype(jnp.float32))), logits
 
-        (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+        with frozen():  # one gradient, after which nothing advances
+            (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
         return logits, _pooled(grads)
 
     return run

@@ -1,8 +1,8 @@
 """``python -m tests.attacks ATTACK``: attack what jaxquant reads and writes, and say what came of it, as JSON.
 
-``configs`` and ``manifests`` are mutated, ``flips`` changes single bits in the checkpoints of a small run, two
-``writers`` start on one folder, the ``disk`` of a run fills up (which needs the right to mount a file system). None of
-it is part of the test suite but a few of the first two; figures are in ``benchmarks/reliability.md``.
+``configs`` and ``manifests`` are mutated, ``flips`` changes single bits in every file of a small run and its exports,
+two ``writers`` start on one folder, the ``disk`` of a run fills up (which needs the right to mount a file system). None
+of it is part of the test suite but a few of the first two; figures are in ``benchmarks/reliability.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import resource
 import sys
 import tempfile
 
-COUNTS = {"configs": 50_000, "manifests": 5_000, "flips": 200, "writers": 20, "disk": 20}
+COUNTS = {"configs": 50_000, "manifests": 5_000, "flips": 300, "writers": 20, "disk": 20}
 STEPS = 16
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 import yaml
 
-from jaxquant.config.loader import build, load_yaml, parse_overrides
+from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.config.mixed_precision import load_mixed_precision
+from jaxquant.core.typed import build
 from jaxquant.serving import manifest as manifests
 from jaxquant.serving.checkpoint import load, save
 from tests.serving.test_hostile import mutate, sign

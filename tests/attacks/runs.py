@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -14,23 +15,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxquant.config.loader import build, load_yaml
+from jaxquant import serving
 from tests.train.conftest import read_losses
-from train.checkpoint import Checkpoints
+from train.__main__ import read_config
+from train.checkpoint import Checkpoints, check_config
 from train.config import TrainConfig
+from train.conversion import convert_run
+from train.exporting import export_run
+from train.importing import open_checkpoint
+from train.metrics import truncate_metrics
 from train.parameters import open_parameters
+from train.report import comparison_rows, notes, render
+from train.runs import load_runs
 from train.step import build as build_program
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/models/ci.yml"
 TOLD = r"error: run .* cannot be written \(.*\);.* goes on from (there|the start)"
-WORDS = ("quantization=fp8", "checkpoint_every=4", "log_every=1")
+WORDS = ("quantization=fp8", "checkpoint_every=4", "log_every=1", "health_every=8")
 
 
 def tell(text: str) -> None:
@@ -67,38 +77,127 @@ def whole_run(steps: int) -> Iterator[Path]:
 
 
 def attack_flips(count: int, seed: int, run: Path) -> dict[str, Any]:
-    """Flip ``count`` single bits in the checkpoints of a run, one after the other, and read each as users do.
+    """Flip ``count`` single bits, one after the other, in the files of a run, of what it converts to, of two exports.
 
-    Half of the flips choose any file alike, half any bit alike. A flip is silent where what reads parameters for
-    serving, or what a resumed run restores, takes the damaged checkpoint without a word.
+    A third of the flips chooses config.yml, a third any file alike, a third any bit alike. Whatever reads the file runs
+    up to where it has all that its result depends on (``_READERS``). A flip is noticed where that is refused, or
+    something is told that is not told of the undamaged files; harmless where what was read is the same to the bit; and
+    else silent.
     """
-    rng, silent, files = random.Random(seed), [], {}
-    config = build(TrainConfig, load_yaml(run / "config.yml"))
-    abstract = build_program(config, 320).abstract_state
-    folders = sorted((run / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
-    newest = int(folders[-1].name)
+    rng, silent, files, came = random.Random(seed), [], Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        whole, copy = Path(folder) / "whole", Path(folder) / "copy"
+        shutil.copytree(run, whole / "run")
+        convert_run(run, whole / "converted", {"quantization": "int8"}, say=lambda text: None)
+        export_run(run, whole / "hf", "fp8_block", say=lambda text: None)
+        export_run(run, whole / "model.gguf", "gguf_q8_0", say=lambda text: None)
+        found = [path for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]
+        shutil.copytree(whole, copy)
+        expected = {name: [read(copy) for read in readers] for name, readers in _READERS.items()}
         for number in range(count):
-            copy = Path(folder) / "copy"
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(run, copy)
-            found = [p for p in sorted((copy / f"checkpoints/{newest}").rglob("*")) if p.is_file() and p.stat().st_size]
-            (path,) = rng.choices(found, [1 if number % 2 else p.stat().st_size for p in found])
+            weights = [path.stat().st_size if number % 3 == 2 else 1 for path in found]
+            (path,) = rng.choices(found, weights) if number % 3 else [whole / "run/config.yml"]
             bit = rng.randrange(8 * path.stat().st_size)
-            data = bytearray(path.read_bytes())
-            data[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(data)
-            what = f"{path.relative_to(copy)} bit {bit}"
-            files[path.name] = files.get(path.name, 0) + 1
-            said: list[str] = []
-            if open_parameters(copy, say=said.append).step == newest or not said:
-                silent.append(f"served: {what}")
-            said.clear()
-            with Checkpoints(copy, config, said.append) as checkpoints:
-                restored = checkpoints.restore(abstract, said.append)
-            if restored is None or int(restored[0].step) == newest or not said:
-                silent.append(f"resumed: {what}")
-    return {"flips": count, "silent": silent, "files": len(files)}
+            name = path.relative_to(whole)
+            for place, read in enumerate(_READERS[name.parts[0]]):
+                shutil.rmtree(copy)  # a reader may have moved a checkpoint away
+                shutil.copytree(whole, copy)
+                data = bytearray(path.read_bytes())
+                data[bit // 8] ^= 1 << bit % 8
+                (copy / name).write_bytes(data)
+                try:
+                    outcome, said = read(copy)
+                except (ValueError, TypeError, NotImplementedError, OSError):
+                    came["refused"] += 1
+                    continue
+                was, was_said = expected[name.parts[0]][place]
+                kind = "told" if said != was_said else "harmless" if outcome == was else "silent"
+                came[kind] += 1
+                if kind == "silent":
+                    silent.append(f"{read.__name__}: {name} bit {bit}")
+            files[path.name] += 1
+            if number % 25 == 0:
+                tell(f"flip {number} of {count}: {dict(came)}")
+    return {"flips": count, "readings": dict(came), "silent": silent, "files": len(files)}
+
+
+def _digest(leaves: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def _served(folder: Path) -> tuple[Any, list[str]]:
+    """Read what evaluate, convert, export and serve read of a run."""
+    said: list[str] = []
+    stored = open_parameters(folder / "run", say=said.append)
+    leaves = stored.leaves
+    return (stored.step, stored.config, sorted(leaves), _digest(leaves[path].read() for path in sorted(leaves))), said
+
+
+def _resumed(folder: Path, config: TrainConfig | None = None) -> tuple[Any, list[str]]:
+    """Go on with a run as its own config.yml asks, or another config, up to the first step."""
+    run, said = folder / "run", list[str]()
+    config = config or read_config(str(run / "config.yml"), [f"run_dir={run}"])
+    check_config(run, config)
+    with Checkpoints(run, config, said.append) as checkpoints:
+        found = checkpoints.restore(_abstract(run), said.append)
+    assert found is not None
+    for name in ("metrics.jsonl", "health.jsonl"):
+        truncate_metrics(run / name, int(found[0].step), said.append)
+    lines = [(run / name).read_bytes() for name in ("metrics.jsonl", "health.jsonl")]
+    return (config, found[1], _digest(jax.tree.leaves(found[0])), lines), said
+
+
+def _resumed_by_another_file(folder: Path) -> tuple[Any, list[str]]:
+    words = [*WORDS, f"run_dir={folder / 'run'}"]
+    return _resumed(folder, read_config(str(ROOT / CONFIG), [*words, f"steps={_steps(folder / 'run')}"]))
+
+
+def _compared(folder: Path) -> tuple[Any, list[str]]:
+    """Read what compare reads: its table, its page and its notes, which are told."""
+    runs = load_runs([folder / "run"])
+    return (comparison_rows(runs), render(runs)), notes(runs)
+
+
+def _loaded(folder: Path) -> tuple[Any, list[str]]:
+    found = serving.load(folder / "converted")
+    return (found.config, found.extra, _digest(jax.tree.leaves(found.params))), []
+
+
+def _imported_folder(folder: Path) -> tuple[Any, list[str]]:
+    source, _ = open_checkpoint(folder / "hf")
+    return (source.shape, source.vocabulary, _digest(source.read(name) for name in source.shape.tensors())), []
+
+
+def _imported_file(folder: Path) -> tuple[Any, list[str]]:
+    source, _ = open_checkpoint(folder / "model.gguf")
+    return (source.shape, _digest(source.read(name) for name in source.shape.tensors())), []
+
+
+_READERS: dict[str, list[Callable[[Path], tuple[Any, list[str]]]]] = {
+    "run": [_served, _resumed, _resumed_by_another_file, _compared],
+    "converted": [_loaded],
+    "hf": [_imported_folder],
+    "model.gguf": [_imported_file],
+    "model.gguf.sha256": [_imported_file],
+}
+"""What reads a folder or file, and returns what its result depends on and what it tells."""
+
+
+def _steps(run: Path) -> int:
+    return max(int(path.name) for path in (run / "checkpoints").iterdir())
+
+
+@functools.cache
+def _program(config: TrainConfig) -> Any:
+    return build_program(config, 320).abstract_state
+
+
+def _abstract(run: Path) -> Any:
+    """Return the state that a run restores; a flip that changes a shape is refused before."""
+    return _program(open_parameters(run, say=lambda text: None).config)
 
 
 def attack_writers(count: int, seed: int, whole: Path, steps: int) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_the_root_mean_square_does_not_overflow():
         ({"free_size": 8}, "a free_size belongs to per_block"),
         (
             {"scale_dtype": "bfloat16"},
-            "scale_dtype must be one of float32, float8_e8m0fnu, float8_e4m3fn, got 'bfloat16'",
+            "scale_dtype must be one of 'float32', 'float8_e8m0fnu', 'float8_e4m3fn', got 'bfloat16'",
         ),
         (
             {"scale_dtype": "float8_e8m0fnu"},

@@ -107,7 +107,7 @@ def test_one_use_marks_one_bin_and_one_place():
         marked = np.asarray(new["amax_bins"][0]).nonzero()[0]
         assert list(marked) == [int(delayed.bin_of(jnp.float32(amax))) if math.isfinite(amax) else 2040]
         scale = int(np.float32(new["scale"][0]).view(np.int32)).bit_count()
-        assert np.count_nonzero(new["amax_bins"][1:]) == bits + scale
+        assert np.count_nonzero(new["amax_bins"][1:]) == bits + scale + 1  # the use itself
 
 
 def combined(amaxes, weights):

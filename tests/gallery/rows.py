@@ -1,0 +1,199 @@
+"""The gallery: every string on every backend, in Linen, NNX and a plain function: two steps, converted, served.
+
+A row is what came out, as digests of bits (losses, gradients, quant state, converted leaves, served output), and the
+losses as numbers for machines on which the bits differ. Only the public face of jaxquant is called, so that a row can
+be computed at another commit too (``python -m tests.gallery --against COMMIT``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxquant
+from jaxquant import state
+from tests.gallery import models
+
+FACES = ("linen", "nnx", "function")
+STEPS, RATE = 2, 2.0**-6
+Row = dict[str, Any]
+DIGESTS = Path(__file__).with_name("digests.json")
+_FILE = str(Path(__file__).parents[2] / "configs/intmp/dense_llm_weight_only_scale.json")
+
+
+def schemes() -> Iterator[tuple[str, str]]:
+    """Yield every (string, backend), one string for those that share a row of the table."""
+    seen: set[int] = set()
+    for string, row in jaxquant.RECIPES.items():
+        if string and id(row) not in seen:
+            seen.add(id(row))
+            yield from ((string, backend) for backend in row.backends)
+
+
+def names() -> list[str]:
+    """Return the name of every row: string, backend, face."""
+    return [f"{string} {backend} {face}" for string, backend in schemes() for face in FACES]
+
+
+def environment() -> str:
+    """Return what bits depend on beside the program: jax's version, and the processor's vector instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    vector = "+".join(sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx", "sve", "asimd"))))
+    return f"jax {jax.__version__} {platform.machine()} {hashlib.sha256(vector.encode()).hexdigest()[:8]}"
+
+
+def row(name: str) -> Row:
+    """Compute a row."""
+    string, backend, face = name.split()
+    config = {"quantization": string, "quant_backend": backend}
+    if string == "intmp":
+        config["quant_cfg_path"] = _FILE
+    return _RUN[face](config)
+
+
+def attempt(name: str) -> Row:
+    """Compute a row; a refusal (a backend that lacks an op) is its text."""
+    try:
+        return row(name)
+    except (NotImplementedError, ValueError) as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+
+
+def committed() -> dict[str, Row] | None:
+    """Return the rows that are committed for this environment, None where there are none."""
+    return every_environment().get(environment())
+
+
+def every_environment() -> dict[str, dict[str, Row]]:
+    """Return the committed rows by environment."""
+    return json.loads(DIGESTS.read_text())
+
+
+def write(found: dict[str, Row]) -> None:
+    """Write rows as those of this environment."""
+    known = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
+    known[environment()] = {**known.get(environment(), {}), **found}
+    DIGESTS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+
+
+def _linen(config: Any) -> Row:
+    model = jaxquant.maybe_quantize_model(models.Linen(), config, X)
+    shapes, quant = state.split(jax.eval_shape(model.init, KEYS, X))
+    params, quant = filled(shapes), _unseen(quant)
+
+    def apply(params: Any, quant: Any, key: Any) -> jax.Array:
+        return model.apply(state.merge(params, quant), X, rngs={"quant": key})
+
+    found, params, quant = _train(apply, params, quant)
+    key = jax.random.key(9)
+    trained = jax.jit(apply)(params, quant, key)
+    converted = jaxquant.convert(state.merge(params, quant), config, X, model=models.Linen())
+    serving = jaxquant.maybe_quantize_model(models.Linen(), {**config, "checkpoint_is_quantized": True}, X)
+    served = jax.jit(lambda v: serving.apply(v, X, rngs={"quant": key}))(converted)
+    return found | _served(converted["params"], served, trained)
+
+
+def _nnx(config: Any) -> Row:
+    plain = models.Nnx(nnx.Rngs(0))
+    model = jaxquant.maybe_quantize_model(plain, config, X)
+    nnx.update(model, filled(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    graph, params, quant, rest = nnx.split(model, nnx.Param, state.QuantState, ...)
+
+    def apply(params: Any, quant: Any, _: Any) -> jax.Array:
+        with state.by_hand():
+            return nnx.merge(graph, params, quant, rest)(X)
+
+    found, params, quant = _train(apply, params, quant)
+    trained = jax.jit(apply)(params, quant, None)
+    nnx.update(model, params, quant)
+    converted = jaxquant.convert(model, config, X)
+    served = nnx.jit(lambda model: model(X))(converted)
+    return found | _served(jaxquant.serving.nnx_params(converted), served, trained)
+
+
+def _function(config: Any) -> Row:
+    fn = jaxquant.quantize(models.function, config)
+    params = filled(models.function_params())
+    quant = fn.init(params, X)
+
+    def apply(params: Any, quant: Any, key: Any) -> jax.Array:
+        return fn(params, quant, X, key=key)
+
+    found, params, quant = _train(apply, params, quant)
+    key = jax.random.key(9)
+    trained = jax.jit(apply)(params, quant, key)
+    converted = fn.convert(params, quant, X)
+    return found | _served(converted, jax.jit(apply)(converted, {}, key), trained)
+
+
+_RUN: dict[str, Callable[[Any], Row]] = {"linen": _linen, "nnx": _nnx, "function": _function}
+X = jax.random.normal(jax.random.key(0), (models.ROWS, models.LENGTH, models.D), models.LOW)
+KEYS = {"params": jax.random.key(1), "quant": jax.random.key(2)}
+
+
+def _train(apply: Any, params: Any, quant: Any) -> tuple[Row, Any, Any]:
+    """Take steps of gradient descent; return the row so far, parameters and quant state."""
+
+    @jax.jit
+    def step(params: Any, quant: Any, key: jax.Array) -> Any:
+        def loss(params: Any, quant: Any) -> jax.Array:
+            return jnp.mean(jnp.square(apply(params, quant, key).astype(jnp.float32) - 1))
+
+        value, (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, quant)
+        old, seen = (nnx.to_pure_dict(t) if isinstance(t, nnx.State) else t for t in (quant, seen))
+        new = state.update(old, seen) if old else old
+        if isinstance(quant, nnx.State):
+            nnx.replace_by_pure_dict(quant, new)
+            new = quant
+        return value, grads, jax.tree.map(lambda p, g: p - RATE * g, params, grads), new
+
+    losses, gradients = [], []
+    for i in range(STEPS):
+        value, grads, params, quant = step(params, quant, jax.random.key(i))
+        losses.append(float(value))
+        gradients.append(digest(grads))
+    return {"losses": losses, "gradients": gradients, "state": digest(quant)}, params, quant
+
+
+def _served(converted: Any, served: jax.Array, trained: jax.Array) -> Row:
+    same = bool(np.array_equal(np.asarray(served, np.float32), np.asarray(trained, np.float32)))
+    return {"converted": digest(converted), "served": digest(served), "served as trained": same}
+
+
+def filled(shapes: Any) -> Any:
+    """Make parameters of these shapes: normal numbers, each leaf its own, the same on every machine."""
+    leaves, tree = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(0)
+    made = [jnp.asarray(rng.normal(size=leaf.shape) / np.sqrt(models.D), leaf.dtype) for leaf in leaves]
+    return jax.tree.unflatten(tree, made)
+
+
+def _unseen(quant: Any) -> Any:
+    """Make quant state that has seen nothing, as ``init`` does: without compiling that."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.full(leaf.shape, path[-1].key.endswith("_scale"), leaf.dtype), quant
+    )
+
+
+def digest(tree: Any) -> str:
+    """Return sixteen hexadecimal digits of the SHA-256 of the paths, dtypes, shapes and bits of a tree's arrays."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        array = np.asarray(leaf)
+        spelled = "/".join(str(getattr(part, "key", getattr(part, "name", part))) for part in path)
+        found.update(f"{spelled} {array.dtype.name} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:16]

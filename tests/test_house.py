@@ -1,0 +1,60 @@
+"""The rules of the house that a machine can check: the budget of every room, and where some things are known."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SLACK = 60
+"""Lines by which a budget may be above what is there; a room that shrinks more lowers its budget."""
+READ_EQUATIONS = {
+    "audit/cost.py",
+    "audit/dataflow.py",
+    "backends/_weights.py",
+    "inject/linen.py",
+    "ops/conv.py",
+    "trace/analysis.py",
+    "trace/plan.py",
+    "trace/readings.py",
+    "trace/rewrite.py",
+    "trace/routes.py",
+}
+"""Files that go over the equations of a jaxpr. None may be added; one that no longer does leaves the list."""
+KNOW_LAYERS = {
+    "aot/yardstick.py",
+    "audit/health.py",
+    "backends/_linen.py",
+    "inject/layers.py",
+    "inject/nnx_converted.py",
+    "inject/nnx_held.py",
+    "inject/nnx_layers.py",
+}
+"""Files that know layer classes of Flax; as above."""
+
+
+def files_with(pattern: str) -> set[str]:
+    package = ROOT / "jaxquant"
+    found = (path for path in package.rglob("*.py") if re.search(pattern, path.read_text()))
+    return {path.relative_to(package).as_posix() for path in found}
+
+
+def test_no_room_is_above_its_budget():
+    spec = importlib.util.spec_from_file_location("lines", ROOT / "scripts/lines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    lines = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lines)
+    rooms, budgets = lines.count(), lines.budgets()
+    assert set(rooms) == set(budgets)
+    wrong = {room: (n, budgets[room]) for room, n in rooms.items() if not n <= budgets[room] <= n + SLACK}
+    assert not wrong, f"lines and budget in pyproject.toml: {wrong}"
+
+
+def test_no_more_files_go_over_equations():
+    assert files_with(r"\.eqns\b") == READ_EQUATIONS
+
+
+def test_no_more_files_know_layer_classes():
+    assert files_with(r"\b(nn|nnx)\.(Dense|DenseGeneral|Linear|LinearGeneral|Einsum|Conv|Embed)\b") == KNOW_LAYERS
