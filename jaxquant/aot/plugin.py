@@ -18,7 +18,7 @@ def find_trainer() -> None:
     """Insert the folder of the trainer beside this package first in the path, before another module named ``train``.
 
     Raises:
-      ModuleNotFoundError: there is none, this is not a checkout.
+      ModuleNotFoundError: the package was installed without a checkout, which alone has the trainer.
     """
     if not (_ROOT / "train" / "audit.py").is_file():
         raise ModuleNotFoundError(

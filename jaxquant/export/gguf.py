@@ -213,7 +213,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
         raise NotImplementedError(f"{file.path} has scaled rotary embedding, which the decoder has not")
 
     asked = {"llama.rope.scaling.type", "llama.vocab_size", "llama.tensor_data_layout"}
-    if "llama.rope.scaling.type" in found:  # none: whatever else is said of it
+    if "llama.rope.scaling.type" in found:  # its value is "none", so the other keys change nothing
         asked |= {key for key in found if key.startswith("llama.rope.scaling.")}
 
     def number(key: str, default: Any = None) -> Any:
