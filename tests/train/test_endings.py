@@ -66,14 +66,14 @@ def test_what_nobody_hears_is_no_error(tmp_path: Path, tiny: TrainConfig, monkey
 
 
 def test_a_hang_up_is_heard_once_and_not_under_nohup():
-    before = signal.getsignal(signal.SIGHUP)
-    with StopRequest() as stop:
-        for _ in range(2):  # a shell and a terminal both send one
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.signal == "SIGHUP"
-    assert signal.getsignal(signal.SIGHUP) == before
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
+        with StopRequest() as stop:
+            for _ in range(2):  # a shell and a terminal both send one
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert stop.signal == "SIGHUP"
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.signal is None
