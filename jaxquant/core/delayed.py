@@ -187,7 +187,8 @@ def _scale(
     scale = past * factor
     is_small = scale < floor
     scale = jax.lax.select(is_small, is_small.astype(scale.dtype), scale)
-    scale = jax.lax.select((past > 0) & jnp.isfinite(past), scale, old.reshape(()))
+    is_sound = jnp.isfinite(past / past)  # neither 0 nor infinite nor NaN
+    scale = jax.lax.select(is_sound, scale, old.reshape(()))
     if bins is not None:
         scale = jax.lax.select(bins[_USE_CELL] < 0, jnp.float32(jnp.nan), scale)
     return scale.reshape(old.shape)

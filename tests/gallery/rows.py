@@ -65,11 +65,13 @@ def row(name: str) -> Row:
 
 
 def attempt(name: str) -> Row:
-    """Compute a row; a refusal (a backend that lacks an op) is its text."""
+    """Compute a row; a refusal (a backend that lacks an op) is its text, what XLA cannot compile here is a kind."""
     try:
         return row(name)
     except (NotImplementedError, ValueError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
+    except jax.errors.JaxRuntimeError as error:  # 4-bit integers on CPUs
+        return {"refused": f"{type(error).__name__}: {'custom element sizes' in str(error) or error}"}
 
 
 def committed() -> dict[str, Row] | None:

@@ -13,6 +13,7 @@ import pytest
 
 import jaxquant
 from jaxquant.core.qtensor import QTensor
+from tests.numerics import FLOAT32_EPS
 from tests.trace.functions import CURRENT, FP8, float8_dots, normal, shape
 
 SQUARE = shape(8, 8)
@@ -309,4 +310,4 @@ def test_a_gradient_of_a_vmap_of_a_program(program):
     q = jaxquant.quantize(lambda params, x: program(params["w"], x), CURRENT)
     found = jax.grad(lambda params: jax.vmap(lambda x: q(params, {}, x))(xs).sum())(params)
     single = jax.grad(lambda params: q(params, {}, xs[0]))(params)
-    np.testing.assert_array_equal(found["w"], 3 * single["w"])
+    np.testing.assert_allclose(found["w"], 3 * single["w"], rtol=4 * FLOAT32_EPS)  # a sum of three, in another order
