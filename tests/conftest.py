@@ -20,6 +20,7 @@ LONGEST = (
     "aot/test_compile.py",
     "train/test_mesh.py",
     "train/test_processes.py",
+    "test_gallery.py",
     "ops/test_sharding.py",
     "train/test_conversion.py",
     "inject/test_linen.py",

