@@ -75,7 +75,9 @@ def argument(value: Value) -> Value | None:
 
 
 def carried_argument(value: Value) -> Value | None:
-    """Find the argument that a loop's carry of its shape begins with: a parameter, in a loop of training steps."""
+    """Find the argument of a value as ``argument``, and that of its shape with which a loop's carry begins."""
+    if (found := argument(value)) is not None:
+        return found
     value = _moved(value, through_casts=True)
     while value.operation == "scan_carry":
         shape, value = value.shape, _moved(value.inputs[0], through_casts=True)
