@@ -14,6 +14,7 @@ from jaxquant.audit.scales import Origin, origin
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
 
+_SLASH = re.compile(r"/(?![^()]*\))")  # outside parentheses
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)")
 _OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
 _NO_MODULE = frozenset({"rematted_computation", "checkpoint", "remat"})
@@ -115,41 +116,40 @@ def label_contractions(
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
     """Find the forward contraction of every backward one: of its path, else of its scopes, else of its operands.
 
-    Of several it is one that shares an operand with it, whose layer's other gradient comes from the same output
-    gradient, and that has no such gradient yet, in this order.
+    Of several it is one that shares an operand with it, in the same dtype, and that has no such gradient yet, in this
+    order.
     """
     by_scopes: dict[tuple[str, ...], list[LabeledContraction]] = {}
-    by_gradient: dict[Value, set[str]] = {}
     for each in forward:
         by_scopes.setdefault(each.scopes, []).append(each)
-    for each in backward:
-        for found in each.origins if each.path else ():
-            by_gradient.setdefault(found.source.known_as, set()).add(each.path)
-    taken: set[int] = set()
+    taken: set[LabeledContraction] = set()
     for each in backward:
         near = by_scopes.get(each.scopes, [])
-        paths = set[str]().union(*(by_gradient.get(found.source.known_as, ()) for found in each.origins))
         if each.path:
             choice = [other for other in forward if other.path == each.path]
-        elif not (choice := [other for other in (near if each.scopes else forward) if _fits(each, other)]):
+        elif not (choice := [other for other in (near if each.scopes else forward) if _distance(each, other) < 2]):
             choice = near if each.scopes and len({other.path for other in near}) == 1 else []
-        for better in (
-            [other for other in choice if _fits(each, other)],
-            [other for other in choice if other.path in paths],
-            [other for other in choice if each.site is not None or id(other) not in taken],
-        ):
-            choice = better or choice
         if choice:
-            each.forward = choice[0]
+            each.forward = min(choice, key=lambda other: (_distance(each, other), each.site is None and other in taken))
             if each.site is None:
-                taken.add(id(choice[0]))
+                taken.add(each.forward)
 
 
-def _fits(backward: LabeledContraction, forward: LabeledContraction) -> bool:
-    """Whether a backward contraction shares an operand with a forward one and is as large as the other one."""
+def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
+    """Return 0 where one can be a gradient of the other, and what they share has the same dtype; 1 where it has not.
+
+    Else 2: they share no operand, or the gradient is not as large as the other operand.
+    """
     operands = (forward.contraction.lhs, forward.contraction.rhs)
-    size = backward.contraction.out.size
-    return any(operands[1 - theirs].size == size for _, theirs in _same_source(backward, forward))
+    shared = _same_source(backward, forward)
+    return min(
+        (
+            int(backward.origins[mine].dtype != forward.origins[theirs].dtype)
+            for mine, theirs in shared
+            if operands[1 - theirs].size == backward.contraction.out.size
+        ),
+        default=2,
+    )
 
 
 def _known_path(path: str, each: LabeledContraction, known: Sequence[Name]) -> str:
@@ -166,7 +166,7 @@ def _open(contraction: Contraction) -> LabeledContraction:
     scopes: list[str] = []
     is_backward = is_recomputed = False
     label = ""
-    for part in (part for text in contraction.stack for part in _split(text)):
+    for part in (part for text in contraction.stack for part in _SLASH.split(text)):
         while match := _TRANSFORM.fullmatch(part):
             is_backward |= match[1] == "transpose"
             part = match[2]
@@ -186,18 +186,6 @@ def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
         while scopes[:size] == scopes[size : 2 * size]:
             scopes = scopes[size:]
     return scopes
-
-
-def _split(text: str) -> list[str]:
-    """Cut a name stack at the slashes outside parentheses."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "/" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
 
 
 def contains(whole: Sequence[str], part: Sequence[str]) -> bool:
@@ -243,16 +231,12 @@ def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> t
     """
     names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
     shared = _same_source(each, forward)
-    side = 1
-    if len(shared) == 1:
-        side = shared[0][0]
-    elif each.site is not None and each.site.side is not None:
-        side = each.site.side
+    side, operand = shared[0] if len(shared) == 1 else (1, None)
     if each.op_label:  # the op's own lhs and rhs are those of the executed forward matmul
         return names[0 if each.op_label == "drhs" else 1], side
-    if len(shared) == 1:
-        return names[shared[0][1]], side
-    if each.site is not None and each.site.side is not None:
-        return "dlhs", side
+    if operand is not None:
+        return names[operand], side
+    if each.site is not None:
+        return ("bwd", side) if each.site.side is None else ("dlhs", each.site.side)
     is_layer = forward.site is not None and forward.site.side is not None
-    return ("drhs" if is_layer and each.site is None else "bwd"), side  # without the weight it is of the activation
+    return ("drhs" if is_layer else "bwd"), side  # without the weight it is of the activation
