@@ -94,10 +94,8 @@ def label_contractions(
     reading = read(closed, names, [each.contraction for each in forward], known)
     for each in labeled:
         each.site = reading.site(each.contraction.context)
-        if each.site is not None:
-            each.path = _known_path(reading.path(each.site), each, known)
-        elif not each.is_backward:
-            each.path = _scope_path(each, known)
+        if each.site is not None or not each.is_backward:
+            each.path = _path(each, reading.path(each.site), known)
     for each in forward:
         each.swapped, each.forward = each.weight_side == 0, each
     _find_forward(forward, backward)
@@ -107,7 +105,7 @@ def label_contractions(
             each.matmul, residual = _backward_matmul(each, each.forward)
             each.swapped = residual == (1 if each.matmul == "drhs" else 0)
         else:
-            each.path = each.path or _scope_path(each, known)
+            each.path = each.path or _path(each, "", known)
             each.matmul = each.op_label or "bwd"
     _find_strays(labeled)
     return labeled, reading
@@ -152,14 +150,14 @@ def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
     )
 
 
-def _known_path(path: str, each: LabeledContraction, known: Sequence[Name]) -> str:
-    """Return the known layer that a parameter's path belongs to, or a scope around it does; else the path."""
+def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:
+    """Return the known layer that the path of a parameter or else a scope belongs to, else that path or the scopes."""
     if known == [("",)]:  # a model that is a layer itself
         return ""
-    for whole in (tuple(path.split("/")), each.modules):
+    for whole in (tuple(own.split("/")), each.modules):
         if matches := [layer for layer in known if contains(whole, layer)]:
             return "/".join(max(matches, key=len))
-    return path
+    return "/".join(itertools.dropwhile(_ROOT.fullmatch, each.modules)) if each.site is None else own
 
 
 def _open(contraction: Contraction) -> LabeledContraction:
@@ -191,14 +189,6 @@ def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
 def contains(whole: Sequence[str], part: Sequence[str]) -> bool:
     """Return whether the names of ``part`` stand one behind the other somewhere in ``whole``."""
     return any(tuple(whole[i : i + len(part)]) == tuple(part) for i in range(len(whole) - len(part) + 1))
-
-
-def _scope_path(each: LabeledContraction, known: Sequence[Name]) -> str:
-    """Return the path that the scopes around a contraction say: of a known layer, else of the module."""
-    modules = each.modules
-    if matches := [path for path in known if path == ("",) or contains(modules, path)]:
-        return "/".join(max(matches, key=len))
-    return "/".join(itertools.dropwhile(_ROOT.fullmatch, modules))
 
 
 def _find_strays(labeled: Sequence[LabeledContraction]) -> None:

@@ -47,8 +47,10 @@ class Reading:
         site = self.analysis.found.get(context)
         return site if site is not None and site.leaves else None
 
-    def path(self, site: Site) -> str:
-        """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it."""
+    def path(self, site: Site | None) -> str:
+        """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it; "" for none."""
+        if site is None:
+            return ""
         leaves = sorted({leaf.index for leaf in site.leaves} - self.is_state)
         size = -1 if site.side is None else math.prod(site.shapes[site.side])
         return self.analysis.weight_path(leaves, size * math.prod(length for _, length in site.stack))
