@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.audit.dataflow import Contraction
-from jaxquant.audit.scales import carried_argument, origin
+from jaxquant.audit.scales import argument, origin
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
@@ -121,7 +121,7 @@ class _Inputs:
         self._sure: set[int] = {i for i, name in enumerate(names) if any(_contains(name[1:-1], each) for each in known)}
         self._pairs: list[tuple[int, int]] = []
         for each in forward:
-            sources = [carried_argument(origin(operand).source) for operand in (each.lhs, each.rhs)]
+            sources = [argument(origin(operand).source) for operand in (each.lhs, each.rhs)]
             given = [value.position for value in sources if value is not None and value.operation == "argument"]
             given = [index for index in given if not _is_cache(names[index])]
             if sum(value is not None for value in sources) > len(given):  # beside an array of the function's own
