@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxquant.audit.dataflow import Value, graph
 from jaxquant.state import frozen
 
 _FUNCTION = re.compile(r"""\s*func\.func (?:public |private )?@("[^"]+"|[\w.$-]+)\(""")
@@ -66,36 +67,16 @@ def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, in
         return jax.tree.leaves(backward)
 
     with frozen():
-        jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
-    given = {id(var) for var in (*jaxpr.invars, *jaxpr.constvars)}
-    kept = {id(var): var.aval for var in (_origin(jaxpr, var) for var in jaxpr.outvars) if not _is_literal(var)}
+        closed = jax.make_jaxpr(residuals)(*args)
+    program = graph(closed, [()] * len(closed.jaxpr.invars))
     found: collections.Counter[str] = collections.Counter()
-    for key, aval in kept.items():
-        if key not in given:
+    for value, aval in dict(zip(map(_without_names, program.outputs), closed.out_avals, strict=True)).items():
+        if value.operation not in ("argument", "constant"):
             found[str(aval.dtype)] += aval.size * aval.dtype.itemsize
     return dict(found)
 
 
-def _origin(jaxpr: Any, var: Any) -> Any:
-    """Follow a variable back through names and calls of jitted functions that hand it on unchanged."""
-    while not _is_literal(var):
-        made = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
-        if made is not None and made.primitive.name == "name":
-            var = made.invars[0]
-            continue
-        if made is None or made.primitive.name not in ("pjit", "jit"):
-            return var
-        inner = made.params["jaxpr"].jaxpr
-        index = next(i for i, out in enumerate(made.outvars) if out is var)
-        source = _origin(inner, inner.outvars[index])
-        position = next((i for i, given in enumerate(inner.invars) if given is source), None)
-        if _is_literal(source):
-            return source
-        if position is None:
-            return var
-        var = made.invars[position]
-    return var
-
-
-def _is_literal(var: Any) -> bool:
-    return hasattr(var, "val")
+def _without_names(value: Value) -> Value:
+    while value.operation == "name":
+        [value] = value.inputs
+    return value

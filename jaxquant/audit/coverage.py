@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxquant.audit import whole
 from jaxquant.audit.dataflow import Value, ancestors, graph
-from jaxquant.audit.labels import LabeledContraction, label_contractions, weight_side
+from jaxquant.audit.labels import LabeledContraction, label_contractions
 from jaxquant.audit.parameters import Reading, input_names
 from jaxquant.audit.rows import MATMULS, Coverage, Row
 from jaxquant.audit.standing import standing
@@ -125,7 +125,7 @@ def _comes_after(layer: Sequence[LabeledContraction], results: set[Value]) -> bo
     activations = [
         (each.contraction.lhs, each.contraction.rhs)[1 - side]
         for each in layer
-        if not each.is_backward and (side := weight_side(each)) is not None
+        if not each.is_backward and (side := each.weight_side) is not None
     ]
     return not results.isdisjoint(ancestors(activations))
 
@@ -279,12 +279,12 @@ def _holds(found: str, wanted: str) -> bool:
 
 def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
     forward = each.forward or each
-    names = [name for name in forward.parameters if name]
-    if any(name[-1] == "embedding" for name in names):
+    site = forward.site
+    if site is not None and any(name.rpartition("/")[2] == "embedding" for name in site.names):
         return "embeddings stay float"
-    if forward.site is not None and forward.site.side is None and forward.site.reason:
-        return forward.site.reason
-    if not names and forward.site is None:
+    if site is not None and site.side is None and site.reason:
+        return site.reason
+    if site is None and not forward.given:
         return "no parameter: activation × activation"
     if decide.has_config:
         return "quantization is off" if decide.is_off else "not a linear layer of the model"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxquant.audit.dataflow import Contraction, Value, ancestors
 from jaxquant.audit.parameters import Reading, read
-from jaxquant.audit.scales import Origin, argument, carried_argument, origin
+from jaxquant.audit.scales import Origin, origin
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
 
+_SLASH = re.compile(r"/(?![^()]*\))")  # outside parentheses
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)")
 _OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
 _NO_MODULE = frozenset({"rematted_computation", "checkpoint", "remat"})
-_CAPTURED = ("array captured by the function",)
 _ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 
@@ -27,8 +28,6 @@ class LabeledContraction:
     Attributes:
       contraction: as found.
       origins: of its operands, as executed.
-      arguments: for each operand the argument, or captured array, that it is a multiple of, or None.
-      carried: the same, and for what a loop carries the argument that it begins with.
       site: what ``trace.analysis`` says of it, None where it multiplies no parameter.
       scopes: module scopes and equations around it, without those of transformations and quantized ops.
       op_label: "dlhs" or "drhs" where the quantized op's own scopes say so.
@@ -43,8 +42,6 @@ class LabeledContraction:
 
     contraction: Contraction
     origins: tuple[Origin, Origin]
-    arguments: tuple[Value | None, Value | None]
-    carried: tuple[Value | None, Value | None]
     scopes: tuple[str, ...]
     op_label: str
     is_backward: bool
@@ -57,10 +54,16 @@ class LabeledContraction:
     is_stray: bool = False
 
     @property
-    def parameters(self) -> tuple[Name | None, Name | None]:
-        """For each operand the path of the argument whose elements it holds, or None."""
-        left, right = (None if value is None else value.name or _CAPTURED for value in self.arguments)
-        return left, right
+    def given(self) -> list[int]:
+        """The operands that are an argument or an array captured by the function."""
+        return [side for side, found in enumerate(self.origins) if found.source.operation in ("argument", "constant")]
+
+    @property
+    def weight_side(self) -> int | None:
+        """Which operand of a forward contraction is a parameter, or was given: 0, 1, or None where none is."""
+        if self.site is not None and self.site.side is not None:
+            return self.site.side
+        return self.given[-1] if self.given else None
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -73,10 +76,10 @@ def label_contractions(
 ) -> tuple[list[LabeledContraction], Reading]:
     """Label contractions with the path of their layer and with their matmul.
 
-    A path is that of the parameter, as ``jaxquant.quantize`` spells it, or of the known layer that this belongs to.
-    What multiplies no parameter (the gradients of parameters do not) has the path of the forward contraction with which
-    it shares an operand, and otherwise that of the name scopes around it. Which backward matmul one is follows from
-    the operand that it shares with the forward matmul: the weight (dlhs) or the activation (drhs).
+    What multiplies a parameter has the parameter's path, as ``jaxquant.quantize`` spells it, or that of the known layer
+    that it belongs to. Another forward contraction has the path of its name scopes, another backward one that of the
+    forward contraction that it is a gradient of. Which gradient it is, the scopes of the op say, else the operand that
+    it shares with the forward contraction: the weight (dlhs) or the activation (drhs).
 
     Args:
       closed: jaxpr of a program.
@@ -86,96 +89,82 @@ def label_contractions(
     """
     labeled = [_open(contraction) for contraction in found]
     known = [tuple(path.split("/")) for path in layers]
-    reading = read(closed, names, [each for each in labeled if not each.is_backward], known)
+    forward = [each for each in labeled if not each.is_backward]
+    backward = [each for each in labeled if each.is_backward]
+    reading = read(closed, names, [each.contraction for each in forward], known)
     for each in labeled:
         each.site = reading.site(each.contraction.context)
-        if each.site is not None:
-            each.path = _known_path(reading.path(each.site), each, known)
-    groups: dict[tuple[str, ...], list[LabeledContraction]] = {}
-    for each in labeled:
-        groups.setdefault(_without_repeats(each.scopes), []).append(each)
-    _label_by_operands(labeled, groups)
-    for scopes, group in groups.items():
-        if scopes:
-            _label_by_scopes(group, known)
-    layered = {each.path for each in labeled if each.site is not None and each.path}
-    by_layer: dict[tuple[tuple[str, ...], str], list[LabeledContraction]] = {}
-    for each in labeled:
-        scopes = () if each.path in layered else _without_repeats(each.scopes)
-        by_layer.setdefault((scopes, each.path), []).append(each)
-    for group in by_layer.values():
-        _find_matmuls(group)
+        if each.site is not None or not each.is_backward:
+            each.path = _path(each, reading.path(each.site), known)
+    for each in forward:
+        each.swapped, each.forward = each.weight_side == 0, each
+    _find_forward(forward, backward)
+    for each in backward:
+        if each.forward is not None:
+            each.path = each.forward.path
+            each.matmul, residual = _backward_matmul(each, each.forward)
+            each.swapped = residual == (1 if each.matmul == "drhs" else 0)
+        else:
+            each.path = each.path or _path(each, "", known)
+            each.matmul = each.op_label or "bwd"
     _find_strays(labeled)
     return labeled, reading
 
 
-def _known_path(path: str, each: LabeledContraction, known: Sequence[Name]) -> str:
-    """Return the known layer that a parameter's path belongs to, or a scope around it does; else the path."""
+def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
+    """Find the forward contraction of every backward one: of its path, else of its scopes, else of its operands.
+
+    Of several it is one that shares an operand with it, in the same dtype, and that has no such gradient yet, in this
+    order.
+    """
+    by_scopes: dict[tuple[str, ...], list[LabeledContraction]] = {}
+    for each in forward:
+        by_scopes.setdefault(each.scopes, []).append(each)
+    taken: set[LabeledContraction] = set()
+    for each in backward:
+        near = by_scopes.get(each.scopes, [])
+        if each.path:
+            choice = [other for other in forward if other.path == each.path]
+        elif not (choice := [other for other in (near if each.scopes else forward) if _distance(each, other) < 2]):
+            choice = near if each.scopes and len({other.path for other in near}) == 1 else []
+        if choice:
+            each.forward = min(choice, key=lambda other: (_distance(each, other), each.site is None and other in taken))
+            if each.site is None:
+                taken.add(each.forward)
+
+
+def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
+    """Return 0 where one can be a gradient of the other, and what they share has the same dtype; 1 where it has not.
+
+    Else 2: they share no operand, or the gradient is not as large as the other operand.
+    """
+    operands = (forward.contraction.lhs, forward.contraction.rhs)
+    shared = _same_source(backward, forward)
+    return min(
+        (
+            int(backward.origins[mine].dtype != forward.origins[theirs].dtype)
+            for mine, theirs in shared
+            if operands[1 - theirs].size == backward.contraction.out.size
+        ),
+        default=2,
+    )
+
+
+def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:
+    """Return the known layer that the path of a parameter or else a scope belongs to, else that path or the scopes."""
     if known == [("",)]:  # a model that is a layer itself
         return ""
-    for whole in (tuple(path.split("/")), each.modules):
+    for whole in (tuple(own.split("/")), each.modules):
         if matches := [layer for layer in known if contains(whole, layer)]:
             return "/".join(max(matches, key=len))
-    return path
-
-
-def _label_by_scopes(group: Sequence[LabeledContraction], known: Sequence[Name]) -> None:
-    """Label what multiplies no parameter, of the contractions in the same scopes."""
-    layers = {each.path for each in group if each.site is not None}
-    if known == [("",)]:
-        path = ""
-    elif len(layers) == 1 and all(each.site is not None for each in group if not each.is_backward):
-        [path] = layers
-    else:
-        path = _path(group, known)
-    for each in group:
-        if each.site is None and not each.path:
-            each.path = path
-
-
-def _label_by_operands(labeled: Sequence[LabeledContraction], groups: dict[Name, list[LabeledContraction]]) -> None:
-    """Label backward contractions without a parameter by a forward one that each shares an operand with.
-
-    Of several it is one of a shape that fits; then the one whose layer has the other gradient from the same output
-    gradient already; then one that has none yet. Where there is no such, one of a shape that fits whose layer has the
-    other gradient from the same output gradient.
-    """
-    forward = [each for each in labeled if not each.is_backward]
-    paths: dict[Value, set[str]] = {}
-    for each in labeled:
-        if each.is_backward and each.path:
-            for found in each.origins:
-                paths.setdefault(found.source.known_as, set()).add(each.path)
-    taken: set[int] = set()
-    for each in labeled:
-        if not each.is_backward or each.path or each.site is not None:
-            continue
-        near = [other for other in groups[_without_repeats(each.scopes)] if not other.is_backward]
-        by_gradient = set[str]().union(*(paths.get(found.source.known_as, ()) for found in each.origins))
-        choice = [other for other in (near if each.scopes else forward) if _same_source(each, other)]
-        if not choice:
-            choice = [other for other in forward if other.path in by_gradient]
-            choice = [other for other in choice if _is_gradient_of(each.contraction, other.contraction)]
-        for better in (
-            [other for other in choice if _is_gradient_of(each.contraction, other.contraction)],
-            [other for other in choice if other.path in by_gradient],
-            [other for other in choice if id(other) not in taken],
-        ):
-            choice = [other for other in choice if other in better] or choice
-        if choice:
-            each.path, each.scopes = choice[0].path, choice[0].scopes
-            taken.add(id(choice[0]))
-
-
-def _is_gradient_of(backward: Contraction, forward: Contraction) -> bool:
-    return any(_continues(backward, mine, forward, theirs) for mine in (0, 1) for theirs in (0, 1))
+    return "/".join(itertools.dropwhile(_ROOT.fullmatch, each.modules)) if each.site is None else own
 
 
 def _open(contraction: Contraction) -> LabeledContraction:
     scopes: list[str] = []
     is_backward = is_recomputed = False
     label = ""
-    for part in (part for text in contraction.stack for part in _split(text)):
+    for part in (part for text in contraction.stack for part in _SLASH.split(text)):
         while match := _TRANSFORM.fullmatch(part):
             is_backward |= match[1] == "transpose"
             part = match[2]
@@ -185,12 +174,8 @@ def _open(contraction: Contraction) -> LabeledContraction:
         if part and part not in _NO_MODULE and not _OP_MODULE.fullmatch(part):
             scopes.append(part)
     origins = (origin(contraction.lhs), origin(contraction.rhs))
-    arguments = (argument(origins[0].source), argument(origins[1].source))
-    carried = (arguments[0] or carried_argument(origins[0].source), arguments[1] or carried_argument(origins[1].source))
     is_backward &= not is_recomputed
-    return LabeledContraction(
-        contraction, origins, arguments, carried, tuple(scopes), label, is_backward, is_recomputed
-    )
+    return LabeledContraction(contraction, origins, _without_repeats(tuple(scopes)), label, is_backward, is_recomputed)
 
 
 def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
@@ -201,64 +186,9 @@ def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
     return scopes
 
 
-def _split(text: str) -> list[str]:
-    """Cut a name stack at the slashes outside parentheses."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "/" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
-
 def contains(whole: Sequence[str], part: Sequence[str]) -> bool:
     """Return whether the names of ``part`` stand one behind the other somewhere in ``whole``."""
     return any(tuple(whole[i : i + len(part)]) == tuple(part) for i in range(len(whole) - len(part) + 1))
-
-
-def _path(group: Sequence[LabeledContraction], known: Sequence[tuple[str, ...]]) -> str:
-    modules = group[0].modules
-    matches = [path for path in known if contains(modules, path)]
-    if matches:
-        return "/".join(max(matches, key=len))
-    for name in (name for each in group for name in each.parameters if name):
-        runs = [name[i:-1] for i in range(len(name) - 1)]
-        if run := next((run for run in runs if contains(modules, run)), None):
-            return "/".join(run)
-    start = 0
-    while start < len(modules) and _ROOT.fullmatch(modules[start]):
-        start += 1
-    return "/".join(modules[start:])
-
-
-def weight_side(each: LabeledContraction) -> int | None:
-    """Return which operand of a forward contraction is a parameter: 0, 1, or None where none is."""
-    if each.site is not None and each.site.side is not None:
-        return each.site.side
-    path = tuple(each.path.split("/")) if each.path else ()
-    named = [side for side, name in enumerate(each.parameters) if name and path and contains(name, path)]
-    if len(named) == 1:
-        return named[0]
-    given = [side for side, name in enumerate(each.parameters) if name is not None]
-    return given[-1] if given else None
-
-
-def _find_matmuls(group: Sequence[LabeledContraction]) -> None:
-    forward = [each for each in group if not each.is_backward]
-    for each in forward:
-        each.swapped, each.forward = weight_side(each) == 0, each
-    for each in group:
-        if not each.is_backward:
-            continue
-        first = next((f for f in forward if _shared(each, f) is not None), forward[0] if forward else None)
-        each.forward = first
-        if first is not None:
-            each.matmul, residual = _backward_matmul(each, first)
-            each.swapped = residual == (1 if each.matmul == "drhs" else 0)
-        else:
-            each.matmul = each.op_label or "bwd"
 
 
 def _find_strays(labeled: Sequence[LabeledContraction]) -> None:
@@ -275,18 +205,7 @@ def _find_strays(labeled: Sequence[LabeledContraction]) -> None:
     used = ancestors(operands, stop=is_left)
     for each in backward:
         shares = each.site is not None or any(origin.source.known_as in sources for origin in each.origins)
-        each.is_stray = not shares and not any(each.parameters) and each.contraction.out not in used
-
-
-def _shared(each: LabeledContraction, forward: LabeledContraction) -> tuple[int, int] | None:
-    """Return (side, side of the forward) of the one operand that a backward contraction shares with a forward one."""
-    pairs = _same_source(each, forward) or [
-        (mine, theirs)
-        for mine in (0, 1)
-        for theirs in (0, 1)
-        if each.parameters[mine] not in (None, _CAPTURED) and each.parameters[mine] == forward.parameters[theirs]
-    ]
-    return pairs[0] if len(pairs) == 1 else None
+        each.is_stray = not shares and not each.given and each.contraction.out not in used
 
 
 def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[tuple[int, int]]:
@@ -301,38 +220,13 @@ def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> t
     Where the side cannot be told it is the second: jax and the quantization libraries put the gradient first.
     """
     names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
-    if shared := _shared(each, forward):
-        return names[shared[1]], shared[0]
-    if each.site is not None and each.site.side is not None:
-        return "dlhs", each.site.side
-    if each.op_label:
-        # The op's own lhs and rhs are those of the executed forward matmul.
-        return names[0 if each.op_label == "drhs" else 1], 1
-    weight = weight_side(forward)
-    if weight is not None and forward.parameters[weight] not in each.parameters:
-        return names[1 - weight], 1  # the weight is in neither operand, so the activation is: made again, under remat
-    fits = {
-        theirs: mine
-        for theirs in (0, 1)
-        for mine in (0, 1)
-        if _continues(each.contraction, mine, forward.contraction, theirs)
-    }
-    if len(fits) == 1:
-        [(theirs, mine)] = fits.items()
-        return names[theirs], mine
-    return "bwd", 1
-
-
-def _continues(backward: Contraction, mine: int, forward: Contraction, theirs: int) -> bool:
-    """Whether an operand of a backward matmul can be one of the forward's: its shape, its axes, the result's size."""
-    if backward.dimension_numbers is None or forward.dimension_numbers is None:
-        return False
-    operand, residual = ((backward.lhs, backward.rhs)[mine], (forward.lhs, forward.rhs)[theirs])
-    other = (forward.lhs, forward.rhs)[1 - theirs]
-    grad = (backward.lhs, backward.rhs)[1 - mine]
-    if operand.shape != residual.shape or backward.out.size != other.size or grad.size != forward.out.size:
-        return False
-    contracted, batch = backward.dimension_numbers[0][mine], backward.dimension_numbers[1][mine]
-    was_contracted, was_batch = forward.dimension_numbers[0][theirs], forward.dimension_numbers[1][theirs]
-    free = set(range(len(residual.shape))) - set(was_contracted) - set(was_batch)
-    return set(contracted) == free and set(batch) == set(was_batch)
+    shared = _same_source(each, forward)
+    side, operand = shared[0] if len(shared) == 1 else (1, None)
+    if each.op_label:  # the op's own lhs and rhs are those of the executed forward matmul
+        return names[0 if each.op_label == "drhs" else 1], side
+    if operand is not None:
+        return names[operand], side
+    if each.site is not None:
+        return ("bwd", side) if each.site.side is None else ("dlhs", each.site.side)
+    is_layer = forward.site is not None and forward.site.side is not None
+    return ("drhs" if is_layer else "bwd"), side  # without the weight it is of the activation

@@ -10,12 +10,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxquant.audit.dataflow import Value
+from jaxquant.audit.dataflow import Contraction
+from jaxquant.audit.scales import argument, origin
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
@@ -27,13 +28,6 @@ COLLECTIONS = frozenset({"params", "state", "model"})
 _STATE = re.compile(r"(input|kernel|output_grad)_(scale|amax_history|amax_bins)")
 _QVALUE = "qvalue"
 _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
-
-
-class Operands(Protocol):
-    """A forward contraction, by the arguments that its operands are multiples of, or that a loop carries to them."""
-
-    @property
-    def carried(self) -> tuple[Value | None, Value | None]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +47,10 @@ class Reading:
         site = self.analysis.found.get(context)
         return site if site is not None and site.leaves else None
 
-    def path(self, site: Site) -> str:
-        """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it."""
+    def path(self, site: Site | None) -> str:
+        """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it; "" for none."""
+        if site is None:
+            return ""
         leaves = sorted({leaf.index for leaf in site.leaves} - self.is_state)
         size = -1 if site.side is None else math.prod(site.shapes[site.side])
         return self.analysis.weight_path(leaves, size * math.prod(length for _, length in site.stack))
@@ -67,7 +63,7 @@ def input_names(args_info: Any) -> list[Name]:
     return [name[:-1] if name[:-1] in whole and name[-1] in _OF_QTENSOR else name for name in names]
 
 
-def read(closed: Any, names: Sequence[Name], forward: Iterable[Operands], known: Iterable[Name]) -> Reading:
+def read(closed: Any, names: Sequence[Name], forward: Iterable[Contraction], known: Iterable[Name]) -> Reading:
     """Analyze a whole function.
 
     Args:
@@ -118,16 +114,17 @@ class _Inputs:
         names: Sequence[Name],
         avals: Sequence[Any],
         state: frozenset[int],
-        forward: Sequence[Operands],
+        forward: Sequence[Contraction],
         known: Sequence[Name],
     ) -> None:
         self._names, self._avals, self._state = names, avals, state
         self._sure: set[int] = {i for i, name in enumerate(names) if any(_contains(name[1:-1], each) for each in known)}
         self._pairs: list[tuple[int, int]] = []
         for each in forward:
-            given = [value.position for value in each.carried if value is not None and value.operation == "argument"]
+            sources = [argument(origin(operand).source) for operand in (each.lhs, each.rhs)]
+            given = [value.position for value in sources if value is not None and value.operation == "argument"]
             given = [index for index in given if not _is_cache(names[index])]
-            if sum(value is not None for value in each.carried) > len(given):  # beside an array of the function's own
+            if sum(value is not None for value in sources) > len(given):  # beside an array of the function's own
                 given = [index for index in given if len(names[index]) > 1]
             if len(given) == 2 and self._are_siblings(*given):
                 self._sure.update(given)

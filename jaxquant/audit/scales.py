@@ -58,6 +58,7 @@ def origin(value: Value) -> Origin:
 def argument(value: Value) -> Value | None:
     """Find the argument or captured array that a value is a multiple of, element by element: a cast or masked kernel.
 
+    A loop's carry is followed to the value of its shape that it begins with: a parameter, in a loop of training steps.
     Sums are not followed: the residual stream of a model starts at its input, and is not that input.
     """
     visited: set[int] = set()
@@ -71,17 +72,9 @@ def argument(value: Value) -> Value | None:
             return value
         if value.operation in ("mul", "div", "select_n", "clamp"):
             queue += [each for each in value.inputs if each.size == value.size and each.operation != "broadcast_in_dim"]
+        elif value.operation == "scan_carry" and value.inputs[0].shape == value.shape:
+            queue.append(value.inputs[0])
     return None
-
-
-def carried_argument(value: Value) -> Value | None:
-    """Find the argument that a loop's carry of its shape begins with: a parameter, in a loop of training steps."""
-    value = _moved(value, through_casts=True)
-    while value.operation == "scan_carry":
-        shape, value = value.shape, _moved(value.inputs[0], through_casts=True)
-        if value.shape != shape:
-            return None
-    return value if value.operation == "argument" else None
 
 
 def _moved(value: Value, through_casts: bool = False) -> Value:

@@ -224,8 +224,10 @@ def _backward(static: _Static, residuals, grad: Array):
     both = recipe.dlhs, recipe.drhs
     of_lhs = _Gradient(both[0].lhs, both[0].accumulator, (static.feature, features), examples, static.batch, True)
     of_rhs = _Gradient(both[1].rhs, both[1].accumulator, (static.batch, examples), features, static.feature, False)
-    dlhs = _gradient(static, of_lhs, grad, shared, rhs, keys[0])
-    drhs = _by_shard(static, of_rhs, grad, shared, lhs, keys[1])
+    with jax.named_scope("dlhs"):
+        dlhs = _gradient(static, of_lhs, grad, shared, rhs, keys[0])
+    with jax.named_scope("drhs"):
+        drhs = _by_shard(static, of_rhs, grad, shared, lhs, keys[1])
     observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
     observed = {}
     for name, old in state.items():

@@ -367,7 +367,7 @@ def _gradient(
         residual = dequantize(residual, out_dtype)
     swaps = keeps_dtype and place is None and not dims.lhs_batch
     narrow = name == "drhs" and matmul.accumulator == "int32" and _is_sent(grad, left, residual, dims, matmul.shards)
-    out = contract(
+    out = jax.named_scope(name)(contract)(
         # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
         *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
         out_dtype=out_dtype,

@@ -255,6 +255,7 @@ def _product(static: _Static, left: Any, right: Any, ids: Array, sizes: Array) -
     return jnp.where((ids < sizes.size)[:, None], out, 0).astype(static.out_dtype)
 
 
+@jax.named_scope("dlhs")
 def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Array, key: Array | None) -> Array:
     """Compute ``grad · rhs``, contracting N."""
     matmul = static.recipe.dlhs
@@ -276,6 +277,7 @@ def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Ar
     return jnp.where((ids < sizes.size)[:, None], out, 0)
 
 
+@jax.named_scope("drhs")
 def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Array, key: Array | None) -> Array:
     """Compute ``lhs · grad`` of each group, contracting its rows: those of each shard by themselves."""
     if not isinstance(static.recipe.drhs.rhs, TensorSpec) or static.recipe.drhs.shards == 1:

@@ -330,6 +330,22 @@ def test_a_float_layer_that_is_not_left_out_by_structure_is_a_fault():
     jaxquant.coverage(step, *args, config=left_out).check()
 
 
+@pytest.mark.parametrize("left_out", ["a", "b", "c"])
+@pytest.mark.parametrize("argnums", [(0, 1), (0, 1, 2)])
+def test_a_float_layer_among_equal_ones_that_read_the_same_has_its_own_gradients(left_out, argnums):
+    def fn(params, x):
+        return (x @ params["a"]["w"]) * (x @ params["b"]["w"]) + jnp.tanh(x @ params["c"]["w"]) @ params["d"]["w"]
+
+    params = {name: {"w": array(32, 32)} for name in "abcd"}
+    config = INT8 | {"rules": [{"path": left_out, "recipe": None}, {"path": "d", "recipe": "int8"}]}
+    quantized = jaxquant.quantize(fn, config)
+    state = jax.eval_shape(quantized.init, params, array(8, 32))
+    step = jax.grad(lambda *args: square(quantized(*args)), argnums)
+    found = jaxquant.coverage(step, params, state, array(8, 32), config=config)
+    found.check()
+    assert {row.path for row in found.rows if not row.is_low} == {left_out}
+
+
 def test_a_convolution_whose_gradients_are_multiplied_as_bfloat16_says_so():
     step, args, _, config = convolutions()
     rows = {(row.path, row.matmul): row for row in jaxquant.coverage(step, *args, config=config).rows}
