@@ -26,8 +26,6 @@ KNOW_LAYERS = {
     "audit/health.py",
     "backends/_linen.py",
     "inject/layers.py",
-    "inject/nnx_converted.py",
-    "inject/nnx_held.py",
     "inject/nnx_layers.py",
 }
 """Files that know layer classes of Flax; as above."""

@@ -20,8 +20,8 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.inject.converted import LayerKernel
 from jaxquant.inject.model import choose_recipes
+from jaxquant.trace.kernels import LayerKernel
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model

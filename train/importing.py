@@ -26,9 +26,9 @@ from jaxquant.core.typed import build as build_dataclass
 from jaxquant.core.typed import to_mapping
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
 from jaxquant.export.layouts import check_finite
-from jaxquant.inject.converted import LayerKernel
 from jaxquant.serving.leaves import unflatten
 from jaxquant.state import merge
+from jaxquant.trace.kernels import LayerKernel
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
 from train.conversion import of_layers, quantization_of
@@ -296,7 +296,7 @@ def _served(
         nbytes = sum(part.nbytes for part in kept.parts.values())
         return kept, scale, Row(f"{module}.weight", f"{spec.codec or spec.dtype}, kept", size, nbytes, _SQNR_OF_COPY)
     array = from_hf(source.read(f"{module}.weight"), module, own)
-    tensor = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array), {})[0])
+    tensor = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0])
     nbytes = sum(part.nbytes for part in tensor.parts.values())
     return tensor, scale, Row(f"{module}.weight", layer.recipe.name, size, nbytes, float("nan"))
 

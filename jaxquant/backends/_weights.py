@@ -21,37 +21,6 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 
 
-def einsum(equation: str, lhs: Array, weight: ConvertedKernel, dot: Callable[[Array, Any], Array]) -> Array:
-    """Run an einsum whose ``dot`` has the converted kernel already.
-
-    A stand-in of the kernel's shape takes its place; nothing is computed from it.
-
-    Args:
-      equation: of the activation and the kernel, in this order.
-      lhs: the activation.
-      weight: the converted kernel.
-      dot: (activation, dimension numbers) -> the contraction, with the activation on the left as in training.
-
-    Raises:
-      NotImplementedError: as ``is_swapped``.
-    """
-    standin = jnp.zeros(weight.shape, weight.dtype)
-    with jax.disable_jit():
-        swapped = is_swapped(lambda a, b: jnp.einsum(equation, a, b), equation, lhs, standin)
-
-        def with_weight(a: Array, b: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-            contract, batch = hashable(dimension_numbers)
-            with jax.disable_jit(False):  # compiled as in training, where XLA may keep more bits than an op by itself
-                out = dot(b, (contract[::-1], batch[::-1])) if swapped else dot(a, (contract, batch))
-            if not swapped:
-                return out
-            groups = len(batch[0])
-            free = b.ndim - groups - len(contract[0])
-            return jnp.moveaxis(out, range(groups, groups + free), range(out.ndim - free, out.ndim))
-
-        return jnp.einsum(equation, lhs, standin, _dot_general=with_weight)
-
-
 def hashable(dimension_numbers: Any) -> Any:
     """Return dimension numbers as nested tuples, for a static argument."""
     return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)

@@ -54,10 +54,8 @@ def _axis_names(
     return nn.LogicallyPartitioned(value, tuple(names))
 
 
-def refuse_options(dtype: Any, precision: Any, preferred_element_type: Any, out_sharding: Any = None) -> None:
+def refuse_options(dtype: Any, precision: Any, preferred_element_type: Any) -> None:
     """Refuse the options of a matmul that AQT would ignore."""
-    if out_sharding is not None:
-        raise NotImplementedError(f"out_sharding {out_sharding} is not honoured by AQT; use quant_backend 'native'")
     if precision not in (None, jax.lax.Precision.DEFAULT):
         raise NotImplementedError(f"precision {precision} has no meaning in an AQT matmul; leave it at None")
     if preferred_element_type is not None and jnp.dtype(preferred_element_type) != dtype:

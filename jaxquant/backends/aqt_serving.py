@@ -16,7 +16,6 @@ from jaxquant.backends import _weights
 from jaxquant.backends._aqt import aqt_tensor, config, tiled_dot_general
 from jaxquant.backends._aqt import utils as aqt_utils
 from jaxquant.backends.aqt import dot_general_cls as training_cls
-from jaxquant.backends.aqt import refuse_options
 from jaxquant.backends.aqt_config import tiling_fn, to_aqt
 from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
@@ -82,24 +81,11 @@ def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers:
     return tiled_dot_general.tiled_dot_general(tiles, lhs, standin, dimension_numbers, dot_general=dot)
 
 
-def dot_general(
-    lhs: Array,
-    rhs: ConvertedKernel,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-    *,
-    recipe: Recipe,
-) -> Array:
+def dot_general(lhs: Array, rhs: ConvertedKernel, dimension_numbers: Any, *, recipe: Recipe) -> Array:
     """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
 
     Args:
-      lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding: as for ``jax.lax.dot_general``.
+      lhs, rhs, dimension_numbers: as for ``jax.lax.dot_general``.
       recipe: all numbers.
-
-    Raises:
-      NotImplementedError: an option that AQT would ignore.
     """
-    refuse_options(lhs.dtype, precision, preferred_element_type, out_sharding)
     return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers))

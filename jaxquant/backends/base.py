@@ -11,15 +11,12 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxquant.backends import _weights
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours, check_honoured
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops.arguments import QuantState
-from jaxquant.ops.converted import each_element, has_scales_of_elements
-from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
 Op = Literal["dot_general", "einsum"]
@@ -39,12 +36,10 @@ class Backend:
       row: what is known of it without its library.
       honours: fields of a recipe that it honours, with a rule for each; None for every field.
       op_names: names of its Linen modules for recipes without state; Linen names variables after them.
-      drops: attributes of a layer that it would ignore, so that a layer which has one is refused.
     """
 
     honours: Honours | None = None
     op_names: ClassVar[Mapping[Op, str]] = {}
-    drops: tuple[str, ...] = ()
 
     def __init__(self, name: BackendName) -> None:
         self.name: BackendName = name
@@ -99,30 +94,6 @@ class Backend:
           NotImplementedError: as ``check``.
         """
         raise self._absent("op to pass to a layer")
-
-    def nnx_op(
-        self,
-        recipe: Recipe,
-        path: str,
-        kernel: Any,
-        stacked: int,
-        *,
-        axes: tuple[int, ...] = (),
-        equation: str = "",
-        implementation: str | None = None,
-    ) -> Any:
-        """Make the op of an NNX layer, which holds the layer's quant state.
-
-        Args:
-          recipe: all numbers.
-          path: of the layer.
-          kernel: the layer's kernel variable.
-          stacked: leading axes of it that nnx.vmap added.
-          axes: contraction axes of the kernel, for a ``dot_general``.
-          equation: of the layer, for an einsum.
-          implementation: what computes the matmuls; None picks.
-        """
-        raise self._absent("op for an NNX layer")
 
     def unsupported(self, operation: str, recipe: Recipe) -> str:
         """Explain why a contraction of a traced function does not run a recipe; "" where it does.
@@ -276,19 +247,6 @@ class Backend:
         """
         raise self._absent("conversion of the weights of a ragged matmul")
 
-    def dot_general(self, lhs: Array, rhs: ConvertedKernel, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
-
-        Args:
-          lhs, rhs, dimension_numbers: as for ``jax.lax.dot_general``.
-          args, kwargs: its other arguments, and ``recipe`` and ``implementation``.
-        """
-        raise self._absent("dot_general on converted kernels")
-
-    def einsum(self, equation: str, lhs: Array, rhs: ConvertedKernel, *args: Any, **kwargs: Any) -> Array:
-        """Compute an einsum of an activation and a converted kernel; as ``dot_general``."""
-        raise self._absent("einsum on converted kernels")
-
     def _absent(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"quant_backend {self.name!r} has no {what}; use quant_backend 'native'")
 
@@ -363,45 +321,6 @@ class LibraryBackend(Backend):
     ) -> tuple[QTensor, Array | None]:
         """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
         return self.serving.convert_kernel(recipe, kernel, axes, state)
-
-    def dot_general(
-        self,
-        lhs: Array,
-        rhs: ConvertedKernel,
-        dimension_numbers: Any,
-        *args: Any,
-        recipe: Recipe,
-        implementation: str | None = None,
-        **kwargs: Any,
-    ) -> Array:
-        """Compute ``dot_general`` on a converted kernel; see ``Backend.dot_general``."""
-        check_implementation(self.name, implementation)
-        dims = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim)
-
-        def run(lhs: Array, rhs: ConvertedKernel, dims: Dimensions, _: Array | None = None) -> Array:
-            return self.serving.dot_general(lhs, rhs, dims.numbers, *args, recipe=recipe, **kwargs)
-
-        if has_scales_of_elements(recipe, rhs, dims):
-            return each_element(run, lhs, rhs, dims)
-        return run(lhs, rhs, dims)
-
-    def einsum(
-        self,
-        equation: str,
-        lhs: Array,
-        rhs: ConvertedKernel,
-        *args: Any,
-        recipe: Recipe,
-        implementation: str | None = None,
-        **kwargs: Any,
-    ) -> Array:
-        """Compute an einsum on a converted kernel; see ``Backend.einsum``."""
-
-        def dot(lhs: Array, numbers: Any) -> Array:
-            options: dict[str, Any] = {"recipe": recipe, "implementation": implementation}
-            return self.dot_general(lhs, rhs, numbers, *args, **options, **kwargs)
-
-        return _weights.einsum(equation, lhs, rhs, dot)
 
     def _refuse_dropped(self, dtype: Any, precision: Any, preferred_element_type: Any, out_sharding: Any) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""

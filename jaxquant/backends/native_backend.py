@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxquant import ops
-from jaxquant.backends import native, native_frozen, native_nnx
+from jaxquant.backends import native, native_frozen
 from jaxquant.backends.base import Backend, Op, chosen
 from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
@@ -52,22 +52,6 @@ class NativeBackend(Backend):
             make = native_frozen.dot_general_cls if op == "dot_general" else native_frozen.einsum_cls
             options |= {"quant_mode": quant_mode, "mesh_axes": mesh_axes, "replicate_scale": replicate_scale}
         return make(recipe, **options)
-
-    def nnx_op(
-        self,
-        recipe: Recipe,
-        path: str,
-        kernel: Any,
-        stacked: int,
-        *,
-        axes: tuple[int, ...] = (),
-        equation: str = "",
-        implementation: str | None = None,
-    ) -> native_nnx.QuantizedOp:
-        """Make the op of an NNX layer; see ``Backend.nnx_op``."""
-        if equation:
-            return native_nnx.Einsum(recipe, path, kernel, stacked, equation, **chosen(implementation))
-        return native_nnx.DotGeneral(recipe, path, kernel, stacked, axes, **chosen(implementation))
 
     def unsupported(self, operation: str, recipe: Recipe) -> str:
         """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
@@ -170,27 +154,6 @@ class NativeBackend(Backend):
     ) -> tuple[QTensor, Array | None]:
         """Quantize the weights of a ragged matmul; see ``Backend.convert_groups``."""
         return ragged.convert_kernel(recipe, rhs, {tensor: dict(fields) for tensor, fields in state.items()})
-
-    def dot_general(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        dimension_numbers: Any,
-        *args: Any,
-        recipe: Recipe,
-        **kwargs: Any,
-    ) -> Array:
-        """Compute ``ops.dot_general``, of a converted kernel or a float one."""
-        lhs = native.activation_as_read(recipe, lhs, rhs)
-        return ops.dot_general(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
-
-    def einsum(
-        self, equation: str, lhs: Array, rhs: Array | ConvertedKernel, *args: Any, recipe: Recipe, **kwargs: Any
-    ) -> Array:
-        """Compute ``ops.einsum``, of a converted kernel or a float one."""
-        names = ("precision", "preferred_element_type")
-        lhs = native.activation_as_read(recipe, lhs, rhs)
-        return ops.einsum(equation, lhs, rhs, recipe=recipe, **dict(zip(names, args, strict=False)), **kwargs)
 
 
 BACKEND = NativeBackend("native")

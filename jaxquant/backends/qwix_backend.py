@@ -24,7 +24,6 @@ class QwixBackend(LibraryBackend):
 
     honours = HONOURS
     serving = qwix_serving
-    drops = ("precision", "preferred_element_type")
 
     def check(self, recipe: Recipe) -> None:
         """Refuse a recipe that Qwix does not honour in full; see ``Backend.check``."""

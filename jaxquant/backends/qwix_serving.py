@@ -42,34 +42,13 @@ def _dot(recipe: Recipe, lhs: Array, weight: ConvertedKernel, dimension_numbers:
     return qwix.dot_general(activation, _qarray(weight), dimension_numbers)
 
 
-def _refuse_options(*options: Any) -> None:
-    """Refuse the options of a matmul that Qwix would drop."""
-    if any(option is not None for option in options):
-        names = ("precision", "preferred_element_type", "out_sharding")
-        given = ", ".join(f"{name} {value}" for name, value in zip(names, options, strict=True) if value is not None)
-        raise NotImplementedError(f"{given} of a converted layer is dropped by Qwix; use quant_backend 'native'")
-
-
-def dot_general(
-    lhs: Array,
-    rhs: ConvertedKernel,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-    *,
-    recipe: Recipe,
-) -> Array:
+def dot_general(lhs: Array, rhs: ConvertedKernel, dimension_numbers: Any, *, recipe: Recipe) -> Array:
     """Compute ``jax.lax.dot_general`` of an activation and a converted kernel.
 
     Args:
-      lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding: as for ``jax.lax.dot_general``.
+      lhs, rhs, dimension_numbers: as for ``jax.lax.dot_general``.
       recipe: all numbers.
-
-    Raises:
-      NotImplementedError: an option that Qwix would drop.
     """
-    _refuse_options(precision, preferred_element_type, out_sharding)
     return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers))
 
 

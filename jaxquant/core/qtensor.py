@@ -231,7 +231,9 @@ INPUT_SCALE = "input_scale"
 """Name, beside a converted kernel, of the static scale of the activation."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tensor", "input_scale"], meta_fields=["dtype"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tensor", "input_scale"], meta_fields=["dtype", "read_as"]
+)
 @dataclasses.dataclass(frozen=True)
 class ConvertedKernel:
     """Hold a converted kernel on its way into an op, in place of the float one.
@@ -241,11 +243,13 @@ class ConvertedKernel:
       dtype: name of the float dtype in which the op would have read the float kernel; it decides the result's.
       input_scale: float32, the static scale of the activation, or None where the activation has its own; shape (1,), or
         of the kernel's rank, with an entry for each layer and batch element that are stacked in it.
+      read_as: of a parameter, the name of the dtype in which it was read when it was quantized; None is not known.
     """
 
     tensor: QTensor
     dtype: str
     input_scale: Float[Array, "*ones"] | None = None
+    read_as: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import meta
 
-from jaxquant.backends import load
 from jaxquant.backends._linen import kind_of, layers_apart
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.matmul_dtypes import MatmulDtypes
-from jaxquant.core.paths import join_path, layer_name
+from jaxquant.core.paths import join_path
 from jaxquant.core.recipe import Matmul, Recipe, Side
 from jaxquant.inject.faces import STREAMS
 from jaxquant.ops.einsum import plan_einsum
@@ -35,8 +32,6 @@ class Layer:
       parameter_shapes: shapes of all its parameters by name, without layers that nn.scan stacks.
       input_shapes: shape of its input in each of its calls.
       precision, preferred_element_type: as the module has them.
-      kernel_dtype: name of the dtype in which its op got the kernel; None where that was not looked at.
-      uses_op: whether its calls went through the op that quantization replaces; None where that was not looked at.
     """
 
     path: str
@@ -47,8 +42,6 @@ class Layer:
     input_shapes: tuple[tuple[int, ...], ...] = ()
     precision: Any = None
     preferred_element_type: Any = None
-    kernel_dtype: str | None = None
-    uses_op: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,27 +139,6 @@ def linen_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
     return list(layers.values())
 
 
-def check_layers(backend: str, layers: Iterable[Layer]) -> None:
-    """Refuse layers that a backend would compute otherwise than they ask.
-
-    Args:
-      backend: its name.
-      layers: that it is to quantize.
-
-    Raises:
-      NotImplementedError: a layer has an option that the backend drops.
-    """
-    chosen = load(backend)
-    title = chosen.row.title
-    for layer in layers:
-        for option in chosen.drops:
-            value = getattr(layer, option)
-            if value is not None:
-                raise NotImplementedError(
-                    f"{layer_name(layer.path)} has {option} {value!r}, which {title} drops; use quant_backend 'native'"
-                )
-
-
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Part a tree into its arrays and a function that puts arrays back among the rest."""
     leaves, structure = jax.tree.flatten(tree)
@@ -202,41 +174,6 @@ def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
         return None if spec is None else spec.codec or spec.dtype
 
     return {name: MatmulDtypes.of_specs(dtype(name, "lhs"), dtype(name, "rhs")) for name in ("fwd", "dlhs", "drhs")}
-
-
-@contextlib.contextmanager
-def substituted(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
-    """Set an attribute of one bound module for the length of a call.
-
-    A bound module is a copy that lives for one trace, so nothing outlasts it; Linen freezes attributes, hence
-    ``object.__setattr__``.
-    """
-    before = getattr(module, attribute)
-    object.__setattr__(module, attribute, value)
-    try:
-        yield
-    finally:
-        object.__setattr__(module, attribute, before)
-
-
-def call_einsum(module: nn.Einsum, op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Do what ``nn.Einsum.__call__`` does, which has no place for another einsum.
-
-    Args:
-      module: bound.
-      op: called as ``op(equation, inputs, kernel, precision, preferred_element_type)``.
-      args, kwargs: of the call.
-    """
-    inputs = args[0] if args else kwargs["inputs"]
-    equation = einsum_equation(module, args, kwargs).replace(" ", "")
-    kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-    bias, bias_shape = None, ()
-    if module.use_bias:
-        shape, bias_shape = module._get_bias_shape(equation, inputs, kernel)  # pyright: ignore[reportArgumentType]
-        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
-    inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-    out = op(equation, inputs, kernel, module.precision, module.preferred_element_type)
-    return out if bias is None else out + jnp.reshape(bias, bias_shape)
 
 
 def refuse_nothing(config: QuantConfig, reasons: dict[str, str], found: bool) -> None:

@@ -15,7 +15,7 @@ model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -92,7 +92,7 @@ DIALECT = Dialect(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
+class Call:
     """A call of a Linen module as a function of arrays; equal calls share their trace."""
 
     face: Face
@@ -117,7 +117,7 @@ class _Call:
         return hash((id(self.face), type(self.module), self.method))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Call) or self.face is not other.face:
+        if not isinstance(other, Call) or self.face is not other.face:
             return False
         mine, theirs = ((each.method, each.mutable, each.capture, each.is_init, each.rules) for each in (self, other))
         return mine == theirs and _same(self.module, other.module)
@@ -200,13 +200,13 @@ class Face:
         prefix: Name = (),
     ) -> Any:
         """Compute a method of an unbound module; as ``nn.Module.apply``."""
-        params, rest = _collections(variables)
+        params, rest = collections_of(variables)
         params = self._with_dtypes(params, module, args, kwargs, rngs=rngs, method=method, prefix=prefix)
         given = variables.get(OVERWRITE_WITH_GRADIENT, {})
         is_watched = _interceptors()
         if is_watched and given:  # what watches a layer may want to see its state
             rest = {**rest, OVERWRITE_WITH_GRADIENT: given}
-        call = _Call(self, module, method, _hashable_filter(mutable), capture)
+        call = Call(self, module, method, _hashable_filter(mutable), capture)
         key = rngs.get(RANDOM_STREAM) if isinstance(rngs, Mapping) else None
         out = self.engine.run(
             call,
@@ -254,51 +254,23 @@ class Face:
 
     def _initial_call(
         self, module: nn.Module, variables: Mapping[str, Any], args: Any, kwargs: Any, *, rngs: Any, method: Any
-    ) -> tuple[_Call, Any, tuple[Any, ...]]:
+    ) -> tuple[Call, Any, tuple[Any, ...]]:
         """Return the call whose layers ``init`` prepares, with its arguments, from variables that it has made.
 
         With more than parameters among them, such as a cache for decoding, later calls may go another way, with
         arguments of other shapes: then it is the call that ``init`` runs, unless that leaves a parameter unread.
         """
-        params, rest = _collections(variables)
+        params, rest = collections_of(variables)
         rest.pop("intermediates", None)
-        later = _Call(self, module, method, tuple(rest) or False, False), params, (rest, rngs, args, dict(kwargs))
+        later = Call(self, module, method, tuple(rest) or False, False), params, (rest, rngs, args, dict(kwargs))
         if not rest:
             return later
-        first = _Call(self, module, method, False, False, is_init=True), params, ({}, rngs, args, dict(kwargs))
+        first = Call(self, module, method, False, False, is_init=True), params, ({}, rngs, args, dict(kwargs))
         jaxpr = self.engine.trace(*first).closed.jaxpr
         read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal)}
         return first if read.issuperset(jaxpr.invars[: len(jax.tree.leaves(params))]) else later
 
     # -- converted kernels -------------------------------------------------------------------------------------------
-
-    def convert(
-        self,
-        model: nn.Module,
-        variables: Mapping[str, Any],
-        *inputs: Any,
-        known: Collection[Name] = (),
-        **kwargs: Any,
-    ) -> dict[str, ConvertedKernel]:
-        """Convert every kernel that a call with example inputs runs quantized.
-
-        Args:
-          model: the float model.
-          variables: its parameters, and the quant state of training.
-          inputs, kwargs: of the call.
-          known: paths of parameters that are to stay as they are.
-
-        Returns:
-          By "/"-joined path of the parameter, its ``ConvertedKernel``.
-        """
-        mutable = tuple(name for name in variables if name not in ("params", OVERWRITE_WITH_GRADIENT))
-        call = _Call(self, model, None, mutable or False, False)
-        params, rest = _collections(variables)
-        rngs = dict.fromkeys(STREAMS, jax.random.key(0))
-        state = variables.get(OVERWRITE_WITH_GRADIENT, {})
-        found, _ = self.engine.convert(call, params, (rest, rngs, inputs, kwargs), state, known)
-        leaves = leaves_by_path(found, lambda leaf: isinstance(leaf, ConvertedKernel))
-        return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ConvertedKernel)}
 
     def _with_dtypes(
         self, params: Any, module: nn.Module, args: Any, kwargs: Any, *, rngs: Any, method: Any, prefix: Name
@@ -361,7 +333,7 @@ class Face:
         return face.of(base(**fields, parent=None))
 
 
-def _collections(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def collections_of(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Part the variables of a model into its parameters, None where there are none, and collections but quant state."""
     rest = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return variables.get("params"), rest

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxquant.backends import native_nnx
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
@@ -30,16 +29,17 @@ from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import quantized_with, refuse_twice, subclass
 from jaxquant.inject.layers import refuse_nothing
 from jaxquant.inject.nnx_call import Call, at_work
-from jaxquant.inject.nnx_held import (
-    CONTAINERS,
+from jaxquant.inject.nnx_held import CONTAINERS, StateHolder, holders, make_holder, takes_attributes
+from jaxquant.inject.nnx_layers import (
     PLAIN_OPS,
+    call_layers,
+    check_alone,
+    copy_model,
     has_plain_op,
-    holders,
-    make_holder,
-    premade,
-    takes_attributes,
+    linear_modules,
+    op_name,
+    out_features,
 )
-from jaxquant.inject.nnx_layers import copy_model, linear_modules, op_name, out_features
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
 from jaxquant.trace.engine import Dialect, Engine, Traced
@@ -48,6 +48,10 @@ from jaxquant.trace.plan import Contraction
 
 class ConvertedParam(nnx.Variable[ConvertedKernel]):
     """A converted kernel in the place of an author's parameter; no optimizer that trains ``nnx.Param`` touches it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        value = self.get_raw_value()
+        return value if index is Ellipsis and isinstance(value, ConvertedKernel) else super().__getitem__(index)
 
 
 def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Any:
@@ -93,6 +97,13 @@ def _missing(recipe: str, path: str, field: str) -> str:
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the model has no {field!r} there; give "
         "maybe_quantize_model example inputs whose call runs that layer"
+    )
+
+
+def _missing_for_kernels(recipe: str, path: str, field: str) -> str:
+    return (
+        f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the layer has no {field!r}; convert the model "
+        "that was trained, or calibrate it with jaxquant.calibrate"
     )
 
 
@@ -180,27 +191,33 @@ class Face:
         args, kwargs = jax.tree.map(_as_array, (args, kwargs))
         return self._split(model, type(model), "__call__", args, kwargs)
 
-    def convert(
-        self, model: nnx.Module, skip: Collection[str], *args: Any, **kwargs: Any
-    ) -> tuple[dict[str, ConvertedKernel], Mapping[str, str]]:
-        """Convert every kernel that a call with example inputs runs quantized.
+    def convert(self, model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[dict[str, ConvertedKernel], bool]:
+        """Convert every kernel that a call with example inputs runs quantized; without them, those of flax's layers.
 
         Args:
           model: of classes of its own, with the quant state of training.
-          skip: paths of parameters that are to stay as they are.
           args, kwargs: the example inputs.
 
         Returns:
-          By "/"-joined path of the parameter, its ``ConvertedKernel``, and for each layer whose weight stays float the
-          reason.
+          By "/"-joined path of the parameter, its ``ConvertedKernel``, and whether a quantized layer's weight stays
+          float.
+
+        Raises:
+          ValueError: quant state that is missing, or has not seen what a static scale must know; without example
+            inputs, a layer that may not read its kernel as its class does.
         """
-        call, params, rest = self._example(model, args, kwargs)
-        own: Any = nnx.to_pure_dict(rest[0])
-        state = _named(own.get(0, {}))
-        names = {tuple(path.split("/")) for path in skip}
-        found, reasons = self.engine.convert(call, params, rest, state, names)
-        leaves = leaves_by_path(nnx.to_pure_dict(found), lambda leaf: isinstance(leaf, ConvertedKernel))
-        return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ConvertedKernel)}, reasons
+        if args or kwargs:
+            call, params, rest = self._example(model, args, kwargs)
+        else:
+            assert self.engine.resolver is not None
+            paths = dict(linear_modules(model))
+            check_alone(model, [path for path in paths if self.engine.resolver(path, 0).recipe is not None])
+            call, params, rest = call_layers(model, paths)
+        state = _named(nnx.to_pure_dict(nnx.state(model, QuantState)))
+        found, reasons = self.engine.convert(call, params, rest, state, _missing_for_kernels)
+        tree = nnx.to_pure_dict(found) if isinstance(found, nnx.State) else found
+        leaves = leaves_by_path(tree, lambda leaf: isinstance(leaf, ConvertedKernel))
+        return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ConvertedKernel)}, bool(reasons)
 
     def check_rules(self, model: nnx.Module) -> None:
         """Check the rules on flax's linear layers, where nothing was traced that could show the others."""
@@ -215,11 +232,8 @@ class Face:
 
     def hold_states(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
         """Add to every layer's module the variables of its quant state, those of flax's layers that did not run too."""
-        modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        for path, values in holders(states):
-            owner, _, name = path.rpartition("/")
-            setattr(modules[owner], name, nnx.data(make_holder(name, values)))
-        resolver = self.engine.resolver
+        self._hold(model, states)
+        resolver, left = self.engine.resolver, []
         assert resolver is not None
         for path, module in linear_modules(model):
             if path not in self._operations or getattr(module, op_name(module), None) not in (None, *PLAIN_OPS):
@@ -227,8 +241,16 @@ class Face:
             decided = self.engine.decisions.by_path(path) if self.engine.decisions is not None else None
             decision = decided or resolver(path, out_features(module))
             if decision.recipe is not None and decision.recipe.is_stateful:
-                op = premade(path, module, decision.recipe)
-                setattr(module, op_name(module), nnx.data(op))
+                left.append(path)
+        if left:  # by an engine of its own: what no call ran is not decided yet
+            alone = Engine(self.engine.config, self.engine.dialect, self.engine.config.resolved_backend)
+            self._hold(model, alone.init(*call_layers(model, left), is_whole=False))
+
+    def _hold(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
+        modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+        for path, values in holders(states):
+            owner, _, name = path.rpartition("/")
+            setattr(modules[owner], name, nnx.data(make_holder(name, values)))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -265,7 +287,7 @@ class Face:
     def adopt(self, model: nnx.Module) -> nnx.Module:
         """Change the class of every module of a model, in place."""
         for path, node in list(nnx.iter_graph(model)):
-            if isinstance(node, nnx.Module) and not isinstance(node, (*CONTAINERS, native_nnx.QuantizedOp)):
+            if isinstance(node, nnx.Module) and not isinstance(node, (*CONTAINERS, StateHolder)):
                 if quantized_with(node) is not None:
                     continue
                 object.__setattr__(node, "__class__", self._class(type(node), "/".join(map(str, path))))

@@ -9,15 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.backends import native_nnx
-from jaxquant.core.recipe import Recipe
-from jaxquant.inject.nnx_layers import contraction_axes, op_name, stacked_axes
 from jaxquant.state.nnx import QuantState
 
 CONTAINERS = (nnx.List, nnx.Dict)
 """Modules that hold others, and have no methods of an author's."""
-PLAIN_OPS = (jax.lax.dot_general, jnp.einsum)
-"""What flax's layers compute with unless told otherwise."""
 
 
 def takes_attributes(module: nnx.Module) -> bool:
@@ -25,13 +20,7 @@ def takes_attributes(module: nnx.Module) -> bool:
     return not isinstance(module, (*CONTAINERS, nnx.bridge.ToNNX))
 
 
-def has_plain_op(module: Any) -> bool:
-    """Whether a layer has no op of its own, so that its quant state may stand in the op's place."""
-    op = getattr(module, op_name(module))
-    return getattr(module, "dot_general_cls", None) is None and (op in (None, *PLAIN_OPS) or isinstance(op, Held))
-
-
-def _compute(held: Held, *args: Any, **kwargs: Any) -> Any:
+def _compute(held: StateHolder, *args: Any, **kwargs: Any) -> Any:
     """Compute the op in float; no ``self`` here, by which Qwix finds the layer that calls on Python's stack."""
     if held.operation == "einsum_op":
         kwargs.pop("out_sharding", None)
@@ -39,7 +28,7 @@ def _compute(held: Held, *args: Any, **kwargs: Any) -> Any:
     return jax.lax.dot_general(*args, **kwargs)
 
 
-class Held(native_nnx.QuantizedOp):
+class StateHolder(nnx.Module):
     """Quant state of one contraction, in place of a flax layer's op, which it computes in float.
 
     Args:
@@ -49,7 +38,6 @@ class Held(native_nnx.QuantizedOp):
 
     def __init__(self, operation: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
         self.operation = operation
-        self.fields = tuple((name, tuple(values)) for name, values in tensors.items())
         for name, values in tensors.items():
             for field, value in values.items():
                 setattr(self, f"{name}_{field}", QuantState(value))
@@ -66,19 +54,9 @@ def holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
         yield from holders(value, (*path, name))
 
 
-def make_holder(name: str, values: Mapping[str, Any]) -> Held:
+def make_holder(name: str, values: Mapping[str, Any]) -> StateHolder:
     tensors: dict[str, dict[str, Any]] = {}
     for full, value in values.items():
         tensor = next(each for each in ("input", "kernel", "output_grad", "sparsity") if full.startswith(f"{each}_"))
         tensors.setdefault(tensor, {})[full.removeprefix(f"{tensor}_")] = value
-    return Held(name, tensors)
-
-
-def premade(path: str, module: Any, recipe: Recipe) -> Held:
-    """Make the state of a layer that no example ran, from what flax's layer says of itself."""
-    stacked = stacked_axes(path, module)
-    if isinstance(module, nnx.Einsum):
-        made: Any = native_nnx.Einsum(recipe, path, module.kernel, stacked, module.einsum_str)
-    else:
-        made = native_nnx.DotGeneral(recipe, path, module.kernel, stacked, contraction_axes(module))
-    return Held(op_name(module), made.state())
+    return StateHolder(name, tensors)

@@ -9,22 +9,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxquant.backends import load, native_nnx
 from jaxquant.core.paths import float_rule, join_path, layer_name
-from jaxquant.core.recipe import Recipe
 from jaxquant.inject.layers import Layer, einsum_out_features, split_arrays
+from jaxquant.inject.nnx_held import StateHolder
+from jaxquant.trace.paths import get, put
 
 Linear = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
 LINEAR: dict[type[nnx.Module], str] = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
 """NNX's linear layers and the name of each kind."""
 
+PLAIN_OPS = (jax.lax.dot_general, jnp.einsum)
+"""What flax's layers compute with unless told otherwise."""
 _KNOWN_CALLS = (nnx.Linear.__call__, nnx.LoRALinear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__)
 
 
@@ -99,24 +101,26 @@ def out_features(module: Linear) -> int:
     """Count the outputs of a linear layer."""
     if isinstance(module, nnx.Einsum):
         equation = module.einsum_str
-        return einsum_out_features(equation, native_nnx.lhs_labels(equation), module.kernel_shape)
+        return einsum_out_features(equation, _lhs_labels(equation), module.kernel_shape)
     features = module.out_features
     return math.prod(features) if isinstance(features, tuple) else features
 
 
+def _lhs_labels(equation: str) -> int:
+    """Count the named axes of an equation's first operand, the least rank that it can have."""
+    return len(equation.replace(" ", "").partition(",")[0].replace("...", ""))
+
+
+def has_plain_op(module: Any) -> bool:
+    """Whether a layer has no op of its own, so that its quant state may stand in the op's place."""
+    op = getattr(module, op_name(module))
+    return getattr(module, "dot_general_cls", None) is None and (
+        op in (None, *PLAIN_OPS) or isinstance(op, StateHolder)
+    )
+
+
 def op_name(module: Linear) -> str:
     return "einsum_op" if isinstance(module, nnx.Einsum) else "dot_general"
-
-
-def quantized_op(
-    backend: str, path: str, module: Linear, recipe: Recipe, implementation: str | None = None
-) -> nnx.Module:
-    """Make the quantized op of a layer; see ``Backend.nnx_op``."""
-    form: dict[str, Any] = (
-        {"equation": module.einsum_str} if isinstance(module, nnx.Einsum) else {"axes": contraction_axes(module)}
-    )
-    stacked = stacked_axes(path, module)
-    return load(backend).nnx_op(recipe, path, module.kernel, stacked, implementation=implementation, **form)
 
 
 def contraction_axes(module: nnx.Linear | nnx.LinearGeneral) -> tuple[int, ...]:
@@ -127,24 +131,79 @@ def contraction_axes(module: nnx.Linear | nnx.LinearGeneral) -> tuple[int, ...]:
     return tuple(range(batch, batch + len(module.in_features)))
 
 
-def check_op(path: str, module: Linear, layer: Layer, recipe: Recipe) -> None:
-    """Refuse a layer that would lose its own op, or would not use the one that it gets."""
-    own = getattr(module, "dot_general_cls", None) or getattr(module, op_name(module))
-    if own not in (None, jax.lax.dot_general, jnp.einsum):
-        raise ValueError(
-            f"{layer_name(path)} has a {op_name(module)} of its own ({own}) and config asks for {recipe.name!r} there; "
-            f"drop one, or {float_rule(path)}"
-        )
-    if type(module).__call__ not in _KNOWN_CALLS and not layer.input_shapes:
-        raise ValueError(
-            f"{layer_name(path)} ({type(module).__name__}) has a __call__ of its own and was not seen to use its "
-            f"{op_name(module)}; pass maybe_quantize_model example inputs whose call runs it, or {float_rule(path)}"
-        )
-    if layer.uses_op is False:
-        raise NotImplementedError(
-            f"{layer_name(path)} ({type(module).__name__}) does not use its {op_name(module)}, so {recipe.name!r} "
-            f"cannot reach it; {float_rule(path)}"
-        )
+def call_layers(model: nnx.Module, paths: Collection[str]) -> tuple[Callable[..., Any], Any, tuple[Any]]:
+    """Return a call of layers by themselves, which shows a trace how each contracts its kernel in its own dtype.
+
+    Args:
+      model: the model.
+      paths: of its linear layers.
+
+    Returns:
+      A function of (kernels, inputs), and both.
+    """
+    modules = {path: module for path, module in linear_modules(model) if path in paths}
+    kernels: dict[str, Any] = {}
+    for path, module in modules.items():
+        put(kernels, path, {"kernel": module.kernel[...]})
+
+    def call(kernels: Any, inputs: Mapping[str, jax.Array]) -> list[jax.Array]:
+        return [_call(path, module, get(kernels, path)["kernel"], inputs[path]) for path, module in modules.items()]
+
+    inputs = {path: jax.ShapeDtypeStruct(_input(module), module.kernel.dtype) for path, module in modules.items()}
+    return call, kernels, (inputs,)
+
+
+def _input(module: Linear) -> tuple[int, ...]:
+    """Return the least shape of a layer's input."""
+    shape = _shape(module)
+    if not isinstance(module, nnx.Einsum):
+        axes = contraction_axes(module)
+        return tuple(shape[axis] for axis in (*range(axes[0]), *axes))
+    left, right = module.einsum_str.replace(" ", "").replace("...", "").partition("->")[0].split(",")
+    sizes = dict(zip(right, shape, strict=True))
+    return tuple(sizes.get(label, 1) for label in left)
+
+
+def _call(path: str, module: Linear, kernel: jax.Array, inputs: jax.Array) -> jax.Array:
+    def one(kernel: jax.Array) -> jax.Array:
+        lhs, rhs, *_ = module.promote_dtype((inputs, kernel, None), dtype=module.dtype)
+        if isinstance(module, nnx.Einsum):
+            return jnp.einsum(module.einsum_str, lhs, rhs)
+        axes = contraction_axes(module)
+        batch = tuple(range(axes[0]))
+        contracted = tuple(range(axes[0], lhs.ndim))
+        return jax.lax.dot_general(lhs, rhs, ((contracted, axes), (batch, batch)))
+
+    def over(run: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        return lambda kernels: jax.lax.scan(lambda _, kernel: (None, run(kernel)), None, kernels)[1]
+
+    run = one
+    for _ in range(stacked_axes(path, module)):
+        run = over(run)
+    return run(kernel)
+
+
+def check_alone(model: nnx.Module, paths: Collection[str]) -> None:
+    """Refuse layers that may read their kernel otherwise than their class does, where no call shows how.
+
+    Raises:
+      ValueError: names the layer.
+    """
+    norms = (path for path, node in nnx.iter_graph(model) if isinstance(node, nnx.WeightNorm))
+    inside = tuple("".join(f"{name}/" for name in path) for path in norms)
+    for path, module in linear_modules(model):
+        kind, what = type(module), ""
+        if path.startswith(inside):
+            what = "is under nnx.WeightNorm"
+        elif kind.__call__ not in _KNOWN_CALLS:
+            what = "has a __call__ of its own"
+        elif not has_plain_op(module):
+            what = f"has a {op_name(module)} of its own"
+        if what and path in paths:
+            raise ValueError(
+                f"{layer_name(path)} ({kind.__name__}) {what}, and nothing shows how it reads its kernel; give convert "
+                f"example inputs whose call runs it, or {float_rule(path)}"
+            )
 
 
 def kind_of(module: Any) -> str | None:
@@ -170,34 +229,15 @@ def _trace_call(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _noting(kind: type, path: str, seen: dict[str, Layer]) -> type:
-    """Subclass a layer's class so that a call notes its input and whether it used its op."""
+    """Subclass a layer's class so that a call notes its input."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = op_name(self)
-        op, used = getattr(self, name), []
-
-        def noting_op(*args: Any, **kwargs: Any) -> Any:
-            used.append(args[2 if name == "einsum_op" else 1].dtype.name)
-            default = jnp.einsum if name == "einsum_op" else jax.lax.dot_general
-            return (op or default)(*args, **kwargs)
-
-        out = _with_attribute(self, name, noting_op, lambda: kind.__call__(self, *args, **kwargs))
+        out = kind.__call__(self, *args, **kwargs)
         before = seen[path].input_shapes if path in seen else ()
         inputs = args[0] if args else kwargs["x" if isinstance(self, nnx.LoRALinear) else "inputs"]
         layer = _layer(path, self, is_called=True)
-        seen[path] = dataclasses.replace(layer, input_shapes=(*before, tuple(inputs.shape)), uses_op=bool(used))
-        if used:
-            seen[path] = dataclasses.replace(seen[path], kernel_dtype=used[0])
+        seen[path] = dataclasses.replace(layer, input_shapes=(*before, tuple(inputs.shape)))
         return out
 
     call.__name__ = "__call__"
     return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(__call__=call))
-
-
-def _with_attribute(module: Any, name: str, value: Any, call: Callable[[], Any]) -> Any:
-    before = getattr(module, name)
-    object.__setattr__(module, name, value)
-    try:
-        return call()
-    finally:
-        object.__setattr__(module, name, before)

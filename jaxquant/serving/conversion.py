@@ -23,14 +23,15 @@ from flax.core import meta
 
 from jaxquant.backends._weights import settle_input_scale
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.core.paths import at_layer, join_path
-from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
-from jaxquant.inject.converted import LayerKernel, linen_kernels
+from jaxquant.core.paths import join_path
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, stacked_blocks
+from jaxquant.core.trees import map_by_path
+from jaxquant.inject import linen_kernels
 from jaxquant.inject.faces import quantized_with
-from jaxquant.inject.linen import Face, scale_name
-from jaxquant.inject.model import choose_recipes
+from jaxquant.inject.linen import scale_name
 from jaxquant.inject.nnx_converted import convert_nnx
-from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, refuse_trained
+from jaxquant.trace.kernels import LayerKernel
 
 Array = jax.Array
 Tree = Mapping[str, Any]
@@ -66,8 +67,7 @@ def convert(
     """
     config = _config(config)
     if isinstance(model_or_variables, nnx.Module):
-        decided = choose_recipes(model_or_variables, config, *example_inputs, **example_kwargs)
-        return convert_nnx(model_or_variables, decided, *example_inputs, **example_kwargs)
+        return convert_nnx(model_or_variables, config, *example_inputs, **example_kwargs)
     if not isinstance(model_or_variables, Mapping):
         raise TypeError(
             f"convert takes an NNX model or the variables of a Linen one, got {type(model_or_variables).__name__}"
@@ -83,28 +83,10 @@ def convert(
     found = find_kernels(model, config, variables, *example_inputs, **example_kwargs)
     params = variables["params"]
     for layer in found.values():
-        params = _replaced(params, layer, _convert_whole(layer, variables))
-    if config.resolved_backend is not None:
-        for path, kernel in other_kernels(model, config, variables, found, *example_inputs, **example_kwargs).items():
-            params = _put(params, path, kernel)
+        states = jax.tree.map(lambda leaf: _at(variables, leaf.path), list(layer.states))
+        params = _put(params, layer.name, layer.convert_stacked(_at(variables["params"], layer.name), states))
     others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return {"params": params, **others}
-
-
-def other_kernels(
-    model: nn.Module, config: Any, variables: Tree, found: Mapping[str, LayerKernel], *args: Any, **kwargs: Any
-) -> dict[tuple[str, ...], ConvertedKernel]:
-    """Convert the quantized parameters of layers that are not flax's own, by the path of the parameter.
-
-    Args:
-      model, config, variables, args, kwargs: as for ``find_kernels``.
-      found: what that found.
-    """
-    if not any(value.ndim > 1 for _, value in _leaves(variables["params"])):
-        return {}
-    known = {(*_names(layer), "kernel") for layer in found.values()}
-    kernels = Face(QuantConfig.from_any(config)).convert(model, variables, *args, **kwargs, known=known)
-    return {tuple(path.split("/")): kernel for path, kernel in kernels.items()}
 
 
 def _put(tree: Tree, path: tuple[str, ...], kernel: ConvertedKernel) -> dict[str, Any]:
@@ -125,12 +107,21 @@ def _config(given: Any) -> QuantConfig:
     return config
 
 
+@dataclasses.dataclass(frozen=True)
+class _StateLeaf:
+    """Where a piece of quant state lies in the variables, and its shape and dtype."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 def find_kernels(
     model: nn.Module, config: Any, variables: Tree, *example_inputs: Any, **example_kwargs: Any
 ) -> dict[str, LayerKernel]:
     """Find the kernels of a Linen model that a config quantizes, by the path of their layer; see ``convert``.
 
-    Layers that ``nn.vmap`` stacks and that all take one activation are left to ``other_kernels``.
+    A second kernel of one layer has the path of its parameter.
 
     Args:
       model: the float model.
@@ -141,21 +132,22 @@ def find_kernels(
     if "params" not in variables:
         raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
     config = _config(config)
-    backend = config.resolved_backend
-    if backend is None:
+    if config.resolver() is None:
         return {}
-    decided = choose_recipes(model, config, *example_inputs, **example_kwargs)
-    _refuse_converted(variables["params"])
-    layers = linen_kernels(model, backend, decided, variables, *example_inputs, **example_kwargs)
-    recipes = decided.recipes
-    layers = {
-        path: layer
-        for path, layer in layers.items()
-        if path in recipes and not layer.is_one_matmul(decided.sites.get(path))
-    }
-    for layer in layers.values():
-        _check(layer, variables)
-    return layers
+    for path, leaf in _leaves(variables["params"]):
+        if isinstance(leaf, QTensor):
+            raise ValueError(f"parameter {join_path(path)!r} is converted already ({leaf.qvalue.dtype.name})")
+    state = variables.get(OVERWRITE_WITH_GRADIENT, {})
+    refuse_trained(state)
+
+    def place(path: str, leaf: Any) -> _StateLeaf:
+        return _StateLeaf((OVERWRITE_WITH_GRADIENT, *path.split("/")), tuple(leaf.shape), leaf.dtype)
+
+    placed = {**variables, OVERWRITE_WITH_GRADIENT: map_by_path(place, state)}
+    found: dict[str, LayerKernel] = {}
+    for path, layer in linen_kernels.find_kernels(model, config, placed, *example_inputs, **example_kwargs).items():
+        found[path if layer.path in found else layer.path] = layer
+    return found
 
 
 find_sites = find_kernels  # its name until 0.1
@@ -176,34 +168,29 @@ def convert_each(
       The path in "params" of each new leaf, and the leaf in host memory: QTensors of numpy arrays where the kernel was
       converted, numpy arrays of all that stays as it is.
     """
-    kernels = {(*_names(layer), "kernel"): layer for layer in layers.values()}
+    kernels = {layer.name: layer for layer in layers.values()}
     for path, leaf in _leaves(shapes["params"]):
-        layer = kernels.get(path)  # pyright: ignore[reportArgumentType]
+        layer = kernels.get(path)
         if layer is None:
             yield path, np.asarray(read(("params", *path), ()))
         else:
-            tensor, scale = _convert_slices(layer, read, shapes, leaf.shape)
+            tensor, scale = _convert_slices(layer, read, leaf.shape)
             yield path, tensor
             if scale is not None:
-                yield (*path[:-1], INPUT_SCALE), scale
+                yield (*path[:-1], scale_name(path[-1])), scale
         if progress is not None:
             progress(join_path(path))
 
 
-def _convert_slices(
-    layer: LayerKernel, read: Read, shapes: Tree, shape: tuple[int, ...]
-) -> tuple[QTensor, np.ndarray | None]:
+def _convert_slices(layer: LayerKernel, read: Read, shape: tuple[int, ...]) -> tuple[QTensor, np.ndarray | None]:
     """Convert a kernel layer by layer into arrays of its whole shape."""
-    leaves, whole = _state_leaves(layer, shapes), None
+    whole = None
     for index in itertools.product(*(range(shape[axis]) for axis in layer.stacked)):
         at = dict(zip(layer.stacked, index, strict=True))
         place = tuple(at.get(axis, slice(None)) for axis in range(len(shape)))
-        kernel = read(("params", *_names(layer), "kernel"), place[: max(at, default=-1) + 1])
-        state = {
-            tensor: {name: read(leaf.path, index if leaf.is_stacked else ()) for name, leaf in fields.items()}
-            for tensor, fields in leaves.items()
-        }
-        part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), jax.tree.map(jnp.asarray, state)))
+        kernel = read(("params", *layer.name), place[: max(at, default=-1) + 1])
+        states = jax.tree.map(lambda leaf, index=index: jnp.asarray(read(leaf.path, index)), list(layer.states))
+        part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), states))
         if not at:
             return part[0], settle_input_scale(layer.path, layer.recipe, part[1])
         if whole is None:
@@ -211,7 +198,7 @@ def _convert_slices(
             whole = jax.tree.map(lambda x, sizes=sizes: np.empty(_stacked_shape(x.shape, sizes), x.dtype), part)
         jax.tree.map(lambda into, one, place=place: into.__setitem__(place, one), whole, part)
     assert whole is not None
-    return stacked_blocks(whole[0], layer.stacked), settle_input_scale(layer.path, layer.recipe, whole[1])
+    return stacked_blocks(whole[0], sorted(layer.stacked)), settle_input_scale(layer.path, layer.recipe, whole[1])
 
 
 def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:
@@ -219,92 +206,6 @@ def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[in
     for axis, size in sorted(sizes.items()):
         full.insert(axis, size)
     return tuple(full)
-
-
-def _convert_whole(layer: LayerKernel, variables: Tree) -> tuple[QTensor, Array | None]:
-    kernel = _at(variables["params"], _names(layer))["kernel"]
-    lead = tuple(kernel.shape[axis] for axis in layer.stacked)
-
-    def load(leaf: _StateLeaf) -> Array:
-        value = _at(variables, leaf.path)
-        return value if leaf.is_stacked else jnp.broadcast_to(value, (*lead, *value.shape))
-
-    state = jax.tree.map(load, _state_leaves(layer, variables), is_leaf=lambda x: isinstance(x, _StateLeaf))
-    tensor, scale = layer.convert_stacked(kernel, state)
-    return tensor, settle_input_scale(layer.path, layer.recipe, scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class _StateLeaf:
-    """Where a piece of quant state lies, and whether each stacked layer has its own."""
-
-    path: tuple[str, ...]
-    is_stacked: bool
-
-
-def _state_leaves(layer: LayerKernel, variables: Tree) -> dict[str, dict[str, _StateLeaf]]:
-    """Find the quant state that the conversion of a layer reads, by tensor and field.
-
-    Raises:
-      ValueError: it is missing, or stacked otherwise than the kernel.
-    """
-    wanted = {}
-    if layer.recipe.delayed is not None:
-        wanted = {tensor: {"scale": 1, "amax_history": 1} for tensor in ("input", "kernel")}
-    if layer.recipe.sparsity is not None:
-        wanted["sparsity"] = {"mask": len(layer.shape)}
-    if not wanted:
-        return {}
-    state = _at(variables.get(OVERWRITE_WITH_GRADIENT, {}), _names(layer)) or {}
-    ops = [name for name, value in state.items() if isinstance(value, Mapping)]
-    if len(ops) != 1:
-        raise ValueError(
-            f"recipe {layer.recipe.name!r} at {at_layer(layer.path)} keeps quant state in '{OVERWRITE_WITH_GRADIENT}', "
-            f"and the variables have {'none' if not ops else ' and '.join(ops)} there; pass all that training keeps, "
-            "or make it with jaxquant.calibrate"
-        )
-    kernel = _at(variables["params"], _names(layer))["kernel"].shape
-    lead, elements = tuple(kernel[axis] for axis in layer.stacked), tuple(layer.shape[axis] for axis in layer.elements)
-    found: dict[str, dict[str, _StateLeaf]] = {}
-    for tensor, fields in wanted.items():
-        for field, rank in fields.items():
-            path = (OVERWRITE_WITH_GRADIENT, *_names(layer), ops[0], f"{tensor}_{field}")
-            leaf = _at(variables, path)
-            shape = None if leaf is None else tuple(leaf.shape)
-            if shape is None or shape[: len(shape) - rank] not in (elements, (*lead, *elements)):
-                each = f", each with that of batch elements {elements}" if elements else ""
-                raise ValueError(
-                    f"quant state {join_path(path)!r} must be one for each of the layers {lead} or one for all{each}, "
-                    f"got {'none' if shape is None else f'shape {shape}'}"
-                )
-            found.setdefault(tensor, {})[field] = _StateLeaf(path, len(shape) > rank + len(elements))
-    return found
-
-
-def _check(layer: LayerKernel, variables: Tree) -> None:
-    """Refuse a kernel that does not have the shape of its layer."""
-    kernel = _at(variables["params"], (*_names(layer), "kernel"))
-    if kernel is None:
-        raise ValueError(
-            f"the variables have no parameter {join_path((*_names(layer), 'kernel'))!r}, the kernel that "
-            f"{layer.recipe.name!r} converts; pass all parameters of the model"
-        )
-    seen = tuple(size for axis, size in enumerate(kernel.shape) if axis not in layer.stacked)
-    if seen != layer.shape:
-        raise ValueError(
-            f"kernel of {at_layer(layer.path)} has shape {tuple(kernel.shape)}, its layer reads {layer.shape}"
-        )
-    _state_leaves(layer, variables)
-
-
-def _refuse_converted(params: Tree) -> None:
-    for path, leaf in _leaves(params):
-        if isinstance(leaf, QTensor):
-            raise ValueError(f"parameter {join_path(path)!r} is converted already ({leaf.qvalue.dtype.name})")
-
-
-def _names(layer: LayerKernel) -> tuple[str, ...]:
-    return tuple(layer.path.split("/")) if layer.path else ()
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
@@ -320,16 +221,3 @@ def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
             yield from _leaves(value, (*path, name))
         else:
             yield (*path, name), value
-
-
-def _replaced(params: Tree, layer: LayerKernel, converted: tuple[QTensor, Any]) -> dict[str, Any]:
-    """Return a tree with the converted kernel in its place."""
-    tensor, scale = converted
-    new: dict[str, Any] = {"kernel": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
-
-    def replace(tree: Tree, path: tuple[str, ...]) -> dict[str, Any]:
-        if not path:
-            return {**tree, **new}
-        return {**tree, path[0]: replace(tree[path[0]], path[1:])}
-
-    return replace(params, _names(layer))

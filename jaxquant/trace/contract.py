@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends import Backend
-from jaxquant.core import delayed
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
@@ -21,7 +20,7 @@ from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import QuantState, initial_state
 from jaxquant.ops.implementation import settle
-from jaxquant.trace.plan import Contraction, Key, Plan, Reading
+from jaxquant.trace.plan import Contraction, Reading
 from jaxquant.trace.structure import Transpose
 
 Array = jax.Array
@@ -87,6 +86,12 @@ def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
     return fields
 
 
+def kernel_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the state by which a kernel is converted, by name."""
+    tensors, fields = ("input_", "kernel_", "sparsity_"), ("_scale", "_amax_history", "_mask")
+    return {name: n for name, n in state_fields(site).items() if name.startswith(tensors) and name.endswith(fields)}
+
+
 def nested_state(recipe: Recipe, state: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     """Return the state of a contraction by tensor and field."""
     fields: dict[str, Iterable[str]] = dict(_shapes(recipe))
@@ -107,24 +112,6 @@ def leading_axes(site: Contraction) -> tuple[int, ...]:
 @functools.lru_cache
 def _shapes(recipe: Recipe) -> dict[str, dict[str, tuple[int, ...]]]:
     return jax.tree.map(lambda value: value.shape, jax.eval_shape(lambda: initial_state(recipe)))
-
-
-def joined_states(plan: Plan, states: Mapping[Key, Mapping[str, Array]]) -> dict[Key, Mapping[str, Array]]:
-    """Return states in which contractions that share an activation have the one by which it is scaled.
-
-    Args:
-      plan: of the program, with its readings.
-      states: of every chosen contraction; those of converted kernels are {}.
-    """
-    found = dict(states)
-    for site in plan.chosen:
-        given = [] if site.reading is None else [states[key] for key in site.reading.keys if states[key]]
-        if not given or not states[site.key] or site.recipe is None:
-            continue
-        inputs = [state["input"] for state in (nested_state(site.recipe, each) for each in given) if "input" in state]
-        joined = delayed.together(inputs) if inputs else {}
-        found[site.key] = {**states[site.key], **{f"input_{field}": value for field, value in joined.items()}}
-    return found
 
 
 # -- batch axes: each element is a contraction of its own, as under jax.vmap -------------------------------------------

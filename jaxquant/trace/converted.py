@@ -1,4 +1,4 @@
-"""converted: parameters whose kernels are quantized already, made and run by the same traced function.
+"""converted: parameters whose kernels are quantized already, run by the traced function that made them (``kernels``).
 
     leaf ── steps ──► weight as its op reads it ── the op's own quantization ──► QTensor ── steps undone ──► leaf
     leaf (ConvertedKernel) ── the same steps, on qvalues and scales ──► contraction; no float kernel is made
@@ -10,29 +10,22 @@ float shape and dtype.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.backends import Backend, load
-from jaxquant.backends._weights import check_converted, settle_input_scale
-from jaxquant.config.backends import BackendName
+from jaxquant.backends._weights import check_converted
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor, stacked_blocks
-from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.trace.contract import batch_first, leading_axes, nested_state, without_batch
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
+from jaxquant.core.recipe import TensorSpec
 from jaxquant.trace.plan import Contraction, Key, Plan
-from jaxquant.trace.routes import Lost, Route, Routes
-from jaxquant.trace.structure import IDENTITIES, BlocksError, Step, steps_of
+from jaxquant.trace.routes import Route, Routes
+from jaxquant.trace.structure import IDENTITIES, BlocksError, dtype_read, steps_of
 
 Array = jax.Array
-
-
-# -- running -----------------------------------------------------------------------------------------------------------
 
 
 def standin(leaf: Any) -> Any:
@@ -130,6 +123,7 @@ def check_served(
     for site, weight in routes.weights.items():
         if isinstance(weight, Route) and weight.leaf in converted:
             _check_recipe(site, leaves[weight.leaf])
+            _check_dtype(site, weight, leaves[weight.leaf])
     read_otherwise = {stop.leaf for stop in routes.stops}
     for site, weight in routes.weights.items() if must_be_converted else ():
         assert site.recipe is not None
@@ -157,6 +151,16 @@ def _check_recipe(site: Contraction, kernel: ConvertedKernel) -> None:
     wanted = right.dtype if isinstance(right, TensorSpec) else "float", is_scaled
     texts = [f"{dtype} {'with an' if scaled else 'without an'} input_scale" for dtype, scaled in (has, wanted)]
     check_converted(site.path, texts[0], repr(site.recipe.name), texts[1])
+
+
+def _check_dtype(site: Contraction, weight: Route, kernel: ConvertedKernel) -> None:
+    """Refuse a kernel that was quantized in another dtype than the one in which this call reads it."""
+    dtype = dtype_read(weight.steps, kernel.dtype)
+    if kernel.read_as not in (None, dtype):
+        raise ValueError(
+            f"{layer_name(site.path)} was converted for a kernel read in {kernel.read_as}, and this call reads it in "
+            f"{dtype}; convert the model with example inputs of the dtype that it is called with"
+        )
 
 
 def replay(eqn: Any, kernel: ConvertedKernel, evaluate: Any) -> ConvertedKernel:
@@ -210,123 +214,3 @@ def part_shardings(leaf: Any, sharding: Any) -> Any:
         part_specs(leaf, sharding.spec),
         is_leaf=lambda each: isinstance(each, PartitionSpec),
     )
-
-
-# -- making ------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """How one leaf is converted. Hashable, so that equal layers share a compiled program.
-
-    Attributes:
-      operation: primitive of the contraction.
-      backend: whose quantization.
-      recipe: all numbers.
-      steps: from the leaf to the weight, with the batch axes of the weight behind those of its scans.
-      lead: number of those axes.
-      axes: contraction axes of what is left.
-      batch: batch axes of it, whose elements share their scales.
-    """
-
-    operation: str
-    backend: BackendName
-    recipe: Recipe
-    steps: tuple[Step, ...]
-    lead: int
-    axes: tuple[int, ...]
-    batch: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, chosen: Backend, site: Contraction, route: Route) -> _Job:
-        assert site.side is not None
-        assert site.recipe is not None
-        backend = chosen.runner(site.operation, site.recipe).name
-        axes, batch = site.weight_axes
-        if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
-            return cls(site.operation, backend, site.recipe, route.steps, len(site.stack), axes, batch)
-        order = batch_first(batch, len(site.shapes[site.side]))
-        steps, lead = route.then((order,)).steps, len(leading_axes(site))
-        return cls(site.operation, backend, site.recipe, steps, lead, without_batch(axes, batch))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -> ConvertedKernel:
-    weight = leaf
-    for step in job.steps:
-        weight = step.on_array(weight)
-
-    def convert_one(weight: Array, state: Any) -> tuple[QTensor, Array | None]:
-        if job.operation == "ragged_dot_general":
-            return load(job.backend).convert_groups(job.recipe, weight, state)
-        tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state, job.batch)
-        return tensor, None if scale is None else scale.reshape((1,) * weight.ndim)
-
-    run = convert_one
-    for _ in range(job.lead):
-        run = jax.vmap(run)
-    tensor, scale = run(weight, state)
-    kernel = ConvertedKernel(stacked_blocks(tensor, range(job.lead)), leaf.dtype.name, scale)
-    for step in reversed(job.steps):
-        back = step.inverse()
-        kernel = kernel if back is None else back.on_kernel(kernel)
-    return kernel
-
-
-def convert(
-    plan: Plan,
-    leaves: Sequence[Any],
-    states: Mapping[Key, Mapping[str, Array]],
-    backend: Backend,
-    skip: Collection[int] = (),
-) -> tuple[list[Any], dict[str, str]]:
-    """Convert every leaf that is the weight of a quantized contraction, as the training forward quantizes it.
-
-    Args:
-      plan: of the function, on which was decided.
-      leaves: the parameters.
-      states: quant state of every quantized contraction.
-      backend: that quantizes.
-      skip: leaves that are to stay as they are.
-
-    Returns:
-      The leaves, and for each layer whose weight stays float the reason.
-
-    Raises:
-      ValueError: the recipe has a static scale for an activation that was never seen.
-    """
-    routes = Routes(plan, len(leaves))
-    reasons: dict[str, str] = {}
-    jobs: dict[int, dict[_Job, Contraction]] = {}
-    for site, weight in routes.weights.items():
-        assert site.recipe is not None
-        if site.recipe.fwd.rhs is None or (isinstance(weight, Route) and weight.leaf in skip):
-            continue
-        if isinstance(weight, Lost):
-            whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
-            reasons[site.path] = f"its weight {whole}: {weight.why}"
-        elif weight.obstacle:
-            reasons[site.path] = f"its weight {weight.obstacle}"
-        else:
-            jobs.setdefault(weight.leaf, {})[_Job.of(backend, site, weight)] = site
-    found = list(leaves)
-    for index, ways in jobs.items():
-        path = next(iter(ways.values())).path
-        stops = [stop.operation for stop in routes.stops if stop.leaf == index]
-        if isinstance(leaves[index], ConvertedKernel):
-            continue
-        if stops:
-            reasons[path] = f"{stops[0]} reads its weight, too"
-            continue
-        if len(ways) > 1:
-            reasons[path] = f"its weight is read in {len(ways)} ways, and one converted kernel cannot be all"
-            continue
-        ((job, site),) = ways.items()
-        try:
-            kernel = _convert(job, leaves[index], nested_state(job.recipe, states[site.key]))
-        except BlocksError as error:
-            reasons[path] = str(error)
-            continue
-        scale = settle_input_scale(site.path, job.recipe, kernel.input_scale)
-        found[index] = dataclasses.replace(kernel, input_scale=scale)
-    return found, reasons

@@ -63,6 +63,7 @@ class Decisions:
         missing: Callable[[str, str, str], str],
         misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str],
         served: Collection[Key] = (),
+        fields_of: Callable[[Contraction], dict[str, tuple[int, ...]]] = contract.state_fields,
     ) -> dict[Key, dict[str, Any]]:
         """Find the state of every chosen contraction in a tree of quant state.
 
@@ -72,13 +73,14 @@ class Decisions:
           missing: the sentence about state that is missing, of (recipe's name, path, field).
           misfit: the sentence about state of another shape, of (path, field, shape, shape that is needed).
           served: what has a converted kernel, and needs no state.
+          fields_of: returns the shapes of the fields that are needed.
 
         Raises:
           ValueError: state that is missing, or of another layout.
         """
         found: dict[Key, dict[str, Any]] = {}
         for site in plan.chosen:
-            fields = contract.state_fields(site)
+            fields = fields_of(site)
             if site.key in found or not fields or site.key in served:
                 found.setdefault(site.key, {})
                 continue

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.ops.gradients import reverse_only
 from jaxquant.state import watch
 from jaxquant.state.tree import refuse_trained
-from jaxquant.trace import contract, converted, paths, routes
+from jaxquant.trace import contract, converted, kernels, paths, routes
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Outputs, Split, array_names, split_arrays
 from jaxquant.trace.decisions import Decisions, decide
@@ -165,36 +165,56 @@ class Engine:
         params: Any,
         args: tuple[Any, ...],
         quant_state: Mapping[str, Any],
-        skip: Collection[paths.Name] = (),
-    ) -> Any:
-        """Quantize the weight of every layer as the training forward does; as ``run``.
-
-        Args:
-          fn, params, args, quant_state: as for ``run``.
-          skip: paths of leaves that are to stay as they are.
+        missing: Callable[[str, str, str], str] | None = None,
+    ) -> tuple[Any, dict[str, str]]:
+        """Quantize the weight of every layer as the training forward does; as ``find_kernels``.
 
         Returns:
           The parameters, with a ``ConvertedKernel`` for the leaf of every layer that is converted, and for each layer
           whose weight stays float the reason.
         """
+        found, reasons = self.find_kernels(fn, params, args, quant_state, missing)
+        leaves, structure = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, ConvertedKernel))
+        for index, name in enumerate(paths.leaf_names(jax.tree.unflatten(structure, range(len(leaves))))):
+            if name in found:
+                leaves[index] = found[name].convert_stacked(leaves[index], found[name].states)
+        return jax.tree.unflatten(structure, leaves), reasons
+
+    def find_kernels(
+        self,
+        fn: Function,
+        params: Any,
+        args: tuple[Any, ...],
+        quant_state: Mapping[str, Any],
+        missing: Callable[[str, str, str], str] | None = None,
+    ) -> tuple[dict[paths.Name, kernels.LayerKernel], dict[str, str]]:
+        """Find the weight of every layer, without computing anything; as ``run``.
+
+        Args:
+          fn, params, args, quant_state: as for ``run``; arrays may be anything with a shape and a dtype.
+          missing: as in ``Dialect``.
+
+        Returns:
+          By path of the parameter, its kernel, and for each layer whose weight stays float the reason.
+        """
         refuse_trained(quant_state)
         static, arrays = split_arrays(params, args, self.dialect.numbers)
         analysis = self._trace(fn, static, arrays).analysis
         if self.resolver is None:
-            return params, {}
+            return {}, {}
         decisions = self.decide(analysis)
         served = converted.check_served(analysis.plan, arrays[0], analysis.layer_paths)
-        states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
-        states = contract.joined_states(analysis.plan, states)
-        left = {index for index, name in enumerate(array_names(static)) if name in skip}
-        leaves, reasons = converted.convert(analysis.plan, arrays[0], states, self.backend, left)
-        what = "; ".join(f"{path}: {why}" for path, why in reasons.items())
+        sentences = missing or self.dialect.missing, self.dialect.misfit
+        states = decisions.read_states(analysis.plan, quant_state, *sentences, served, contract.kernel_fields)
+        names = array_names(static)
+        found, reasons = kernels.find_kernels(analysis.plan, arrays[0], names, states, self.backend)
+        what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
         text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
         if reasons and self.config.strict:
             raise NotImplementedError(f"strict true, and {text}")
         if reasons:
             warnings.warn(text, stacklevel=3)
-        return static.rebuild((leaves, arrays[1]))[0], reasons
+        return {names[index]: kernel for index, kernel in found.items()}, reasons
 
     def trace(self, fn: Function, params: Any, args: tuple[Any, ...], prefix: paths.Name = ()) -> Traced:
         """Trace a function; arrays may be ``jax.ShapeDtypeStruct``."""

@@ -43,6 +43,12 @@ class Cast:
     def inverse(self) -> Cast | None:
         return None
 
+    def sources(self, axis: int) -> tuple[int, ...]:
+        return (axis,)
+
+    def of_slice(self, source: int, axis: int) -> Cast:
+        return self
+
     def lifted(self, length: int) -> Cast:
         return self
 
@@ -63,6 +69,14 @@ class Transpose:
 
     def inverse(self) -> Transpose:
         return Transpose(tuple(map(int, np.argsort(self.order))))
+
+    def sources(self, axis: int) -> tuple[int, ...]:
+        """Return the axes that become an axis of the result."""
+        return (self.order[axis],)
+
+    def of_slice(self, source: int, axis: int) -> Transpose:
+        """Return the step on an array of size 1 along ``source``, which becomes ``axis``."""
+        return self
 
     def lifted(self, length: int) -> Transpose:
         return Transpose((0, *(axis + 1 for axis in self.order)))
@@ -112,6 +126,17 @@ class Reshape:
     def inverse(self) -> Reshape:
         return Reshape(self.new, self.old)
 
+    def sources(self, axis: int) -> tuple[int, ...]:
+        if self.old[: axis + 1] == self.new[: axis + 1]:
+            return (axis,)
+        old = next(old for old, new in _groups(self.old, self.new) if axis in new)
+        return tuple(each for each in old if self.old[each] != 1)
+
+    def of_slice(self, source: int, axis: int) -> Reshape:
+        old, new = list(self.old), list(self.new)
+        old[source] = new[axis] = 1
+        return Reshape(tuple(old), tuple(new))
+
     def lifted(self, length: int) -> Reshape:
         return Reshape((length, *self.old), (length, *self.new))
 
@@ -141,6 +166,39 @@ def steps_of(eqn: Any) -> tuple[Step, ...] | None:
     if name == "broadcast_in_dim" and math.prod(old) == math.prod(out.shape):
         return (Reshape(old, tuple(out.shape)),)
     return None
+
+
+def dtype_read(steps: Sequence[Step], dtype: str) -> str:
+    """Return the name of the dtype of what the steps make of a leaf of a dtype."""
+    return [dtype, *(step.dtype for step in steps if isinstance(step, Cast))][-1]
+
+
+def sources_of(steps: Sequence[Step], axis: int) -> set[int]:
+    """Return the axes of a leaf that become an axis of what the steps make of it."""
+    axes = {axis}
+    for step in reversed(steps):
+        axes = {source for each in axes for source in step.sources(each)}
+    return axes
+
+
+def sliced(steps: Sequence[Step], axis: int) -> tuple[tuple[Step, ...], int]:
+    """Return the steps on one slice of a leaf, and the axis of the leaf, of size 1, that becomes ``axis``.
+
+    Args:
+      steps: on the whole leaf.
+      axis: of what the steps make of it.
+
+    Raises:
+      BlocksError: a step makes that axis of several.
+    """
+    found: list[Step] = []
+    for step in reversed(steps):
+        sources = step.sources(axis)
+        if len(sources) != 1:
+            raise BlocksError(f"axis {axis} is made of {len(sources)} axes")
+        found.append(step.of_slice(sources[0], axis))
+        axis = sources[0]
+    return tuple(reversed(found)), axis
 
 
 def full_block(tensor: QTensor) -> Shape | None:

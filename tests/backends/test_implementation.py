@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxquant
 from jaxquant import QuantConfig
-from jaxquant.backends import native, native_backend, native_nnx
+from jaxquant.backends import native, native_backend
 
 X = jnp.ones((2, 8))
 
@@ -52,7 +52,7 @@ def asked(monkeypatch):
 
         return run
 
-    for module in (native, native_nnx, native_backend.ops):
+    for module in (native, native_backend.ops):
         for name in ("dot_general", "einsum"):
             monkeypatch.setattr(module, name, recording(getattr(module, name), name))
     return calls

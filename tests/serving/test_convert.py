@@ -107,6 +107,22 @@ def test_an_nnx_model_through_the_disk(tmp_path):
     loaded = nnx.eval_shape(skeleton)
     serving.update_nnx(loaded, serving.load(tmp_path / "served").params)
     np.testing.assert_array_equal(served(X), loaded(X))
+    loaded = nnx.eval_shape(skeleton)
+    serving.update_nnx(loaded, as_parts(params))
+    np.testing.assert_array_equal(served(X), loaded(X))
+
+
+def as_parts(tree):
+    """Spell converted kernels as NNX models held them before: mappings of parts, the input's scale among them."""
+    return {
+        name: value.parts | {"input_scale": tree["input_scale"]}
+        if is_tensor(value)
+        else as_parts(value)
+        if isinstance(value, dict)
+        else value
+        for name, value in tree.items()
+        if name != "input_scale"
+    }
 
 
 class Stateful(nnx.Module):
@@ -133,18 +149,29 @@ def test_what_an_nnx_model_keeps_beside_its_kernels_comes_back_too():
         )
 
 
-def test_kernels_that_are_not_read_as_they_are_stored_are_refused():
+def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
     config = {"quantization": "int8w"}
     mapped = nn.map_variables(nn.Dense, "params", lambda tree: jax.tree.map(lambda x: 2 * x, tree), init=True)
     for model in (mapped(D, name="wi"), nn.WeightNorm(nn.Dense(D))):
         variables = jax.jit(model.init)(RNGS, X)
-        with pytest.raises(NotImplementedError, match=r"reads its kernel through nn.map_variables.*recipe: null"):
-            convert(variables, config, X, model=model)
+        with pytest.warns(UserWarning, match=r"the weights of 1 layers stay in float .*its weight is .*: mul"):
+            served = convert(variables, config, X, model=model)
+        expected = jax.jit(maybe_quantize_model(model, config, X).apply)(variables, X)
+        np.testing.assert_array_equal(
+            expected, jax.jit(maybe_quantize_model(model, config | SERVES, X).apply)(served, X)
+        )
+        with pytest.raises(NotImplementedError, match=r"strict true, and the weights of 1 layers stay in float"):
+            convert(variables, config | {"strict": True}, X, model=model)
     rngs = nnx.Rngs(0)
     model = nnx.WeightNorm(nnx.Linear(D, D, rngs=rngs), rngs=rngs)
-    for inputs in ((), (X,)):
-        with pytest.raises(NotImplementedError, match=r"layer 'layer_instance' is under nnx.WeightNorm"):
-            convert(model, config, *inputs)
+    with pytest.raises(
+        ValueError, match=r"layer 'layer_instance' \(Linear\) is under nnx.WeightNorm, and nothing shows"
+    ):
+        convert(model, config)
+    with pytest.warns(UserWarning, match="the weights of 1 layers stay in float"):
+        served = convert(model, config, X)
+    run = nnx.jit(lambda model: model(X))
+    np.testing.assert_array_equal(run(maybe_quantize_model(model, config, X)), run(served))
 
 
 def test_a_path_to_write_to_is_not_ignored():
@@ -350,9 +377,13 @@ def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     with pytest.raises(
         ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype of its"
     ):
-        convert(variables, config, X, model=model)
-    convert(variables, config, X, model=dense(param_dtype=jnp.bfloat16))
-    convert(variables, config, X, model=dense(dtype=jnp.bfloat16))
+        convert(variables, config, X.astype(jnp.bfloat16), model=model)
+    for model, x in ((dense(param_dtype=jnp.bfloat16), X), (dense(dtype=jnp.bfloat16), X), (dense(), X)):
+        expected = jax.jit(maybe_quantize_model(model, config, x).apply)(variables, x)
+        served = convert(variables, config, x, model=model)
+        np.testing.assert_array_equal(
+            expected, jax.jit(maybe_quantize_model(model, config | SERVES, x).apply)(served, x)
+        )
 
 
 def test_an_nnx_kernel_is_converted_in_the_dtype_that_a_call_reads_it_in():
@@ -398,17 +429,20 @@ class Stubborn(nn.Dense):
         return inputs @ self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features))
 
 
-def test_what_does_not_fit_a_recipe_is_refused():
+def test_a_layer_that_does_not_use_its_op_is_converted_too():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
             return Stubborn(D, name="wi")(x)
 
-    variables = jax.jit(Model().init)(RNGS, X)
-    with pytest.raises(
-        NotImplementedError, match=r"layer 'wi' \(Stubborn\) does not use its dot_general_cls, so 'int8w"
-    ):
-        convert(variables, {"quantization": "int8w"}, X, model=Model())
+    variables, config = jax.jit(Model().init)(RNGS, X), {"quantization": "int8w"}
+    served = convert(variables, config, X, model=Model())
+    assert is_tensor(served["params"]["wi"]["kernel"])
+    expected = jax.jit(maybe_quantize_model(Model(), config, X).apply)(variables, X)
+    np.testing.assert_array_equal(expected, jax.jit(maybe_quantize_model(Model(), config | SERVES, X).apply)(served, X))
+
+
+def test_what_does_not_fit_a_recipe_is_refused():
     config = {"quantization": "fp8"}
     _, variables = trained(dense(), config, X)
     served = convert(variables, config, X, model=dense())
@@ -417,5 +451,6 @@ def test_what_does_not_fit_a_recipe_is_refused():
         maybe_quantize_model(dense(), current | SERVES, X).apply(served, X)
     pytest.importorskip("qwix")
     exact = nnx.Linear(D, D, precision="highest", rngs=nnx.Rngs(0))
-    with pytest.raises(NotImplementedError, match="has precision 'highest', which Qwix drops"):
-        convert(exact, {"quantization": "int8", "quant_backend": "qwix"}, X)
+    served = convert(exact, {"quantization": "int8", "quant_backend": "qwix"}, X)
+    with pytest.raises(NotImplementedError, match=r"precision .*HIGHEST of a contraction is dropped by Qwix; "):
+        served(X)

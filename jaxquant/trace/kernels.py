@@ -1,0 +1,243 @@
+"""kernels: which parameters of a traced function are converted, and their conversion as the training forward does it.
+
+    leaf ── steps ──► weight as its op reads it ── the op's own quantization ──► QTensor ── steps undone ──► leaf
+
+All of it, or one layer of a stack at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.backends import Backend, load
+from jaxquant.backends._weights import settle_input_scale
+from jaxquant.config.backends import BackendName
+from jaxquant.core.delayed import together
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, stacked_blocks
+from jaxquant.core.recipe import Recipe
+from jaxquant.trace.contract import batch_first, leading_axes, without_batch
+from jaxquant.trace.plan import Contraction, Key, Plan
+from jaxquant.trace.routes import Lost, Route, Routes
+from jaxquant.trace.structure import BlocksError, Step, dtype_read, full_block, sliced, sources_of
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """How one leaf is converted. Hashable, so that equal layers share a compiled program.
+
+    Attributes:
+      operation: primitive of the contraction.
+      backend: whose quantization.
+      recipe: all numbers.
+      steps: from the leaf to the weight, with the batch axes of the weight behind those of its scans.
+      lead: number of those axes.
+      axes: contraction axes of what is left.
+      batch: batch axes of it, whose elements share their scales.
+    """
+
+    operation: str
+    backend: BackendName
+    recipe: Recipe
+    steps: tuple[Step, ...]
+    lead: int
+    axes: tuple[int, ...]
+    batch: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, chosen: Backend, site: Contraction, route: Route) -> _Job:
+        assert site.side is not None
+        assert site.recipe is not None
+        backend = chosen.runner(site.operation, site.recipe).name
+        axes, batch = site.weight_axes
+        if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
+            return cls(site.operation, backend, site.recipe, route.steps, len(site.stack), axes, batch)
+        order = batch_first(batch, len(site.shapes[site.side]))
+        steps, lead = route.then((order,)).steps, len(leading_axes(site))
+        return cls(site.operation, backend, site.recipe, steps, lead, without_batch(axes, batch))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -> ConvertedKernel:
+    weight = leaf
+    for step in job.steps:
+        weight = step.on_array(weight)
+
+    def convert_one(weight: Array, state: Any) -> tuple[QTensor, Array | None]:
+        if job.operation == "ragged_dot_general":
+            return load(job.backend).convert_groups(job.recipe, weight, state)
+        tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state, job.batch)
+        return tensor, None if scale is None else scale.reshape((1,) * weight.ndim)
+
+    run = convert_one
+    for _ in range(job.lead):
+        run = jax.vmap(run)
+    tensor, scale = run(weight, state)
+    kernel = ConvertedKernel(stacked_blocks(tensor, range(job.lead)), leaf.dtype.name, scale)
+    for step in reversed(job.steps):
+        back = step.inverse()
+        kernel = kernel if back is None else back.on_kernel(kernel)
+    return kernel
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerKernel:
+    """The kernel of one layer that is converted.
+
+    Attributes:
+      path: of the layer.
+      name: path of the parameter.
+      dtype: name of the dtype in which the op reads it.
+      states: its quant state, by field, as it was given; then those of the contractions that read the same activation.
+      axes: its contraction axes, in a parameter without stacked layers.
+      stacked: axes of the parameter along which scans stack layers, outermost first.
+      shape: of the parameter without those.
+    """
+
+    path: str
+    name: tuple[str, ...]
+    dtype: str
+    states: tuple[Mapping[str, Any], ...]
+    axes: tuple[int, ...]
+    stacked: tuple[int, ...]
+    shape: tuple[int, ...]
+    _whole: _Job
+    _one: _Job
+
+    @classmethod
+    def of(cls, site: Contraction, job: _Job, leaf: Any, name: tuple[str, ...], states: Any) -> LayerKernel:
+        steps, stacked = job.steps, []
+        try:
+            for index in range(len(site.stack)):
+                steps, axis = sliced(steps, index)
+                stacked.append(axis)
+        except BlocksError:  # the layers lie among each other, and are converted together
+            steps, stacked = job.steps, []
+        sources = (sources_of(job.steps, job.lead + axis) for axis in job.axes)
+        axes = without_batch(tuple(sorted(set().union(*sources))), tuple(stacked))
+        shape = _without_axes(tuple(leaf.shape), stacked)
+        dtype = dtype_read(job.steps, jnp.dtype(leaf.dtype).name)
+        one = dataclasses.replace(job, steps=steps)
+        return cls(site.path, name, dtype, states, axes, tuple(stacked), shape, job, one)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._whole.recipe
+
+    def convert(self, kernel: Array, states: Sequence[Mapping[str, Any]] = ()) -> tuple[QTensor, Array | None]:
+        """Convert the kernel of one of the stacked layers.
+
+        Args:
+          kernel: of shape ``shape``.
+          states: the layer's part of ``states``.
+
+        Returns:
+          The kernel and the static scale of the activation, of the kernel's rank (None where it is dynamic; 0 where the
+          recipe has one and its tensor was never seen).
+        """
+        ones = list(self.shape)
+        for axis in sorted(self.stacked):
+            ones.insert(axis, 1)
+        lead = (1,) * len(self.stacked)
+        states = jax.tree.map(lambda value: value.reshape(lead + value.shape), list(states))
+        made = _convert(self._one, kernel.reshape(ones), _joined(states))
+        tensor = made.tensor.replace(lambda _, part: jnp.squeeze(part, self.stacked))
+        block = full_block(made.tensor)
+        if block is not None:
+            tensor = dataclasses.replace(tensor, block=_without_axes(block, self.stacked))
+        scale = made.input_scale
+        return tensor, None if scale is None else scale.reshape(_without_axes(scale.shape, self.stacked))
+
+    def convert_stacked(self, leaf: Array, states: Sequence[Mapping[str, Any]]) -> ConvertedKernel:
+        """Convert the parameter, all its layers at once.
+
+        Raises:
+          ValueError: the recipe has a static scale for an activation that was never seen.
+        """
+        kernel = _convert(self._whole, leaf, _joined(states))
+        scale = settle_input_scale(self.path, self.recipe, kernel.input_scale)
+        return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
+
+
+def _without_axes(sizes: tuple[int, ...], axes: Collection[int]) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(sizes) if axis not in axes)
+
+
+def _nested(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in state.items():
+        tensor, _, field = name.partition("_")
+        nested.setdefault(tensor, {})[field] = value
+    return nested
+
+
+def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the state of a contraction, that of its activation joined with the others that read it."""
+    own, *others = map(_nested, states or ({},))
+    inputs = [each["input"] for each in others if "input" in each]
+    return own | ({"input": together(inputs)} if inputs else {})
+
+
+def find_kernels(
+    plan: Plan,
+    leaves: Sequence[Any],
+    names: Sequence[tuple[str, ...]],
+    states: Mapping[Key, Mapping[str, Any]],
+    backend: Backend,
+) -> tuple[dict[int, LayerKernel], dict[str, str]]:
+    """Find every leaf that is the weight of a quantized contraction; computes nothing.
+
+    Args:
+      plan: of the function, on which was decided.
+      leaves: the parameters, arrays or anything with a shape and a dtype.
+      names: their paths.
+      states: quant state of every quantized contraction, arrays or anything with a shape and a dtype.
+      backend: that quantizes.
+
+    Returns:
+      The kernels by the index of their leaf, and for each layer whose weight stays float the reason.
+    """
+    routes = Routes(plan, len(leaves))
+    reasons: dict[str, str] = {}
+    jobs: dict[int, dict[_Job, Contraction]] = {}
+    for site, weight in routes.weights.items():
+        assert site.recipe is not None
+        if site.recipe.fwd.rhs is None:
+            continue
+        if isinstance(weight, Lost):
+            whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
+            reasons[site.path] = f"its weight {whole}: {weight.why}"
+        elif weight.obstacle:
+            reasons[site.path] = f"its weight {weight.obstacle}"
+        else:
+            jobs.setdefault(weight.leaf, {})[_Job.of(backend, site, weight)] = site
+    found: dict[int, LayerKernel] = {}
+    for index, ways in jobs.items():
+        path = next(iter(ways.values())).path
+        stops = [stop.operation for stop in routes.stops if stop.leaf == index]
+        if isinstance(leaves[index], ConvertedKernel):
+            continue
+        if stops:
+            reasons[path] = f"{stops[0]} reads its weight, too"
+            continue
+        if len(ways) > 1:
+            reasons[path] = f"its weight is read in {len(ways)} ways, and one converted kernel cannot be all"
+            continue
+        ((job, site),) = ways.items()
+        shared = [] if site.reading is None or not states[site.key] else site.reading.keys
+        given = (states[site.key], *(states[key] for key in shared if states[key]))
+        shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (leaves[index], given))
+        try:
+            jax.eval_shape(_convert, job, shapes[0], jax.eval_shape(_joined, shapes[1]))
+        except BlocksError as error:
+            reasons[path] = str(error)
+            continue
+        found[index] = LayerKernel.of(site, job, leaves[index], names[index], given)
+    return found, reasons
