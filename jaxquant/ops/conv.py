@@ -32,7 +32,6 @@ from jaxquant.ops import pieces
 from jaxquant.ops.arguments import QuantState, check_float, check_state
 from jaxquant.ops.contract import accumulator_dtype
 from jaxquant.ops.converted import check_scales
-from jaxquant.ops.operand import forward_key, quantize_operand
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
 from jaxquant.ops.prepared import Prepared, make_prepared
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
@@ -164,17 +163,11 @@ class _Conv(Operation):
             preferred_element_type=dtype,
         )
 
-    def prepare(self, side, x, groups, state, key) -> Prepared:
-        axes = _others(x.ndim, self.batch if side == "lhs" else self.feature)
-        return make_prepared(x, self.recipe, side, axes, (), state, key, None, reads_clips=False)
+    def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return _others(len(self.lhs.shape), self.batch if side == "lhs" else self.feature), ()
 
-    def quantize_activation(self, x: Array, static_scale: Array | None, groups: None, key: Array | None) -> QTensor:
-        spec = self.recipe.fwd.lhs
-        assert isinstance(spec, TensorSpec)
-        scale, key = None if spec.scaling == "dynamic" else static_scale, forward_key(x, spec, key)
-        return quantize_operand(x, spec, _others(x.ndim, self.batch), recipe=self.recipe, static_scale=scale, key=key)[
-            0
-        ]
+    def prepare(self, side, x, groups, state, key) -> Prepared:
+        return make_prepared(x, self.recipe, side, *self.axes(side), state, key, None, reads_clips=False)
 
     def product(self, lhs: QTensor | Array, rhs: QTensor | Array, groups: None) -> Array:
         """Convolve the forward operands and apply their scales."""

@@ -14,15 +14,15 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.rounding import Part, digest
 from jaxquant.core.sharding import Sharding, is_whole, named, platform_of, varying_axes
-from jaxquant.ops import converted
-from jaxquant.ops.arguments import QuantState, check_float, check_state, hashable_precision, initial_state
+from jaxquant.ops.arguments import QuantState, check_float, check_state, initial_state
 from jaxquant.ops.contract import contract
+from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align
 from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, scale_dtype
 from jaxquant.ops.prepared import Prepared, prepare
-from jaxquant.ops.quantized import Gradient, Operation, quantized
+from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
 Array = jax.Array
 __all__ = ["QuantState", "dot_general", "initial_state"]
@@ -81,21 +81,18 @@ def dot_general(
     """
     for piece in ("dot_general", "quantize"):
         choose_implementation(piece, implementation)
-    if isinstance(rhs, ConvertedKernel):
-        check_float("dot_general", lhs=lhs)
-        return converted.dot_general(
-            lhs,
-            rhs,
-            Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim),
-            hashable_precision(precision),
-            preferred_element_type,
-            recipe=recipe,
-            key=key,
-            out_sharding=named(out_sharding, lhs),
-            implementation=implementation,
-        )
-    check_float("dot_general", lhs=lhs, rhs=rhs)
-    check_state(recipe, state)
+    is_converted = isinstance(rhs, ConvertedKernel)
+    check_float("dot_general", lhs=lhs, **({} if is_converted else {"rhs": rhs}))
+    dims, place = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), named(out_sharding, lhs)
+    if isinstance(rhs, ConvertedKernel) and has_scales_of_elements(recipe, rhs, dims):
+        check_input_scale(recipe, rhs)
+        inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
+
+        def run(lhs: Array, rhs: ConvertedKernel, dims: Dimensions, key: Array | None) -> Array:
+            options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
+            return dot_general(lhs, rhs, dims.numbers, precision, preferred_element_type, out_sharding=inner, **options)
+
+        return each_element(run, lhs, rhs, dims, key)
     op = _Dot.of(
         lhs,
         rhs,
@@ -103,10 +100,14 @@ def dot_general(
         preferred_element_type,
         recipe=recipe,
         implementation=implementation,
-        dims=Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim),
-        out_sharding=named(out_sharding, lhs),
+        dims=dims,
+        out_sharding=place,
         parts=None if out_parts is None else tuple(_names(entry) for entry in out_parts),
+        turns=not is_converted,
     )
+    if is_converted:
+        return serve(op, lhs, rhs, None, key)
+    check_state(recipe, state)
     return quantized(op, lhs, rhs, None, state or {}, key, prepared)
 
 
@@ -122,15 +123,20 @@ class _Dot(Operation):
       dims: what is contracted.
       out_sharding: of the result, under explicit sharding.
       parts: mesh axes that cut each axis of the result, inside ``jax.shard_map``; None where nobody says.
+      turns: whether copies of 8-bit operands may bring the contraction last.
     """
 
     dims: Dimensions
     out_sharding: NamedSharding | None
     parts: tuple[tuple[str, ...], ...] | None
+    turns: bool
+
+    def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        dims = self.dims if side == "lhs" else self.dims.swap()
+        return dims.lhs_contract, dims.lhs_batch
 
     def prepare(self, side, x, groups, state, key) -> Prepared:
-        dims = self.dims if side == "lhs" else self.dims.swap()
-        return prepare(x, self.recipe, side, dims.lhs_contract, dims.lhs_batch, state, key, self.implementation)
+        return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation)
 
     def product(self, lhs: QTensor | Array, rhs: QTensor | Array, groups: None) -> Array:
         return contract(
@@ -187,6 +193,12 @@ class _Dot(Operation):
         n = len(dims.rhs_free)
         return (out.transpose((*range(n, out.ndim), *range(n))) if swaps else out).transpose(order)
 
+    def input_gradient(self, grad: Array, kernel: QTensor, groups: None) -> Array:
+        dims, order = self.dims.for_dlhs()
+        place, highest = self.lhs.place.sharding_before(order), jax.lax.Precision.HIGHEST
+        out = contract(grad, kernel, dims, out_dtype=grad.dtype.name, precision=highest, out_sharding=place)
+        return out.transpose(order).astype(self.lhs.dtype)
+
     def _gradient_operands(
         self,
         name: Gradient,
@@ -238,7 +250,7 @@ class _Dot(Operation):
 
     def _turns(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
         """Check whether copies of the 8-bit operands pay: with delayed scaling, whose casts wait for nothing."""
-        is_delayed = self.recipe.is_lean and self.recipe.delayed is not None and place is None
+        is_delayed = self.turns and self.recipe.is_lean and self.recipe.delayed is not None and place is None
         return is_delayed and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (lhs, rhs))
 
 

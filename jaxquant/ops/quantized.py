@@ -35,7 +35,7 @@ from jaxquant.ops.arguments import QuantState, hashable_precision
 from jaxquant.ops.converted import check_input_scale, straight_through
 from jaxquant.ops.gradients import first_order
 from jaxquant.ops.groups import Groups
-from jaxquant.ops.operand import Observation, quantize_operand
+from jaxquant.ops.operand import Observation, forward_key, quantize_operand
 from jaxquant.ops.prepared import Kept, Prepared, reads_clip
 
 Array = jax.Array
@@ -91,6 +91,30 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: Array | None) -> Prepared:
         """Quantize an operand for the forward product, and choose what is kept of it."""
+
+    def axes(self, side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the contraction and the batch axes of an operand."""
+        raise NotImplementedError
+
+    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Any, key: Array | None) -> Any:
+        """Quantize the activation of a converted kernel, by its own scale or by that beside the kernel."""
+        spec = self.recipe.fwd.lhs
+        assert isinstance(spec, TensorSpec)
+        axes, batch = self.axes("lhs")
+        return quantize_operand(
+            x,
+            spec,
+            axes,
+            recipe=self.recipe,
+            batch=batch,
+            static_scale=None if spec.scaling == "dynamic" else static_scale,
+            key=forward_key(x, spec, key),
+            implementation=self.implementation,
+        )[0]
+
+    @abc.abstractmethod
+    def input_gradient(self, grad: Array, kernel: QTensor, groups: Any) -> Array:
+        """Compute the gradient of the activation that a dequantized kernel gives."""
 
     @abc.abstractmethod
     def product(self, lhs: Any, rhs: Any, groups: Any) -> Array:
@@ -286,11 +310,11 @@ def _finish(gradient: Array, kept: Kept, operand: Operand, primal: Primal) -> Ar
 # -- converted kernels -------------------------------------------------------------------------------------------------
 
 
-def serve(op: Any, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
+def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
     """Compute the forward product with a converted kernel, and the gradient that its dequantized values give.
 
     Args:
-      op: an ``Operation`` with ``quantize_activation`` and ``input_gradient``.
+      op: which.
       lhs, sizes, key: as ``quantized`` takes them.
       weight: the kernel.
 
@@ -304,12 +328,14 @@ def serve(op: Any, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _served(op: Any, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
+def _served(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
     spec, groups = op.recipe.fwd.lhs, _groups(op, sizes)
     left = op.quantize_activation(lhs, weight.input_scale, groups, key) if isinstance(spec, TensorSpec) else lhs
     return op.product(left, weight.tensor, groups)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _served_gradient(op: Any, grad: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
+def _served_gradient(
+    op: Operation, grad: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None
+) -> Array:
     return fit_varying(op.input_gradient(grad, weight.tensor, _groups(op, sizes)), op.lhs.place.varying)
