@@ -17,6 +17,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops.arguments import QuantState
+from jaxquant.ops.dimensions import ANYHOW, How, Product
 
 Array = jax.Array
 Op = Literal["dot_general", "einsum"]
@@ -116,26 +117,23 @@ class Backend:
         self,
         lhs: Array,
         rhs: Array | ConvertedKernel,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        product: Product,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
         key: Array | None = None,
-        out_sharding: Any = None,
-        implementation: str | None = None,
+        how: How = ANYHOW,
         prepared: Any = None,
     ) -> Array:
         """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
 
         Args:
           lhs, rhs: activation and weight.
-          dimension_numbers, precision, preferred_element_type, out_sharding: as for ``jax.lax.dot_general``.
+          product: what is computed of them.
           recipe: all numbers.
           state: the amax state of a recipe with delayed scaling.
           key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
-          implementation: what computes casts and matmuls, None to pick.
+          how: what computes it, and where the result lies.
           prepared: from ``share``, of this activation; None where the contraction has it alone.
 
         Raises:
@@ -148,8 +146,7 @@ class Backend:
         lhs: Array,
         rhs: Array | ConvertedKernel,
         group_sizes: Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        product: Product,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
@@ -158,7 +155,8 @@ class Backend:
         """Compute ``jax.lax.ragged_dot`` of rows and a weight for each group of them, as ``contract`` a matmul.
 
         Args:
-          lhs, rhs, group_sizes, precision, preferred_element_type: as for ``jax.lax.ragged_dot``.
+          lhs, rhs, group_sizes: as for ``jax.lax.ragged_dot``.
+          product: its precision and dtype.
           recipe, state, key: as for ``contract``; a state for each group.
 
         Raises:
@@ -290,26 +288,23 @@ class LibraryBackend(Backend):
         self,
         lhs: Array,
         rhs: Array | ConvertedKernel,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        product: Product,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
         key: Array | None = None,
-        out_sharding: Any = None,
-        implementation: str | None = None,
+        how: How = ANYHOW,
         prepared: Any = None,
     ) -> Array:
         """Compute the library's ``dot_general``; see ``Backend.contract``."""
-        check_implementation(self.name, implementation)
+        check_implementation(self.name, how.implementation)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-        self._refuse_dropped(dtype, precision, preferred_element_type, out_sharding)
+        self._refuse_dropped(dtype, product, how)
         lhs = lhs.astype(dtype)
         if isinstance(rhs, ConvertedKernel):
             rhs = dataclasses.replace(rhs, dtype=dtype.name)
-            return self.serving.dot_general(lhs, rhs, dimension_numbers, recipe=recipe)
-        return self.train(lhs, rhs.astype(dtype), dimension_numbers, recipe=recipe, key=key)
+            return self.serving.dot_general(lhs, rhs, product.numbers, recipe=recipe)
+        return self.train(lhs, rhs.astype(dtype), product.numbers, recipe=recipe, key=key)
 
     def convert_kernel(
         self,
@@ -322,14 +317,14 @@ class LibraryBackend(Backend):
         """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
         return self.serving.convert_kernel(recipe, kernel, axes, state)
 
-    def _refuse_dropped(self, dtype: Any, precision: Any, preferred_element_type: Any, out_sharding: Any) -> None:
+    def _refuse_dropped(self, dtype: Any, product: Product, how: How = ANYHOW) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""
-        asked = precision if isinstance(precision, tuple) else (precision,)
-        is_other = preferred_element_type is not None and jnp.dtype(preferred_element_type) != dtype
+        asked = product.precision if isinstance(product.precision, tuple) else (product.precision,)
+        is_other = product.dtype is not None and jnp.dtype(product.dtype) != dtype
         given = {
             "precision": next((each for each in asked if each not in (None, jax.lax.Precision.DEFAULT)), None),
-            "preferred_element_type": jnp.dtype(preferred_element_type).name if is_other else None,
-            "out_sharding": out_sharding,
+            "preferred_element_type": jnp.dtype(product.dtype).name if is_other else None,
+            "out_sharding": how.out_sharding,
         }
         for name, value in given.items():
             if value is not None:

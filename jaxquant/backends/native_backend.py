@@ -15,6 +15,7 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import conv, ragged
 from jaxquant.ops.arguments import QuantState
+from jaxquant.ops.dimensions import ANYHOW, How, Product
 from jaxquant.ops.prepared import Prepared, can_share, share
 
 Array = jax.Array
@@ -63,29 +64,26 @@ class NativeBackend(Backend):
         self,
         lhs: Array,
         rhs: Array | ConvertedKernel,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        product: Product,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
         key: Array | None = None,
-        out_sharding: Any = None,
-        implementation: str | None = None,
+        how: How = ANYHOW,
         prepared: Prepared | None = None,
     ) -> Array:
         """Compute ``ops.dot_general``; see ``Backend.contract``."""
         return ops.dot_general(
             native.activation_as_read(recipe, lhs, rhs),
             rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
+            product.numbers,
+            product.precision,
+            product.dtype,
             recipe=recipe,
             state=state,
             key=key,
-            out_sharding=out_sharding,
-            implementation=implementation,
+            out_sharding=how.out_sharding,
+            implementation=how.implementation,
             prepared=prepared,
         )
 
@@ -94,8 +92,7 @@ class NativeBackend(Backend):
         lhs: Array,
         rhs: Array | ConvertedKernel,
         group_sizes: Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        product: Product,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
@@ -104,7 +101,7 @@ class NativeBackend(Backend):
         """Compute ``ops.ragged_dot``; see ``Backend.ragged_dot``."""
         lhs = native.activation_as_read(recipe, lhs, rhs)
         return ops.ragged_dot(
-            lhs, rhs, group_sizes, precision, preferred_element_type, recipe=recipe, state=state, key=key
+            lhs, rhs, group_sizes, product.precision, product.dtype, recipe=recipe, state=state, key=key
         )
 
     def conv_general_dilated(

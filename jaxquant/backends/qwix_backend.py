@@ -15,6 +15,7 @@ from jaxquant.backends.qwix_config import HONOURS, ragged_lack, to_qwix
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops.arguments import QuantState
+from jaxquant.ops.dimensions import Product
 
 Array = jax.Array
 
@@ -60,8 +61,7 @@ class QwixBackend(LibraryBackend):
         lhs: Array,
         rhs: Array | ConvertedKernel,
         group_sizes: Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        product: Product,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
@@ -69,7 +69,7 @@ class QwixBackend(LibraryBackend):
     ) -> Array:
         """Compute Qwix's quantized ``ragged_dot``; see ``Backend.ragged_dot``."""
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-        self._refuse_dropped(dtype, precision, preferred_element_type, None)
+        self._refuse_dropped(dtype, product)
         lhs = lhs.astype(dtype)
         if isinstance(rhs, ConvertedKernel):
             rhs = dataclasses.replace(rhs, dtype=dtype.name)

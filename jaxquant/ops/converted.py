@@ -1,75 +1,26 @@
-"""The contraction with a converted kernel: the forward numbers of ``dot_general``, without its float weight.
+"""What contractions with converted kernels share: checks, batch elements one by one, the gradient of the activation.
 
 lhs ── quantize_operand ──► qvalues ────────────┐
-ConvertedKernel (QTensor, input's static scale) ┴─ contract ──► y, bit for bit what the training op computes
+ConvertedKernel (QTensor, input's static scale) ┴─ product ──► y, bit for bit what the training op computes
 grad ── contract with the dequantized kernel, in float ──► gradient of lhs; the kernel has none
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions
-from jaxquant.ops.operand import forward_key, quantize_operand, scale_dtype
 
 Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What of a call is fixed while tracing."""
-
-    recipe: Recipe
-    dims: Dimensions
-    out_dtype: str
-    precision: Any
-    out_sharding: NamedSharding | None
-    implementation: str | None
-
-
-def dot_general(
-    lhs: Array,
-    weight: ConvertedKernel,
-    dims: Dimensions,
-    precision: Any,
-    preferred_element_type: Any,
-    *,
-    recipe: Recipe,
-    key: Array | None = None,
-    out_sharding: NamedSharding | None = None,
-    implementation: str | None = None,
-) -> Array:
-    """Contract an activation with a converted kernel; see ``ops.dot_general``, which calls it.
-
-    Raises:
-      ValueError: the kernel has no static scale for the activation, and the recipe asks for one.
-    """
-    check_input_scale(recipe, weight)
-    if has_scales_of_elements(recipe, weight, dims):
-        place = out_sharding and NamedSharding(
-            out_sharding.mesh, PartitionSpec(*out_sharding.spec[len(dims.rhs_batch) :])
-        )
-
-        def run(lhs: Array, weight: ConvertedKernel, dims: Dimensions, key: Array | None) -> Array:
-            options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
-            return dot_general(lhs, weight, dims, precision, preferred_element_type, out_sharding=place, **options)
-
-        return each_element(run, lhs, weight, dims, key)
-    out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, weight.dtype)).name
-    static = _Static(recipe, dims, out_dtype, precision, out_sharding, implementation)
-    return with_input_gradient(functools.partial(_contract, static), dims, lhs, weight, key)
 
 
 def has_scales_of_elements(recipe: Recipe, weight: ConvertedKernel, dims: Dimensions) -> bool:
@@ -118,35 +69,6 @@ def each_element(
         one = jax.vmap(one)
     keys = None if key is None else jax.random.split(key, math.prod(sizes)).reshape(sizes)
     return one(jnp.moveaxis(lhs, dims.lhs_batch, range(count)), weight, keys)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _contract(static: _Static, lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
-    recipe, spec = static.recipe, static.recipe.resolve("fwd", "lhs")
-    left: QTensor | Array = lhs
-    if spec is not None:
-        left, _ = quantize_operand(
-            lhs,
-            spec,
-            static.dims.lhs_contract,
-            recipe=recipe,
-            batch=static.dims.lhs_batch,
-            static_scale=None if spec.scaling == "dynamic" else weight.input_scale,
-            key=forward_key(lhs, spec, key),
-            implementation=static.implementation,
-        )
-    return contract(
-        left,
-        weight.tensor,
-        static.dims,
-        out_dtype=static.out_dtype,
-        accumulator=recipe.fwd.accumulator,
-        precision=static.precision,
-        default_precision=jax.lax.Precision.DEFAULT,
-        scale_dtype=scale_dtype(recipe, static.out_dtype),
-        out_sharding=static.out_sharding,
-        implementation=static.implementation,
-    )
 
 
 def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:

@@ -1,13 +1,46 @@
-"""Dimension numbers of a contraction and of its two gradients."""
+"""What a contraction computes, how, and the dimension numbers of its two gradients."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """What is computed of an activation and a weight, in ``jax.lax``'s terms.
+
+    Attributes:
+      numbers: dimension numbers of a ``dot_general``, the activation first.
+      precision: as there.
+      dtype: of the result (``preferred_element_type``), None for the promoted dtype of the operands.
+    """
+
+    numbers: Any = None
+    precision: Any = None
+    dtype: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class How:
+    """What changes the speed or the place of a result, never numbers.
+
+    Attributes:
+      implementation: what computes casts and matmuls, None to pick; see ``ops.choose_implementation``.
+      out_sharding: of the result, as in ``jax.lax.dot_general``.
+    """
+
+    implementation: str | None = None
+    out_sharding: Any = None
+
+
+ANYHOW = How()
+"""The op picks, and the result lies where ``jax.lax`` puts it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ from jaxquant.core.quantize import absolute, compute_scale, quantize, quantize_w
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_SCALE, power_of_two_below
 from jaxquant.core.sharding import over_devices
-from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.operand import forward_key
 
 Array = jax.Array
@@ -44,9 +44,24 @@ class Rows:
         return (self.qvalue.astype(jnp.float32) * self.spread(ids)).astype(dtype)
 
 
-def group_of_rows(sizes: Array, rows: int) -> Array:
-    """Return the group of every row; G behind the last."""
-    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+class Groups(NamedTuple):
+    """Rows in groups.
+
+    Attributes:
+      ids: the group of every row, [M]; G behind the last.
+      sizes: rows of each group, [G].
+    """
+
+    ids: Array
+    sizes: Array
+
+    @classmethod
+    def of(cls, sizes: Array, rows: int) -> Groups:
+        return cls(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right"), sizes)
+
+    def zero_others(self, rows: Array) -> Array:
+        """Zero the rows behind the last group."""
+        return jnp.where((self.ids < self.sizes.size)[:, None], rows, 0)
 
 
 def of_rows(per_group: Array, ids: Array) -> Array:
@@ -59,44 +74,43 @@ def group_amax(x: Array, ids: Array, groups: int) -> Array:
     return jnp.maximum(largest[:groups], 0)
 
 
-def with_groups(recipe: Recipe, state: QuantState) -> QuantState:
+def with_groups(recipe: Recipe, state: Any) -> Any:
     """Return state with a leading axis of groups: of one, where all share theirs."""
     return jax.tree.map(lambda x: x[None], state) if recipe.shares_experts else state
 
 
-def scaling_groups(recipe: Recipe, ids: Array, sizes: Array) -> tuple[Array, Array]:
-    """Return the group of every row and the sizes of groups, as far as scales of whole tensors go."""
+def scaling_groups(recipe: Recipe, groups: Groups) -> Groups:
+    """Return groups as far as scales of whole tensors go."""
     if not recipe.shares_experts:
-        return ids, sizes
-    return jnp.where(ids < sizes.size, 0, 1), jnp.sum(sizes, keepdims=True)
+        return groups
+    return Groups(jnp.where(groups.ids < groups.sizes.size, 0, 1), jnp.sum(groups.sizes, keepdims=True))
 
 
 def quantize_rows(
     recipe: Recipe,
     x: Array,
     spec: TensorSpec,
-    ids: Array,
-    sizes: Array,
+    groups: Groups,
     contracts_rows: bool,
     key: Array | None,
     floor: float = SMALLEST_SCALE,
 ) -> Rows:
     """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
     if spec.granularity == "per_tensor":
-        ids, sizes = scaling_groups(recipe, ids, sizes)
-    groups = sizes.size
+        groups = scaling_groups(recipe, groups)
+    ids, sizes = groups
     if spec.granularity == "per_channel" and not contracts_rows and spec.calibration.method != "fixed":
         tensor = quantize(x, spec, (1,), key=key, floor=floor)
         return Rows(tensor.qvalue, tensor.scale, False)
     by_column = spec.granularity == "per_channel" and contracts_rows and spec.calibration.method != "fixed"
     is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
-    amax = group_amax(x, ids, groups)
+    amax = group_amax(x, ids, sizes.size)
     statistic = amax if by_column else amax.max(axis=1, keepdims=True)
     statistic = over_devices(jax.lax.pmax, statistic, x) if is_whole else statistic
     if spec.calibration.method == "rms":
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
         squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
-        total = jax.ops.segment_sum(squares, ids, groups + 1, indices_are_sorted=True)[:groups]
+        total = jax.ops.segment_sum(squares, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
         total = total if by_column else total.sum(axis=1, keepdims=True)
         count = sizes[:, None] * (1 if by_column else x.shape[1])
         if is_whole:

@@ -1,17 +1,11 @@
-"""Pieces of a quantized matmul that ``ragged`` and ``conv`` share: types, scales, and what is kept for backward."""
+"""Pieces of a quantized matmul that ``ragged`` and ``conv`` share: types, shards and scales."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quantize import outside_range
-from jaxquant.core.recipe import Operand, Recipe, TensorSpec
-from jaxquant.ops.gradients import RESIDUAL_NAME
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops.operand import scale_dtype
 
 Array = jax.Array
@@ -71,23 +65,3 @@ def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array
     if dtype == "float32" or out.dtype == jnp.int32:
         out = out.astype(jnp.float32)
     return out * left.astype(dtype) * right.astype(dtype)
-
-
-def named(kept: Any) -> Any:
-    """Attach a name to what is kept in one byte an element, for remat policies."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
-
-
-def clip_mask(x: Array, operand: Operand, tensor: QTensor | None) -> Array | None:
-    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis."""
-    if tensor is None or not (isinstance(operand, TensorSpec) and operand.clips):
-        return None
-    return named(jnp.packbits(outside_range(x, operand, tensor), axis=-1))
-
-
-def masked(gradient: Array, mask: Array | None, dtype: Any) -> Array:
-    """Zero the gradient of what was cut off, and cast the rest to the operand's dtype."""
-    if mask is not None:
-        outside = jnp.unpackbits(mask, axis=-1, count=gradient.shape[-1]).astype(bool)
-        gradient = jnp.where(outside, 0, gradient)
-    return gradient.astype(dtype)

@@ -8,9 +8,8 @@ once, by ``share``:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +41,13 @@ class Kept(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """An operand as the forward pass reads it, and what is kept of it."""
+    """An operand as the forward pass reads it (a ``QTensor``, ``groups.Rows`` or an array), and what is kept of it."""
 
-    forward: QTensor | Array
+    forward: Any
     kept: Kept
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 7))
-def prepare(
+def make_prepared(
     x: Array,
     recipe: Recipe,
     side: Side,
@@ -58,6 +56,7 @@ def prepare(
     state: delayed.TensorState | None,
     key: Array | None,
     implementation: str | None,
+    reads_clips: bool = True,
 ) -> Prepared:
     """Quantize an operand for the forward pass and for the backward pass.
 
@@ -70,6 +69,7 @@ def prepare(
       state: of its delayed scaling, None without.
       key: the caller's random key.
       implementation: what computes the casts.
+      reads_clips: whether qvalues that are kept may tell what was cut off, where they can.
     """
     spec = recipe.resolve("fwd", side)
     forward, seen = x, None
@@ -83,9 +83,19 @@ def prepare(
         kept = _own(x, operand, recipe, free, batch, key, implementation)
     elif seen is not None:
         seen = seen._replace(scale=None)  # the tensor has it
-    if isinstance(kept, QTensor):
-        kept = kept.replace(lambda _, part: checkpoint_name(part, RESIDUAL_NAME))
-    return Prepared(forward, Kept(kept, _clip_mask(x, forward, spec, operand == FORWARD), seen))
+    reads = reads_clips and operand == FORWARD and reads_clip(spec)
+    return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
+
+
+prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7))
+"""``make_prepared`` as a function that a program holds once for all operands of one shape."""
+
+
+def named(kept: Any) -> Any:
+    """Attach a name to what is kept in one byte an element, for remat policies; float arrays stay as they are."""
+    if isinstance(kept, Array):
+        return kept
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), kept)
 
 
 def _own(
@@ -145,14 +155,9 @@ def reads_clip(operand: Operand) -> bool:
     return operand.calibration.method == "fixed" and operand.calibration.is_symmetric
 
 
-def _clip_mask(x: Array, tensor: QTensor | Array, operand: Operand, is_kept: bool) -> Array | None:
-    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis.
-
-    Where ``is_kept`` for the backward pass, the qvalues themselves may tell.
-    """
+def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | None:
+    """Pack which elements a clipping calibration cut off, eight to a byte along the last axis; None where none are."""
     if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor)):
-        return None
-    if reads_clip(operand) and is_kept:
         return None
     outside = outside_range(x, operand, tensor)
     return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)

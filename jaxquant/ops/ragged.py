@@ -25,42 +25,31 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import absolute, quantize_with_scale
-from jaxquant.core.recipe import Operand, Recipe, TensorSpec
-from jaxquant.core.rounding import content_key, two_keys
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
-from jaxquant.core.sharding import device_key, explicit_sharding, fit_varying, over_devices, varying_axes
+from jaxquant.core.sharding import explicit_sharding, over_devices
 from jaxquant.ops import arguments
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype
-from jaxquant.ops.converted import check_input_scale, check_scales, straight_through
-from jaxquant.ops.gradients import first_order
+from jaxquant.ops.converted import check_scales
 from jaxquant.ops.groups import (
+    Groups,
     Rows,
     group_amax,
-    group_of_rows,
     of_rows,
     quantize_rows,
     quantize_weights,
     scaling_groups,
     with_groups,
 )
-from jaxquant.ops.operand import forward_key, input_scale, scale_dtype
-from jaxquant.ops.pieces import clip_mask, eight_bits, masked, named, scaled, shard_size, unsupported
+from jaxquant.ops.operand import Observation, forward_key, input_scale, scale_dtype
+from jaxquant.ops.pieces import eight_bits, scaled, shard_size, unsupported
+from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
+from jaxquant.ops.quantized import Operation, quantized, serve
 
 _FORWARD = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _DLHS = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _DRHS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    recipe: Recipe
-    lhs_dtype: str
-    rhs_dtype: str
-    out_dtype: str
-    precision: Any
-    lhs_varies: frozenset[str]
-    rhs_varies: frozenset[str]
 
 
 def initial_state(recipe: Recipe, groups: int) -> QuantState:
@@ -104,16 +93,11 @@ def ragged_dot(
       NotImplementedError: tiles, asymmetric ranges or sparsity in the recipe; an explicit mesh in the operands' types.
     """
     _check(lhs, rhs, group_sizes, recipe)
-    precision = arguments.hashable_precision(precision)
-    out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name
-    varies = [varying_axes(x) for x in (lhs, rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs)]
-    static = _Static(recipe, lhs.dtype.name, jnp.dtype(rhs.dtype).name, out, precision, *varies)
+    op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe)
     if isinstance(rhs, ConvertedKernel):
-        check_input_scale(recipe, rhs)
-        run, gradient = functools.partial(_served, static), functools.partial(_served_gradient, static)
-        return straight_through(run, gradient, lhs, rhs, group_sizes, key)
+        return serve(op, lhs, rhs, group_sizes, key)
     arguments.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
-    return _ragged(static, lhs, rhs, group_sizes, state or {}, key)
+    return quantized(op, lhs, rhs, group_sizes, state or {}, key)
 
 
 def convert_kernel(
@@ -131,7 +115,7 @@ def convert_kernel(
       dynamically; 0 of a group that was never seen.
     """
     state = with_groups(recipe, state)
-    tensor, _ = _forward_weights(recipe, rhs, state, None)
+    tensor, _ = _forward_weights(recipe, rhs, state.get("kernel"), None)
     assert isinstance(tensor, QTensor)
     scale = jax.vmap(lambda state: input_scale(recipe, state))(state) if state else input_scale(recipe, state)
     return tensor, None if scale is None else scale.reshape(-1, 1, 1)
@@ -157,182 +141,160 @@ def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe:
         raise NotImplementedError(f"recipe {recipe.name!r} has {why}, which ragged_dot does not run")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantState, key: Array | None) -> Array:
-    return _forward(static, lhs, rhs, sizes, state, key)[0]
+@dataclasses.dataclass(frozen=True)
+class _Ragged(Operation):
+    """A matmul of groups of rows."""
 
+    def prepare(self, side, x, groups, state, key) -> Prepared:
+        state = None if state is None else with_groups(self.recipe, state)
+        return self._prepare_rows(x, groups, state, key) if side == "lhs" else self._prepare_weights(x, state, key)
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(static: _Static, lhs: Array, rhs: Array, sizes: Array, state: QuantState, key: Array | None):
-    recipe, ids = static.recipe, group_of_rows(sizes, lhs.shape[0])
-    given = with_groups(recipe, state)
-    left, lhs_seen = _forward_rows(static, lhs, ids, sizes, given, key)
-    right, rhs_seen = _forward_weights(recipe, rhs, given, key)
-    left, right = _alike(static, left, right, ids)
-    out = _product(static, left, right, ids, sizes)
-    kept = (
-        _kept_rows(static, left, lhs, recipe.drhs.lhs, ids, sizes, key),
-        _kept_weights(recipe, right, rhs, recipe.dlhs.rhs, key),
-        clip_mask(lhs, recipe.fwd.lhs, QTensor(left.qvalue, left.spread(ids)) if isinstance(left, Rows) else None),
-        clip_mask(rhs, recipe.fwd.rhs, right if isinstance(right, QTensor) else None),
-    )
-    without_bins = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
-    return out, (kept, sizes, without_bins, lhs_seen, rhs_seen, key)
+    def _prepare_rows(self, x: Array, groups: Groups, state: delayed.TensorState | None, key: Array | None) -> Prepared:
+        recipe, spec, operand = self.recipe, self.recipe.fwd.lhs, self.recipe.drhs.lhs
+        forward, seen, mask = x, None, None
+        if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
+            assert state is not None
+            forward, seen = self._delayed_rows(x, spec, groups, state, SMALLEST_SCALE)
+        elif isinstance(spec, TensorSpec):
+            forward = quantize_rows(recipe, x, spec, groups, False, forward_key(x, spec, key))
+        if isinstance(forward, Rows) and isinstance(recipe.fwd.rhs, TensorSpec):
+            mask = clip_mask(x, QTensor(forward.qvalue, forward.spread(groups.ids)), spec)
+        elif isinstance(forward, Rows):
+            forward = forward.dequantize(groups.ids, self.rhs.dtype)
+        kept = x if operand is None else forward
+        if isinstance(operand, TensorSpec):
+            kept = quantize_rows(recipe, x, operand, groups, True, forward_key(x, operand, key))
+        return Prepared(forward, Kept(named(kept), mask, seen))
 
+    def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: Array | None) -> Prepared:
+        recipe, operand = self.recipe, self.recipe.dlhs.rhs
+        forward, seen = _forward_weights(recipe, x, state, key)
+        if isinstance(forward, QTensor) and not isinstance(recipe.fwd.lhs, TensorSpec):
+            forward = dequantize(forward, self.lhs.dtype)
+        kept = x if operand is None else forward
+        if isinstance(operand, TensorSpec):
+            kept = quantize_weights(recipe, x, operand, 1, key)
+        return Prepared(forward, Kept(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
 
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(static: _Static, residuals, grad: Array):
-    (lhs, rhs, lhs_mask, rhs_mask), sizes, state, lhs_seen, rhs_seen, key = residuals
-    recipe, ids = static.recipe, group_of_rows(sizes, grad.shape[0])
-    state = with_groups(recipe, state)
-    if recipe.is_stochastic:
-        key = content_key(grad) if key is None else device_key(key, grad)
-    keys = (None, None) if key is None else two_keys(key)
-    shared, grad_seen = None, None
-    if "output_grad" in state:
-        assert isinstance(recipe.dlhs.lhs, TensorSpec)
-        shared, grad_seen = _delayed_rows(
-            static, grad, recipe.dlhs.lhs, ids, sizes, state["output_grad"], SMALLEST_GRADIENT_SCALE
-        )
-    dlhs = _dlhs(static, grad, shared, rhs, ids, sizes, keys[0])
-    drhs = _drhs(static, grad, shared, lhs, ids, sizes, keys[1])
-    observe = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))  # pyright: ignore[reportArgumentType]
-    observations = {"input": lhs_seen, "kernel": rhs_seen, "output_grad": grad_seen}
-    observed = {name: observe(old, *observations[name]) for name, old in state.items()}
-    observed = {name: _only_used(new, scaling_groups(recipe, ids, sizes)[1]) for name, new in observed.items()}
-    for name, new in observed.items():
-        whole = varying_axes(state[name]["scale"])
-        observed[name] = jax.tree.map(lambda x: fit_varying(x, whole), new)  # noqa: B023
-    observed = jax.tree.map(lambda x: x[0], observed) if recipe.shares_experts else observed
-    dlhs, drhs = masked(dlhs, lhs_mask, static.lhs_dtype), masked(drhs, rhs_mask, static.rhs_dtype)
-    return fit_varying(dlhs, static.lhs_varies), fit_varying(drhs, static.rhs_varies), None, observed, None
+    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: Array | None) -> Rows:
+        spec = self.recipe.fwd.lhs
+        assert isinstance(spec, TensorSpec)
+        if spec.scaling == "delayed":
+            assert static_scale is not None
+            return self._rows_with_scale(x, spec, groups, static_scale.reshape(-1, 1))
+        return quantize_rows(self.recipe, x, spec, groups, False, forward_key(x, spec, key))
 
+    def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
+        """Multiply the forward operands, rows behind the last group giving zeros."""
+        if isinstance(lhs, Rows):
+            out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
+            out = scaled(self.recipe, self.out_dtype, out, lhs.spread(groups.ids), of_rows(rhs.scale[:, 0], groups.ids))
+        else:
+            rhs = dequantize(rhs, self.lhs.dtype) if isinstance(rhs, QTensor) else rhs
+            out = self._multiply(lhs, rhs, groups, _FORWARD, None, None)
+        return groups.zero_others(out).astype(self.out_dtype)
 
-def _ragged_bwd(static: _Static, residuals, grad: Array):
-    dlhs, drhs, *others = _backward(static, residuals, grad)
-    return *first_order(static.recipe.name, (dlhs, drhs)), *others
+    def quantize_gradient(self, grad, groups, state, key, part) -> tuple[Rows, Observation]:
+        spec = self.recipe.dlhs.lhs
+        assert isinstance(spec, TensorSpec)
+        state = with_groups(self.recipe, state)
+        return self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
 
+    def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key, part) -> Array:
+        if name == "dlhs":
+            return groups.zero_others(self._dlhs(grad, shared, residual, groups, key))
+        if not isinstance(self.recipe.drhs.rhs, TensorSpec) or self.recipe.drhs.shards == 1:
+            return self._drhs(grad, shared, residual, groups, key)
+        # The rows of each shard by themselves, added in float32.
+        step, (ids, sizes) = shard_size(self.recipe, grad.shape[0], "rows of its ragged matmul"), groups
+        ends = jnp.cumsum(sizes)
+        total = jnp.zeros(())
+        for start in range(0, grad.shape[0], step):
+            first, last = (jnp.clip(x - start, 0, step) for x in (ends - sizes, ends))
+            rows = slice(start, start + step)
+            own, own_key = shared and shared[rows], None if key is None else jax.random.fold_in(key, start)
+            out = self._drhs(grad[rows], own, residual[rows], Groups(ids[rows], last - first), own_key)
+            total = total + out.astype(jnp.float32)
+        return total.astype(self.out_dtype)
 
-_ragged.defvjp(_forward, _ragged_bwd)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _served(static: _Static, lhs: Array, weight: ConvertedKernel, sizes: Array, key: Array | None) -> Array:
-    ids, spec = group_of_rows(sizes, lhs.shape[0]), static.recipe.fwd.lhs
-    left: Rows | Array = lhs
-    if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
-        assert weight.input_scale is not None
-        left = _rows_with_scale(static, lhs, spec, ids, weight.input_scale.reshape(-1, 1))
-    elif isinstance(spec, TensorSpec):
-        left = quantize_rows(static.recipe, lhs, spec, ids, sizes, False, forward_key(lhs, spec, key))
-    left, right = _alike(static, left, weight.tensor, ids)
-    return _product(static, left, right, ids, sizes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _served_gradient(static: _Static, grad: Array, weight: ConvertedKernel, sizes: Array, key: Array | None) -> Array:
-    """Compute the gradient that the dequantized weights give."""
-    ids, rhs = group_of_rows(sizes, grad.shape[0]), dequantize(weight.tensor, grad.dtype.name)
-    out = jnp.where((ids < sizes.size)[:, None], _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST"), 0)
-    return fit_varying(out, static.lhs_varies)
-
-
-def _alike(static: _Static, left: Rows | Array, right: QTensor | Array, ids: Array) -> Any:
-    """Return both operands quantized, or both float."""
-    if isinstance(left, Rows) and isinstance(right, QTensor):
-        return left, right
-    left = left.dequantize(ids, static.rhs_dtype) if isinstance(left, Rows) else left
-    return left, dequantize(right, static.lhs_dtype) if isinstance(right, QTensor) else right
-
-
-def _product(static: _Static, left: Any, right: Any, ids: Array, sizes: Array) -> Array:
-    """Multiply the forward operands, rows behind the last group giving zeros."""
-    if isinstance(left, Rows):
-        out = _multiply(left.qvalue, right.qvalue, sizes, _FORWARD, static, static.recipe.fwd.accumulator, "DEFAULT")
-        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(right.scale[:, 0], ids))
-    else:
-        out = _multiply(left, right, sizes, _FORWARD, static, None, None)
-    return jnp.where((ids < sizes.size)[:, None], out, 0).astype(static.out_dtype)
-
-
-@jax.named_scope("dlhs")
-def _dlhs(static: _Static, grad, shared: Rows | None, rhs, ids: Array, sizes: Array, key: Array | None) -> Array:
-    """Compute ``grad · rhs``, contracting N."""
-    matmul = static.recipe.dlhs
-    if not isinstance(matmul.lhs, TensorSpec):
-        rhs = dequantize(rhs, grad.dtype.name) if isinstance(rhs, QTensor) else rhs
-        out = _multiply(grad, rhs, sizes, _DLHS, static, None, "HIGHEST")
-    elif not isinstance(rhs, QTensor):
-        left = shared or quantize_rows(static.recipe, grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
-        out = _multiply(left.dequantize(ids, rhs.dtype.name), rhs, sizes, _DLHS, static, None, "HIGHEST")
-    else:
+    def _dlhs(self, grad: Array, shared: Rows | None, rhs: QTensor | Array, groups: Groups, key) -> Array:
+        """Compute ``grad · rhs``, contracting N."""
+        matmul = self.recipe.dlhs
+        if not isinstance(matmul.lhs, TensorSpec):
+            return self._float_gradient(grad, rhs, groups)
+        quantize = functools.partial(quantize_rows, self.recipe, floor=SMALLEST_GRADIENT_SCALE)
+        if not isinstance(rhs, QTensor):
+            left = shared or quantize(grad, matmul.lhs, groups, False, key)
+            return self._multiply(left.dequantize(groups.ids, rhs.dtype.name), rhs, groups, _DLHS, None, "HIGHEST")
         scale = rhs.scale[:, :, 0]  # [G, 1] or, of an own quantization along N, [G, K]
         if rhs.scale.shape[2] > 1:  # forward per channel: multiplied into the gradient
-            unit = power_of_two_below(jnp.max(rhs.scale))  # as in dot_general.align
-            grad = grad.astype(jnp.float32) * of_rows(rhs.scale[:, 0] / unit, ids)
-            scale = jnp.broadcast_to(unit, (sizes.size, 1))
-        left = shared or quantize_rows(static.recipe, grad, matmul.lhs, ids, sizes, False, key, SMALLEST_GRADIENT_SCALE)
-        out = _multiply(left.qvalue, rhs.qvalue, sizes, _DLHS, static, matmul.accumulator, "HIGHEST")
-        out = scaled(static.recipe, static.out_dtype, out, left.spread(ids), of_rows(scale, ids))
-    return jnp.where((ids < sizes.size)[:, None], out, 0)
+            unit = power_of_two_below(jnp.max(rhs.scale))  # as in gradients.align
+            grad = grad.astype(jnp.float32) * of_rows(rhs.scale[:, 0] / unit, groups.ids)
+            scale = jnp.broadcast_to(unit, (groups.sizes.size, 1))
+        left = shared or quantize(grad, matmul.lhs, groups, False, key)
+        out = self._multiply(left.qvalue, rhs.qvalue, groups, _DLHS, matmul.accumulator, "HIGHEST")
+        return scaled(self.recipe, self.out_dtype, out, left.spread(groups.ids), of_rows(scale, groups.ids))
 
-
-@jax.named_scope("drhs")
-def _drhs(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes: Array, key: Array | None) -> Array:
-    """Compute ``lhs · grad`` of each group, contracting its rows: those of each shard by themselves."""
-    if not isinstance(static.recipe.drhs.rhs, TensorSpec) or static.recipe.drhs.shards == 1:
-        return _drhs_of_shard(static, grad, shared, lhs, ids, sizes, key)
-    step, ends = shard_size(static.recipe, grad.shape[0], "rows of its ragged matmul"), jnp.cumsum(sizes)
-    total = jnp.zeros(())
-    for start in range(0, grad.shape[0], step):
-        first, last = (jnp.clip(x - start, 0, step) for x in (ends - sizes, ends))
-        part = slice(start, start + step)
-        own, own_key = shared and shared[part], None if key is None else jax.random.fold_in(key, start)
-        out = _drhs_of_shard(static, grad[part], own, lhs[part], ids[part], last - first, own_key)
-        total = total + out.astype(jnp.float32)
-    return total.astype(static.out_dtype)
-
-
-def _drhs_of_shard(static: _Static, grad, shared: Rows | None, lhs, ids: Array, sizes, key: Array | None) -> Array:
-    matmul = static.recipe.drhs
-    if not isinstance(matmul.rhs, TensorSpec):
-        lhs = lhs.dequantize(ids, grad.dtype.name) if isinstance(lhs, Rows) else lhs
-        return _multiply(lhs, grad, sizes, _DRHS, static, None, "HIGHEST")
-    if not isinstance(lhs, Rows):
-        right = shared or quantize_rows(static.recipe, grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
-        return _multiply(lhs, right.dequantize(ids, lhs.dtype.name), sizes, _DRHS, static, None, "HIGHEST")
-    if lhs.by_group:
+    def _drhs(self, grad: Array, shared: Rows | None, lhs: Rows | Array, groups: Groups, key) -> Array:
+        """Compute ``lhs · grad`` of each group, contracting its rows."""
+        matmul = self.recipe.drhs
+        if not isinstance(matmul.rhs, TensorSpec):
+            lhs = lhs.dequantize(groups.ids, grad.dtype.name) if isinstance(lhs, Rows) else lhs
+            return self._multiply(lhs, grad, groups, _DRHS, None, "HIGHEST")
+        quantize = functools.partial(quantize_rows, self.recipe, floor=SMALLEST_GRADIENT_SCALE)
+        if not isinstance(lhs, Rows):
+            right = shared or quantize(grad, matmul.rhs, groups, True, key)
+            return self._multiply(lhs, right.dequantize(groups.ids, lhs.dtype.name), groups, _DRHS, None, "HIGHEST")
         scale = lhs.scale
-    else:  # forward by row: multiplied into the gradient
-        unit = power_of_two_below(jnp.max(lhs.scale))
-        grad, scale = grad.astype(jnp.float32) * (lhs.scale / unit), jnp.broadcast_to(unit, (sizes.size, 1))
-    right = shared or quantize_rows(static.recipe, grad, matmul.rhs, ids, sizes, True, key, SMALLEST_GRADIENT_SCALE)
-    out = _multiply(lhs.qvalue, right.qvalue, sizes, _DRHS, static, matmul.accumulator, "HIGHEST")
-    return scaled(static.recipe, static.out_dtype, out, scale[:, :, None], right.scale[:, None, :])
+        if not lhs.by_group:  # forward by row: multiplied into the gradient
+            unit = power_of_two_below(jnp.max(lhs.scale))
+            grad, scale = grad.astype(jnp.float32) * (lhs.scale / unit), jnp.broadcast_to(unit, (groups.sizes.size, 1))
+        right = shared or quantize(grad, matmul.rhs, groups, True, key)
+        out = self._multiply(lhs.qvalue, right.qvalue, groups, _DRHS, matmul.accumulator, "HIGHEST")
+        return scaled(self.recipe, self.out_dtype, out, scale[:, :, None], right.scale[:, None, :])
 
+    def input_gradient(self, grad: Array, kernel: QTensor, groups: Groups) -> Array:
+        return groups.zero_others(self._float_gradient(grad, kernel, groups))
 
-# -- operands ----------------------------------------------------------------------------------------------------------
+    def _float_gradient(self, grad: Array, rhs: QTensor | Array, groups: Groups) -> Array:
+        rhs = dequantize(rhs, grad.dtype.name) if isinstance(rhs, QTensor) else rhs
+        return self._multiply(grad, rhs, groups, _DLHS, None, "HIGHEST")
 
+    def observe(self, old, scale, amax, groups):
+        """Observe each group; one without rows "saw" zeros, which ``jaxquant.state.update`` reads as not used."""
+        recipe = self.recipe
+        assert recipe.delayed is not None
+        new = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))(with_groups(recipe, old), scale, amax)
+        used = scaling_groups(recipe, groups).sizes > 0
+        new = jax.tree.map(lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, 0), new)
+        return jax.tree.map(lambda x: x[0], new) if recipe.shares_experts else new
 
-def _delayed_rows(
-    static: _Static,
-    x: Array,
-    spec: TensorSpec,
-    ids: Array,
-    sizes: Array,
-    state: delayed.TensorState,
-    floor: float = SMALLEST_SCALE,
-):
-    """Quantize rows with the scale of their group's history. Returns them and (scale, amax) of each group."""
-    own, _ = scaling_groups(static.recipe, ids, sizes)
-    amax = over_devices(jax.lax.pmax, group_amax(x, own, state["scale"].shape[0]).max(axis=1), x)
-    scale = _current_scale(static.recipe, state, amax, spec, floor)
-    return _rows_with_scale(static, x, spec, ids, scale), (scale, amax)
+    def _delayed_rows(self, x: Array, spec: TensorSpec, groups: Groups, state, floor: float):
+        """Quantize rows with the scale of their group's history, and return the scale and amax of each group."""
+        own = scaling_groups(self.recipe, groups).ids
+        amax = over_devices(jax.lax.pmax, group_amax(x, own, state["scale"].shape[0]).max(axis=1), x)
+        scale = _current_scale(self.recipe, state, amax, spec, floor)
+        return self._rows_with_scale(x, spec, groups, scale), Observation(scale, amax)
 
+    def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
+        compute = scale_dtype(self.recipe, x.dtype.name)
+        return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale, True)
 
-def _rows_with_scale(static: _Static, x: Array, spec: TensorSpec, ids: Array, scale: Array) -> Rows:
-    rows = quantize_with_scale(x, spec, of_rows(scale, ids), compute_dtype=scale_dtype(static.recipe, x.dtype.name))
-    return Rows(rows.qvalue, scale, True)
+    def _multiply(
+        self, lhs: Array, rhs: Array, groups: Groups, numbers: Any, accumulator: str | None, precision: str | None
+    ) -> Array:
+        lhs, rhs = eight_bits(lhs), eight_bits(rhs)
+        if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
+            lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
+        default = None if precision is None else jax.lax.Precision[precision]
+        return jax.lax.ragged_dot_general(
+            lhs,
+            rhs,
+            groups.sizes,
+            numbers,
+            precision=default if self.precision is None else self.precision,
+            preferred_element_type=accumulator_dtype(accumulator, self.out_dtype),
+        )
 
 
 def _current_scale(
@@ -343,67 +305,16 @@ def _current_scale(
     return jax.vmap(one)(state, amax)
 
 
-def _forward_rows(static: _Static, x: Array, ids: Array, sizes: Array, state: QuantState, key: Array | None):
-    spec = static.recipe.fwd.lhs
-    if not isinstance(spec, TensorSpec):
-        return x, None
-    if spec.scaling == "delayed":
-        return _delayed_rows(static, x, spec, ids, sizes, state["input"])
-    return quantize_rows(static.recipe, x, spec, ids, sizes, False, forward_key(x, spec, key)), None
-
-
-def _forward_weights(recipe: Recipe, x: Array, state: QuantState, key: Array | None):
+def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None, key: Array | None):
+    """Quantize weights, and return the scale and amax of each group where they are scaled by past steps."""
     spec = recipe.fwd.rhs
     if not isinstance(spec, TensorSpec):
         return x, None
     if spec.scaling != "delayed":
         return quantize_weights(recipe, x, spec, 0, key), None
+    assert state is not None
     amax = jnp.max(absolute(x), axis=(1, 2))
     amax = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True) if recipe.shares_experts else amax, x)
-    scale = _current_scale(recipe, state["kernel"], amax, spec)
+    scale = _current_scale(recipe, state, amax, spec)
     compute = scale_dtype(recipe, x.dtype.name)
-    return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), (scale, amax)
-
-
-def _kept_rows(static: _Static, left, lhs: Array, operand: Operand, ids: Array, sizes: Array, key: Array | None):
-    """Choose what backward keeps of the activation, as in ``ops.dot_general``."""
-    if operand is None:
-        return lhs
-    if isinstance(operand, TensorSpec):
-        left = quantize_rows(static.recipe, lhs, operand, ids, sizes, True, forward_key(lhs, operand, key))
-    return _named(left)
-
-
-def _kept_weights(recipe: Recipe, right, rhs: Array, operand: Operand, key: Array | None):
-    if operand is None:
-        return rhs
-    return _named(quantize_weights(recipe, rhs, operand, 1, key) if isinstance(operand, TensorSpec) else right)
-
-
-def _named(kept: Any) -> Any:
-    return named(kept) if isinstance(kept, (Rows, QTensor)) else kept
-
-
-def _only_used(observed: delayed.TensorState, sizes: Array) -> delayed.TensorState:
-    """Leave out what a group without rows "saw": zeros, which ``jaxquant.state.update`` reads as not used."""
-    return jax.tree.map(lambda x: jnp.where((sizes > 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0), observed)
-
-
-# -- matmuls -----------------------------------------------------------------------------------------------------------
-
-
-def _multiply(
-    lhs: Array, rhs: Array, sizes: Array, numbers: Any, static: _Static, accumulator: str | None, precision: str | None
-) -> Array:
-    lhs, rhs = eight_bits(lhs), eight_bits(rhs)
-    if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
-        lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
-    default = None if precision is None else jax.lax.Precision[precision]
-    return jax.lax.ragged_dot_general(
-        lhs,
-        rhs,
-        sizes,
-        numbers,
-        precision=default if static.precision is None else static.precision,
-        preferred_element_type=accumulator_dtype(accumulator, static.out_dtype),
-    )
+    return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), Observation(scale, amax)

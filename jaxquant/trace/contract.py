@@ -18,6 +18,7 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
+from jaxquant.ops.dimensions import How, Product
 from jaxquant.ops.dot_general import QuantState, initial_state
 from jaxquant.ops.implementation import settle
 from jaxquant.trace.plan import Contraction, Reading
@@ -238,14 +239,13 @@ def contract(
     if site.operation != "dot_general":
         for piece in ("dot_general", "quantize"):
             settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
+    product = Product(None, eqn.params["precision"], eqn.outvars[0].aval.dtype)
     if site.operation == "ragged_dot_general":
-        out_dtype = eqn.outvars[0].aval.dtype
         lhs, rhs, sizes = operands
-        precision = eqn.params["precision"]
-        return backend.ragged_dot(lhs, rhs, sizes, precision, out_dtype, recipe=recipe, state=given, key=key)
+        return backend.ragged_dot(lhs, rhs, sizes, product, recipe=recipe, state=given, key=key)
     if site.operation == "conv_general_dilated":
         options = {name: eqn.params[name] for name in _CONVOLUTION}
-        options["preferred_element_type"] = eqn.outvars[0].aval.dtype
+        options["preferred_element_type"] = product.dtype
         lhs, rhs = operands
         return backend.conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=given, key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
@@ -259,22 +259,15 @@ def contract(
     if site.side == 0:
         order = (*order[:groups], *order[groups + free[0] :], *order[groups : groups + free[0]])
     place = transposed(eqn.params.get("out_sharding"), order)
-    op = functools.partial(
-        _dot,
-        backend=backend,
-        precision=eqn.params["precision"],
-        dtype=eqn.outvars[0].aval.dtype,
-        recipe=recipe,
-        implementation=site.implementation,
-    )
+    op = functools.partial(_dot, backend=backend, recipe=recipe)
     if recipe.shares_experts:
-        out = op(activation, weight, given, key, numbers=(contracted, batch), place=place)
+        product, how = dataclasses.replace(product, numbers=(contracted, batch)), How(site.implementation, place)
+        out = op(activation, weight, given, key, product=product, how=how)
         return out if site.side == 1 else jnp.transpose(out, order)
-    op = functools.partial(
-        op,
-        numbers=((without_batch(contracted[0], batch[0]), without_batch(contracted[1], batch[1])), ((), ())),
-        place=place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:])),
-    )
+    inner = (without_batch(contracted[0], batch[0]), without_batch(contracted[1], batch[1]))
+    place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:]))
+    product, how = dataclasses.replace(product, numbers=(inner, ((), ()))), How(site.implementation, place)
+    op = functools.partial(op, product=product, how=how)
     sizes = tuple(weight.shape[axis] for axis in batch[1])
     weight = _batch_first(weight, batch[1])
     if isinstance(weight, ConvertedKernel):
@@ -314,26 +307,14 @@ def _dot(
     key: Array | None,
     *,
     backend: Backend,
-    numbers: Any,
-    precision: Any,
-    dtype: Any,
+    product: Product,
     recipe: Recipe,
-    place: NamedSharding | None,
-    implementation: str | None,
+    how: How,
     prepared: Any = None,
 ) -> Array:
     if recipe.sparsity is not None and not isinstance(weight, ConvertedKernel):
-        weight = sparsity.sparsify(recipe.sparsity, numbers[0][1], weight, state[_SPARSITY])
+        weight = sparsity.sparsify(recipe.sparsity, product.numbers[0][1], weight, state[_SPARSITY])
+    amaxes = _amaxes(state)
     return backend.contract(
-        activation,
-        weight,
-        numbers,
-        precision,
-        dtype,
-        recipe=recipe,
-        state=_amaxes(state),
-        key=key,
-        out_sharding=place,
-        implementation=implementation,
-        prepared=prepared,
+        activation, weight, product, recipe=recipe, state=amaxes, key=key, how=how, prepared=prepared
     )

@@ -20,6 +20,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, TensorSpec
+from jaxquant.ops.dimensions import Product
 
 pytest.importorskip("aqt")
 pytest.importorskip("qwix")
@@ -181,7 +182,7 @@ def test_aqt_as_a_function_is_its_module(string, tile):
     backend = load("aqt")
     module = backend.linen_op("dot_general", recipe)()
     ways = (
-        lambda lhs, rhs: backend.contract(lhs, rhs, numbers, recipe=recipe),
+        lambda lhs, rhs: backend.contract(lhs, rhs, Product(numbers), recipe=recipe),
         lambda lhs, rhs: module.apply({}, lhs, rhs, numbers, None),
     )
 

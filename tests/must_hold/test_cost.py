@@ -19,6 +19,7 @@ from tests.must_hold.broken import fails_when_broken
 
 prepared = importlib.import_module("jaxquant.ops.prepared")
 ops = importlib.import_module("jaxquant.ops.dot_general")  # the package shows the function under this name
+quantized = importlib.import_module("jaxquant.ops.quantized")
 ROWS, WIDTH = 256, 128
 # Of the strings of one row the first.
 STRINGS = list(
@@ -172,16 +173,16 @@ def _keep_the_float(x, recipe, side, *others, original=prepared.prepare):
     return made._replace(kept=made.kept._replace(tensor=x))
 
 
-def _not_shared(static, *args, original=ops._backward):
+def _not_shared(static, *args, original=quantized._backward):
     return original.__wrapped__(dataclasses.replace(static), *args)
 
 
 BROKEN = {
-    "the bf16 tensor is kept": ("prepare", _keep_the_float, lambda: check_saved("fp8_current")),
-    "every layer has functions of its own": ("_backward", _not_shared, lambda: check_trace("fp8")),
+    "the bf16 tensor is kept": (ops, "prepare", _keep_the_float, lambda: check_saved("fp8_current")),
+    "every layer has functions of its own": (quantized, "_backward", _not_shared, lambda: check_trace("fp8")),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_property_is_seen(name):
-    fails_when_broken(ops, *BROKEN[name])
+    fails_when_broken(*BROKEN[name])

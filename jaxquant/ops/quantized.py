@@ -1,0 +1,341 @@
+"""quantized: the one frame around a quantized contraction, forward and backward.
+
+Data flow of a call, for the operands of ``recipe``:
+
+    lhs, rhs ── prepare ──► qvalues ── product ──► y
+        └── kept for backward: one byte an element and the scales (``prepared.py``)
+    grad ── fold the residual's per-channel scale in ── quantize ── gradient ──► dlhs, drhs
+    quant state ── what was seen (``delayed.observe``) ──► leaves as the "gradient" of the state
+
+``dot_general``, ``ragged_dot`` and ``conv_general_dilated`` are each an ``Operation``, which quantizes operands and
+computes three products. All else is here: the keys of the noise, the shared output gradient, observations, clipping and
+the place of each gradient.
+
+The forward and the backward pass are each a nested jit: a model with many equal layers traces and lowers them once.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core import delayed
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.recipe import Operand, Recipe, Side, TensorSpec
+from jaxquant.core.rounding import Part, content_key, key_of, two_keys
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
+from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
+from jaxquant.ops.arguments import QuantState, hashable_precision
+from jaxquant.ops.converted import check_input_scale, straight_through
+from jaxquant.ops.gradients import first_order
+from jaxquant.ops.groups import Groups
+from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+from jaxquant.ops.prepared import Kept, Prepared, reads_clip
+
+Array = jax.Array
+Gradient = Literal["dlhs", "drhs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Primal:
+    """Shape, dtype and place of an operand, which are those of its gradient."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    place: Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation(abc.ABC):
+    """What is fixed of a quantized contraction while tracing, and how it multiplies.
+
+    Attributes:
+      recipe: all numbers.
+      lhs, rhs: the operands' types.
+      out_dtype: of the result.
+      precision: of the matmuls, None for their default.
+      implementation: what computes casts and matmuls, None to pick.
+    """
+
+    recipe: Recipe
+    lhs: Primal
+    rhs: Primal
+    out_dtype: str
+    precision: Any
+    implementation: str | None = dataclasses.field(default=None, kw_only=True)
+
+    @classmethod
+    def of(
+        cls,
+        lhs: Array,
+        rhs: Array | ConvertedKernel,
+        precision: Any,
+        preferred_element_type: Any,
+        *,
+        recipe: Recipe,
+        **fields: Any,
+    ) -> Any:
+        """Make the operation of two operands; ``fields`` are those that the class adds."""
+        arrays = (lhs, rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs)
+        left = Primal(lhs.shape, lhs.dtype.name, Placement.of(*arrays))
+        right = Primal(rhs.shape, jnp.dtype(rhs.dtype).name, Placement.of(*arrays[::-1]))
+        out = jnp.dtype(preferred_element_type or jnp.promote_types(left.dtype, right.dtype)).name
+        return cls(recipe, left, right, out, hashable_precision(precision), **fields)
+
+    @abc.abstractmethod
+    def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: Array | None) -> Prepared:
+        """Quantize an operand for the forward product, and choose what is kept of it."""
+
+    def axes(self, side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the contraction and the batch axes of an operand."""
+        raise NotImplementedError
+
+    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Any, key: Array | None) -> Any:
+        """Quantize the activation of a converted kernel, by its own scale or by that beside the kernel."""
+        spec = self.recipe.fwd.lhs
+        assert isinstance(spec, TensorSpec)
+        axes, batch = self.axes("lhs")
+        return quantize_operand(
+            x,
+            spec,
+            axes,
+            recipe=self.recipe,
+            batch=batch,
+            static_scale=None if spec.scaling == "dynamic" else static_scale,
+            key=forward_key(x, spec, key),
+            implementation=self.implementation,
+        )[0]
+
+    @abc.abstractmethod
+    def input_gradient(self, grad: Array, kernel: QTensor, groups: Any) -> Array:
+        """Compute the gradient of the activation that a dequantized kernel gives."""
+
+    @abc.abstractmethod
+    def product(self, lhs: Any, rhs: Any, groups: Any) -> Array:
+        """Multiply the prepared operands."""
+
+    @abc.abstractmethod
+    def gradient(
+        self,
+        name: Gradient,
+        grad: Array,
+        shared: Any,
+        residual: Any,
+        groups: Any,
+        key: Array | None,
+        part: Part | None,
+    ) -> Array:
+        """Multiply the output gradient with what was kept of an operand, in the layout of the other operand.
+
+        Args:
+          name: which gradient.
+          grad: the output gradient.
+          shared: it, quantized for both gradients; None where each quantizes it.
+          residual: what was kept.
+          groups: of the rows, of a ragged matmul.
+          key: for stochastic rounding.
+          part: where this device's part of the output gradient lies in the whole.
+        """
+
+    @property
+    def shares_gradient(self) -> bool:
+        """Whether both gradients read one quantized output gradient, without delayed scaling too."""
+        return False
+
+    def quantize_gradient(
+        self,
+        grad: Array,
+        groups: Any,
+        state: Any,
+        key: Array | None,
+        part: Part | None,
+    ) -> tuple[Any, Observation | None]:
+        """Quantize the output gradient for both gradients."""
+        spec = self.recipe.dlhs.lhs
+        assert isinstance(spec, TensorSpec)
+        return self.cast_gradient(grad, spec, (), (), key, part, state=state)
+
+    def cast_gradient(
+        self,
+        grad: Array,
+        spec: TensorSpec,
+        axes: tuple[int, ...],
+        batch: tuple[int, ...],
+        key: Array | None,
+        part: Part | None,
+        **more: Any,
+    ) -> tuple[QTensor, Observation | None]:
+        """Quantize an output gradient; layers whose outputs have one shape share the lowered function."""
+        start, whole = (None, None) if part is None else part
+        return _cast_gradient(grad, key, start, spec, axes, batch, self.recipe, self.implementation, whole, **more)
+
+    def noise_seed(self, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
+        """Return bits of this use to draw noise from; None takes those of the output gradient."""
+        return None
+
+    def part(self, grad: Array) -> Part | None:
+        """Return where this device's part of the output gradient lies in the whole, None where nobody says."""
+        return None
+
+    def observe(
+        self, old: delayed.TensorState, scale: Array, amax: Array, groups: Any
+    ) -> dict[str, Array] | delayed.TensorState:
+        """Return what leaves the backward pass in place of a state's gradient."""
+        assert self.recipe.delayed is not None
+        return delayed.observe(old, scale, amax, self.recipe.delayed)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7, 8), static_argnames="shards")
+def _cast_gradient(grad, key, start, spec, axes, batch, recipe, implementation, whole, state=None, shards=1):
+    return quantize_operand(
+        grad,
+        spec,
+        axes,
+        recipe=recipe,
+        batch=batch,
+        state=state,
+        key=key,
+        shards=shards,
+        floor=SMALLEST_GRADIENT_SCALE,
+        implementation=implementation,
+        part=None if whole is None else Part(start, whole),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def quantized(
+    op: Operation,
+    lhs: Array,
+    rhs: Array,
+    sizes: Array | None,
+    state: QuantState,
+    key: Array | None,
+    prepared: Prepared | None = None,
+) -> Array:
+    """Compute a quantized contraction with its backward pass.
+
+    Args:
+      op: which.
+      lhs, rhs: activation and weight.
+      sizes: rows of each group, of a ragged matmul; None else.
+      state: the amax state of a recipe with delayed scaling, {} without.
+      key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
+      prepared: lhs, quantized for several contractions; None to quantize it here.
+    """
+    return _quantized_fwd(op, lhs, rhs, sizes, state, key, prepared)[0]
+
+
+def _quantized_fwd(op, lhs, rhs, sizes, state, key, prepared):
+    out, left, right, seed = _forward(op, lhs if prepared is None else prepared, rhs, sizes, state, key)
+    left = left if prepared is None else prepared.kept  # the one that its other readers keep
+    kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
+    name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.hides_slope else ()
+    # What is kept has no slope either; the mark has, so that a derivative of the gradients is refused.
+    mark = first_order(name, (jnp.zeros(()),), inputs) if inputs else ()
+    return first_order(name, (out,), inputs)[0], ((left, right, sizes, kept_state, key, seed), mark)
+
+
+def _quantized_bwd(op, saved, grad):
+    residuals, mark = saved
+    dlhs, drhs, observed = _backward(op, residuals, grad)
+    gradients = first_order(op.recipe.name, (dlhs, drhs), (grad, *mark) if mark else ())
+    return *gradients, None, observed, None, None
+
+
+quantized.defvjp(_quantized_fwd, _quantized_bwd)
+
+
+def _groups(op: Operation, sizes: Array | None) -> Groups | None:
+    return None if sizes is None else Groups.of(sizes, op.lhs.shape[0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(op: Operation, lhs: Array | Prepared, rhs: Array, sizes: Array | None, state: QuantState, key):
+    groups = _groups(op, sizes)
+    left = lhs if isinstance(lhs, Prepared) else op.prepare("lhs", lhs, groups, state.get("input"), key)
+    right = op.prepare("rhs", rhs, groups, state.get("kernel"), key)
+    out = op.product(left.forward, right.forward, groups)
+    seed = op.noise_seed(left, right, state) if key is None else None
+    return out, left.kept, right.kept, seed
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(op: Operation, residuals, grad: Array):
+    left, right, sizes, state, key, seed = residuals
+    recipe, part, groups = op.recipe, op.part(grad), _groups(op, sizes)
+    keys = own = (None, None)
+    if recipe.is_stochastic and key is None and seed is None:
+        key = content_key(grad)
+    elif recipe.is_stochastic:
+        key = key_of(seed) if key is None else key
+        key = device_key(key, grad) if part is None else key
+    if recipe.is_stochastic:
+        keys, own = two_keys(key), (key, part)
+    shared, seen = None, None
+    if "output_grad" in state or op.shares_gradient:
+        own = (None, None) if "output_grad" in state else own
+        shared, seen = op.quantize_gradient(grad, groups, state.get("output_grad"), *own)
+    with jax.named_scope("dlhs"):
+        dlhs = op.gradient("dlhs", grad, shared, right.tensor, groups, keys[0], part)
+    with jax.named_scope("drhs"):
+        drhs = op.gradient("drhs", grad, shared, left.tensor, groups, keys[1], part)
+    dlhs, drhs = _finish(dlhs, left, recipe.fwd.lhs, op.lhs), _finish(drhs, right, recipe.fwd.rhs, op.rhs)
+    uses = {"input": (left.tensor, left.seen), "kernel": (right.tensor, right.seen), "output_grad": (shared, seen)}
+    observed = {}
+    for name, old in state.items():
+        tensor, seen = uses[name]
+        scale = tensor.scale.reshape(1) if seen.scale is None else seen.scale
+        new = op.observe(old, scale, seen.amax, groups)
+        observed[name] = {field: fit_varying(x, varying_axes(old["scale"])) for field, x in new.items()}
+    return dlhs, drhs, observed
+
+
+def _finish(gradient: Array, kept: Kept, operand: Operand, primal: Primal) -> Array:
+    """Bring a gradient into its operand's dtype and place, zero where the forward clipped."""
+    if kept.mask is not None:
+        gradient = jnp.where(jnp.unpackbits(kept.mask, axis=-1, count=gradient.shape[-1]).astype(bool), 0, gradient)
+    elif reads_clip(operand) and isinstance(kept.tensor, QTensor):
+        assert isinstance(operand, TensorSpec)
+        clipped = jnp.abs(kept.tensor.qvalue.astype(jnp.float32)) >= element(operand.dtype).max
+        gradient = jnp.where(clipped, 0, gradient)
+    return fit_varying(gradient.astype(primal.dtype), primal.place.varying)
+
+
+# -- converted kernels -------------------------------------------------------------------------------------------------
+
+
+def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
+    """Compute the forward product with a converted kernel, and the gradient that its dequantized values give.
+
+    Args:
+      op: which.
+      lhs, sizes, key: as ``quantized`` takes them.
+      weight: the kernel.
+
+    Raises:
+      ValueError: the kernel has no static scale for the activation, and the recipe asks for one.
+    """
+    check_input_scale(op.recipe, weight)
+    return straight_through(
+        functools.partial(_served, op), functools.partial(_served_gradient, op), lhs, weight, sizes, key
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _served(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
+    spec, groups = op.recipe.fwd.lhs, _groups(op, sizes)
+    left = op.quantize_activation(lhs, weight.input_scale, groups, key) if isinstance(spec, TensorSpec) else lhs
+    return op.product(left, weight.tensor, groups)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _served_gradient(
+    op: Operation, grad: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None
+) -> Array:
+    return fit_varying(op.input_gradient(grad, weight.tensor, _groups(op, sizes)), op.lhs.place.varying)
