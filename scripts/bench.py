@@ -20,19 +20,19 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from benchmarks.decode import measure_decode, random_decoder, trained_decoder
+from benchmarks.formats import measure_formats, measure_transfer
+from benchmarks.gemms import SMALL, Layer, measure_gemm_set
+from benchmarks.gpu_kernels import measure_kernels
+from benchmarks.health import measure_health
+from benchmarks.layer_step import LLAMA, TINY, measure_layer_step
+from benchmarks.layers import measure_memory, measure_trace
+from benchmarks.lowering import measure_lowering
+from benchmarks.plot import speedups
+from benchmarks.schemes import ROOT, Row, schemes
+from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
+from benchmarks.steps import measure_losses, measure_steps
 from jaxquant import terminal
-from train.bench import measure_losses, measure_steps
-from train.benchmarks.decode import measure_decode, random_decoder, trained_decoder
-from train.benchmarks.formats import measure_formats, measure_transfer
-from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
-from train.benchmarks.gpu_kernels import measure_kernels
-from train.benchmarks.layer_step import LLAMA, TINY, measure_layer_step
-from train.benchmarks.layers import measure_memory, measure_trace
-from train.benchmarks.lowering import measure_lowering
-from train.benchmarks.plot import speedups
-from train.benchmarks.schemes import ROOT, Row, schemes
-from train.benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
-from train.health_cost import measure_health
 
 QUICK_STRINGS = ("int8", "fp8", "fp8_full")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")

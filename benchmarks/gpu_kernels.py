@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.schemes import Row, undisturbed
 from jaxquant.kernels.fp8_einsum import cases as products
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import reference as quantize_reference
-from train.benchmarks.schemes import Row, undisturbed
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 CASTS = tuple(

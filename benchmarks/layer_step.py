@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gemms import FAILURES, Contender
+from benchmarks.schemes import Row, tell, undisturbed
 from jaxquant import state as quantization_state
 from jaxquant.inject.model import maybe_quantize_model
 from train.attention import choose, visibility
-from train.benchmarks.gemms import FAILURES, Contender
-from train.benchmarks.schemes import Row, tell, undisturbed
 from train.model import DecoderConfig, DecoderLayer
 
 LLAMA = DecoderConfig(

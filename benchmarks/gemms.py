@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 
+from benchmarks.schemes import Row, tell, undisturbed
+from benchmarks.torch_gemms import PROGRAMS, TorchSet
 from jaxquant.audit.coverage import coverage
 from jaxquant.inject.model import maybe_quantize_model
-from train.benchmarks.schemes import Row, tell, undisturbed
-from train.benchmarks.torch_gemms import PROGRAMS, TorchSet
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.recipes import RECIPES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 """The checkout: `intmp` takes its file from there."""
 Row = dict[str, Any]
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.schemes import ROOT, Row, tell, undisturbed
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
 from jaxquant.serving.kv_cache import SHARED_AXES, SPECS, nbytes
-from train.benchmarks.schemes import ROOT, Row, tell, undisturbed
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
+from benchmarks.steps import QUICKSTART
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build as build_dataclass
-from train.bench import QUICKSTART
-from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.health import build_health
