@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +66,6 @@ def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> li
     if not found:
         raise ValueError(f"--strings {strings} and --backends {backends} leave nothing to measure")
     return found
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Keep Python from collecting garbage in the middle of what is timed."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def tell(text: str) -> None:
