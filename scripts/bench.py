@@ -20,19 +20,19 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from benchmarks.decode import measure_decode, random_decoder, trained_decoder
+from benchmarks.formats import measure_formats, measure_transfer
+from benchmarks.gemms import SMALL, Layer, measure_gemm_set
+from benchmarks.gpu_kernels import measure_kernels
+from benchmarks.health import measure_health
+from benchmarks.layer_step import LLAMA, TINY, measure_layer_step
+from benchmarks.layers import measure_memory, measure_trace
+from benchmarks.lowering import measure_lowering
+from benchmarks.plot import speedups
+from benchmarks.schemes import ROOT, Row, Scheme, schemes
+from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
+from benchmarks.steps import measure_losses, measure_steps
 from jaxquant import terminal
-from train.bench import measure_losses, measure_steps
-from train.benchmarks.decode import measure_decode, random_decoder, trained_decoder
-from train.benchmarks.formats import measure_formats, measure_transfer
-from train.benchmarks.gemms import SMALL, Layer, measure_gemm_set
-from train.benchmarks.gpu_kernels import measure_kernels
-from train.benchmarks.layer_step import LLAMA, TINY, measure_layer_step
-from train.benchmarks.layers import measure_memory, measure_trace
-from train.benchmarks.lowering import measure_lowering
-from train.benchmarks.plot import speedups
-from train.benchmarks.schemes import ROOT, Row, schemes
-from train.benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
-from train.health_cost import measure_health
 
 QUICK_STRINGS = ("int8", "fp8", "fp8_full")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")
@@ -139,68 +139,58 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], Callable[[], list[Row]]]]:
+    """Return by command what measures, whose docstring is written with the figures, and its call."""
+    quick = getattr(words, "quick", False)
+
+    def chosen() -> list[Scheme]:
+        return schemes(words.strings or (list(QUICK_STRINGS) if quick else None), words.backends)
+
+    def layer_step() -> list[Row]:
+        if words.small:
+            return measure_layer_step(TINY, words.rounds, batch=1, length=64)
+        return measure_layer_step(LLAMA, words.rounds)
+
+    def decode() -> list[Row]:
+        size = (words.texts, words.length)
+        decoder = trained_decoder(words.run, *size) if words.run else random_decoder(*size)
+        return measure_decode(decoder, words.rounds)
+
+    return {
+        "steps": (measure_steps, lambda: measure_steps(chosen(), 5 if quick else words.rounds)),
+        "health": (measure_health, lambda: measure_health(chosen(), 2 if quick else words.rounds)),
+        "trace": (measure_trace, lambda: measure_trace(chosen())),
+        "lowering": (measure_lowering, lambda: measure_lowering(words.against, words.rounds)),
+        "memory": (measure_memory, lambda: measure_memory(chosen())),
+        "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
+        "gemm-set": (measure_gemm_set, lambda: measure_gemm_set(SMALL if words.small else Layer(), words.rounds)),
+        "layer-step": (measure_layer_step, layer_step),
+        "kernels": (measure_kernels, lambda: measure_kernels(words.rounds)),
+        "roundtrip": (measure_roundtrip, lambda: measure_roundtrip(chosen(), words.steps)),
+        "serving": (measure_serving, lambda: measure_serving(words.steps, Path(words.runs))),
+        "serving-memory": (measure_serving_memory, measure_serving_memory),
+        "decode": (measure_decode, decode),
+        "formats": (measure_formats, lambda: measure_formats(words.rounds)),
+        "transfer": (measure_transfer, measure_transfer),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; 0 on success, 1 when a kernel is wrong, 2 when what was asked cannot be measured."""
     words = _parse(arguments)
     terminal.accept_all_characters()
-    name = words.command
+    described, measure = _measurements(words)[words.command]
     try:
-        if name == "gemm-set":
-            return _finish(
-                "gemm-set-small" if words.small else name,
-                measure_gemm_set(SMALL if words.small else Layer(), words.rounds),
-                measure_gemm_set,
-                words.out,
-            )
-        if name == "layer-step":
-            rows = (
-                measure_layer_step(TINY, words.rounds, batch=1, length=64)
-                if words.small
-                else measure_layer_step(LLAMA, words.rounds)
-            )
-            return _finish("layer-step-small" if words.small else name, rows, measure_layer_step, words.out)
-        if name == "kernels":
-            rows = measure_kernels(words.rounds)
-            done = _finish(name, rows, measure_kernels, words.out)
-            return 1 if any(row["note"].startswith("WRONG") for row in rows) else done
-        if name == "decode":
-            size = (words.texts, words.length)
-            decoder = trained_decoder(words.run, *size) if words.run else random_decoder(*size)
-            return _finish(name, measure_decode(decoder, words.rounds), measure_decode, words.out)
-        if name == "serving":
-            return _finish(name, measure_serving(words.steps, Path(words.runs)), measure_serving, words.out)
-        if name == "formats":
-            return _finish(name, measure_formats(words.rounds), measure_formats, words.out)
-        if name == "lowering":
-            return _finish(name, measure_lowering(words.against, words.rounds), measure_lowering, words.out)
-        if name == "transfer":
-            return _finish(name, measure_transfer(), measure_transfer, words.out)
-        if name == "serving-memory":
-            return _finish(name, measure_serving_memory(), measure_serving_memory, words.out)
-        strings = words.strings or (list(QUICK_STRINGS) if words.quick else None)
-        chosen = schemes(strings, words.backends)
-        measure: dict[str, tuple[Callable[[], list[Row]], Callable[..., Any]]] = {
-            "steps": (lambda: measure_steps(chosen, 5 if words.quick else words.rounds), measure_steps),
-            "health": (lambda: measure_health(chosen, 2 if words.quick else words.rounds), measure_health),
-            "trace": (lambda: measure_trace(chosen), measure_trace),
-            "memory": (lambda: measure_memory(chosen), measure_memory),
-            "roundtrip": (lambda: measure_roundtrip(chosen, words.steps), measure_roundtrip),
-            "losses": (lambda: measure_losses(chosen, words.steps, Path(words.runs)), measure_losses),
-        }
-        run, described = measure[name]
-        return _finish(name, run(), described, words.out)
+        rows = measure()
+        _show(rows)
+        about = " ".join((described.__doc__ or "").partition("Args:")[0].split())
+        name = f"{words.command}-small" if getattr(words, "small", False) else words.command
+        for path in write(name, about, rows, Path(words.out)):
+            print(path)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def _finish(name: str, rows: Sequence[Row], described: Callable[..., Any], out: str) -> int:
-    """Print and store figures with the docstring of what measured them, down to its arguments."""
-    _show(rows)
-    about = " ".join((described.__doc__ or "").partition("Args:")[0].split())
-    for path in write(name, about, rows, Path(out)):
-        print(path)
-    return 0
+    return int(words.command == "kernels" and any(row["note"].startswith("WRONG") for row in rows))
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ class Checkpoints:
         except Exception as error:
             if not _is_unreadable(error):
                 raise
-            return None, _first_line(error)
+            return None, first_line(error)
         if not has_sums:
             say(f"checkpoint {step} has no sums, it is of before there were any: damage to it would not show")
         if unclipped:
@@ -301,8 +301,10 @@ def _is_unclipped(folder: Path) -> bool:
         return False  # it does not load
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+def first_line(error: Exception) -> str:
+    """Return the class of an error and the beginning of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _to_json(data_state: Any) -> dict[str, Any]:

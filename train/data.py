@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
 
+from train.config import TrainConfig
 from train.corpus import Corpus, load_corpus
 
 # First-fit packs into this many open rows at least. More rows waste fewer places and take longer to restore: a restored
@@ -20,27 +21,6 @@ _OPEN_ROWS = 64
 _HELD_OUT_SEED = 0
 
 Batch = dict[str, np.ndarray]
-
-
-class DataConfig(Protocol):
-    """What is read of a training config."""
-
-    @property
-    def dataset(self) -> str: ...
-    @property
-    def dataset_path(self) -> str: ...
-    @property
-    def dataset_text_field(self) -> str: ...
-    @property
-    def tokenizer_path(self) -> str: ...
-    @property
-    def sequence_length(self) -> int: ...
-    @property
-    def eval_batches(self) -> int: ...
-    @property
-    def data_seed(self) -> int: ...
-    @property
-    def packing(self) -> bool: ...
 
 
 class BadPosition(ValueError):
@@ -133,14 +113,14 @@ class Data:
         return itertools.islice(iter(self._held_out), self._eval_batches)
 
 
-def make_iterators(config: DataConfig, batch_size: int, *, shard_index: int = 0, shard_count: int = 1) -> Data:
+def make_iterators(config: TrainConfig, batch_size: int, *, shard_index: int = 0, shard_count: int = 1) -> Data:
     """Load a config's corpus and set up its batches.
 
     Every process packs the global stream and takes its rows of each batch, so the global batch and the position do not
     depend on how many processes there are.
 
     Args:
-      config: see ``DataConfig``. With ``packing`` a row holds as many documents as fit, else one.
+      config: of the run. With ``packing`` a row holds as many documents as fit, else one.
       batch_size: rows of one process.
       shard_index, shard_count: this process among those that feed one global batch of batch_size · shard_count rows.
 
@@ -247,7 +227,7 @@ class _Layout:
         return {name: value[self.shard] for name, value in batch.items()}
 
 
-def _check_size(chunks: Chunks, rows: int, config: DataConfig, corpus: Corpus) -> None:
+def _check_size(chunks: Chunks, rows: int, config: TrainConfig, corpus: Corpus) -> None:
     have, unit = (chunks.targets, "training tokens") if config.packing else (len(chunks), "training rows")
     need = rows * config.sequence_length if config.packing else rows
     if have < need:

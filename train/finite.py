@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant.core.trees import leaves_by_path
 from train import processes
 from train.diagnose import STACK
 from train.step import Program, TrainState
@@ -25,17 +25,11 @@ class FiniteCheck:
 
         It waits for the state.
         """
-        flags = np.asarray(processes.in_order(self._flags(state)))
-        if flags.all():
-            return None
-        place = int(np.argmin(flags))
-        for path, leaf in _floats(state):
-            count = leaf.shape[0] if _is_stacked(path, leaf) else 1
-            if place < count:
-                name = "/".join(path)
-                return f"{name}, layer {place}" if _is_stacked(path, leaf) else name
-            place -= count
-        raise AssertionError("more flags than arrays")
+        flags = processes.in_order(self._flags(state))
+        for path, of_layers in zip(_floats(state), jax.device_get(flags), strict=True):
+            if not of_layers.all():
+                return f"{path}, layer {np.argmin(of_layers)}" if of_layers.ndim else path
+        return None
 
     def timed(self, state: TrainState) -> tuple[str | None, float]:
         """Check, and return the seconds of it, too: the wait for the step that made the state is not among them."""
@@ -44,23 +38,15 @@ class FiniteCheck:
         return self(state), time.perf_counter() - began
 
 
-def _floats(state: TrainState) -> list[tuple[tuple[str, ...], Any]]:
-    found = []
-    for part in ("params", "quant_state", "opt_state"):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part)):
-            names = (str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                found.append(((part, *names), leaf))
-    return found
+def _floats(state: TrainState) -> dict[str, jax.Array]:
+    parts = {part: getattr(state, part) for part in ("params", "quant_state", "opt_state")}
+    leaves = ((f"{part}/{path}", leaf) for part, tree in parts.items() for path, leaf in leaves_by_path(tree).items())
+    return {path: leaf for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
-def _is_stacked(path: tuple[str, ...], leaf: Any) -> bool:
-    return STACK in path and leaf.ndim > 0
-
-
-def _flags(state: TrainState) -> jax.Array:
-    flags = [
-        jnp.isfinite(leaf).all(axis=tuple(range(int(_is_stacked(path, leaf)), leaf.ndim))).reshape(-1)
-        for path, leaf in _floats(state)
+def _flags(state: TrainState) -> list[jax.Array]:
+    """Return whether each array is finite, by layer where layers are stacked."""
+    return [
+        jnp.isfinite(leaf).all(axis=tuple(range(int(STACK in path.split("/") and leaf.ndim > 0), leaf.ndim)))
+        for path, leaf in _floats(state).items()
     ]
-    return jnp.concatenate(flags)

@@ -15,6 +15,7 @@ from etils import epath
 
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
+from train.checkpoint import first_line
 from train.config import TrainConfig
 from train.origin import config_of
 from train.sums import check_sums
@@ -62,7 +63,7 @@ class Leaf:
             return np.asarray(self._store[spans].read().result() if spans else self._store.read().result())
         except (ValueError, OSError) as error:
             raise ValueError(
-                f"{self.path} in {self._folder} cannot be read ({_first_line(error)}); use another step of the run"
+                f"{self.path} in {self._folder} cannot be read ({first_line(error)}); use another step of the run"
             ) from error
 
     def _span(self, axis: int, part: int | slice) -> int | slice:
@@ -163,15 +164,10 @@ def _open(folder: Path, step: int, say: Callable[[str], Any]) -> dict[str, Any]:
         tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
         return map_by_path(lambda path, node: _leaf(state, path, node), {kind: tree[kind] for kind in KINDS})
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"checkpoint {step} in {folder} does not open ({_first_line(error)})") from error
+        raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
 
 
 def _leaf(state: Path, path: str, metadata: Any) -> Leaf:
     store = open_array(state, metadata.name, chunks_at_once=1)
     chunk: Any = store.chunk_layout.read_chunk.shape
     return Leaf(path, *shape_and_dtype(store), tuple(chunk or ()), store, state)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -13,7 +13,6 @@ from plotly.offline import get_plotlyjs
 
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 from train.health_report import STATISTICS, health_maps
-from train.report_coverage import coverage_table
 from train.runs import Run, differing_fields, find_baseline
 
 MATMULS = ("fwd", "dlhs", "drhs")
@@ -67,7 +66,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
         "NOTES": "".join(f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)),
         "SUMMARY": _summary_table(runs),
         "LAYERS": _layer_table([run for run in runs if run.summary.get("layers")]),
-        "COVERAGE": coverage_table(runs, _dtype_cell),
+        "COVERAGE": _coverage_table([run for run in runs if run.coverage]),
         "HEALTH": _health_sections(),
         "CHARTS": _script_data(charts(runs)),
         "HEALTH_MAPS": _script_data({"runs": health_maps(runs), "statistics": STATISTICS}),
@@ -194,38 +193,91 @@ def _summary_table(runs: Sequence[Run]) -> str:
 
 
 def _layer_table(runs: Sequence[Run]) -> str:
+    """Build the table of what the configuration of each finished run makes of its layers."""
     if not runs:
         return "<p class=note>No finished run, so no layers.</p>"
-    reports = [{layer["path"]: layer for layer in run.summary["layers"]} for run in runs]
-    paths = list(dict.fromkeys(path for report in reports for path in report))
-    heads = "".join(f"<th colspan=3 class=first>{html.escape(run.name)}</th>" for run in runs)
-    subheads = "".join(f"<th class='{'first' if name == 'fwd' else ''}'>{name}</th>" for _ in runs for name in MATMULS)
-    rows = "".join(_layer_row(path, [report.get(path) for report in reports]) for path in paths)
-    return (
-        f"<table class=layers><thead><tr><th rowspan=2>layer</th><th rowspan=2>kernel</th>{heads}</tr>"
-        f"<tr>{subheads}</tr></thead><tbody>{rows}</tbody></table>"
+    layers = [{layer["path"]: layer for layer in run.summary["layers"]} for run in runs]
+    shapes = {path: layer["kernel_shape"] for found in reversed(layers) for path, layer in found.items()}
+
+    def lead(path: str) -> list[str]:
+        return [path, " × ".join(map(str, shapes[path]))]
+
+    return _runs_table(runs, layers, ("layer", "kernel"), lead, MATMULS, _layer_cells)
+
+
+def _coverage_table(runs: Sequence[Run]) -> str:
+    """Build the table of what the traced step of each run multiplies; runs without a ``coverage.json`` are left out."""
+    if not runs:
+        return "<p class=note>No run here has a coverage.json.</p>"
+    layers = [{layer["path"]: layer for layer in run.coverage["layers"]} for run in runs]
+    totals = "".join(f"<td colspan=4 class='first float'>{html.escape(run.coverage['summary'])}</td>" for run in runs)
+    return _runs_table(
+        runs,
+        layers,
+        ("module",),
+        lambda path: [path or "(no module)"],
+        (*MATMULS, "times"),
+        _coverage_cells,
+        f"<tr><td>total</td>{totals}</tr>",
     )
 
 
-def _layer_row(path: str, layers: Sequence[dict[str, Any] | None]) -> str:
-    shape = next(layer["kernel_shape"] for layer in layers if layer is not None)
-    cells = [f"<td class=path>{html.escape(path)}</td><td>{html.escape(' × '.join(map(str, shape)))}</td>"]
-    for layer in layers:
-        if layer is None:
-            cells.append("<td colspan=3 class='first missing'>not in this run</td>")
-        elif layer.get("recipe") is None:
-            reason = html.escape(layer.get("reason") or "not quantized")
-            cells.append(f"<td colspan=3 class='first float'>float<small>{reason}</small></td>")
-        else:
-            cells += [_layer_cell(layer, name) for name in MATMULS]
-    return f"<tr>{''.join(cells)}</tr>"
+def _runs_table(
+    runs: Sequence[Run],
+    layers: Sequence[dict[str, dict[str, Any]]],
+    heads: Sequence[str],
+    lead: Callable[[str], list[str]],
+    columns: Sequence[str],
+    cells: Callable[[dict[str, Any]], list[str]],
+    last: str = "",
+) -> str:
+    """Build a table with one row a path and ``columns`` for each run.
+
+    Args:
+      runs: in order.
+      layers: path -> what a run has there, a run each.
+      heads, lead: titles of the columns before those of runs, and their texts for a path.
+      columns: of each run.
+      cells: makes the cells of a run from what it has.
+      last: row below the others.
+    """
+
+    def row(path: str) -> str:
+        name, *more = lead(path)
+        missing = f"<td colspan={len(columns)} class='first missing'>not in this run</td>"
+        found = "".join("".join(cells(of_run[path])) if path in of_run else missing for of_run in layers)
+        return f"<tr><td class=path>{html.escape(name)}</td>{_cells(more)}{found}</tr>"
+
+    paths = dict.fromkeys(path for of_run in layers for path in of_run)
+    titles = "".join(f"<th rowspan=2>{head}</th>" for head in heads)
+    names = "".join(f"<th colspan={len(columns)} class=first>{html.escape(run.name)}</th>" for run in runs)
+    subheads = "".join(f"<th class='{'first' if name == 'fwd' else ''}'>{name}</th>" for name in columns) * len(runs)
+    return (
+        f"<table class=layers><thead><tr>{titles}{names}</tr><tr>{subheads}</tr></thead>"
+        f"<tbody>{''.join(map(row, paths))}{last}</tbody></table>"
+    )
 
 
-def _layer_cell(layer: Mapping[str, Any], matmul: str) -> str:
+def _layer_cells(layer: dict[str, Any]) -> list[str]:
+    if layer.get("recipe") is None:
+        return [_float_cell(layer.get("reason") or "not quantized")]
     if "dtypes" not in layer:  # a run of an older version, which stored text alone
-        return _dtype_cell(layer[matmul], (), matmul)
-    dtypes = MatmulDtypes.from_json(layer["dtypes"].get(matmul))
-    return _dtype_cell(str(dtypes), [dtypes], matmul)
+        return [_dtype_cell(layer[name], (), name) for name in MATMULS]
+    dtypes = {name: MatmulDtypes.from_json(layer["dtypes"].get(name)) for name in MATMULS}
+    return [_dtype_cell(str(each), [each], name) for name, each in dtypes.items()]
+
+
+def _coverage_cells(layer: dict[str, Any]) -> list[str]:
+    times = f"<td>{html.escape(str(layer['times']))}</td>"
+    if all(layer[name] in ("float", "") for name in MATMULS):
+        return [_float_cell(layer["reason"]), times]
+    stored = layer.get("dtypes", {})  # a run of an older version stored text alone
+    dtypes = {name: [MatmulDtypes.from_json(each) for each in stored.get(name, ())] for name in MATMULS}
+    return [*(_dtype_cell(layer[name], dtypes[name], name) for name in MATMULS), times]
+
+
+def _float_cell(reason: str) -> str:
+    return f"<td colspan=3 class='first float'>float<small>{html.escape(reason)}</small></td>"
 
 
 def _dtype_cell(text: str, dtypes: Sequence[MatmulDtypes], matmul: str) -> str:

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
+from benchmarks.layers import measure_trace
+from benchmarks.schemes import ROOT
 from scripts import bench
-from train.benchmarks.layers import measure_trace
-from train.benchmarks.schemes import ROOT
 
 
 @pytest.mark.parametrize(

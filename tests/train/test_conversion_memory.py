@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.serving import MEMORY_MODEL, write_untrained
 from jaxquant import serving
 from jaxquant.core.typed import build
 from tests.train.conftest import ROOT
-from train.benchmarks.serving import MEMORY_MODEL, write_untrained
 from train.config import TrainConfig
 from train.parameters import open_parameters
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.recipes import RECIPES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 """The checkout: `intmp` takes its file from there."""
 Row = dict[str, Any]
 
@@ -68,17 +66,6 @@ def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> li
     if not found:
         raise ValueError(f"--strings {strings} and --backends {backends} leave nothing to measure")
     return found
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Keep Python from collecting garbage in the middle of what is timed."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def tell(text: str) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from train.benchmarks import gemms
-from train.benchmarks.gemms import Contender, Layer, measure_gemm_set
+from benchmarks import gemms
+from benchmarks.gemms import Contender, Layer, measure_gemm_set
 
 
 class OneGemm(Layer):

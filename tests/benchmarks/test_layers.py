@@ -2,8 +2,8 @@
 
 import pytest
 
-from train.benchmarks.layers import measure_memory, measure_trace
-from train.benchmarks.schemes import Scheme
+from benchmarks.layers import measure_memory, measure_trace
+from benchmarks.schemes import Scheme
 
 NATIVE_INT8 = Scheme("int8", "native")
 

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
+from benchmarks.steps import QUICKSTART
+from benchmarks.timing import seconds, undisturbed
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build as build_dataclass
-from train.bench import QUICKSTART
-from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.health import build_health
@@ -32,9 +33,7 @@ class _Runner:
         self._step, self._health = program.step, build_health(program)
         self._batch = jax.tree.map(np.asarray, dict(next(data.train)))
         self._state = program.init()
-        began = time.perf_counter()
-        jax.block_until_ready(self._health.measure(self._state, self._batch))
-        self.first = time.perf_counter() - began
+        self.first = self.one_pass()
         self.block(with_health=True)
 
     def block(self, with_health: bool) -> float:
@@ -48,9 +47,7 @@ class _Runner:
         return time.perf_counter() - began
 
     def one_pass(self) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(self._health.measure(self._state, self._batch))
-        return time.perf_counter() - began
+        return seconds(lambda: self._health.measure(self._state, self._batch))
 
 
 def measure_health(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, Any] | None = None) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Mapping
@@ -12,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.schemes import ROOT, Row, tell
+from benchmarks.timing import median_ratio, seconds, undisturbed
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build
 from jaxquant.serving.kv_cache import SHARED_AXES, SPECS, nbytes
-from train.benchmarks.schemes import ROOT, Row, tell, undisturbed
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt
@@ -113,12 +115,9 @@ class _Measured:
         jax.block_until_ready(self._cache)
 
     def measure(self, steps: int) -> None:
-        began = time.perf_counter()
-        jax.block_until_ready(self._engine.prefill(self._prompts[0])[1])
-        self.prefill_times.append((time.perf_counter() - began) / len(self._prompts[0].tokens))
-        began = time.perf_counter()
-        self._steps(steps)
-        self.decode_times.append((time.perf_counter() - began) / steps / len(self._prompts))
+        prompt = self._prompts[0]
+        self.prefill_times.append(seconds(lambda: self._engine.prefill(prompt)[1]) / len(prompt.tokens))
+        self.decode_times.append(seconds(lambda: self._steps(steps)) / steps / len(self._prompts))
 
     def logits(self) -> np.ndarray:
         """Return the logits of the whole texts, token by token through the cache: what decoding sees."""
@@ -166,15 +165,11 @@ def measure_decode(decoder: Decoder, rounds: int, chunk: int = 64) -> list[Row]:
         tell(f"compiled {' '.join(measured[-1].label)} in {time.perf_counter() - began:.1f} s")
     steps = min(16, decoder.tokens.shape[1] // 2)
     with undisturbed():
-        for _ in range(rounds):
-            for one in measured:
-                one.measure(steps)
+        for _, one in itertools.product(range(rounds), measured):
+            one.measure(steps)
     base = measured[0]
     reference = base.logits()
     texts, length = decoder.tokens.shape
-
-    def ratio(mine: list[float], theirs: list[float]) -> float:
-        return round(statistics.median(b / a for a, b in zip(mine, theirs, strict=True)), 2)
 
     rows = []
     for one in measured:
@@ -189,9 +184,9 @@ def measure_decode(decoder: Decoder, rounds: int, chunk: int = 64) -> list[Row]:
                 "bytes": one.bytes,
                 "bytes ratio": round(one.bytes / base.bytes, 3),
                 "prefill tokens/s": round(1 / statistics.median(one.prefill_times)),
-                "prefill ratio": ratio(one.prefill_times, base.prefill_times),
+                "prefill ratio": round(median_ratio(base.prefill_times, one.prefill_times), 2),
                 "decode tokens/s": round(1 / statistics.median(one.decode_times)),
-                "decode ratio": ratio(one.decode_times, base.decode_times),
+                "decode ratio": round(median_ratio(base.decode_times, one.decode_times), 2),
             }
         )
     return rows

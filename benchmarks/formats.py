@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.schemes import ROOT, Row, tell
 from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf_file import TYPES
 from jaxquant.formats import codec
-from train.benchmarks.schemes import ROOT, Row, tell
 from train.memory import peak_resident_bytes, return_large_blocks
 
 ENCODINGS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
@@ -106,7 +106,7 @@ def measure_transfer() -> list[Row]:
         for name in TRANSFERS:
             path = Path(folder) / name
             for what in ("export", "import"):
-                command = [sys.executable, "-m", "train.benchmarks.formats", what, name, str(path)]
+                command = [sys.executable, "-m", "benchmarks.formats", what, name, str(path)]
                 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                 if done.returncode:
                     raise RuntimeError(f"{what} of {name} failed:\n{done.stderr[-4000:]}")

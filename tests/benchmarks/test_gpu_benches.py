@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from benchmarks import gpu_kernels
+from benchmarks.gemms import Contender, measure_gemm_set
+from benchmarks.gpu_kernels import CASTS, PRODUCTS, measure_kernels
+from benchmarks.layer_step import TINY, measure_layer_step
+from benchmarks.plot import speedups
 from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import gpu as quantize_gpu
-from train.benchmarks import gpu_kernels
-from train.benchmarks.gemms import Contender, measure_gemm_set
-from train.benchmarks.gpu_kernels import CASTS, PRODUCTS, measure_kernels
-from train.benchmarks.layer_step import TINY, measure_layer_step
-from train.benchmarks.plot import speedups
 
 
 def test_a_layer_is_timed_against_bf16_in_one_run():

@@ -9,10 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from benchmarks.schemes import UNQUANTIZED, Row, Scheme
 from jaxquant import state as quantization_state
 from jaxquant.audit.cost import inlined_lines, program_lines, saved_for_backward
 from jaxquant.inject.model import maybe_quantize_model
-from train.benchmarks.schemes import UNQUANTIZED, Row, Scheme
 
 
 class _Stack(nn.Module):

@@ -1,7 +1,7 @@
 """Every pair of string and backend is measured once."""
 
+from benchmarks.schemes import Scheme, schemes
 from jaxquant import RECIPES
-from train.benchmarks.schemes import Scheme, schemes
 
 
 def test_every_pair_of_the_table_is_listed_once():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
-PROGRAMS = ("fwd", "dlhs", "drhs", "bwd")
+from benchmarks.timing import PROGRAMS, MatmulPrograms
 
 
-class TorchSet:
+class TorchSet(MatmulPrograms):
     """All GEMMs in e4m3, gradients in e5m2, per tensor. cuBLASLt wants K-major operands: each is there both ways.
 
     Args:
@@ -29,7 +29,6 @@ class TorchSet:
         cuda = self._torch.cuda
         if not cuda.is_available() or cuda.get_device_capability() < (8, 9):
             raise NotImplementedError("torch sees no GPU that multiplies float8")
-        self.times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
         e4m3, e5m2 = self._torch.float8_e4m3fn, self._torch.float8_e5m2
         self._one = self._torch.ones((), device="cuda")
         pairs: dict[str, list[tuple[Any, Any]]] = {"fwd": [], "dlhs": [], "drhs": []}
@@ -40,25 +39,14 @@ class TorchSet:
             pairs["dlhs"].append((gradient.to(e5m2), kernel.t().contiguous().to(e4m3).t()))
             pairs["drhs"].append((gradient.t().contiguous().to(e5m2), x.t().contiguous().to(e4m3).t()))
         self._pairs = pairs | {"bwd": pairs["dlhs"] + pairs["drhs"]}
-        for name in PROGRAMS:
-            self.run(name)
-            self.run(name)
+        super().__init__({name: functools.partial(self._run, name) for name in PROGRAMS})
 
     def _draw(self, rows: int, columns: int) -> Any:
         return self._torch.randn((rows, columns), device="cuda", dtype=self._torch.bfloat16)
 
-    def run(self, name: str) -> float:
-        began = time.perf_counter()
+    def _run(self, name: str) -> None:
         for lhs, rhs in self._pairs[name]:
             self._torch._scaled_mm(
                 lhs, rhs, scale_a=self._one, scale_b=self._one, out_dtype=self._torch.bfloat16, use_fast_accum=True
             )
         self._torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    def measure(self) -> None:
-        for name in PROGRAMS:
-            self.times[name].append(self.run(name))
-
-    def total(self) -> list[float]:
-        return [fwd + bwd for fwd, bwd in zip(self.times["fwd"], self.times["bwd"], strict=True)]

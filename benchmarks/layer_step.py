@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gemms import Contender, run_contenders
+from benchmarks.schemes import Row
+from benchmarks.timing import median_ratio, seconds
 from jaxquant import state as quantization_state
 from jaxquant.inject.model import maybe_quantize_model
 from train.attention import choose, visibility
-from train.benchmarks.gemms import FAILURES, Contender
-from train.benchmarks.schemes import Row, tell, undisturbed
 from train.model import DecoderConfig, DecoderLayer
 
 LLAMA = DecoderConfig(
@@ -64,15 +64,14 @@ class _Step:
         self._step = jax.jit(step)
         self.contender, self.times = contender, []
         for _ in range(3):  # compile it, warm its histories, compile that
-            self.run()
+            jax.block_until_ready(self._run())
 
-    def run(self) -> float:
-        began = time.perf_counter()
-        _, self._state, _ = jax.block_until_ready(self._step(self._params, self._state, self._inputs))
-        return time.perf_counter() - began
+    def _run(self) -> Any:
+        gradients, self._state, x = self._step(self._params, self._state, self._inputs)
+        return gradients, self._state, x
 
     def measure(self) -> None:
-        self.times.append(self.run())
+        self.times.append(seconds(self._run))
 
 
 def measure_layer_step(
@@ -95,37 +94,16 @@ def measure_layer_step(
     """
     kind = choose("auto", jax.default_backend(), config.head_dim, length, config.dtype)
     config = dataclasses.replace(config, attention=kind)
-    steps: list[_Step] = []
-    failed: list[Row] = []
-    for contender in contenders:
-        began = time.perf_counter()
-        name = {
-            "library": contender.library,
-            "recipe": f"{contender.recipe or 'none'} {contender.implementation}".strip(),
+    steps, failed = run_contenders(contenders, lambda one: _Step(one, config, batch, length), rounds)
+    rows = [
+        step.contender.cells
+        | {
+            "attention": kind,
+            "step ms": round(1000 * statistics.median(step.times), 3),
+            "speedup": round(median_ratio(steps[0].times, step.times), 3),
+            "note": "",
         }
-        try:
-            steps.append(_Step(contender, config, batch, length))
-        except FAILURES as error:
-            if not steps:
-                raise
-            why = str(error).splitlines()[0]
-            failed.append(name | {"attention": kind, "step ms": "–", "speedup": "–", "note": f"did not run: {why}"})
-        tell(f"compiled layer {' '.join(name.values())} in {time.perf_counter() - began:.1f} s")
-    with undisturbed():
-        for _ in range(rounds):
-            for step in steps:
-                step.measure()
-    base = steps[0].times
-    return [_row(step, kind, base) for step in steps] + failed
-
-
-def _row(step: _Step, kind: str, base: Sequence[float]) -> Row:
-    contender = step.contender
-    return {
-        "library": contender.library,
-        "recipe": f"{contender.recipe or 'none'} {contender.implementation}".strip(),
-        "attention": kind,
-        "step ms": round(1000 * statistics.median(step.times), 3),
-        "speedup": round(statistics.median(b / a for a, b in zip(step.times, base, strict=True)), 3),
-        "note": "",
-    }
+        for step in steps
+    ]
+    not_run = {"attention": kind, "step ms": "–", "speedup": "–"}
+    return rows + [one.cells | not_run | {"note": note} for one, note in failed]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from train.benchmarks.schemes import Row
+from benchmarks.schemes import Row
 
 _BAR, _LEFT, _WIDTH = 24, 190, 420
 

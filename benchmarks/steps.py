@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
+from benchmarks.timing import measure_in_turns, median_ratio, seconds
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build as build_dataclass
-from train.benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell, undisturbed
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.report import comparison_rows
@@ -37,19 +37,15 @@ class _Stepper:
         self._batch = jax.tree.map(np.asarray, dict(next(data.train)))
         self._state = program.init()
         self.times: list[float] = []
-        began = time.perf_counter()
-        self._run()
-        self.first = time.perf_counter() - began
-        self._run()
+        self.first = seconds(self._run)
+        seconds(self._run)
 
-    def _run(self) -> None:
+    def _run(self) -> Any:
         self._state, values = self._step(self._state, self._batch, jnp.bool_(True))
-        jax.block_until_ready((self._state, values))
+        return self._state, values
 
     def measure(self) -> None:
-        began = time.perf_counter()
-        self._run()
-        self.times.append(time.perf_counter() - began)
+        self.times.append(seconds(self._run))
 
 
 def measure_steps(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, Any] | None = None) -> list[Row]:
@@ -62,16 +58,13 @@ def measure_steps(chosen: Sequence[Scheme], rounds: int, overrides: dict[str, An
     for scheme in (UNQUANTIZED, *chosen):
         steppers.append(_Stepper(scheme, quickstart))
         tell(f"compiled {scheme.string or 'none'} {scheme.backend} in {steppers[-1].first:.1f} s")
-    with undisturbed():
-        for _ in range(rounds):
-            for stepper in steppers:
-                stepper.measure()
+    measure_in_turns(steppers, rounds)
     base = steppers[0].times
     return [
         {
             **stepper.scheme.cells,
             "step ms": round(1000 * statistics.median(stepper.times), 1),
-            "ratio": round(statistics.median(a / b for a, b in zip(stepper.times, base, strict=True)), 3),
+            "ratio": round(median_ratio(stepper.times, base), 3),
             "first step s": round(stepper.first, 1),
         }
         for stepper in steppers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.benchmarks.decode import FORMATS, measure_decode, random_decoder
+from benchmarks.decode import FORMATS, measure_decode, random_decoder
 
 SMALL = {"emb_dim": 32, "mlp_dim": 64, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 

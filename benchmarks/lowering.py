@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 STRINGS = ("fp8", "int8", "fp8_current", "fp8_full")
 MODELS: dict[str, dict[str, Any]] = {

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 
+from benchmarks.schemes import Row, tell
+from benchmarks.timing import PROGRAMS, MatmulPrograms, measure_in_turns, median_ratio
+from benchmarks.torch_gemms import TorchSet
 from jaxquant.audit.coverage import coverage
 from jaxquant.inject.model import maybe_quantize_model
-from train.benchmarks.schemes import Row, tell, undisturbed
-from train.benchmarks.torch_gemms import PROGRAMS, TorchSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Contender:
             return layer
         return maybe_quantize_model(layer, self.config(), x)
 
+    @property
+    def cells(self) -> Row:
+        recipe = " ".join(filter(None, (self.recipe or "none", self.implementation)))
+        return {"library": self.library, "recipe": recipe}
+
     def config(self) -> dict[str, Any]:
         """Return what ``maybe_quantize_model`` takes.
 
@@ -107,7 +113,7 @@ FAILURES = (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeE
 """What keeps a contender from running here."""
 
 
-class _Set:
+class _Set(MatmulPrograms):
     """The compiled programs of one contender: all four GEMMs in each.
 
     The backward ones start from what the forward one saved, as in training. ``bwd`` makes both gradients (and the new
@@ -116,7 +122,6 @@ class _Set:
 
     def __init__(self, contender: Contender, layer: Layer, inputs: Sequence[jax.Array], grads: Sequence[jax.Array]):
         self.contender = contender
-        self.times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
         models = [contender.dense(n, x) for (_, n), x in zip(layer.gemms, inputs, strict=True)]
         keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
         variables = [jax.jit(model.init)(keys, x) for model, x in zip(models, inputs, strict=True)]
@@ -136,26 +141,43 @@ class _Set:
             "drhs": jax.jit(lambda pull, grads: [tree["params"] for tree in gradients(pull, grads, 0)[0]]),
             "bwd": jax.jit(lambda pull, grads: gradients(pull, grads, 0, 1)),
         }
-        self._calls: dict[str, Callable[[], Any]] = {"fwd": lambda: forward(variables, inputs)}
+        calls: dict[str, Callable[[], Any]] = {"fwd": lambda: forward(variables, inputs)}
         for name, program in backward.items():
-            self._calls[name] = lambda program=program: program(pull, grads)
+            calls[name] = lambda program=program: program(pull, grads)
         whole = lambda variables, inputs, grads: jax.vjp(run, variables, list(inputs))[1](list(grads))  # noqa: E731
         self.share = coverage(whole, variables, inputs, grads).share()
-        for name in PROGRAMS:  # compile, and once more so that nothing is first
-            self.run(name)
-            self.run(name)
+        super().__init__(calls)
 
-    def run(self, name: str) -> float:
+
+def run_contenders(
+    contenders: Sequence[Contender], make: Callable[[Contender], Any], rounds: int
+) -> tuple[list[Any], list[tuple[Contender, str]]]:
+    """Compile contenders and measure each once a round.
+
+    Args:
+      contenders: in the order of the rows.
+      make: compiles one.
+      rounds: measurements of each.
+
+    Returns:
+      What was made and measured, and of the contenders that cannot run here, why.
+
+    Raises:
+      ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError: the first one cannot run.
+    """
+    made: list[Any] = []
+    failed: list[tuple[Contender, str]] = []
+    for contender in contenders:
         began = time.perf_counter()
-        jax.block_until_ready(self._calls[name]())
-        return time.perf_counter() - began
-
-    def measure(self) -> None:
-        for name in PROGRAMS:
-            self.times[name].append(self.run(name))
-
-    def total(self) -> list[float]:
-        return [fwd + bwd for fwd, bwd in zip(self.times["fwd"], self.times["bwd"], strict=True)]
+        try:
+            made.append(make(contender))
+        except FAILURES as error:
+            if not made:
+                raise
+            failed.append((contender, f"did not run: {str(error).splitlines()[0]}"))
+        tell(f"compiled {' '.join(contender.cells.values())} in {time.perf_counter() - began:.1f} s")
+    measure_in_turns(made, rounds)
+    return made, failed
 
 
 def measure_gemm_set(
@@ -183,27 +205,15 @@ def measure_gemm_set(
     for index, (k, n) in enumerate(layer.gemms):
         inputs.append(draw(keys[2 * index], (layer.tokens, k), jnp.bfloat16))
         grads.append(draw(keys[2 * index + 1], (layer.tokens, n), jnp.bfloat16))
-    sets: list[_Set | TorchSet] = []
-    failed: list[Row] = []
-    for contender in contenders:
-        began = time.perf_counter()
-        try:
-            sets.append(
-                TorchSet(layer.tokens, layer.gemms)
-                if contender.library == "torch"
-                else _Set(contender, layer, inputs, grads)
-            )
-        except FAILURES as error:
-            if not sets:
-                raise
-            failed.append(_not_run(contender, str(error).splitlines()[0]))
-        tell(f"compiled {contender.library} {contender.recipe} in {time.perf_counter() - began:.1f} s")
-    with undisturbed():
-        for _ in range(rounds):
-            for each in sets:
-                each.measure()
-    base = sets[0].total()
-    return [_row(each, layer, base) for each in sets] + failed
+
+    def make(contender: Contender) -> _Set | TorchSet:
+        if contender.library == "torch":
+            return TorchSet(layer.tokens, layer.gemms)
+        return _Set(contender, layer, inputs, grads)
+
+    sets, failed = run_contenders(contenders, make, rounds)
+    not_run = [one.cells | dict.fromkeys(_MEASURED, "–") | {"note": note} for one, note in failed]
+    return [_row(each, layer, sets[0].total()) for each in sets] + not_run
 
 
 _MEASURED = (*(f"{name} ms" for name in (*PROGRAMS, "fwd + bwd")), "TFLOP/s", "speedup", "low")
@@ -216,16 +226,7 @@ def _row(each: _Set | TorchSet, layer: Layer, base: Sequence[float]) -> Row:
     values = (
         *(round(1000 * value, 3) for value in (*times, total)),
         round(3 * layer.flops / total / 1e12, 3),
-        round(statistics.median(b / a for a, b in zip(each.total(), base, strict=True)), 3),
+        round(median_ratio(base, each.total()), 3),
         f"{each.share:.0%}",
     )
-    return _named(contender) | dict(zip(_MEASURED, values, strict=True)) | {"note": ""}
-
-
-def _not_run(contender: Contender, reason: str) -> Row:
-    return _named(contender) | dict.fromkeys(_MEASURED, "–") | {"note": f"did not run: {reason}"}
-
-
-def _named(contender: Contender) -> Row:
-    recipe = " ".join(filter(None, (contender.recipe or "none", contender.implementation)))
-    return {"library": contender.library, "recipe": recipe}
+    return contender.cells | dict(zip(_MEASURED, values, strict=True)) | {"note": ""}

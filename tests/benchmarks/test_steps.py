@@ -2,9 +2,9 @@
 
 import pytest
 
-from train.bench import measure_steps
-from train.benchmarks.schemes import Scheme
-from train.health_cost import measure_health
+from benchmarks.health import measure_health
+from benchmarks.schemes import Scheme
+from benchmarks.steps import measure_steps
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.schemes import ROOT, Row, Scheme, tell
+from benchmarks.steps import QUICKSTART, train_run
 from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build as build_dataclass
-from train.bench import QUICKSTART, train_run
-from train.benchmarks.schemes import ROOT, Row, Scheme, tell
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
 from train.conversion import convert_run

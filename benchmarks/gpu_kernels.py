@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.schemes import Row
+from benchmarks.timing import seconds, undisturbed
 from jaxquant.kernels.fp8_einsum import cases as products
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import reference as quantize_reference
-from train.benchmarks.schemes import Row, undisturbed
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 CASTS = tuple(
@@ -103,9 +103,7 @@ def _compared(kernel: Callable[..., Any], reference: Callable[..., Any], args: A
     with undisturbed():
         for _ in range(rounds):
             for run, own in zip((kernel, reference), times, strict=True):
-                began = time.perf_counter()
-                jax.block_until_ready(run(*args))
-                own.append(time.perf_counter() - began)
+                own.append(seconds(lambda run=run: run(*args)))
     ours, theirs = (1000 * statistics.median(own) for own in times)
     values = {"equal": equal, "kernel ms": round(ours, 3), "xla ms": round(theirs, 3), "ratio": round(theirs / ours, 3)}
     return values | {"note": "" if equal == 1 else "WRONG: differs from its reference"}
