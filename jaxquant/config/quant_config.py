@@ -221,11 +221,6 @@ class QuantConfig(options.Options):
         named += [(rule.recipe, f"rules[{i}].recipe") for i, rule in enumerate(self.rules)]
         return [(name, place) for name, place in named if name and isinstance(name, str)]
 
-    def _rule_names(self) -> list[str]:
-        return [
-            rule.recipe.name if isinstance(rule.recipe, Recipe) else rule.recipe for rule in self.rules if rule.recipe
-        ]
-
     @property
     def _quantizes(self) -> bool:
         return bool(self.quantization) or any(rule.recipe for rule in self.rules)

@@ -14,11 +14,6 @@ from jaxquant.core.paths import join_path
 IsLeaf = Callable[[Any], bool]
 
 
-def key_names(path: KeyPath) -> tuple[str, ...]:
-    """Return the names along a key path of JAX: dict keys, attributes and indices as strings."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
 def path_name(path: KeyPath) -> str:
     """Return a key path of JAX joined by "/"; the root is ""."""
     return join_path(path)

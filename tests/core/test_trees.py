@@ -11,7 +11,7 @@ import pytest
 from jaxquant.core.qtensor import nbytes
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.trees import array_bytes, key_names, leaves_by_path, map_by_path, path_name, subtree, tree_bytes
+from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path, path_name, subtree, tree_bytes
 
 
 class Pair(NamedTuple):
@@ -31,8 +31,6 @@ def test_dict_keys_attributes_and_indices_are_names():
     ]
     assert leaves_by_path(TREE)["layers/0/kernel"].shape == (2, 3)
     assert leaves_by_path(jnp.ones(2)).keys() == {""}
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(TREE)]
-    assert key_names(paths[2]) == ("layers", "1", "first")
     assert path_name(()) == ""
 
 
