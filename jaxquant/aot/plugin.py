@@ -25,7 +25,8 @@ def find_trainer() -> None:
             f"the training program {PROGRAM!r} is in a checkout of jaxquant and not in the installed package; install "
             "the checkout with pip install -e, or name a function that builds your own step: --program MODULE:FUNCTION"
         )
-    sys.path.insert(0, str(_ROOT))
+    if sys.path[:1] != [str(_ROOT)]:
+        sys.path.insert(0, str(_ROOT))
 
 
 def load_program(program: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
