@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxquant.trace import flow as flows
-from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
+from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf, Lost, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
 from jaxquant.trace.plan import CONTRACTIONS, Contraction, Plan
 from jaxquant.trace.reach import Place, out_of_reach
 from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
+from jaxquant.trace.structure import steps_of
 
 JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
@@ -29,6 +30,25 @@ _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
 _OF_PARAMETERS = "both operands are made of parameters alone"
 _WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    """An operation that reads a leaf and neither moves its elements nor is its quantized contraction.
+
+    Attributes:
+      leaf: which.
+      operation: primitive, or what else reads it.
+      path: of the layer, where the operation is a contraction.
+      is_obstructed: whether it would read the converted kernel well, but the kernel cannot be made of what it reads.
+      float_reason: why the layer is in float, where the operation is its contraction.
+    """
+
+    leaf: int
+    operation: str
+    path: str = ""
+    is_obstructed: bool = False
+    float_reason: str = ""
 
 
 class Analysis:
@@ -47,6 +67,7 @@ class Analysis:
       found: every contraction by the index of its equation at each level of nesting.
       looked_up: indices of leaves from which data picks rows: tables of embeddings.
       mixed: indices of leaves that were contracted after data was mixed into them: under a norm that data estimates.
+      is_decided: whether the recipe of every contraction is set.
     """
 
     def __init__(
@@ -63,10 +84,24 @@ class Analysis:
         self.found: dict[tuple[int, ...], Contraction] = {}
         self.looked_up: set[int] = set()
         self.mixed: set[int] = set()
+        self.is_decided = False
+        self._readers: list[tuple[int, str | Contraction]] = []
         jaxpr = closed.jaxpr
-        known = list(inputs or [Flow(frozenset({Leaf(index)})) for index in range(len(names))])
+        known = list(inputs or [Flow(frozenset({Leaf(index)}), route=Route(index)) for index in range(len(names))])
         known += [DATA] * (len(jaxpr.invars) - len(known))
-        self.plan, _ = self._run(jaxpr, known, Place())
+        self.plan, outs = self._run(jaxpr, known, Place())
+        self._lose(outs, "the function returns it")
+
+    def stops(self) -> Iterator[Stop]:
+        """Return every reader of a leaf that cannot read a converted kernel in its place, after decisions."""
+        for leaf, reader in self._readers:
+            if isinstance(reader, str):
+                yield Stop(leaf, reader)
+            elif reader.recipe is None:
+                yield Stop(leaf, reader.operation, reader.path, float_reason=reader.reason)
+            elif isinstance(reader.route, Route) and reader.route.obstacle:
+                what = f"{reader.operation} after it {reader.route.obstacle}"
+                yield Stop(leaf, what, reader.path, is_obstructed=True)
 
     @property
     def layer_paths(self) -> list[str]:
@@ -113,7 +148,8 @@ class Analysis:
             plan.inner[index], outs = special(eqn, ins, place)
             return outs
         if name == "optimization_barrier":
-            return ins
+            lost = self._lose(ins, name) if len(ins) > 1 else None
+            return ins if lost is None else [dataclasses.replace(each, route=lost) for each in ins]
         program = registered_program(eqn)
         if program is not None:
             plan.programs[index] = program
@@ -122,12 +158,23 @@ class Analysis:
             what = f"inside {name} of {function_name(eqn)!r}"
             why = f"{what}, whose derivative is the function's own; {how_to_register()}"
             program, place = own_program(eqn), dataclasses.replace(place, closed=place.closed or why, opened="")
+            if program is not None and any(each.route is None for each in ins):
+                lost = self._lose(ins, f"{name}, whose derivative is the function's own")
+                body, outs = self._run(program, [dataclasses.replace(each, route=None) for each in ins], place)
+                plan.inner[index] = [body]
+                return [dataclasses.replace(each, route=lost) for each in outs]
         if program is not None:
             body, outs = self._run(program, ins, place)
             plan.inner[index] = [body]
             return outs
         self._note_closed(plan, index, eqn, ins, place)
-        out = self._plain(eqn, ins)
+        whole = ins[0].route if ins else None
+        if isinstance(whole, Route) and (steps := steps_of(eqn)) is not None:
+            route = whole.then(steps)
+        else:
+            site = plan.sites.get(index)
+            route = self._lose(ins, name if site is None else f"{name} in float ({site.reason})")
+        out = dataclasses.replace(self._plain(eqn, ins), route=route)
         # What a mutable reference holds is written later, by anybody: data.
         return [dataclasses.replace(out, leaves=None) if hasattr(v.aval, "inner_aval") else out for v in eqn.outvars]
 
@@ -139,7 +186,8 @@ class Analysis:
         within = dataclasses.replace(place, level=level)
         slices = [flows.enter_scan(each, level, eqn.params["length"]) for each in ins[consts + carries :]]
         body, outs = self._loop(eqn.params["jaxpr"], ins[:consts], ins[consts : consts + carries], slices, within)
-        return [body], [flows.leave_scan(each, level) for each in outs]
+        made = [flows.obstruct(each, "was stacked by a scan") for each in outs[carries:]]
+        return [body], [flows.leave_scan(each, level) for each in (*outs[:carries], *made)]
 
     def _while(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -156,7 +204,7 @@ class Analysis:
         while True:
             body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
             new = [
-                each if self._is_trained(each, var.aval) else flows.join((each, out))
+                each if self._is_trained(each, var.aval) else flows.either((each, out), "is carried by a loop")
                 for each, out, var in zip(carry, outs, open_jaxpr(jaxpr).invars[len(consts) :], strict=False)
             ]
             if new == carry:
@@ -176,7 +224,7 @@ class Analysis:
 
     def _cond(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         runs = [self._run(branch, ins[1:], place.branch(n)) for n, branch in enumerate(eqn.params["branches"])]
-        outs = [flows.join(each) for each in zip(*(outs for _, outs in runs), strict=True)]
+        outs = [flows.either(each, "is chosen by a cond") for each in zip(*(outs for _, outs in runs), strict=True)]
         if ins[0].is_data:
             outs = [self._met_data(each, [each]) for each in outs]
         return [plan for plan, _ in runs], outs
@@ -186,6 +234,18 @@ class Analysis:
         parts = [flows.enter_shards(each, spec, sizes) for each, spec in zip(ins, eqn.params["in_specs"], strict=True)]
         body, outs = self._run(eqn.params["jaxpr"], parts, place)
         return [body], [flows.leave_shards(each, ins) for each in outs]
+
+    def _lose(self, ins: Sequence[Flow], why: str) -> Lost | None:
+        """Note that an operation reads leaves that come to it whole; returns the route of what it makes."""
+        leaves, routes = set[int](), [each.route for each in ins]
+        for each in routes:
+            if isinstance(each, Route):
+                self._readers.append((each.leaf, why))
+                leaves.add(each.leaf)
+            elif each is not None:
+                leaves |= each.leaves
+                why = why if any(isinstance(other, Route) for other in routes) else each.why
+        return Lost(frozenset(leaves), why) if leaves else None
 
     def _note_closed(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> None:
         """Note a program that cannot be opened, where a parameter goes into it and may be multiplied there."""
@@ -259,16 +319,16 @@ class Analysis:
     def _contraction(self, site: Contraction, eqn: Any, ins: list[Flow], place: Place) -> Flow:
         operands, out = ins[:2], flows.join(ins)
         site.shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
-        site.side, site.is_out_of_reach, site.reason = None, False, ""
+        site.side, site.route, site.is_out_of_reach, site.reason = None, None, False, ""
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
         if not any(each.is_weight for each in operands):
             self._explain_no_weight(site, operands, place)
-            return result
+            return self._lost_in(site, ins, result)
         if all(each.is_weight for each in operands):
             self._name(site, out.leaves or frozenset())
             site.reason = _OF_PARAMETERS
             # No weight any more: learned queries times keys are attention scores, kernel + a · b is the kernel's layer.
-            return dataclasses.replace(result, leaves=frozenset(), is_product=True)
+            return self._lost_in(site, ins, dataclasses.replace(result, leaves=frozenset(), is_product=True))
         side = 0 if operands[0].is_weight else 1
         weight, other = operands[side], operands[1 - side]
         assert weight.leaves is not None
@@ -276,13 +336,15 @@ class Analysis:
         if not other.is_data:
             if other.is_product:
                 site.reason = _OF_PARAMETERS
-                return dataclasses.replace(result, leaves=frozenset())
+                return self._lost_in(site, ins, dataclasses.replace(result, leaves=frozenset()))
             site.reason = "its other operand is constant"
             if other.is_closure:
                 site.is_out_of_reach = True
                 site.reason = "its other operand is an array that the function closes over; make that an argument"
-            return result
-        site.side = side
+            return self._lost_in(site, ins, result)
+        site.side, site.route = side, weight.route
+        if isinstance(weight.route, Route):
+            self._readers.append((weight.route.leaf, site))
         self._describe_weight(site, eqn, side)
         site.reason = out_of_reach(site, eqn, place)
         site.is_out_of_reach = bool(site.reason)
@@ -291,6 +353,11 @@ class Analysis:
         for before in other.after:
             before.is_followed = True
         return Flow(None, out.is_closure, frozenset({site}), frozenset({("result", site)}))
+
+    def _lost_in(self, site: Contraction, ins: Sequence[Flow], result: Flow) -> Flow:
+        """Describe the result of a contraction that stays in float, whatever rules say."""
+        lost = self._lose(ins, f"{site.operation} in float ({site.reason})")
+        return dataclasses.replace(result, route=lost if all(each.route for each in ins) else None)
 
     def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow], place: Place) -> None:
         met = [index for each in operands for index, rank in each.picked if rank > 1]

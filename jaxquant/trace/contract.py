@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,11 @@ from jaxquant.ops import sparsity
 from jaxquant.ops.dimensions import How, Product
 from jaxquant.ops.dot_general import QuantState, initial_state
 from jaxquant.ops.implementation import settle
+from jaxquant.trace.flow import Route
 from jaxquant.trace.plan import Contraction, Reading
 from jaxquant.trace.structure import Transpose
 
 Array = jax.Array
-Weights = Callable[[Contraction], Array]
-"""Returns a contraction's weight as its op reads it, with a leading axis for each scan over it."""
 _CONVOLUTION = (
     "window_strides",
     "padding",
@@ -43,14 +42,18 @@ _SPARSITY_FIELDS = ("step", "mask", "uses")
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def make_state(site: Contraction, weights: Weights) -> dict[str, Array]:
+def make_state(site: Contraction, leaves: Sequence[Any]) -> dict[str, Array]:
     """Make the state of a contraction, {} for a recipe without, under flax's names.
 
     It has a leading axis for each scan over the weight, and then the weight's batch axes.
 
     Args:
       site: the contraction, with its recipe.
-      weights: asked only where the state depends on the weight: sparsity that has begun.
+      leaves: the parameters, read only where the state depends on the weight: sparsity that has begun.
+
+    Raises:
+      NotImplementedError: such a weight is more than moved elements of one leaf.
+      TypeError: such a leaf is a shape alone.
     """
     assert site.recipe is not None
     lead, spec = leading_axes(site), site.recipe.sparsity
@@ -65,11 +68,25 @@ def make_state(site: Contraction, weights: Weights) -> dict[str, Array]:
     if spec.start_step == 0:
         for _ in lead:
             make = jax.vmap(make)
-        made = make(_split_weight(site, weights(site)))
+        made = make(_split_weight(site, _weight(site, leaves)))
     else:
         made = make(jnp.ones(_inner_shape(site)))
         made = {field: jnp.broadcast_to(value, (*lead, *value.shape)) for field, value in made.items()}
     return state | {f"{_SPARSITY}_{field}": made[field] for field in _SPARSITY_FIELDS}
+
+
+def _weight(site: Contraction, leaves: Sequence[Any]) -> Array:
+    """Make a contraction's weight as its op reads it, the axes of its scans in front."""
+    what = f"weight_sparsity_start_step 0 at {site.path!r}"
+    if not isinstance(site.route, Route) or site.route.obstacle:
+        why = site.route.obstacle if isinstance(site.route, Route) else site.route.why if site.route else "a sum"
+        raise NotImplementedError(
+            f"{what}, whose first mask is made of a weight that is not one parameter ({why}); begin at step 1"
+        )
+    leaf = leaves[site.route.leaf]
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(f"{what} makes its first mask of the weight, and init got a shape; give it the parameters")
+    return site.route.on_array(leaf)
 
 
 def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:

@@ -3,8 +3,8 @@
     leaf ── steps ──► weight as its op reads it ── the op's own quantization ──► QTensor ── steps undone ──► leaf
     leaf (ConvertedKernel) ── the same steps, on qvalues and scales ──► contraction; no float kernel is made
 
-``routes.py`` finds the steps, ``structure.py`` does them. What a trace sees of a converted kernel is a stand-in of the
-float shape and dtype.
+``analysis.py`` finds the steps, ``structure.py`` does them. A trace sees a converted kernel as a stand-in of the float
+shape and dtype.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from jaxquant.backends._weights import check_converted
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.trace.plan import Contraction, Key, Plan
-from jaxquant.trace.routes import Route, Routes
+from jaxquant.trace.analysis import Analysis
+from jaxquant.trace.flow import Route
+from jaxquant.trace.plan import Contraction, Key
 from jaxquant.trace.structure import IDENTITIES, BlocksError, dtype_read, steps_of
 
 Array = jax.Array
@@ -83,15 +84,12 @@ def _read(params: Any, like: Any, path: tuple[str, ...]) -> Any:
     return found
 
 
-def check_served(
-    plan: Plan, leaves: Sequence[Any], paths: Sequence[str], *, must_be_converted: bool = False
-) -> frozenset[Key]:
+def check_served(analysis: Analysis, leaves: Sequence[Any], *, must_be_converted: bool = False) -> frozenset[Key]:
     """Check that every reader of a converted kernel is structure or its quantized contraction.
 
     Args:
-      plan: of the function, on which was decided.
+      analysis: of the function, decided.
       leaves: the parameters.
-      paths: of the layer of each.
       must_be_converted: whether a quantized layer with a float weight is an error (``checkpoint_is_quantized``).
 
     Returns:
@@ -104,36 +102,35 @@ def check_served(
     converted = {index for index, leaf in enumerate(leaves) if isinstance(leaf, ConvertedKernel)}
     if not converted and not must_be_converted:
         return frozenset()
-    routes = Routes(plan, len(leaves))
-    for stop in routes.stops:
+    stops = list(analysis.stops())
+    for stop in stops:
         if stop.leaf in converted and stop.float_reason:
             dtype = leaves[stop.leaf].tensor.qvalue.dtype.name
             raise ValueError(
                 f"{layer_name(stop.path)} has a converted kernel ({dtype}) and it stays in float ({stop.float_reason})"
             )
         if stop.leaf in converted and not stop.is_obstructed:
+            layer = layer_name(analysis.path([stop.leaf]))
             raise NotImplementedError(
-                f"{layer_name(paths[stop.leaf])} has a converted kernel, which {stop.operation} reads: only casts, "
+                f"{layer} has a converted kernel, which {stop.operation} reads: only casts, "
                 "transposes, reshapes that keep its blocks and slices of a scan may stand before its quantized "
                 "contraction; leave the kernel in float"
             )
-    served = frozenset(
-        site.key for site, weight in routes.weights.items() if isinstance(weight, Route) and weight.leaf in converted
-    )
-    for site, weight in routes.weights.items():
-        if isinstance(weight, Route) and weight.leaf in converted:
-            _check_recipe(site, leaves[weight.leaf])
-            _check_dtype(site, weight, leaves[weight.leaf])
-    read_otherwise = {stop.leaf for stop in routes.stops}
-    for site, weight in routes.weights.items() if must_be_converted else ():
+    served, read_otherwise = set[Key](), {stop.leaf for stop in stops}
+    routes = {site: site.route for site in analysis.plan.chosen if isinstance(site.route, Route)}
+    for site, route in routes.items():
+        if route.leaf in converted:
+            served.add(site.key)
+            _check_recipe(site, leaves[route.leaf])
+            _check_dtype(site, route, leaves[route.leaf])
+    for site, route in routes.items() if must_be_converted else ():
         assert site.recipe is not None
-        is_convertible = isinstance(weight, Route) and weight.leaf not in read_otherwise
-        if is_convertible and site.key not in served and site.recipe.fwd.rhs is not None:
+        if route.leaf not in read_otherwise and site.key not in served and site.recipe.fwd.rhs is not None:
             raise ValueError(
                 f"{layer_name(site.path)} has a float kernel and checkpoint_is_quantized true asks for one converted "
                 f"to {site.recipe.name!r}; convert the parameters with jaxquant.convert"
             )
-    return served
+    return frozenset(served)
 
 
 def _check_recipe(site: Contraction, kernel: ConvertedKernel) -> None:

@@ -13,7 +13,7 @@ from jaxquant.core.blocks import block_shape
 from jaxquant.core.paths import layer_name
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
-from jaxquant.trace import contract, paths, routes
+from jaxquant.trace import contract, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction, Key, Plan
 
@@ -197,7 +197,7 @@ def decide(
     bound.apply(analysis.plan)
     for site in analysis.plan.chosen:
         _check_sizes(site)
-    routes.check_sparsity(analysis.plan, len(analysis.layer_paths))
+    _check_sparsity(analysis.plan)
     stateful = [site for site in analysis.plan.chosen if contract.state_fields(site)]
     return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, operation, owner)})
 
@@ -220,6 +220,23 @@ def _check_sizes(site: Contraction) -> None:
             sparsity.check_groups(recipe.sparsity, shape, axes)
     except ValueError as error:
         raise ValueError(f"{layer_name(site.path)}: {error}") from None
+
+
+def _check_sparsity(plan: Plan) -> None:
+    """Refuse N:M sparsity of a weight that is read in two layouts: it has one mask.
+
+    Raises:
+      NotImplementedError: names the layer.
+    """
+    layouts: dict[Key, Any] = {}
+    for site in plan.chosen:
+        layout = site.route, site.weight_axes
+        is_sparse = site.recipe is not None and site.recipe.sparsity is not None and site.route is not None
+        if is_sparse and layouts.setdefault(site.key, layout) != layout:
+            raise NotImplementedError(
+                f"weight_sparsity at {site.path!r}, whose weight is read in two layouts and has one mask; leave it "
+                "dense by a rule"
+            )
 
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from jaxquant.backends import Backend, load
 from jaxquant.config.backends import BackendName
@@ -24,12 +25,13 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.ops.gradients import reverse_only
 from jaxquant.state import watch
 from jaxquant.state.tree import refuse_trained
-from jaxquant.trace import contract, converted, kernels, paths, routes
+from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Outputs, Split, array_names, split_arrays
 from jaxquant.trace.decisions import Decisions, decide
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.readings import mark_readings
+from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Report, row_of
 from jaxquant.trace.rewrite import Noise, Rewriter
 
@@ -106,6 +108,9 @@ class Engine:
         self._has_seen_all = False
         # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
         self._cached = jax.jit(self._run, static_argnums=(0, 1, 2), inline=True)
+        # make_jaxpr keeps programs as jit does, so that init, the first step and convert read the same one.
+        self._make_jaxpr = jax.make_jaxpr(_Call(dialect.numbers), static_argnums=(0, 1), return_shape=True)
+        self._analyses: dict[tuple[Any, ...], Analysis] = {}
 
     def run(
         self,
@@ -137,7 +142,7 @@ class Engine:
         for part in reversed(prefix):
             quant_state = {part: quant_state}
         static, arrays = split_arrays(params, args, self.dialect.numbers)
-        run = self._cached if is_cached else self._run
+        run = self._cached if is_cached else functools.partial(self._run, is_kept=False)
         out = run(fn, static, (prefix, is_whole, plain is not None), arrays, quant_state, key)
         return plain() if out.is_skipped and plain is not None else out.rebuild()
 
@@ -146,15 +151,14 @@ class Engine:
     ) -> dict[str, Any]:
         """Make the quant state of a function's layers, at ``prefix``, without computing anything; as ``run``."""
         static, arrays = split_arrays(params, args, self.dialect.numbers)
-        plan = self._trace(fn, static, arrays, prefix).analysis
+        analysis = self._trace(fn, static, arrays, prefix).analysis
         state: dict[str, Any] = {}
         if self.resolver is None:
             return state
-        decisions = self.decide(plan, is_whole)
-        weights = routes.weights_of(plan.plan, arrays[0])
-        for site in plan.plan.chosen:
+        decisions = self.decide(analysis, is_whole)
+        for site in analysis.plan.chosen:
             if site.key in decisions.states:
-                paths.put(state, decisions.states[site.key], contract.make_state(site, weights))
+                paths.put(state, decisions.states[site.key], contract.make_state(site, arrays[0]))
         for part in prefix:
             state = state.get(part, {})
         return state
@@ -203,11 +207,11 @@ class Engine:
         if self.resolver is None:
             return {}, {}
         decisions = self.decide(analysis)
-        served = converted.check_served(analysis.plan, arrays[0], analysis.layer_paths)
+        served = converted.check_served(analysis, arrays[0])
         sentences = missing or self.dialect.missing, self.dialect.misfit
         states = decisions.read_states(analysis.plan, quant_state, *sentences, served, contract.kernel_fields)
         names = array_names(static)
-        found, reasons = kernels.find_kernels(analysis.plan, arrays[0], names, states, self.backend)
+        found, reasons = kernels.find_kernels(analysis, arrays[0], names, states, self.backend)
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
         text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
         if reasons and self.config.strict:
@@ -220,12 +224,13 @@ class Engine:
         """Trace a function; arrays may be ``jax.ShapeDtypeStruct``."""
         return self._trace(fn, *split_arrays(params, args, self.dialect.numbers), prefix)
 
-    def report(self, traced: Traced) -> Report:
+    def report(self, fn: Function, params: Any, args: tuple[Any, ...]) -> Report:
         """List every contraction, with its recipe or the reason for which it is in float; binds nothing."""
-        if self.resolver is not None:
-            known = self.decisions
-            self._extended(traced.analysis, known).apply(traced.analysis.plan)
-        return Report(tuple(row_of(site) for site in traced.analysis.plan.contractions()))
+        split = split_arrays(params, args, self.dialect.numbers)
+        analysis = self._trace(fn, *split, is_kept=self.decisions is not None).analysis
+        if self.resolver is not None and not analysis.is_decided:
+            self._extended(analysis, self.decisions).apply(analysis.plan)
+        return Report(tuple(row_of(site) for site in analysis.plan.contractions()))
 
     def decide(self, analysis: Analysis, is_whole: bool = True) -> Decisions:
         """Apply the decisions to a trace; the first one makes them.
@@ -234,11 +239,14 @@ class Engine:
           ValueError: a rule that matches no layer, no layer at all, or one that was not decided on.
           NotImplementedError: the config is strict, and a layer is out of reach.
         """
-        decisions = self._extended(analysis, self.decisions, check=is_whole and not self._has_seen_all)
+        is_first = is_whole and not self._has_seen_all
+        if analysis.is_decided and self.decisions is not None and not is_first:
+            return self.decisions
+        decisions = self._extended(analysis, self.decisions, check=is_first)
         decisions.apply(analysis.plan)
-        self._check(analysis, is_first=is_whole and not self._has_seen_all)
+        self._check(analysis, is_first)
         mark_readings(analysis.plan, self.backend.can_share)
-        self.decisions = decisions
+        self.decisions, analysis.is_decided = decisions, True
         self._has_seen_all |= is_whole
         return decisions
 
@@ -275,21 +283,30 @@ class Engine:
             )
 
     def _trace(
-        self, fn: Function, static: Split, arrays: tuple[list[Any], list[Any]], prefix: paths.Name = ()
+        self,
+        fn: Function,
+        static: Split,
+        arrays: tuple[list[Any], list[Any]],
+        prefix: paths.Name = (),
+        is_kept: bool = True,
     ) -> Traced:
+        """Trace and analyse a function; with ``is_kept``, once for arguments of the same shapes."""
         converted.refuse_bare(arrays[0])
         seen = [converted.standin(leaf) for leaf in arrays[0]], arrays[1]
-        found: list[Outputs] = []
-
-        def call(*arrays: Any) -> list[Any]:
-            found.append(Outputs.of(fn(*static.rebuild(arrays)), self.dialect.numbers))
-            return found[-1].arrays
-
-        closed = jax.make_jaxpr(call)(*seen)
-        names = [(*prefix, *name) for name in array_names(static)]
-        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in arrays[0]]
-        analysis = Analysis(closed, names, shapes, root_is_layer=self.dialect.root_is_layer)
-        return Traced(analysis, closed, dataclasses.replace(found[-1], arrays=[]))
+        make = self._make_jaxpr
+        if not is_kept:
+            make = jax.make_jaxpr(_Call(self.dialect.numbers), static_argnums=(0, 1), return_shape=True)
+        closed, outputs = make(fn, static, *seen)
+        place = id(closed.jaxpr), prefix, registered()
+        analysis = self._analyses.get(place) if is_kept else None
+        if analysis is None:
+            names = [(*prefix, *name) for name in array_names(static)]
+            shapes = [tuple(getattr(leaf, "shape", ())) for leaf in arrays[0]]
+            analysis = Analysis(closed, names, shapes, root_is_layer=self.dialect.root_is_layer)
+            # One that closes over traced arrays belongs to this trace alone.
+            if is_kept and not any(isinstance(each, Tracer) for each in closed.consts):
+                self._analyses[place] = analysis
+        return Traced(analysis, closed, dataclasses.replace(outputs, arrays=[]))
 
     def _run(
         self,
@@ -299,20 +316,17 @@ class Engine:
         arrays: tuple[list[Any], list[Any]],
         quant_state: Mapping[str, Any],
         key: jax.Array | None,
+        is_kept: bool = True,
     ) -> Outputs:
         if self.resolver is None:
             return Outputs.of(fn(*static.rebuild(arrays)), self.dialect.numbers)
         prefix, is_whole, skips = place
-        analysis, closed, outputs = self._trace(fn, static, arrays, prefix)
+        analysis, closed, outputs = self._trace(fn, static, arrays, prefix, is_kept)
         decisions = self.decide(analysis, is_whole)
         if skips and not analysis.plan.chosen:
             return dataclasses.replace(outputs, is_skipped=True)
-        served = converted.check_served(
-            analysis.plan,
-            arrays[0],
-            analysis.layer_paths,
-            must_be_converted=self.config.checkpoint_is_quantized,
-        )
+        must = self.config.checkpoint_is_quantized
+        served = converted.check_served(analysis, arrays[0], must_be_converted=must)
         states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
@@ -323,6 +337,16 @@ class Engine:
         )
         outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, noise)
         return dataclasses.replace(outputs, arrays=outs)
+
+
+class _Call:
+    """A call of a function on the arrays of its arguments. Each object has programs of its own in jax's caches."""
+
+    def __init__(self, numbers: bool) -> None:
+        self._numbers = numbers
+
+    def __call__(self, fn: Function, static: Split, *arrays: Any) -> Outputs:
+        return Outputs.of(fn(*static.rebuild(arrays)), self._numbers)
 
 
 def _contract(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+import jax
+
+from jaxquant.trace.structure import Step
 
 Stack = tuple[tuple[int, int], ...]
 """The scans that a value is sliced by, outermost first: (nesting level, length) of each."""
@@ -29,6 +33,49 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """How a value is made of one leaf by steps that only move elements.
+
+    Attributes:
+      leaf: which.
+      steps: what was done to the whole leaf; the axes of scans that slice it come first, outermost first.
+      scans: lengths of these.
+      obstacle: why the leaf cannot be made from what is read at the end, "" where it can.
+    """
+
+    leaf: int
+    steps: tuple[Step, ...] = ()
+    scans: tuple[int, ...] = ()
+    obstacle: str = ""
+
+    def then(self, steps: Sequence[Step]) -> Route:
+        """Return the route after steps on one scan's slice."""
+        lifted = list(steps)
+        for length in reversed(self.scans):
+            lifted = [step.lifted(length) for step in lifted]
+        return dataclasses.replace(self, steps=(*self.steps, *lifted))
+
+    def on_array(self, leaf: jax.Array) -> jax.Array:
+        """Make the value of all scans' slices."""
+        for step in self.steps:
+            leaf = step.on_array(leaf)
+        return leaf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lost:
+    """A value made of leaves by more than moving elements.
+
+    Attributes:
+      leaves: which.
+      why: what was done to them.
+    """
+
+    leaves: frozenset[int]
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Flow:
     """What is known of a value.
 
@@ -39,6 +86,7 @@ class Flow:
       marks: of the contractions that it comes from with no contraction of any kind between, how it depends on them.
       picked: leaves that data was mixed into, or picked from, with the number of their axes that are left.
       is_product: whether it is made of a product of parameters, such as learned queries times their kernel: no weight.
+      route: how it is made of leaves, None where no leaf is in it or a contraction is between.
     """
 
     leaves: frozenset[Leaf] | None = frozenset()
@@ -47,6 +95,7 @@ class Flow:
     marks: frozenset[tuple[Mark, Any]] = frozenset()
     picked: frozenset[tuple[int, int]] = frozenset()
     is_product: bool = False
+    route: Route | Lost | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -64,6 +113,7 @@ class Flow:
 
 CONSTANT = Flow()
 DATA = Flow(leaves=None)
+_SHARDED = "is split by a shard_map"
 
 
 def join(flows: Iterable[Flow]) -> Flow:
@@ -81,6 +131,29 @@ def join(flows: Iterable[Flow]) -> Flow:
         empty.union(*(flow.picked for flow in flows)),
         leaves is not None and any(flow.is_product for flow in flows),
     )
+
+
+def either(ways: Sequence[Flow], what: str) -> Flow:
+    """Describe a value that is one of several; its route stays where it is the same in all.
+
+    Args:
+      ways: what is known of each.
+      what: says where they meet.
+    """
+    routes, leaves = [each.route for each in ways], set()
+    if all(each == routes[0] for each in routes):
+        return dataclasses.replace(join(ways), route=routes[0])
+    for each in routes:
+        leaves |= {each.leaf} if isinstance(each, Route) else each.leaves if each else set()
+    return dataclasses.replace(join(ways), route=Lost(frozenset(leaves), what))
+
+
+def obstruct(flow: Flow, what: str) -> Flow:
+    """Note why the leaf cannot be made from a value that is made of it; the first reason stays."""
+    route = flow.route
+    if not isinstance(route, Route) or route.obstacle:
+        return flow
+    return dataclasses.replace(flow, route=dataclasses.replace(route, obstacle=what))
 
 
 def with_marks(flow: Flow, mark: Mark, contractions: Iterable[Any]) -> Flow:
@@ -102,6 +175,8 @@ def enter_scan(flow: Flow, level: int, length: int) -> Flow:
         split = tuple(axis - 1 for axis in leaf.split)  # −1: the scanned axis itself is split
         return dataclasses.replace(leaf, stack=(*leaf.stack, (level, length)), split=split)
 
+    if isinstance(flow.route, Route):
+        flow = dataclasses.replace(flow, route=dataclasses.replace(flow.route, scans=(*flow.route.scans, length)))
     return change_leaves(flow, enter)
 
 
@@ -121,10 +196,12 @@ def split_axes(spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def enter_shards(flow: Flow, spec: Any, sizes: Mapping[str, int]) -> Flow:
     """Describe one device's part of an operand of a shard_map, on a mesh of these sizes."""
     axes = split_axes(spec, sizes)
+    flow = obstruct(flow, _SHARDED) if axes else flow
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=tuple(sorted({*leaf.split, *axes}))))
 
 
 def leave_shards(flow: Flow, outside: Iterable[Flow]) -> Flow:
     """Describe what a shard_map made, as seen from outside: split as its operands were there."""
     before = {leaf.index: leaf.split for each in outside for leaf in each.leaves or ()}
+    flow = obstruct(flow, _SHARDED)
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=before.get(leaf.index, ())))

@@ -21,9 +21,10 @@ from jaxquant.config.backends import BackendName
 from jaxquant.core.delayed import together
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, stacked_blocks
 from jaxquant.core.recipe import Recipe
+from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.contract import batch_first, leading_axes, without_batch
-from jaxquant.trace.plan import Contraction, Key, Plan
-from jaxquant.trace.routes import Lost, Route, Routes
+from jaxquant.trace.flow import Lost, Route
+from jaxquant.trace.plan import Contraction, Key
 from jaxquant.trace.structure import BlocksError, Step, dtype_read, full_block, sliced, sources_of
 
 Array = jax.Array
@@ -186,7 +187,7 @@ def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def find_kernels(
-    plan: Plan,
+    analysis: Analysis,
     leaves: Sequence[Any],
     names: Sequence[tuple[str, ...]],
     states: Mapping[Key, Mapping[str, Any]],
@@ -195,7 +196,7 @@ def find_kernels(
     """Find every leaf that is the weight of a quantized contraction; computes nothing.
 
     Args:
-      plan: of the function, on which was decided.
+      analysis: of the function, decided.
       leaves: the parameters, arrays or anything with a shape and a dtype.
       names: their paths.
       states: quant state of every quantized contraction, arrays or anything with a shape and a dtype.
@@ -204,12 +205,12 @@ def find_kernels(
     Returns:
       The kernels by the index of their leaf, and for each layer whose weight stays float the reason.
     """
-    routes = Routes(plan, len(leaves))
     reasons: dict[str, str] = {}
     jobs: dict[int, dict[_Job, Contraction]] = {}
-    for site, weight in routes.weights.items():
+    for site in analysis.plan.chosen:
         assert site.recipe is not None
-        if site.recipe.fwd.rhs is None:
+        weight = site.route
+        if site.recipe.fwd.rhs is None or weight is None:
             continue
         if isinstance(weight, Lost):
             whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
@@ -221,7 +222,7 @@ def find_kernels(
     found: dict[int, LayerKernel] = {}
     for index, ways in jobs.items():
         path = next(iter(ways.values())).path
-        stops = [stop.operation for stop in routes.stops if stop.leaf == index]
+        stops = [stop.operation for stop in analysis.stops() if stop.leaf == index]
         if isinstance(leaves[index], ConvertedKernel):
             continue
         if stops:

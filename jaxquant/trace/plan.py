@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxquant.core.recipe import Recipe
-from jaxquant.trace.flow import Leaf, Stack
+from jaxquant.trace.flow import Leaf, Lost, Route, Stack
 
 CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
@@ -47,6 +47,7 @@ class Contraction:
       shapes: of both operands.
       side: which operand is the weight, None where none is.
       leaves: what the weight is made of.
+      route: how the weight is made of them.
       stack: the scans that slice it.
       batch: sizes of its batch axes.
       weight_axes: the contraction axes of the weight, and its batch axes, groups first.
@@ -69,6 +70,7 @@ class Contraction:
     shapes: tuple[tuple[int, ...], ...] = ()
     side: int | None = None
     leaves: frozenset[Leaf] = frozenset()
+    route: Route | Lost | None = None
     stack: Stack = ()
     batch: tuple[int, ...] = ()
     weight_axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

@@ -158,7 +158,7 @@ class QuantizedFunction:
         """
         self._check_bound()
         fn, (params, *rest) = self._bound(self._plain, args, kwargs)
-        return self.engine.report(self.engine.trace(fn, params, tuple(rest)))
+        return self.engine.report(fn, params, tuple(rest))
 
     def _bound(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
         """Return a function of positions alone, and the arguments for it in order.

@@ -67,6 +67,11 @@ def unregister_function(function: str | Callable[..., Any]) -> None:
     del _registered[name]
 
 
+def registered() -> tuple[Any, ...]:
+    """Return what is registered, as a value to compare."""
+    return tuple(_registered.items())
+
+
 def _name(function: str | Callable[..., Any]) -> str:
     if isinstance(function, str):
         return function

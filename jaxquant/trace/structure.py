@@ -152,7 +152,7 @@ IDENTITIES = frozenset(
 def steps_of(eqn: Any) -> tuple[Step, ...] | None:
     """Return what an equation of one operand does to it; None where that is more than structure."""
     name, params = eqn.primitive.name, eqn.params
-    if len(eqn.invars) != 1 or not hasattr(eqn.invars[0].aval, "shape"):
+    if len(eqn.invars) != 1 or len(eqn.outvars) != 1 or not hasattr(eqn.invars[0].aval, "shape"):
         return None
     old, out = tuple(eqn.invars[0].aval.shape), eqn.outvars[0].aval
     if name in IDENTITIES:
