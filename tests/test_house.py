@@ -21,7 +21,6 @@ READ_EQUATIONS = {
 }
 """Files that go over the equations of a jaxpr. None may be added; one that no longer does leaves the list."""
 KNOW_LAYERS = {
-    "aot/yardstick.py",
     "audit/health.py",
     "backends/_linen.py",
     "inject/layers.py",

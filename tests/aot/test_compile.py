@@ -192,6 +192,6 @@ def test_a_topology_of_another_kind_is_refused(target, topology_text):
         topology.devices(chip(target), topology_text)
 
 
-def test_a_config_or_the_yardstick():
+def test_a_config_is_needed():
     with pytest.raises(SystemExit):
         command.main(["--target", "h200"])

@@ -1,4 +1,4 @@
-"""yardstick: one MLP step, quantized by everybody, through one compiler: its matmuls and what moves beside them.
+"""One MLP step, quantized by everybody, through one compiler: its matmuls and what moves beside them.
 
 The measured function: y = silu(x · W1) · W2, loss = mean(y²) in float32, and its gradients with respect to x, W1, W2
 and the quant state: six matmuls. 4096 tokens, widths 4096 → 8192 → 4096, bfloat16 activations, float32 weights and
@@ -196,7 +196,7 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
             found[-1]["× bf16"] = f"{plain / found[-1]['kcycles']:.2f}"
     if not found:
         known = ", ".join(entry.name for entry in ENTRIES)
-        raise ValueError(f"no yardstick entry is named like {' or '.join(map(repr, names))}; there are {known}")
+        raise ValueError(f"no entry is named like {' or '.join(map(repr, names))}; there are {known}")
     return found
 
 

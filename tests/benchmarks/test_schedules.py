@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from jaxquant.aot import schedules, topology
+from benchmarks import schedules
+from jaxquant.aot import topology
 
 BUNDLES = """
 = control target key start
@@ -79,7 +80,7 @@ def test_registers_and_spills(tmp_path):
 
 COMPILE = """
 import sys, pathlib, json
-from jaxquant.aot import kernel_table
+from benchmarks import kernel_table
 compiler = kernel_table.Compiler(sys.argv[1], pathlib.Path(sys.argv[2]))
 kernel_table.CAST = (512, 2048)
 print(json.dumps((kernel_table._tpu_cast if sys.argv[1] == "v6e" else kernel_table._gpu_cast)(compiler, "int8", False)))

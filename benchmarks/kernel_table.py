@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.schedules import read_registers, read_schedule
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.program import read_program
-from jaxquant.aot.schedules import read_registers, read_schedule
 from jaxquant.aot.topology import devices
 from jaxquant.kernels.fp8_einsum import gpu as matmul_gpu
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference

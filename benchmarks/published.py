@@ -5,7 +5,7 @@ program of jaxquant's own for the same chip, shapes and recipe, compiled here an
 measured ran other code, so the row also says where the two differ. Whole steps are those of the training program, as
 the audit of a config compiles them.
 
-``python -m jaxquant.audit --anchors``; ``--only NAME`` for some.
+``python -m benchmarks published``; ``--only NAME`` for some.
 """
 
 from __future__ import annotations

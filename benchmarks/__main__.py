@@ -1,0 +1,82 @@
+"""``python -m benchmarks libraries|published|kernels``: what the compilers of absent chips make of several programs.
+
+``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
+``kernels`` the hand-written kernels. Each prints a table and writes it to ``--out`` as JSON and markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published import MISSING
+from benchmarks.schedules import gpu_dump, tpu_dump
+from jaxquant.aot import report
+from jaxquant.aot.__main__ import print_and_write
+from jaxquant.aot.chips import CHIPS, chip
+from jaxquant.aot.topology import environment, require_compiler
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0 on success, 2 where something could not be compiled."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("libraries", "published", "kernels"))
+    parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
+    parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    run = {"libraries": _libraries, "published": _published, "kernels": _kernels}[options.what]
+    try:
+        require_compiler(chip(options.target))
+        text, rows, stem = run(options)
+        return print_and_write(text, json.dumps(rows, indent=1) + "\n", options.out, stem)
+    except (ValueError, NotImplementedError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+Table = tuple[str, list[dict[str, Any]], str]
+"""Text, rows and the stem of the files' names."""
+
+
+def _libraries(options: argparse.Namespace) -> Table:
+    rows, notes = _run("compare_libraries", [options.target, str(options.tokens), *options.only])
+    title = f"# One MLP step on {options.target}, {options.tokens} tokens"
+    tokens = "" if options.tokens == 4096 else f"-{options.tokens}"
+    return "\n".join([title, "", *report.table(rows), notes]), rows, f"audit-yardstick-{options.target}{tokens}"
+
+
+def _published(options: argparse.Namespace) -> Table:
+    rows = _run("published", options.only)
+    missing = [{"anchor": who, "published": ratio, "not compiled here": what} for who, ratio, what in MISSING]
+    text = "\n".join(["# Predicted and published ratios", "", *report.table(rows), "", *report.table(missing)])
+    return text + "\n", rows, "audit-anchors"
+
+
+def _kernels(options: argparse.Namespace) -> Table:
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        dump = gpu_dump(notes) if chip(options.target).platform == "cuda" else tpu_dump(notes)
+        rows = _run("kernel_table", [options.target, str(notes)], dump)
+    text = "\n".join([f"# Kernels as compiled for {options.target}", "", *report.table(rows)]) + "\n"
+    return text, rows, f"kernels-{options.target}"
+
+
+def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None) -> Any:
+    """Run a module in a process of its own, whose environment the compilers of absent chips need."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *words]
+    done = subprocess.run(command, env=environment() | dict(variables or {}), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"benchmarks.{module} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
