@@ -24,6 +24,7 @@ from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
 from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.core.paths import join_path
 from jaxquant.core.recipe import Recipe
+from jaxquant.core.rounding import operands_key
 
 _MODES = {
     "train": aqt_utils.QuantMode.TRAIN,
@@ -172,12 +173,14 @@ def dot_general(
     Args:
       lhs, rhs, dimension_numbers, precision, preferred_element_type: as for ``jax.lax.dot_general``.
       recipe: all numbers.
-      key: for stochastic rounding; its gradient needs one.
+      key: for stochastic rounding; None makes noise from the bits of both operands.
 
     Raises:
       NotImplementedError: AQT cannot do what the recipe asks, or would ignore an option.
     """
     refuse_options(lhs.dtype, precision, preferred_element_type)
+    if key is None and recipe.is_stochastic:
+        key = operands_key(lhs, rhs)
     train = aqt_utils.QuantMode.TRAIN
     matmul = config.set_context(to_aqt(recipe), key, None, lhs_quant_mode=train, rhs_quant_mode=train)
     make_tiles = tiling_fn(recipe)

@@ -12,7 +12,6 @@ from jaxquant.backends.aqt_config import HONOURS, to_aqt
 from jaxquant.backends.base import LibraryBackend, Op
 from jaxquant.config.backends import check_implementation
 from jaxquant.core.recipe import Recipe
-from jaxquant.core.rounding import operands_key
 
 Array = jax.Array
 
@@ -21,7 +20,7 @@ class AqtBackend(LibraryBackend):
     """AQT's Linen modules, and its op on converted kernels."""
 
     honours = HONOURS
-    serving = aqt_serving
+    training, serving = aqt, aqt_serving
     op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsum"}
 
     def check(self, recipe: Recipe) -> None:
@@ -47,14 +46,6 @@ class AqtBackend(LibraryBackend):
         check_implementation(self.name, implementation)
         make = aqt.dot_general_cls if op == "dot_general" else aqt.einsum_cls
         return make(recipe, mesh_axes=mesh_axes, quant_mode=quant_mode, replicate_scale=replicate_scale)
-
-    def train(
-        self, lhs: Array, rhs: Array, dimension_numbers: Any, *, recipe: Recipe, key: Array | None = None
-    ) -> Array:
-        """Compute AQT's ``dot_general``; see ``LibraryBackend.train``."""
-        if key is None and recipe.is_stochastic:
-            key = operands_key(lhs, rhs)
-        return aqt.dot_general(lhs, rhs, dimension_numbers, recipe=recipe, key=key)
 
 
 BACKEND = AqtBackend("aqt")

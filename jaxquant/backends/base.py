@@ -29,8 +29,8 @@ class Backend:
     """One backend; ``jaxquant.backends.load`` imports it by name.
 
     A backend with ``row.has_layer_ops`` implements ``linen_op``, for models that plumb quantization by hand.
-    All implement ``contract``, which is what a traced function runs, ``dot_general`` and ``einsum`` on converted
-    kernels, and ``convert_kernel``.
+    All implement ``contract``, which is what a traced function runs, ``quantize_weight``, which converts, and
+    ``unsupported``, which says what they do not run.
 
     Attributes:
       name: key of ``BACKENDS``.
@@ -118,6 +118,7 @@ class Backend:
         lhs: Array,
         rhs: Array | ConvertedKernel,
         product: Product,
+        group_sizes: Array | None = None,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
@@ -130,8 +131,9 @@ class Backend:
         Args:
           lhs, rhs: activation and weight.
           product: what is computed of them.
+          group_sizes: rows of each group of a ragged matmul, as for ``jax.lax.ragged_dot``; None for other operations.
           recipe: all numbers.
-          state: the amax state of a recipe with delayed scaling.
+          state: the amax state of a recipe with delayed scaling, of each group where there are groups.
           key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
           how: what computes it, and where the result lies.
           prepared: from ``share``, of this activation; None where the contraction has it alone.
@@ -140,47 +142,6 @@ class Backend:
           NotImplementedError: an option that the backend would drop.
         """
         raise self._absent("op for a function")
-
-    def ragged_dot(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        group_sizes: Array,
-        product: Product,
-        *,
-        recipe: Recipe,
-        state: QuantState | None = None,
-        key: Array | None = None,
-    ) -> Array:
-        """Compute ``jax.lax.ragged_dot`` of rows and a weight for each group of them, as ``contract`` a matmul.
-
-        Args:
-          lhs, rhs, group_sizes: as for ``jax.lax.ragged_dot``.
-          product: its precision and dtype.
-          recipe, state, key: as for ``contract``; a state for each group.
-
-        Raises:
-          NotImplementedError: an option that the backend would drop.
-        """
-        raise self._absent("ragged_dot for a function")
-
-    def conv_general_dilated(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        *,
-        recipe: Recipe,
-        state: QuantState | None = None,
-        key: Array | None = None,
-        **options: Any,
-    ) -> Array:
-        """Compute ``jax.lax.conv_general_dilated`` of data and a kernel, as ``contract`` a matmul.
-
-        Args:
-          lhs, rhs, options: as for ``jax.lax.conv_general_dilated``.
-          recipe, state, key: as for ``contract``.
-        """
-        raise self._absent("convolution for a function")
 
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether contractions of one recipe can share an activation that is quantized once."""
@@ -208,42 +169,30 @@ class Backend:
 
     # -- converted kernels -------------------------------------------------------------------------------------------
 
-    def convert_kernel(
+    def quantize_weight(
         self,
+        operation: str,
         recipe: Recipe,
-        kernel: Array,
+        weight: Array,
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
-        """Quantize a layer's kernel as its op does in training.
+        """Quantize the weight of a contraction as its op does in training.
 
         Args:
+          operation: primitive of the contraction.
           recipe: all numbers.
-          kernel: in the dtype in which the op reads it.
+          weight: in the dtype in which the op reads it; of a ragged matmul, of shape (groups, contracting, free).
           axes: its contraction axes.
           state: the layer's quant state by tensor and field; {} for a recipe without.
           batch: its batch axes, which no block of scales crosses.
 
         Returns:
-          The kernel and the static scale of the activation, shape (1,), None where that is scaled dynamically.
+          The weight and the static scale of the activation, None where that is scaled dynamically: of shape (1,), with
+          a leading axis of groups for a ragged matmul.
         """
         raise self._absent("conversion of a kernel")
-
-    def convert_groups(
-        self, recipe: Recipe, rhs: Array, state: Mapping[str, Mapping[str, Array]]
-    ) -> tuple[QTensor, Array | None]:
-        """Quantize the weights of a ragged matmul as its op does in training.
-
-        Args:
-          recipe: all numbers.
-          rhs: shape (groups, contracting, free).
-          state: of all groups.
-
-        Returns:
-          As ``convert_kernel``; static scales have a leading axis of groups.
-        """
-        raise self._absent("conversion of the weights of a ragged matmul")
 
     def _absent(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"quant_backend {self.name!r} has no {what}; use quant_backend 'native'")
@@ -253,9 +202,11 @@ class LibraryBackend(Backend):
     """A backend whose numbers are another library's: what the library would drop is refused, sides have one dtype.
 
     Attributes:
-      serving: its ``dot_general`` and ``convert_kernel`` of converted kernels.
+      training: its ``dot_general`` (and ``ragged_dot``) of float operands of one dtype.
+      serving: its ``dot_general`` (and ``ragged_dot``) of converted kernels, and what makes these.
     """
 
+    training: ClassVar[Any]
     serving: ClassVar[Any]
     _native: Backend | None = None
 
@@ -278,17 +229,12 @@ class LibraryBackend(Backend):
         """Explain why the library itself does not run an operation by a recipe, "" where it does."""
         return super().unsupported(operation, recipe)
 
-    def train(
-        self, lhs: Array, rhs: Array, dimension_numbers: Any, *, recipe: Recipe, key: Array | None = None
-    ) -> Array:
-        """Compute the library's ``dot_general`` of two float operands of one dtype."""
-        raise self._absent("op for a function")
-
     def contract(
         self,
         lhs: Array,
         rhs: Array | ConvertedKernel,
         product: Product,
+        group_sizes: Array | None = None,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
@@ -296,26 +242,32 @@ class LibraryBackend(Backend):
         how: How = ANYHOW,
         prepared: Any = None,
     ) -> Array:
-        """Compute the library's ``dot_general``; see ``Backend.contract``."""
+        """Compute the library's contraction; see ``Backend.contract``."""
         check_implementation(self.name, how.implementation)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         self._refuse_dropped(dtype, product, how)
-        lhs = lhs.astype(dtype)
+        lhs, more = lhs.astype(dtype), {}
         if isinstance(rhs, ConvertedKernel):
-            rhs = dataclasses.replace(rhs, dtype=dtype.name)
-            return self.serving.dot_general(lhs, rhs, product.numbers, recipe=recipe)
-        return self.train(lhs, rhs.astype(dtype), product.numbers, recipe=recipe, key=key)
+            ops, rhs = self.serving, dataclasses.replace(rhs, dtype=dtype.name)
+        else:
+            ops, rhs, more = self.training, rhs.astype(dtype), {"key": key}
+        if group_sizes is not None:
+            return ops.ragged_dot(lhs, rhs, group_sizes, recipe=recipe)
+        return ops.dot_general(lhs, rhs, product.numbers, recipe=recipe, **more)
 
-    def convert_kernel(
+    def quantize_weight(
         self,
+        operation: str,
         recipe: Recipe,
-        kernel: Array,
+        weight: Array,
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
-        """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
-        return self.serving.convert_kernel(recipe, kernel, axes, state)
+        """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
+        if operation == "ragged_dot_general":
+            return self.serving.convert_groups(recipe, weight), None
+        return self.serving.convert_kernel(recipe, weight, axes, state)
 
     def _refuse_dropped(self, dtype: Any, product: Product, how: How = ANYHOW) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""

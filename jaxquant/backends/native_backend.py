@@ -65,6 +65,7 @@ class NativeBackend(Backend):
         lhs: Array,
         rhs: Array | ConvertedKernel,
         product: Product,
+        group_sizes: Array | None = None,
         *,
         recipe: Recipe,
         state: QuantState | None = None,
@@ -72,51 +73,16 @@ class NativeBackend(Backend):
         how: How = ANYHOW,
         prepared: Prepared | None = None,
     ) -> Array:
-        """Compute ``ops.dot_general``; see ``Backend.contract``."""
-        return ops.dot_general(
-            native.activation_as_read(recipe, lhs, rhs),
-            rhs,
-            product.numbers,
-            product.precision,
-            product.dtype,
-            recipe=recipe,
-            state=state,
-            key=key,
-            out_sharding=how.out_sharding,
-            implementation=how.implementation,
-            prepared=prepared,
-        )
-
-    def ragged_dot(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        group_sizes: Array,
-        product: Product,
-        *,
-        recipe: Recipe,
-        state: QuantState | None = None,
-        key: Array | None = None,
-    ) -> Array:
-        """Compute ``ops.ragged_dot``; see ``Backend.ragged_dot``."""
-        lhs = native.activation_as_read(recipe, lhs, rhs)
-        return ops.ragged_dot(
-            lhs, rhs, group_sizes, product.precision, product.dtype, recipe=recipe, state=state, key=key
-        )
-
-    def conv_general_dilated(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        *,
-        recipe: Recipe,
-        state: QuantState | None = None,
-        key: Array | None = None,
-        **options: Any,
-    ) -> Array:
-        """Compute ``ops.conv_general_dilated``; see ``Backend.conv_general_dilated``."""
-        lhs = native.activation_as_read(recipe, lhs, rhs)
-        return ops.conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=state, key=key)
+        """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
+        lhs, dtypes = native.activation_as_read(recipe, lhs, rhs), (product.precision, product.dtype)
+        given: dict[str, Any] = {"recipe": recipe, "state": state, "key": key}
+        if group_sizes is not None:
+            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **given)
+        if product.operation == "conv_general_dilated":
+            options = dict(product.window, precision=product.precision, preferred_element_type=product.dtype)
+            return ops.conv_general_dilated(lhs, rhs, **options, **given)
+        given |= {"out_sharding": how.out_sharding, "implementation": how.implementation, "prepared": prepared}
+        return ops.dot_general(lhs, rhs, product.numbers, *dtypes, **given)
 
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether a quantized activation depends on nothing of a contraction; see ``Backend.can_share``."""
@@ -135,22 +101,19 @@ class NativeBackend(Backend):
         of_input = [state["input"] for state in states if "input" in state]
         return share(x, of_input, recipe=recipe, axes=axes, implementation=implementation)
 
-    def convert_kernel(
+    def quantize_weight(
         self,
+        operation: str,
         recipe: Recipe,
-        kernel: Array,
+        weight: Array,
         axes: Sequence[int],
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
-        """Quantize a layer's kernel; see ``Backend.convert_kernel``."""
-        return native.convert_kernel(recipe, kernel, axes, state, batch)
-
-    def convert_groups(
-        self, recipe: Recipe, rhs: Array, state: Mapping[str, Mapping[str, Array]]
-    ) -> tuple[QTensor, Array | None]:
-        """Quantize the weights of a ragged matmul; see ``Backend.convert_groups``."""
-        return ragged.convert_kernel(recipe, rhs, {tensor: dict(fields) for tensor, fields in state.items()})
+        """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
+        if operation == "ragged_dot_general":
+            return ragged.convert_kernel(recipe, weight, {tensor: dict(fields) for tensor, fields in state.items()})
+        return native.convert_kernel(recipe, weight, axes, state, batch)
 
 
 BACKEND = NativeBackend("native")

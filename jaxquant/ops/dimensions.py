@@ -19,11 +19,15 @@ class Product:
       numbers: dimension numbers of a ``dot_general``, the activation first.
       precision: as there.
       dtype: of the result (``preferred_element_type``), None for the promoted dtype of the operands.
+      operation: primitive, "dot_general", "ragged_dot_general" or "conv_general_dilated".
+      window: of a convolution, the keywords of ``jax.lax.conv_general_dilated``.
     """
 
     numbers: Any = None
     precision: Any = None
     dtype: Any = None
+    operation: str = "dot_general"
+    window: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

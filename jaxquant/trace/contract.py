@@ -33,7 +33,6 @@ _CONVOLUTION = (
     "rhs_dilation",
     "dimension_numbers",
     "feature_group_count",
-    "precision",
 )
 _SPARSITY = "sparsity"
 _SPARSITY_FIELDS = ("step", "mask", "uses")
@@ -256,15 +255,11 @@ def contract(
     if site.operation != "dot_general":
         for piece in ("dot_general", "quantize"):
             settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
-    product = Product(None, eqn.params["precision"], eqn.outvars[0].aval.dtype)
-    if site.operation == "ragged_dot_general":
-        lhs, rhs, sizes = operands
-        return backend.ragged_dot(lhs, rhs, sizes, product, recipe=recipe, state=given, key=key)
-    if site.operation == "conv_general_dilated":
-        options = {name: eqn.params[name] for name in _CONVOLUTION}
-        options["preferred_element_type"] = product.dtype
-        lhs, rhs = operands
-        return backend.conv_general_dilated(lhs, rhs, **options, recipe=recipe, state=given, key=key)
+    window = tuple((n, eqn.params[n]) for n in _CONVOLUTION) if site.operation == "conv_general_dilated" else ()
+    product = Product(None, eqn.params["precision"], eqn.outvars[0].aval.dtype, site.operation, window)
+    if site.operation != "dot_general":
+        lhs, rhs, *sizes = operands
+        return backend.contract(lhs, rhs, product, *sizes, recipe=recipe, state=given, key=key)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     activation, weight = operands
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)

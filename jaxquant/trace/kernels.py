@@ -72,10 +72,11 @@ def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -
         weight = step.on_array(weight)
 
     def convert_one(weight: Array, state: Any) -> tuple[QTensor, Array | None]:
-        if job.operation == "ragged_dot_general":
-            return load(job.backend).convert_groups(job.recipe, weight, state)
-        tensor, scale = load(job.backend).convert_kernel(job.recipe, weight, job.axes, state, job.batch)
-        return tensor, None if scale is None else scale.reshape((1,) * weight.ndim)
+        quantize = load(job.backend).quantize_weight
+        tensor, scale = quantize(job.operation, job.recipe, weight, job.axes, state, job.batch)
+        if scale is None or job.operation == "ragged_dot_general":
+            return tensor, scale
+        return tensor, scale.reshape((1,) * weight.ndim)
 
     run = convert_one
     for _ in range(job.lead):
