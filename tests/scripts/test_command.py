@@ -17,7 +17,7 @@ from rich.table import Table
 
 from jaxquant import RECIPES, terminal
 from jaxquant.__main__ import main
-from jaxquant.aot.__main__ import _print_and_write
+from jaxquant.aot.__main__ import print_and_write
 
 ROOT = Path(__file__).parents[2]
 CI = Path(__file__).parents[2] / "configs/models/ci.yml"
@@ -95,7 +95,7 @@ def test_an_output_of_ascii_alone_takes_every_table(monkeypatch, tmp_path):
     assert main(["strings"]) == 0
     assert all(main(["explain", string]) == 0 for string in RECIPES)
     assert main(["coverage", str(CI), "quantization=fp8_current"]) == 0
-    assert _print_and_write("| a × b |\n| --- |\n| ≤ 8 |", "{}", str(tmp_path), "audit") == 0
+    assert print_and_write("| a × b |\n| --- |\n| ≤ 8 |", "{}", str(tmp_path), "audit") == 0
     assert (tmp_path / "audit.md").read_text(encoding="utf-8").startswith("| a × b |")
     sys.stdout.flush()
     text = raw.getvalue().decode("ascii")
