@@ -242,7 +242,7 @@ def _shapes(stored: Parameters) -> dict[str, Any]:
 def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> bool:
     """Whether a recipe of a layer needs quant state and is not the one that the layer was trained with."""
     decoder = Decoder(shape)
-    wanted, had = (choose_recipes(decoder, each, tokens).recipes for each in (config, trained))
+    wanted, had = (choose_recipes(decoder, each, tokens) for each in (config, trained))
     return any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items())
 
 

@@ -15,7 +15,7 @@ from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.backends import RANDOM_STREAM
 from jaxquant.config.backends import BACKENDS
-from jaxquant.inject.layers import LayerReport
+from jaxquant.trace.report import Row
 from train import model as linen_model
 from train import model_nnx
 from train.config import TrainConfig
@@ -43,7 +43,7 @@ class Model:
     apply: Callable[..., Any]
     linen: nn.Module
     apply_linen: Callable[..., Any]
-    layers: list[LayerReport]
+    layers: list[Row]
 
 
 def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Model:

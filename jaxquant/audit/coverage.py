@@ -17,19 +17,19 @@ from jaxquant.backends import Backend, load
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.dtypes import element
-from jaxquant.core.matmul_dtypes import MatmulDtypes
-from jaxquant.inject.layers import LayerReport, matmul_dtypes
+from jaxquant.core.matmul_dtypes import MatmulDtypes, matmul_dtypes
 from jaxquant.trace.decisions import structural_exclusion, unsupported_reason
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
 from jaxquant.trace.reach import NOT_FLOAT
+from jaxquant.trace.report import Row as LayerRow
 
 
 def coverage(
     fn: Callable[..., Any],
     *args: Any,
     config: Any = None,
-    layers: Iterable[LayerReport] | None = None,
+    layers: Iterable[LayerRow] | None = None,
     **kwargs: Any,
 ) -> Coverage:
     """List every contraction that a function runs, forward and backward, without running it.
@@ -56,7 +56,7 @@ def coverage(
     return _of_jaxpr(traced.jaxpr, names, config, layers)
 
 
-def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerReport] | None = None) -> Coverage:
+def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerRow] | None = None) -> Coverage:
     """List the contractions of a function that is traced already; otherwise as ``coverage``.
 
     Args:
@@ -66,7 +66,7 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerReport] | No
     return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), config, layers)
 
 
-def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerReport] | None) -> Coverage:
+def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerRow] | None) -> Coverage:
     reports = {report.path: report for report in layers or ()}
     program = graph(closed, names)
     labeled, reading = label_contractions(closed, names, program.contractions, reports)
@@ -140,7 +140,7 @@ class _Decision:
 class _Decider:
     """What a config makes of a contraction: of known layers by their report, else by its rules."""
 
-    reports: dict[str, LayerReport]
+    reports: dict[str, LayerRow]
     resolver: Resolver | None
     has_config: bool
     reading: Reading

@@ -32,7 +32,7 @@ class Row:
       matmul: "fwd", "dlhs", "drhs", or "bwd" for a backward matmul of which it cannot be told.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
       lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
-      dtypes: of both operands; ``str`` of it spells them as ``LayerReport`` does.
+      dtypes: of both operands; ``str`` of it spells them as ``trace.report.Row`` does.
       result_dtype: dtype that the matmul returns.
       lhs_scale, rhs_scale: granularity (per tensor, per channel, per tile) and scaling (dynamic: from the tensor
         itself, delayed: from quant state, static: a constant) of an operand that was quantized, else "".

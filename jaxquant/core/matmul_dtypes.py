@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxquant.core.dtypes import ELEMENTS, element
+from jaxquant.core.recipe import Matmul, Recipe, Side
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +87,18 @@ class MatmulDtypes:
         if not all(map(_is_operand, sides)):
             raise ValueError(f"{data!r} does not give the dtypes of a matmul; write the file anew")
         return cls(*(OperandDtype(**given[side]) for side in ("lhs", "rhs")))
+
+
+def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
+    """Return the operand dtypes that a recipe asks for, by "fwd", "dlhs" and "drhs"; None is a float layer."""
+    if recipe is None:
+        return {name: MatmulDtypes() for name in ("fwd", "dlhs", "drhs")}
+
+    def dtype(matmul: Matmul, side: Side) -> str | None:
+        spec = recipe.resolve(matmul, side)
+        return None if spec is None else spec.codec or spec.dtype
+
+    return {name: MatmulDtypes.of_specs(dtype(name, "lhs"), dtype(name, "rhs")) for name in ("fwd", "dlhs", "drhs")}
 
 
 def _is_operand(data: Any) -> bool:

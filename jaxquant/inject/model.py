@@ -9,13 +9,13 @@ import flax.linen as nn
 from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig, is_program_config
-from jaxquant.inject import maxtext
-from jaxquant.inject.decided import Decided, decide_layers
+from jaxquant.core.recipe import Recipe
+from jaxquant.inject import linen, maxtext
+from jaxquant.inject import nnx as nnx_face
 from jaxquant.inject.handle import QuantMode, refuse_accumulation
-from jaxquant.inject.layers import Layer, LayerReport, linen_layers
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
-from jaxquant.inject.nnx_layers import nnx_layers
+from jaxquant.trace.report import Row
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
@@ -91,38 +91,40 @@ def _refuse_what_is_not_the_models(config: QuantConfig) -> None:
         )
 
 
-def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> Decided:
-    """Decide on the layers of a model, where that is not nothing.
+def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> dict[str, Recipe]:
+    """Return the recipe of every layer that a call quantizes, by path, without computing anything.
+
+    Args:
+      model: a float Linen module that is not bound, or a float NNX module.
+      config: what is asked.
+      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
       ValueError: a rule that matches no layer, or a model without a layer to quantize.
     """
-    decided = decide_layers(model, config, *example_inputs, **example_kwargs)
-    decided.check()
-    return decided
+    if config.resolver() is None:
+        return {}
+    face: Any = nnx_face.Face.of(config, model) if isinstance(model, nnx.Module) else linen.Face(config)
+    decisions = face.engine.decide(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
+    return {path: each.recipe for path, each in decisions.paths.items() if each.recipe is not None}
 
 
-def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
-    """List the linear layers of a model without computing anything.
-
-    Of a Linen model, those that a call runs, in order. Of an NNX model all that it has, those that the call runs first
-    and in order.
+def linear_layers(model: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
+    """List the linear layers of a model without computing anything: ``describe_layers`` of no quantization.
 
     Args:
       model: a Linen module that is not bound, or an NNX module.
       example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``. An NNX
         model may go without.
     """
-    if isinstance(model, nnx.Module):
-        return nnx_layers(model, *example_inputs, **example_kwargs)
-    return linen_layers(model, *example_inputs, **example_kwargs)
+    return describe_layers(model, QuantConfig(), *example_inputs, **example_kwargs)
 
 
-def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[LayerReport]:
+def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwargs: Any) -> list[Row]:
     """Report what a config makes of every linear layer of a model, float ones with the reason.
 
-    Of a model that is traced, which needs the example inputs, every matmul with a parameter is a layer; flax's own come
-    first.
+    A layer is a matmul with a parameter, whoever wrote it, in the order of the call. Flax's own layers of an NNX model
+    that the call does not run come last; without example inputs they are all that is known.
 
     Args:
       model: the model, before quantization.
@@ -132,4 +134,8 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
     Raises:
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
-    return decide_layers(model, QuantConfig.from_any(config), *example_inputs, **example_kwargs).reports()
+    config = QuantConfig.from_any(config)
+    if isinstance(model, nnx.Module):
+        return nnx_face.describe(model, config, *example_inputs, **example_kwargs)
+    face = linen.Face(config)
+    return face.engine.layers(face.trace_example(model, *example_inputs, **example_kwargs).analysis)

@@ -23,11 +23,11 @@ import numpy as np
 from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Decision
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import quantized_with, refuse_twice, subclass
-from jaxquant.inject.layers import refuse_nothing
 from jaxquant.inject.nnx_call import Call, at_work
 from jaxquant.inject.nnx_held import CONTAINERS, StateHolder, holders, make_holder, takes_attributes
 from jaxquant.inject.nnx_layers import (
@@ -39,11 +39,13 @@ from jaxquant.inject.nnx_layers import (
     linear_modules,
     op_name,
     out_features,
+    row_alone,
 )
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
 from jaxquant.trace.engine import Dialect, Engine, Traced
 from jaxquant.trace.plan import Contraction
+from jaxquant.trace.report import Row
 
 
 class ConvertedParam(nnx.Variable[ConvertedKernel]):
@@ -76,6 +78,30 @@ def quantize_nnx(model: nnx.Module, config: QuantConfig, *example_inputs: Any, *
         face.check_rules(copy)
     face.hold_states(copy, states)
     return face.adopt(copy)
+
+
+def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) -> list[Row]:
+    """List the layers of a model, those first that a call with example inputs runs; see ``describe_layers``.
+
+    Of a quantized model without example inputs, what was decided when it was quantized counts beside rules and names.
+    """
+    known: Mapping[str, Decision] = {}
+    if (before := quantized_with(model)) is not None:
+        known = {} if before.engine.decisions is None else before.engine.decisions.paths
+        model = plain_model(model)
+    face, rows = Face.of(config, model), []
+    if args or kwargs:
+        rows, known = face.engine.layers(face.trace_example(model, *args, **kwargs).analysis), {}
+    paths, resolver = {row.path for row in rows}, face.engine.resolver
+    for path, module in linear_modules(model):
+        if path not in paths:
+            decision = Decision(None, "quantization is off")
+            if resolver is not None:
+                decision = resolver(path, out_features(module))
+                is_known_float = path in known and known[path].recipe is None
+                decision = known[path] if is_known_float and decision.rule is None else decision
+            rows.append(row_alone(path, module, decision, face.engine.backend))
+    return rows
 
 
 def tracing_engine() -> Engine | None:
@@ -228,7 +254,9 @@ class Face:
             resolver.check_used(layers)
         others = any(param.ndim > 1 for param in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
         if not any(decision.recipe for decision in layers.values()) and (layers or not others):
-            refuse_nothing(self.engine.config, {path: each.reason for path, each in layers.items()}, found=False)
+            what = "; ".join(f"{path}: {each.reason}" for path, each in layers.items()) or "it has no linear layer"
+            asked = self.engine.config.quantization
+            raise ValueError(f"quantization {asked!r} would quantize no layer of this model ({what})")
 
     def hold_states(self, model: nnx.Module, states: Mapping[str, Any]) -> None:
         """Add to every layer's module the variables of its quant state, those of flax's layers that did not run too."""

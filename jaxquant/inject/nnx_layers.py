@@ -6,9 +6,7 @@ An NNX model carries its layers, so they are found without running it: in lists,
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -16,10 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxquant.backends import Backend
+from jaxquant.config.rules import Decision
 from jaxquant.core.paths import float_rule, join_path, layer_name
-from jaxquant.inject.layers import Layer, einsum_out_features, split_arrays
+from jaxquant.inject.layers import einsum_out_features
 from jaxquant.inject.nnx_held import StateHolder
 from jaxquant.trace.paths import get, put
+from jaxquant.trace.report import Row, decision_fields
 
 Linear = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
 LINEAR: dict[type[nnx.Module], str] = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
@@ -28,20 +29,6 @@ LINEAR: dict[type[nnx.Module], str] = {nnx.Linear: "dense", nnx.LinearGeneral: "
 PLAIN_OPS = (jax.lax.dot_general, jnp.einsum)
 """What flax's layers compute with unless told otherwise."""
 _KNOWN_CALLS = (nnx.Linear.__call__, nnx.LoRALinear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__)
-
-
-def nnx_layers(model: nnx.Module, *example_inputs: Any, **example_kwargs: Any) -> list[Layer]:
-    """List the linear layers of an NNX model, those that a call runs first and in its order.
-
-    Args:
-      model: the model.
-      example_inputs, example_kwargs: arguments of its ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
-    """
-    found = {path: _layer(path, module) for path, module in linear_modules(model)}
-    if not (example_inputs or example_kwargs):
-        return list(found.values())
-    called = _trace_call(model, example_inputs, example_kwargs)
-    return [*called.values(), *(layer for path, layer in found.items() if path not in called)]
 
 
 def linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
@@ -82,18 +69,25 @@ def stacked_axes(path: str, module: Linear) -> int:
     return extra
 
 
-def _layer(path: str, module: Linear, is_called: bool = False) -> Layer:
-    stacked = 0 if is_called else stacked_axes(path, module)  # a call sees one layer at a time
+def row_alone(path: str, module: Linear, decision: Decision, backend: Backend) -> Row:
+    """Describe a layer that no call has shown."""
+    stacked, shape = stacked_axes(path, module), _shape(module)
     named = {"kernel": module.kernel, "bias": module.bias}
-    shapes = {name: tuple(value.shape)[stacked:] for name, value in named.items() if value is not None}
-    return Layer(
-        path,
-        kind_of(module) or "",
-        shapes["kernel"],
-        out_features(module),
-        tuple(shapes.items()),
+    beside = tuple((name, tuple(value.shape)[stacked:]) for name, value in named.items() if value is not None)
+    return Row(
+        path=path,
+        operation="dot_general",
+        lhs=(),
+        rhs=shape,
+        weight="rhs",
+        stack=(),
+        batch=tuple(module.kernel.shape)[:stacked],
+        kernel_shape=shape,
+        out_features=out_features(module),
         precision=module.precision,
-        preferred_element_type=module.preferred_element_type,
+        is_out_of_reach=False,
+        parameter_shapes=beside,
+        **decision_fields(decision.recipe, decision.reason, "dot_general", backend),
     )
 
 
@@ -209,35 +203,3 @@ def check_alone(model: nnx.Module, paths: Collection[str]) -> None:
 def kind_of(module: Any) -> str | None:
     """Return the kind of a linear layer, None for anything else."""
     return next((kind for base, kind in LINEAR.items() if isinstance(module, base)), None)
-
-
-def _trace_call(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Layer]:
-    """Trace a call of a copy of the model whose layers note their calls."""
-    seen: dict[str, Layer] = {}
-    copy = copy_model(model)
-    for path, module in list(linear_modules(copy)):
-        object.__setattr__(module, "__class__", _noting(type(module), path, seen))
-    graph, state = nnx.split(copy)
-    arrays, rebuild = split_arrays((args, kwargs))
-
-    def call(state: Any, arrays: list[Any]) -> None:
-        args, kwargs = rebuild(arrays)
-        nnx.merge(graph, state)(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-
-    jax.eval_shape(call, state, arrays)
-    return seen
-
-
-def _noting(kind: type, path: str, seen: dict[str, Layer]) -> type:
-    """Subclass a layer's class so that a call notes its input."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = kind.__call__(self, *args, **kwargs)
-        before = seen[path].input_shapes if path in seen else ()
-        inputs = args[0] if args else kwargs["x" if isinstance(self, nnx.LoRALinear) else "inputs"]
-        layer = _layer(path, self, is_called=True)
-        seen[path] = dataclasses.replace(layer, input_shapes=(*before, tuple(inputs.shape)))
-        return out
-
-    call.__name__ = "__call__"
-    return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(__call__=call))

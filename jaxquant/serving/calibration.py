@@ -50,7 +50,7 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
     float_model = model_or_variables if isinstance(model_or_variables, nnx.Module) else model
     if not isinstance(float_model, (nn.Module, nnx.Module)):
         raise TypeError("calibrate of a Linen model's variables needs the float model too: pass model=model")
-    recipes = choose_recipes(float_model, config, *first).recipes
+    recipes = choose_recipes(float_model, config, *first)
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
             raise NotImplementedError(

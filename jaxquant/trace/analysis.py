@@ -112,6 +112,12 @@ class Analysis:
         """Return the layer's path of a weight made of these leaves."""
         return layer_path(self._layers[leaf] for leaf in leaves)
 
+    def shapes_beside(self, leaf: Leaf) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a leaf and of those beside it by name, in one step of the scans that slice it."""
+        shapes = zip(self._names, self._shapes, strict=True)
+        module = self._names[leaf.index][:-1]
+        return {name[-1]: shape[len(leaf.stack) :] for name, shape in shapes if name and name[:-1] == module}
+
     def weight_path(self, leaves: Sequence[int], size: int) -> str:
         """Return the path of a weight of a size, stacks of it included: that of the one leaf of its size, or of all."""
         fits = [index for index in leaves if math.prod(self._shapes[index]) == size]
@@ -135,7 +141,7 @@ class Analysis:
         name = eqn.primitive.name
         if name in CONTRACTIONS:
             site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
-            site.is_einsum = place.is_einsum
+            site.is_einsum, site.precision = place.is_einsum, eqn.params["precision"]
             plan.sites[index] = site
             return [self._contraction(site, eqn, ins, place)]
         if name in JITS or name in REMATS:

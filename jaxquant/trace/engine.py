@@ -32,7 +32,7 @@ from jaxquant.trace.decisions import Decisions, decide
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.readings import mark_readings
 from jaxquant.trace.registry import registered
-from jaxquant.trace.report import Report, row_of
+from jaxquant.trace.report import Report, Row, layer_rows, row_of
 from jaxquant.trace.rewrite import Noise, Rewriter
 
 Function = Callable[..., Any]
@@ -230,7 +230,7 @@ class Engine:
         analysis = self._trace(fn, *split, is_kept=self.decisions is not None).analysis
         if self.resolver is not None and not analysis.is_decided:
             self._extended(analysis, self.decisions).apply(analysis.plan)
-        return Report(tuple(row_of(site) for site in analysis.plan.contractions()))
+        return Report(tuple(row_of(site, self.backend) for site in analysis.plan.contractions()))
 
     def decide(self, analysis: Analysis, is_whole: bool = True) -> Decisions:
         """Apply the decisions to a trace; the first one makes them.
@@ -250,11 +250,11 @@ class Engine:
         self._has_seen_all |= is_whole
         return decisions
 
-    def preview(self, analysis: Analysis) -> Decisions:
-        """Apply the decisions that a trace would have made; binds nothing, and takes rules that match nothing."""
-        decisions = self._extended(analysis, self.decisions, check=False)
-        decisions.apply(analysis.plan)
-        return decisions
+    def layers(self, analysis: Analysis) -> list[Row]:
+        """List the layers of a program, with what would be decided; binds nothing, takes rules that match nothing."""
+        if self.resolver is not None:
+            self._extended(analysis, self.decisions, check=False).apply(analysis.plan)
+        return layer_rows(analysis, self.resolver, self.backend)
 
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
         assert self.resolver is not None

@@ -61,6 +61,7 @@ class Contraction:
       is_ranked: whether its result is ranked by top_k, argmax or sort.
       recipe: what it is quantized with, None for float.
       is_einsum: whether it is part of a ``jnp.einsum``.
+      precision: that the program asks for.
       implementation: what computes its casts and matmuls, None to pick.
       reading: of its activation, where other contractions share it.
     """
@@ -84,6 +85,7 @@ class Contraction:
     is_ranked: bool = False
     recipe: Recipe | None = None
     is_einsum: bool = False
+    precision: Any = None
     implementation: str | None = None
     reading: Reading | None = None
 

@@ -1,16 +1,25 @@
-"""Report: every contraction of a traced function, with its recipe or the reason for which it is in float."""
+"""Report: the contractions of a traced function, or its layers, each with its recipe or the reason it is in float."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
+from jaxquant.backends import Backend
+from jaxquant.config.rules import Resolver
+from jaxquant.core.matmul_dtypes import MatmulDtypes, matmul_dtypes
+from jaxquant.core.recipe import Recipe
+from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction
+from jaxquant.trace.reach import NOT_FLOAT
+
+Shape = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One contraction.
+    """One contraction, or all contractions of one layer.
 
     Attributes:
       path: of the layer; of a contraction without a parameter, the name scopes around it.
@@ -19,21 +28,48 @@ class Row:
       weight: "lhs" or "rhs", None where no operand is made of parameters alone.
       stack: lengths of the scans over the weight, outermost first.
       batch: sizes of the weight's batch axes, whose elements are quantized each by itself.
+      kernel_shape: of the weight, in one step of the scans; () where there is none.
+      out_features: number of outputs.
+      precision: that the program asks for.
       recipe: config string, None for float.
+      backend: "aqt", "qwix" or "native", None for float.
+      dtypes: operand dtypes of the three matmuls, by "fwd", "dlhs" and "drhs", which are also properties with their
+        text, such as "int8 × int8"; "float (int8 dequantized)" is a float matmul on values that were rounded to int8.
       reason: which rule or default decided, or why it stays float.
       is_out_of_reach: whether it has a parameter and stays float whatever rules say.
+      input_shapes: of a layer, the shape of its activation in each of its contractions.
+      parameter_shapes: of a layer, the shapes of its weight and of the parameters beside it, by name.
     """
 
     path: str
     operation: str
-    lhs: tuple[int, ...]
-    rhs: tuple[int, ...]
+    lhs: Shape
+    rhs: Shape
     weight: str | None
-    stack: tuple[int, ...]
-    batch: tuple[int, ...]
+    stack: Shape
+    batch: Shape
+    kernel_shape: Shape
+    out_features: int
+    precision: Any
     recipe: str | None
+    backend: str | None
+    dtypes: dict[str, MatmulDtypes]
     reason: str
     is_out_of_reach: bool
+    input_shapes: tuple[Shape, ...] = ()
+    parameter_shapes: tuple[tuple[str, Shape], ...] = ()
+
+    @property
+    def fwd(self) -> str:
+        return str(self.dtypes["fwd"])
+
+    @property
+    def dlhs(self) -> str:
+        return str(self.dtypes["dlhs"])
+
+    @property
+    def drhs(self) -> str:
+        return str(self.dtypes["drhs"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,22 +106,74 @@ class Report:
         return "\n".join([*lines, f"{len(self.quantized)} of {len(self.rows)} contractions are quantized"])
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _shape(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "-"
 
 
-def row_of(site: Contraction) -> Row:
-    """Describe a contraction, decided."""
+def row_of(site: Contraction, backend: Backend) -> Row:
+    """Describe a contraction, decided, whose recipe this backend is asked to run."""
     lhs, rhs = (*site.shapes, (), ())[:2]
     return Row(
-        site.path,
-        site.operation,
-        lhs,
-        rhs,
-        None if site.side is None else ("lhs", "rhs")[site.side],
-        tuple(length for _, length in site.stack),
-        site.batch,
-        None if site.recipe is None else site.recipe.name,
-        site.reason,
-        site.is_out_of_reach,
+        path=site.path,
+        operation=site.operation,
+        lhs=lhs,
+        rhs=rhs,
+        weight=None if site.side is None else ("lhs", "rhs")[site.side],
+        stack=tuple(length for _, length in site.stack),
+        batch=site.batch,
+        kernel_shape=() if site.side is None else site.shapes[site.side],
+        out_features=site.out_features,
+        precision=site.precision,
+        is_out_of_reach=site.is_out_of_reach,
+        **decision_fields(site.recipe, site.reason, site.operation, backend),
     )
+
+
+def decision_fields(recipe: Recipe | None, reason: str, operation: str, backend: Backend) -> dict[str, Any]:
+    """Return the fields of a row that say what was decided."""
+    runner = None if recipe is None else backend.runner(operation, recipe).name
+    return {
+        "recipe": None if recipe is None else recipe.name,
+        "backend": runner,
+        "dtypes": matmul_dtypes(recipe),
+        "reason": reason,
+    }
+
+
+def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend) -> list[Row]:
+    """List the layers of a function, a row for each path: every contraction with a parameter.
+
+    A table of embeddings is a layer where a rule makes it one. A kernel that is out of reach stands with what the rules
+    ask for, so that ``coverage`` compares that with what is there.
+
+    Args:
+      analysis: of the function, with decisions.
+      resolver: of the config, None where quantization is off.
+      backend: that runs its recipes.
+    """
+    layers: dict[str, list[Contraction]] = {}
+    for site in analysis.plan.contractions():
+        is_table = any(leaf.index in analysis.looked_up for leaf in site.leaves)
+        if site.names and not (is_table and site.recipe is None):
+            layers.setdefault(site.path, []).append(site)
+    mixed = {analysis.path([index]) for index in analysis.mixed}
+    rows = []
+    for path, sites in layers.items():
+        site = next((each for each in sites if each.recipe is not None), sites[-1])
+        row = row_of(site, backend)
+        if resolver is None:
+            row = dataclasses.replace(row, reason="quantization is off")
+        elif _is_lost_kernel(site) and path not in mixed:
+            decision = resolver(path, site.out_features)
+            asked = decision_fields(decision.recipe, decision.reason, site.operation, backend)
+            row = dataclasses.replace(row, **asked)
+        inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
+        beside = analysis.shapes_beside(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}
+        rows.append(dataclasses.replace(row, input_shapes=inputs, parameter_shapes=tuple(beside.items())))
+    return rows
+
+
+def _is_lost_kernel(site: Contraction) -> bool:
+    """Whether a contraction is out of reach, and of what flax's linear layers call their kernel."""
+    is_kernel = all(name.rpartition("/")[2] == "kernel" for name in site.names)
+    return site.is_out_of_reach and site.operation == "dot_general" and is_kernel and site.reason != NOT_FLOAT

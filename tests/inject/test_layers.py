@@ -42,7 +42,7 @@ def test_a_layer_tells_its_options_and_the_shapes_that_meet_in_it():
     (layer,) = linear_layers(Twice(), X)
     assert dict(layer.parameter_shapes) == {"kernel": (4, 4), "bias": (4,)}
     assert layer.input_shapes == ((2, 4), (4,))
-    assert (layer.precision, layer.preferred_element_type) == ("high", None)
+    assert layer.precision == (jax.lax.Precision.HIGH, jax.lax.Precision.HIGH)
 
 
 @pytest.mark.parametrize(
