@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.published import MISSING
 from benchmarks.schedules import gpu_dump, tpu_dump
+from jaxquant import terminal
 from jaxquant.aot import report
 from jaxquant.aot.__main__ import print_and_write
 from jaxquant.aot.chips import CHIPS, chip
@@ -33,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
     run = {"libraries": _libraries, "published": _published, "kernels": _kernels}[options.what]
-    try:
+
+    def compare() -> int:
         require_compiler(chip(options.target))
         text, rows, stem = run(options)
         return print_and_write(text, json.dumps(rows, indent=1) + "\n", options.out, stem)
-    except (ValueError, NotImplementedError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return terminal.run(compare, also=(RuntimeError,), interrupted="interrupted")
 
 
 Table = tuple[str, list[dict[str, Any]], str]

@@ -49,21 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
       0 on success, 1 where ``coverage --check`` finds a fault, 2 on an error; that of its own command for ``audit``.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    terminal.accept_all_characters()
     if given[:1] == ["audit"]:
         return importlib.import_module("jaxquant.aot.__main__").main(given[1:], "python -m jaxquant audit")
+    return terminal.run(lambda: _command(given), also=(ImportError,), interrupted="interrupted")
+
+
+def _command(given: list[str]) -> int:
     parser, of_coverage = _parsers()
-    try:
-        if given[:1] == ["coverage"]:
-            return _coverage(of_coverage.parse_intermixed_args(given[1:]))  # overrides may follow the options
-        words = parser.parse_args(given)
-        return {"strings": _strings, "explain": _explain}[words.command](words)
-    except BrokenPipeError:  # whoever read the output has seen enough
-        terminal.close_output()
-        return 1
-    except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if given[:1] == ["coverage"]:
+        return _coverage(of_coverage.parse_intermixed_args(given[1:]))  # overrides may follow the options
+    words = parser.parse_args(given)
+    return {"strings": _strings, "explain": _explain}[words.command](words)
 
 
 def _strings(words: argparse.Namespace) -> int:

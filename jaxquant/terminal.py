@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 INTERRUPTED = 130
@@ -24,6 +24,36 @@ def accept_all_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="jaxquant")
+
+
+def run(
+    work: Callable[[], int],
+    *,
+    also: tuple[type[Exception], ...] = (),
+    interrupted: str = "interrupted; nothing was written",
+) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+      work: the command, which returns its own exit code.
+      also: errors to tell in a sentence, beside those of bad input and of the file system.
+      interrupted: what to say on Ctrl-C.
+
+    Returns:
+      What the command returns; 1 where nobody reads the output any more, 2 on an error, 130 on Ctrl-C.
+    """
+    accept_all_characters()
+    try:
+        return work()
+    except BrokenPipeError:
+        close_output()
+        return 1
+    except (ValueError, TypeError, NotImplementedError, OSError, *also) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:

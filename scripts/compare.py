@@ -21,15 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart-int8-aqt")
     parser.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
     words = parser.parse_args(arguments)
-    terminal.accept_all_characters()
-    try:
-        runs = load_runs(words.runs)
-        rows = comparison_rows(runs)
-        Path(words.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(words.out).write_text(render(runs), encoding="utf-8")
-    except (ValueError, TypeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return terminal.run(lambda: _compare(words), interrupted="interrupted")
+
+
+def _compare(words: argparse.Namespace) -> int:
+    runs = load_runs(words.runs)
+    rows = comparison_rows(runs)
+    Path(words.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(words.out).write_text(render(runs), encoding="utf-8")
     table = Table()
     for index, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if index > 2 else "left", no_wrap=True)

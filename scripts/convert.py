@@ -37,33 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="further fields of the quantization, such as quant_backend=native",
     )
     words = parser.parse_intermixed_args(arguments)
+    return terminal.run(lambda: _convert(words))
+
+
+def _convert(words: argparse.Namespace) -> int:
     began = time.perf_counter()
     return_large_blocks()
-    terminal.accept_all_characters()
-    try:
-        check_devices()
-        changes = parse_overrides(words.changes)
-        if words.quantization is not None:
-            changes["quantization"] = words.quantization
-        if words.calibration_batches < 1:
-            raise ValueError(f"--calibration-batches {words.calibration_batches} must be at least 1")
-        made = convert_run(
-            words.checkpoint,
-            words.out,
-            changes,
-            step=words.step,
-            calibration_batches=words.calibration_batches,
-            say=lambda text: print(text, flush=True),
-        )
-    except BrokenPipeError:  # nobody hears how far it is; nothing is written by halves
-        terminal.close_output()
-        return 1
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return terminal.INTERRUPTED
+    check_devices()
+    changes = parse_overrides(words.changes)
+    if words.quantization is not None:
+        changes["quantization"] = words.quantization
+    if words.calibration_batches < 1:
+        raise ValueError(f"--calibration-batches {words.calibration_batches} must be at least 1")
+    made = convert_run(
+        words.checkpoint,
+        words.out,
+        changes,
+        step=words.step,
+        calibration_batches=words.calibration_batches,
+        say=lambda text: print(text, flush=True),
+    )
     on_disk = sum(path.stat().st_size for path in Path(words.out).rglob("*") if path.is_file())
     print(
         f"{words.out}: step {made.step} of {words.checkpoint} in {made.config.quantization or 'rules'} on "

@@ -24,20 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, metavar="N", help="of held-out text (default: eval_batches of the run)")
     parser.add_argument("--out", metavar="FILE", help="write the rows as JSON, too")
     words = parser.parse_args(arguments)
-    terminal.accept_all_characters()
-    try:
-        check_devices()
-        if words.batches is not None and words.batches < 1:
-            raise ValueError(f"--batches {words.batches} must be at least 1")
-        rows = evaluate(contenders(words.run, words.converted), batches=words.batches)
-        if words.out:
-            Path(words.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return terminal.INTERRUPTED
+    return terminal.run(lambda: _evaluate(words), interrupted="interrupted")
+
+
+def _evaluate(words: argparse.Namespace) -> int:
+    check_devices()
+    if words.batches is not None and words.batches < 1:
+        raise ValueError(f"--batches {words.batches} must be at least 1")
+    rows = evaluate(contenders(words.run, words.converted), batches=words.batches)
+    if words.out:
+        Path(words.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     table = Table()
     for index, name in enumerate(rows[0]):
         is_figure = index > 2

@@ -40,32 +40,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="held-out batches that give the scales of inputs, where the format stores them (default: %(default)s)",
     )
     words = parser.parse_args(arguments)
+    return terminal.run(lambda: _export(words))
+
+
+def _export(words: argparse.Namespace) -> int:
     began = time.perf_counter()
     return_large_blocks()
-    terminal.accept_all_characters()
-    try:
-        check_devices()
-        for name in ("shard_mb", "calibration_batches"):
-            if getattr(words, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(words, name)} must be at least 1")
-        with transfer_report.progress("exporting") as progress:
-            rows = export_run(
-                words.checkpoint,
-                words.out,
-                words.format,
-                step=words.step,
-                dtype=words.dtype,
-                shard_bytes=words.shard_mb * 10**6,
-                calibration_batches=words.calibration_batches,
-                say=lambda text: print(text, file=sys.stderr, flush=True),
-                progress=progress,
-            )
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return terminal.INTERRUPTED
+    check_devices()
+    for name in ("shard_mb", "calibration_batches"):
+        if getattr(words, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(words, name)} must be at least 1")
+    with transfer_report.progress("exporting") as progress:
+        rows = export_run(
+            words.checkpoint,
+            words.out,
+            words.format,
+            step=words.step,
+            dtype=words.dtype,
+            shard_bytes=words.shard_mb * 10**6,
+            calibration_batches=words.calibration_batches,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+            progress=progress,
+        )
     transfer_report.show(rows)
     seconds = time.perf_counter() - began
     print(f"{words.out}: {words.format}, {seconds:.1f} s, peak memory {peak_resident_bytes() / 1e6:.0f} MB.")

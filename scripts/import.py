@@ -28,26 +28,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("changes", nargs="*", metavar="key=value", help="fields of the config, as of a training run")
     words = parser.parse_intermixed_args(arguments)
+    return terminal.run(lambda: _import(words))
+
+
+def _import(words: argparse.Namespace) -> int:
     began = time.perf_counter()
     return_large_blocks()
-    terminal.accept_all_characters()
-    try:
-        check_devices()
-        changes, run = parse_overrides(words.changes), import_to_serve if words.serve else import_to_run
-        with transfer_report.progress("importing") as progress:
-            made = run(
-                words.checkpoint,
-                words.out,
-                changes,
-                say=lambda text: print(text, file=sys.stderr, flush=True),
-                progress=progress,
-            )
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return terminal.INTERRUPTED
+    check_devices()
+    changes, run = parse_overrides(words.changes), import_to_serve if words.serve else import_to_run
+    with transfer_report.progress("importing") as progress:
+        made = run(
+            words.checkpoint,
+            words.out,
+            changes,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+            progress=progress,
+        )
     transfer_report.show(made.rows)
     seconds = time.perf_counter() - began
     print(f"{words.out}: {seconds:.1f} s, peak memory {peak_resident_bytes() / 1e6:.0f} MB.")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import optax
 import orbax.checkpoint as ocp
 import yaml
 
@@ -20,7 +18,7 @@ from jaxquant.serving.arrays import save_args_of
 from train import origin, processes, quiet, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
-from train.stored import from_stored, stored_shapes, to_stored
+from train.stored import from_stored, to_stored
 
 
 def _is_unreadable(error: Exception) -> bool:
@@ -129,7 +127,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
                     state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
-                    data=ocp.args.JsonSave(_to_json(data_state) | sums.PROMISE | origin.record(self._config)),
+                    data=ocp.args.JsonSave(_to_json(data_state) | origin.record(self._config)),
                 ),
                 force=True,
             )
@@ -205,10 +203,6 @@ class Checkpoints:
     def _check_origin(self, step: int, say: Any) -> None:
         """Refuse a checkpoint of another configuration than the one asked, and tell what differs and may."""
         made_with = origin.recorded(self._folder / str(step))
-        if made_with is None:
-            say(f"checkpoint {step} does not say what configuration made it, it is of before they did")
-            self.changes = check_config(self._run_dir, self._config)
-            return
         there = origin.read_config(self._run_dir) or made_with
         different = origin.differing(made_with, self._config, {"run_dir"})
         in_file = origin.differing(made_with, there, RUN_CONTROL)
@@ -228,31 +222,21 @@ class Checkpoints:
     def _load(self, step: int, abstract: TrainState, say: Any) -> tuple[tuple[TrainState, Any] | None, str | None]:
         """Return the state and data position of a checkpoint, or what is wrong with it."""
         folder = self._folder / str(step)
-        has_sums, damage = False, None
+        damage = None
         try:
-            has_sums = sums.check_sums(folder, *processes.share())
+            sums.check_sums(folder, *processes.share())
         except (sums.Damaged, OSError) as error:
             damage = str(error)
         if not processes.all_agree(damage is None):  # loading is done together, or not at all
             return None, damage
-        unclipped = _is_unclipped(folder)
-        if unclipped:
-            abstract = abstract._replace(opt_state=abstract.opt_state[1])
         try:
-            shapes = stored_shapes(folder / "state", abstract)
-            found = self._manager.restore(
-                step,
-                args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), data=ocp.args.JsonRestore()),
-            )
+            shapes = ocp.args.StandardRestore(to_stored(abstract))
+            found = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
             state, data_state = from_stored(found["state"], abstract), _from_json(found["data"])
         except Exception as error:
             if not _is_unreadable(error):
                 raise
             return None, first_line(error)
-        if not has_sums:
-            say(f"checkpoint {step} has no sums, it is of before there were any: damage to it would not show")
-        if unclipped:
-            state = state._replace(opt_state=(optax.EmptyState(), state.opt_state))
         return (state, data_state), None
 
     def _discard(self, steps: list[int], say: Any) -> None:
@@ -290,15 +274,6 @@ def reason_of(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-
-
-def _is_unclipped(folder: Path) -> bool:
-    """Whether a checkpoint is of a run without clipping that had no place for its state, as all have now."""
-    try:
-        keys = json.loads((folder / "state/_METADATA").read_bytes())["tree_metadata"]
-        return str(("opt_state", "0", "count")) in keys
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False  # it does not load
 
 
 def first_line(error: Exception) -> str:

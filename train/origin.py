@@ -49,16 +49,17 @@ def check_files(folder: Path, config: Mapping[str, Any], files: Any) -> None:
             raise ValueError(f"{folder} was made with {name} {path}, which is {change}; put it back, or make it anew")
 
 
-def recorded(folder: Path) -> TrainConfig | None:
-    """Read the configuration that made a checkpoint, whose sums have been compared; None for one of before it had any.
+def recorded(folder: Path) -> TrainConfig:
+    """Read the configuration that made a checkpoint, whose sums have been compared.
 
     Raises:
-      ValueError: it is of a version of jaxquant that has other fields, or a file that it names is another now.
+      ValueError: it is of a version of jaxquant that has other fields or kept none, or a file that it names is another
+        now.
       OSError: the checkpoint has no data position.
     """
     contents = json.loads((folder / DATA).read_bytes())
     if _KEY not in contents:
-        return None
+        raise ValueError(f"{folder} does not say what configuration made it; commit 8950e07 of jaxquant still reads it")
     check_files(folder, contents[_KEY], contents.get("files", {}))
     return build(TrainConfig, contents[_KEY], f"configuration of {folder}")
 
@@ -94,18 +95,15 @@ def lines(different: Mapping[str, tuple[Any, Any]], one: str, other: str) -> str
 
 
 def config_of(run_dir: Path, step: int) -> TrainConfig:
-    """Return the configuration that made a checkpoint, whose sums have been compared; an older one has config.yml's.
+    """Return the configuration that made a checkpoint, whose sums have been compared.
 
     Raises:
       ValueError: config.yml says otherwise in more than how long a run lasts and what it writes; names the fields.
     """
     here, made_with = read_config(run_dir), recorded(run_dir / "checkpoints" / str(step))
-    found = made_with or here
-    if found is None:
-        raise ValueError(f"run {run_dir} has no config.yml; put it back")
-    if made_with and here and (different := differing(made_with, here, RUN_CONTROL | ADJUSTABLE)):
+    if here and (different := differing(made_with, here, RUN_CONTROL | ADJUSTABLE)):
         raise _other_run(run_dir, step, different)
-    return found
+    return made_with
 
 
 def _other_run(run_dir: Path, step: int, different: Mapping[str, tuple[Any, Any]]) -> ValueError:

@@ -261,8 +261,6 @@ def _runs_table(
 def _layer_cells(layer: dict[str, Any]) -> list[str]:
     if layer.get("recipe") is None:
         return [_float_cell(layer.get("reason") or "not quantized")]
-    if "dtypes" not in layer:  # a run of an older version, which stored text alone
-        return [_dtype_cell(layer[name], (), name) for name in MATMULS]
     dtypes = {name: MatmulDtypes.from_json(layer["dtypes"].get(name)) for name in MATMULS}
     return [_dtype_cell(str(each), [each], name) for name, each in dtypes.items()]
 
@@ -271,8 +269,7 @@ def _coverage_cells(layer: dict[str, Any]) -> list[str]:
     times = f"<td>{html.escape(str(layer['times']))}</td>"
     if all(layer[name] in ("float", "") for name in MATMULS):
         return [_float_cell(layer["reason"]), times]
-    stored = layer.get("dtypes", {})  # a run of an older version stored text alone
-    dtypes = {name: [MatmulDtypes.from_json(each) for each in stored.get(name, ())] for name in MATMULS}
+    dtypes = {name: [MatmulDtypes.from_json(each) for each in layer["dtypes"].get(name, ())] for name in MATMULS}
     return [*(_dtype_cell(layer[name], dtypes[name], name) for name in MATMULS), times]
 
 

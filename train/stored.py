@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
 from jaxquant import state as quantization_state
 from train.step import TrainState
@@ -16,17 +11,6 @@ from train.step import TrainState
 def to_stored(state: TrainState) -> dict[str, Any]:
     """Return what is written of a training state, of arrays or of their shapes."""
     return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}
-
-
-def stored_shapes(folder: Path, abstract_state: TrainState) -> dict[str, Any]:
-    """Return the shapes to read from a checkpoint's ``state`` folder; those of older runs have the bins.
-
-    Raises:
-      ValueError, KeyError, TypeError, OSError: from orbax, for files that are missing or garbled.
-    """
-    found = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree["quant_state"]
-    has_bins = jax.tree.structure(found) != jax.tree.structure(quantization_state.strip_bins(found))
-    return abstract_state._asdict() if has_bins else to_stored(abstract_state)
 
 
 def from_stored(stored: dict[str, Any], abstract_state: TrainState) -> TrainState:

@@ -1,7 +1,7 @@
 """The sums of a training checkpoint: ``sums.json`` beside its arrays, without which no byte of them is used.
 
 The first process writes it when every process has written its part, before the checkpoint gets its name; so a
-checkpoint without it was not finished, or is one of before there were sums.
+checkpoint without it was not finished, is damaged, or was written before there were sums.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxquant.export.sums import sha256_of
-from train.origin import DATA
 
 NAME = "sums.json"
 FORMAT = "jaxquant-checkpoint-sums"
-PROMISE = {"sums": NAME}
-"""Stands beside the data position of a checkpoint that has sums, so that it is not taken for an older one."""
-
+READ_BY = "; commit 8950e07 of jaxquant still reads checkpoints without it"
 _CRC = "crc32"
 
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -66,23 +63,18 @@ def seal(folder: Path) -> None:
         _write(folder, files | _sum(folder, missing))
 
 
-def check_sums(folder: Path, share: int = 0, shares: int = 1) -> bool:
+def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
     """Compare the files of a checkpoint with their sums, without holding one in memory.
 
     Args:
       folder: of the checkpoint.
       share, shares: one in so many files is read; names and sizes of all are compared.
 
-    Returns:
-      Whether there are sums; False for a checkpoint of before there were any.
-
     Raises:
       Damaged: naming the first file that is missing, another, or not the checkpoint's.
     """
     if not (folder / NAME).is_file():
-        if _promised(folder):
-            raise Damaged(f"{folder / NAME} is gone")
-        return False
+        raise Damaged(f"{folder / NAME} is gone{READ_BY}")
     files = _read(folder)
     found = _names(folder)
     for name in sorted(files.keys() - set(found)):
@@ -96,7 +88,6 @@ def check_sums(folder: Path, share: int = 0, shares: int = 1) -> bool:
     for name, (_, digest) in _sum(folder, mine).items():
         if digest != files[name][1]:
             raise Damaged(f"{folder / name} has changed since it was written, its SHA-256 is another")
-    return True
 
 
 def _names(folder: Path) -> list[str]:
@@ -139,10 +130,3 @@ def _read(folder: Path) -> dict[str, tuple[int, str]]:
     if text != _dump(files):  # every byte counts, also where it would mean the same
         raise Damaged(f"{folder / NAME} does not match its own checksum")
     return files
-
-
-def _promised(folder: Path) -> bool:
-    try:
-        return json.loads((folder / DATA).read_bytes()).items() >= PROMISE.items()
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return True  # every checkpoint has a data position; here more than the sums is gone

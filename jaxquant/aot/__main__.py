@@ -55,12 +55,11 @@ def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
       0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 where it could not be audited.
     """
     options = _parse(arguments, name)
-    terminal.accept_all_characters()
-    try:
-        return max(_print_audit(found, options) for found in audits(options))  # every one is printed
-    except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return terminal.run(
+        lambda: max(_print_audit(found, options) for found in audits(options)),  # every one is printed
+        also=(ModuleNotFoundError, RuntimeError),
+        interrupted="interrupted",
+    )
 
 
 def audits(options: argparse.Namespace) -> Iterator[report.Audit]:

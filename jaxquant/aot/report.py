@@ -107,12 +107,10 @@ class Audit:
 def from_json(data: Row) -> Audit:
     """Read what ``Audit.to_json`` wrote, as ``json.loads`` returns it."""
     below = data.get("unquantized")
-    data = dict(data)
-    outcome = data.pop("fate", None) or data["outcome"]  # "fate" is its name in older files
     return Audit(
         **data
         | {
-            "outcome": Outcome(**outcome),
+            "outcome": Outcome(**data["outcome"]),
             "roofline": None if data["roofline"] is None else Roofline(**data["roofline"]),
             "at_peak": None if data.get("at_peak") is None else Roofline(**data["at_peak"]),
             "unquantized": None if below is None else from_json(below),

@@ -21,7 +21,7 @@ from jaxquant.backends._aqt import aqt_dot_general, aqt_flax, config, tiled_dot_
 from jaxquant.backends._aqt import utils as aqt_utils
 from jaxquant.backends._weights import check_converted, is_swapped
 from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
-from jaxquant.backends.base import RANDOM_STREAM
+from jaxquant.backends.base import RANDOM_STREAM, TRAINING, Op, OpOptions
 from jaxquant.core.paths import join_path
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import operands_key
@@ -99,13 +99,11 @@ class AqtEinsum(nn.Module):
     """A quantized einsum of an activation and a weight, whichever way jax.numpy orders them for the matmul.
 
     Attributes:
-      recipe, mesh_axes, quant_mode, replicate_scale: as in ``dot_general_cls``.
+      recipe, options: as for ``linen_op``.
     """
 
     recipe: Recipe
-    mesh_axes: tuple[str | None, ...] = ()
-    quant_mode: str = "train"
-    replicate_scale: bool = False
+    options: OpOptions = OpOptions()
 
     @nn.compact
     def __call__(
@@ -119,9 +117,7 @@ class AqtEinsum(nn.Module):
         """Contract activation ``lhs`` and weight ``rhs`` as the equation says."""
         lhs, rhs = promote_dtype(lhs, rhs)
         refuse_options(lhs.dtype, precision, preferred_element_type)
-        make = _module(
-            self.recipe, self.mesh_axes, self.quant_mode, self.replicate_scale, _is_swapped(equation, lhs, rhs)
-        )
+        make = _module(self.recipe, self.options, _is_swapped(equation, lhs, rhs))
         return jnp.asarray(aqt_dot_general.einsum(equation, lhs, rhs, dg=make()))  # pyright: ignore[reportArgumentType]
 
 
@@ -129,17 +125,13 @@ def _is_swapped(equation: str, lhs: jax.Array, rhs: jax.Array) -> bool:
     return is_swapped(functools.partial(aqt_dot_general.einsum, equation), equation, lhs, rhs)
 
 
-def _module(
-    recipe: Recipe, mesh_axes: tuple[str | None, ...], quant_mode: str, replicate_scale: bool, swap: bool = False
-) -> Callable[[], nn.Module]:
-    if quant_mode not in _MODES:
-        raise ValueError(f"quant_mode {quant_mode!r} is not one of {', '.join(_MODES)}")
+def _module(recipe: Recipe, options: OpOptions, swap: bool = False) -> Callable[[], nn.Module]:
     translated = to_aqt(recipe)
     wrapper = None
-    if mesh_axes and quant_mode != "convert":
-        wrapper = functools.partial(_axis_names, mesh_axes=tuple(mesh_axes), replicate_scale=replicate_scale)
+    if options.mesh_axes and options.quant_mode != "convert":
+        wrapper = functools.partial(_axis_names, mesh_axes=options.mesh_axes, replicate_scale=options.replicate_scale)
     weight = {
-        "quant_mode": _MODES[quant_mode],
+        "quant_mode": _MODES[options.quant_mode],
         "var_name": "qrhs",
         "freeze_mode": aqt_flax.FreezerMode.CALIBRATION_AND_VALUE,
         "axis_metadata_wrapper": wrapper,
@@ -190,34 +182,14 @@ def dot_general(
     return tiled_dot_general.tiled_dot_general(tiles, lhs, rhs, dimension_numbers, dot_general=matmul)
 
 
-def dot_general_cls(
-    recipe: Recipe,
-    *,
-    mesh_axes: tuple[str | None, ...] = (),
-    quant_mode: str = "train",
-    replicate_scale: bool = False,
-) -> Callable[[], nn.Module]:
-    """Make the ``dot_general_cls`` of a Linen layer.
+def linen_op(op: Op, recipe: Recipe, options: OpOptions = TRAINING) -> Callable[[], nn.Module]:
+    """Make a factory of Linen modules; an einsum's is called as ``module(equation, activation, weight)``.
 
     Args:
-      recipe: the numbers.
-      mesh_axes: logical axis names of the kernel; in serve mode the stored qvalue and scale are named after them.
-      quant_mode: "train", "convert" (write the quantized kernel to the collection "aqt") or "serve" (read it).
-      replicate_scale: leave every axis of stored scales unnamed, so that they are replicated.
+      op, recipe, options: as for ``Backend.linen_op``.
 
     Raises:
       NotImplementedError: AQT cannot do what the recipe asks.
     """
-    return _module(recipe, tuple(mesh_axes), quant_mode, replicate_scale)
-
-
-def einsum_cls(
-    recipe: Recipe,
-    *,
-    mesh_axes: tuple[str | None, ...] = (),
-    quant_mode: str = "train",
-    replicate_scale: bool = False,
-) -> Callable[[], nn.Module]:
-    """Make a quantized einsum module, called as ``module(equation, activation, weight)``; see ``dot_general_cls``."""
-    to_aqt(recipe)
-    return functools.partial(AqtEinsum, recipe, tuple(mesh_axes), quant_mode, replicate_scale)
+    module = _module(recipe, options)
+    return module if op == "dot_general" else functools.partial(AqtEinsum, recipe, options)

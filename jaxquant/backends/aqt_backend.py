@@ -9,7 +9,7 @@ import jax
 
 from jaxquant.backends import aqt, aqt_serving
 from jaxquant.backends.aqt_config import HONOURS, to_aqt
-from jaxquant.backends.base import LibraryBackend, Op
+from jaxquant.backends.base import TRAINING, LibraryBackend, Op, OpOptions
 from jaxquant.config.backends import check_implementation
 from jaxquant.core.recipe import Recipe
 
@@ -32,20 +32,10 @@ class AqtBackend(LibraryBackend):
         """Return AQT's own config of a recipe; see ``Backend.forward_config``."""
         return to_aqt(recipe)
 
-    def linen_op(
-        self,
-        op: Op,
-        recipe: Recipe,
-        *,
-        quant_mode: str = "train",
-        mesh_axes: tuple[str | None, ...] = (),
-        replicate_scale: bool = False,
-        implementation: str | None = None,
-    ) -> Callable[[], Any]:
+    def linen_op(self, op: Op, recipe: Recipe, options: OpOptions = TRAINING) -> Callable[[], Any]:
         """Make a factory of Linen modules; see ``Backend.linen_op``."""
-        check_implementation(self.name, implementation)
-        make = aqt.dot_general_cls if op == "dot_general" else aqt.einsum_cls
-        return make(recipe, mesh_axes=mesh_axes, quant_mode=quant_mode, replicate_scale=replicate_scale)
+        check_implementation(self.name, options.implementation)
+        return aqt.linen_op(op, recipe, options)
 
 
 BACKEND = AqtBackend("aqt")

@@ -233,7 +233,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
     """Translate a recipe to an AQT config.
 
     AQT writes both gradients with the output gradient as lhs, so our ``drhs.lhs`` (the activation) is its ``drhs.rhs``.
-    The tile size is not part of the config; ``dot_general_cls`` passes it as a tiling function.
+    The tile size is not part of the config; the Linen module gets it as a tiling function.
 
     Args:
       recipe: the numbers.

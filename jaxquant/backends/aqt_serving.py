@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxquant.backends import _weights
 from jaxquant.backends._aqt import aqt_tensor, config, tiled_dot_general
 from jaxquant.backends._aqt import utils as aqt_utils
-from jaxquant.backends.aqt import dot_general_cls as training_cls
+from jaxquant.backends.aqt import linen_op
 from jaxquant.backends.aqt_config import tiling_fn, to_aqt
-from jaxquant.backends.base import RANDOM_STREAM
+from jaxquant.backends.base import RANDOM_STREAM, OpOptions
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 
@@ -28,7 +28,7 @@ def convert_kernel(
     recipe: Recipe, kernel: Array, axes: Sequence[int], state: Mapping[str, Any]
 ) -> tuple[QTensor, Array | None]:
     """Quantize a layer's kernel as AQT's convert mode does; see ``native.convert_kernel``."""
-    op = training_cls(recipe, quant_mode="convert")()
+    op = linen_op("dot_general", recipe, OpOptions("convert"))()
     activation = jnp.zeros([kernel.shape[axis] for axis in axes], kernel.dtype)
     dims = ((tuple(range(len(axes))), tuple(axes)), ((), ()))
     rngs = {RANDOM_STREAM: jax.random.key(0)} if recipe.is_stochastic else {}

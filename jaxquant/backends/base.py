@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -23,6 +24,37 @@ Array = jax.Array
 Op = Literal["dot_general", "einsum"]
 RANDOM_STREAM = "quant"
 """The random stream for stochastic rounding in a Linen model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpOptions:
+    """How the Linen module of an op is built.
+
+    Attributes:
+      quant_mode: "train", "convert" (write the converted kernel to the collection "aqt") or "serve" (read it).
+      mesh_axes: logical axis names of the kernel; what is stored in serve mode is named after them.
+      replicate_scale: leave every axis of stored scales unnamed, so that they are replicated.
+      implementation: what computes the matmuls; None picks.
+    """
+
+    quant_mode: str = "train"
+    mesh_axes: tuple[str | None, ...] = ()
+    replicate_scale: bool = False
+    implementation: str | None = None
+
+
+TRAINING = OpOptions()
+
+
+@functools.cache
+def renamed(kind: type, name: str) -> Any:
+    """Return a Linen class under another name, after which Linen names modules and their variables.
+
+    It is one object for each name: jit finds what it traced only where modules are of the same class.
+    """
+    return types.new_class(
+        name, (kind,), {}, lambda body: body.update(__module__=kind.__module__, __doc__=kind.__doc__)
+    )
 
 
 class Backend:
@@ -71,30 +103,22 @@ class Backend:
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    def linen_op(
-        self,
-        op: Op,
-        recipe: Recipe,
-        *,
-        quant_mode: str = "train",
-        mesh_axes: tuple[str | None, ...] = (),
-        replicate_scale: bool = False,
-        implementation: str | None = None,
-    ) -> Callable[[], Any]:
+    def linen_op(self, op: Op, recipe: Recipe, options: OpOptions = TRAINING) -> Callable[[], Any]:
         """Make a factory of Linen modules: a layer's ``dot_general_cls``, or its counterpart for an einsum.
 
         Args:
           op: which op.
           recipe: all numbers.
-          quant_mode: "train", "convert" (write the converted kernel to the collection "aqt") or "serve" (read it).
-          mesh_axes: logical axis names of the kernel; what is stored in serve mode is named after them.
-          replicate_scale: leave every axis of stored scales unnamed, so that they are replicated.
-          implementation: what computes the matmuls; None picks.
+          options: how it is built.
 
         Raises:
           NotImplementedError: as ``check``.
         """
         raise self._absent("op to pass to a layer")
+
+    def op_name(self, op: Op, recipe: Recipe | None) -> str:
+        """Return the name of an op's Linen module for a recipe, after which Linen names its variables."""
+        return self.op_names[op]
 
     def unsupported(self, operation: str, recipe: Recipe) -> str:
         """Explain why a contraction of a traced function does not run a recipe; "" where it does.
@@ -301,8 +325,3 @@ class _Numerics:
 
     def get_dtype(self) -> Any:
         return self.dtype
-
-
-def chosen(implementation: str | None) -> dict[str, Any]:
-    """Return the keyword of an op for an implementation that was asked for, none where the op picks."""
-    return {} if implementation is None else {"implementation": implementation}

@@ -1,4 +1,11 @@
-"""native: a recipe as Linen modules around ``ops.dot_general``, with its quant state."""
+"""native: a recipe as Linen modules around ``ops.dot_general``, with its quant state.
+
+Models that pass quantization to their layers by hand have two more modes. Convert mode runs the training forward and
+writes the quantized kernel to the collection "aqt", at ``LAYER/OP/qrhs/frozen``, with the static scale of the
+activation, where the recipe has one, at ``LAYER/OP/qrhs/input_scale``. Serve mode reads them and looks at shape and
+dtype alone of the kernel that the layer hands over, which may be zeros. Collection and names are AQT's, so that a model
+which lists them in its ``nn.scan`` and its checkpoints runs on either backend.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +16,21 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from jaxquant.backends.base import RANDOM_STREAM, chosen
-from jaxquant.core.paths import at_layer, join_path
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.backends._weights import check_converted, never_seen
+from jaxquant.backends.base import RANDOM_STREAM, TRAINING, Op, OpOptions, renamed
+from jaxquant.core.paths import at_layer, join_path, layer_name
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
 from jaxquant.ops.dot_general import QuantState, dot_general, initial_state
-from jaxquant.ops.einsum import einsum
+from jaxquant.ops.einsum import einsum, plan_einsum
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from jaxquant.state import OVERWRITE_WITH_GRADIENT, watch
 
 Array = jax.Array
+COLLECTION = "aqt"
 
 
 class _Quantized(nn.Module):
@@ -28,11 +38,11 @@ class _Quantized(nn.Module):
 
     Attributes:
       recipe: all numbers.
-      implementation: what computes the matmuls; None picks.
+      options: how it is built.
     """
 
     recipe: Recipe
-    implementation: str | None = None
+    options: OpOptions = OpOptions()
 
     def _variables(self, prefix: str, values: dict[str, Array]) -> dict[str, Array]:
         """Read the state, or make it while initializing; state that is made anew in each call would never advance."""
@@ -69,6 +79,37 @@ class _Quantized(nn.Module):
     def _key(self) -> Array | None:
         """A key for stochastic rounding, where the caller passes a "quant" stream; else the op makes its own."""
         return self.make_rng(RANDOM_STREAM) if self.recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
+
+    def _stored(self, kernel: Array, axes: tuple[int, ...], batch: tuple[int, ...]) -> Array | ConvertedKernel:
+        """Return the stored kernel in serve mode, else the float one, as where the recipe leaves kernels in float."""
+        if self.options.quant_mode != "serve" or self.recipe.fwd.rhs is None:
+            return kernel
+        tensor, scale = jax.eval_shape(functools.partial(_shapes, self.recipe, axes=axes, batch=batch), kernel)
+        wanted = {"frozen": tensor} | ({} if scale is None else {INPUT_SCALE: scale})
+
+        def make() -> dict[str, Any]:
+            values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted)
+            if self.options.mesh_axes:
+                values["frozen"] = _named(values["frozen"], self.options.mesh_axes, self.options.replicate_scale)
+            return values
+
+        stored = nn.meta.unbox(_Frozen(name="qrhs").read(make))
+        check_converted(join_path(self.path[:-1]), _describe(stored), repr(self.recipe.name), _describe(wanted))
+        return ConvertedKernel(stored["frozen"], kernel.dtype.name, stored.get(INPUT_SCALE))
+
+    def _store(self, kernel: Array, axes: tuple[int, ...], batch: tuple[int, ...]) -> None:
+        """Store the kernel in convert mode, with the quant state that the op has just made or read."""
+        if self.options.quant_mode != "convert" or self.recipe.fwd.rhs is None:
+            return
+        state = {
+            tensor: {field: self.get_variable(OVERWRITE_WITH_GRADIENT, f"{tensor}_{field}") for field in fields}
+            for tensor, fields in _state_of_kernel(self.recipe, None).items()
+        }
+        converted, scale = convert_kernel(self.recipe, kernel, axes, state, batch)
+        # Under jit there is no telling, and what is served is NaN.
+        if scale is not None and not self.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
+            raise never_seen(join_path(self.path[:-1]), self.recipe)
+        _Frozen(name="qrhs").write({"frozen": converted} | ({} if scale is None else {INPUT_SCALE: scale}))
 
 
 def activation_as_read(recipe: Recipe, activation: Array, weight: Array | ConvertedKernel) -> Array:
@@ -107,99 +148,131 @@ class DotGeneral(_Quantized):
     def __call__(
         self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
-        lhs = activation_as_read(self.recipe, lhs, rhs)
-        if isinstance(rhs, ConvertedKernel):
-            return dot_general(
-                lhs,
-                rhs,
-                dimension_numbers,
-                precision,
-                preferred_element_type,
-                recipe=self.recipe,
-                key=self._key(),
-                **chosen(self.implementation),
-            )
-        axes = tuple(axis % rhs.ndim for axis in dimension_numbers[0][1])
-        return dot_general(
+        axes, batch = (tuple(axis % rhs.ndim for axis in each[1]) for each in dimension_numbers)
+        weight, state = self._stored(rhs, axes, batch), None
+        lhs = activation_as_read(self.recipe, lhs, weight)
+        if not isinstance(weight, ConvertedKernel):
+            weight, state = self._sparsify(weight, axes), self._quant_state(lhs, weight)
+        out = dot_general(
             lhs,
-            self._sparsify(rhs, axes),
+            weight,
             dimension_numbers,
             precision,
             preferred_element_type,
             recipe=self.recipe,
-            state=self._quant_state(lhs, rhs),
+            state=state,
             key=self._key(),
-            **chosen(self.implementation),
+            implementation=self.options.implementation,
         )
+        self._store(rhs, axes, batch)
+        return out
 
 
 class Einsum(_Quantized):
-    """A two-operand einsum in the low precision of ``recipe``.
-
-    Attributes:
-      weight: which operand is the weight (0 or 1).
-    """
-
-    weight: int = 1
+    """A two-operand einsum of an activation and a weight in the low precision of ``recipe``."""
 
     @nn.compact
     def __call__(
         self, equation: str, lhs: Array, rhs: Array, precision: Any = None, preferred_element_type: Any = None
     ) -> Array:
-        if self.weight == 1:
-            lhs = activation_as_read(self.recipe, lhs, rhs)
-        else:
-            rhs = activation_as_read(self.recipe, rhs, lhs)
-        is_converted = isinstance((lhs, rhs)[self.weight], ConvertedKernel)
-        return einsum(
+        axes, batch = (), ()
+        if self.options.quant_mode != "train":
+            plan = plan_einsum(equation.replace(" ", ""), lhs.ndim, rhs.ndim)
+            axes, batch = plan.kernel_axes(f"einsum {equation!r}"), tuple(plan.dimension_numbers[1][1])
+        weight = self._stored(rhs, axes, batch)
+        lhs = activation_as_read(self.recipe, lhs, weight)
+        out = einsum(
             equation,
             lhs,
-            rhs,
+            weight,
             recipe=self.recipe,
-            state=None if is_converted else self._quant_state((lhs, rhs)[1 - self.weight], (lhs, rhs)[self.weight]),
+            state=None if isinstance(weight, ConvertedKernel) else self._quant_state(lhs, weight),
             key=self._key(),
             precision=precision,
             preferred_element_type=preferred_element_type,
-            weight=self.weight,
             transform=self._sparsify,
-            **chosen(self.implementation),
+            implementation=self.options.implementation,
         )
+        self._store(rhs, axes, batch)
+        return out
 
 
-# Linen names a module after its class. With flax's names for the delayed-scaling ops its checkpoints load.
-class Fp8DirectDotGeneralOp(DotGeneral):
-    """``DotGeneral`` with delayed scaling."""
+def op_name(op: Op, recipe: Recipe) -> str:
+    """Return the name of an op's module: flax's for delayed scaling, so that checkpoints of its ops load."""
+    if recipe.delayed is None:
+        return "DotGeneral" if op == "dot_general" else "Einsum"
+    if op == "einsum":
+        return "Fp8Einsum"
+    is_fnuz = isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")
+    return "NANOOFp8DotGeneralOp" if is_fnuz else "Fp8DirectDotGeneralOp"
 
 
-class NANOOFp8DotGeneralOp(DotGeneral):
-    """``DotGeneral`` with delayed scaling in the fnuz types."""
+def linen_op(op: Op, recipe: Recipe, options: OpOptions = TRAINING) -> functools.partial[Any]:
+    """Make a factory of an op's modules; see ``Backend.linen_op``."""
+    kind = renamed(DotGeneral if op == "dot_general" else Einsum, op_name(op, recipe))
+    return functools.partial(kind, recipe=recipe, options=options)
 
 
-class Fp8Einsum(Einsum):
-    """``Einsum`` with delayed scaling."""
+# -- stored kernels ----------------------------------------------------------------------------------------------------
 
 
-def _is_nanoo(recipe: Recipe) -> bool:
-    return isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")
+class _Frozen(nn.Module):
+    """Hold a converted kernel in the collection."""
+
+    @nn.compact
+    def write(self, values: dict[str, Any]) -> None:
+        """Store what was converted."""
+        if not self.is_mutable_collection(COLLECTION):
+            raise ValueError(
+                f"{_layer(self)} converts and the collection {COLLECTION!r} cannot be written; apply the model "
+                f"with mutable=[{COLLECTION!r}]"
+            )
+        for name, value in values.items():
+            self.variable(COLLECTION, name, lambda value=value: value).value = value
+
+    @nn.compact
+    def read(self, make: Any) -> dict[str, Any]:
+        """Return what is stored; while initializing, ``make()`` it."""
+        if self.is_initializing() and self.is_mutable_collection(COLLECTION):
+            return {name: self.variable(COLLECTION, name, lambda v=value: v).value for name, value in make().items()}
+        if not self.has_variable(COLLECTION, "frozen"):
+            raise ValueError(
+                f"{_layer(self)} serves and the collection {COLLECTION!r} has no converted kernel "
+                f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
+                f"mutable=[{COLLECTION!r}]"
+            )
+        names = [name for name in ("frozen", INPUT_SCALE) if self.has_variable(COLLECTION, name)]
+        return {name: self.get_variable(COLLECTION, name) for name in names}
 
 
-def dot_general_cls(recipe: Recipe, implementation: str | None = None) -> functools.partial[DotGeneral]:
-    """Make what flax layers take as ``dot_general_cls``.
-
-    Args:
-      recipe, implementation: as in ``DotGeneral``.
-    """
-    kind = DotGeneral
-    if recipe.delayed is not None:
-        kind = NANOOFp8DotGeneralOp if _is_nanoo(recipe) else Fp8DirectDotGeneralOp
-    return functools.partial(kind, recipe=recipe, **chosen(implementation))
+def _layer(frozen: _Frozen) -> str:
+    return layer_name(join_path(frozen.path[:-2]))
 
 
-def einsum_cls(recipe: Recipe, weight: int = 1, implementation: str | None = None) -> functools.partial[Einsum]:
-    """Make a factory of ``Einsum`` modules.
+def _describe(values: dict[str, Any]) -> str:
+    tensor = values["frozen"]
+    scale = ", with an input_scale" if INPUT_SCALE in values else ""
+    return f"{tensor.description}{scale}"
 
-    Args:
-      recipe, weight, implementation: as in ``Einsum``.
-    """
-    kind = Einsum if recipe.delayed is None else Fp8Einsum
-    return functools.partial(kind, recipe=recipe, weight=weight, **chosen(implementation))
+
+def _state_of_kernel(recipe: Recipe, mask: Any) -> dict[str, dict[str, Any]]:
+    state: dict[str, dict[str, Any]] = {tensor: dict(fields) for tensor, fields in initial_state(recipe).items()}
+    return state if recipe.sparsity is None else state | {"sparsity": {"mask": mask}}
+
+
+def _shapes(
+    recipe: Recipe, kernel: Array, *, axes: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[QTensor, Array | None]:
+    return convert_kernel(recipe, kernel, axes, _state_of_kernel(recipe, kernel), batch)
+
+
+def _named(tensor: QTensor, mesh_axes: tuple[str | None, ...], replicate_scale: bool) -> Any:
+    """Label the axes of a stored kernel as those of the float one; a scale has no name where it is shared."""
+
+    def names(part: str, array: Array) -> tuple[str | None, ...]:
+        if part == "qvalue":
+            return mesh_axes
+        sizes = zip(mesh_axes, array.shape, strict=True)
+        return tuple(None if replicate_scale or size == 1 else name for name, size in sizes)
+
+    return tensor.replace(lambda part, array: nn.LogicallyPartitioned(array, names(part, array)))

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax
 
 from jaxquant import ops
-from jaxquant.backends import native, native_frozen
-from jaxquant.backends.base import Backend, Op, chosen
+from jaxquant.backends import native
+from jaxquant.backends.base import TRAINING, Backend, Op, OpOptions
 from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
@@ -35,24 +35,13 @@ class NativeBackend(Backend):
                     self.row.title, recipe, f"{name}_lhs", "shards outside the weight gradient", "use tile_size"
                 )
 
-    def linen_op(
-        self,
-        op: Op,
-        recipe: Recipe,
-        *,
-        quant_mode: str = "train",
-        mesh_axes: tuple[str | None, ...] = (),
-        replicate_scale: bool = False,
-        implementation: str | None = None,
-    ) -> Callable[[], Any]:
+    def linen_op(self, op: Op, recipe: Recipe, options: OpOptions = TRAINING) -> Callable[[], Any]:
         """Make a factory of Linen modules; see ``Backend.linen_op``."""
-        options: dict[str, Any] = chosen(implementation)
-        if quant_mode == "train":
-            make = native.dot_general_cls if op == "dot_general" else native.einsum_cls
-        else:
-            make = native_frozen.dot_general_cls if op == "dot_general" else native_frozen.einsum_cls
-            options |= {"quant_mode": quant_mode, "mesh_axes": mesh_axes, "replicate_scale": replicate_scale}
-        return make(recipe, **options)
+        return native.linen_op(op, recipe, options)
+
+    def op_name(self, op: Op, recipe: Recipe | None) -> str:
+        """Return the name of an op's Linen module; see ``Backend.op_name``."""
+        return super().op_name(op, recipe) if recipe is None else native.op_name(op, recipe)
 
     def unsupported(self, operation: str, recipe: Recipe) -> str:
         """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""

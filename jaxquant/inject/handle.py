@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ import flax.linen as nn
 import jax
 
 from jaxquant.backends import Backend, load
-from jaxquant.backends.base import Op
+from jaxquant.backends.base import Op, OpOptions, renamed
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.mixed_precision import DEFAULT
 from jaxquant.config.quant_config import QuantConfig, is_program_config
@@ -135,20 +133,13 @@ class Quantization:
 
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
         """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""
-        if self.base is None:
-            return _renamed(kind, self._backend.op_names[op])
-        return _renamed(kind, self.make_op(op, self.base, ()).func.__name__)
+        return renamed(kind, self._backend.op_name(op, self.base))
 
     def make_op(self, op: Op, recipe: Recipe, mesh_axes: tuple[str | None, ...]) -> Any:
         """Make a factory of the backend's op for one recipe; see ``Backend.linen_op``."""
-        return self._backend.linen_op(
-            op,
-            recipe,
-            quant_mode=self.quant_mode.value,
-            mesh_axes=mesh_axes,
-            replicate_scale=self.replicate_scale,
-            implementation=self.resolver.implementation,
-        )
+        mode = self.quant_mode.value
+        options = OpOptions(mode, mesh_axes, self.replicate_scale, self.resolver.implementation)
+        return self._backend.linen_op(op, recipe, options)
 
 
 class _ByPath(nn.Module):
@@ -241,13 +232,6 @@ class _Einsum(_ByPath):
         out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
         op = self._op("einsum", out_features, lhs, rhs)
         return (op or jax.numpy.einsum)(equation, *self._watch(op, lhs, rhs), **options)
-
-
-@functools.cache
-def _renamed(kind: type[_ByPath], name: str) -> type[_ByPath]:
-    # Cached: Linen modules are equal, and jit finds what it traced, only where their class is one object.
-    namespace = {"__module__": __name__, "__qualname__": name, "__doc__": kind.__doc__}
-    return types.new_class(name, (kind,), {}, lambda body: body.update(namespace))
 
 
 def _tile_size(recipe: Recipe | None) -> int:

@@ -25,18 +25,17 @@ from flax.core import DenyList, unfreeze
 from flax.core.scope import in_filter
 from jax.extend.core import Literal
 
-from jaxquant.backends import RANDOM_STREAM, native
+from jaxquant.backends import native
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import STREAMS, quantized_with, refuse_twice
 from jaxquant.inject.layers import split_arrays, trace_init
-from jaxquant.inject.linen_classes import asked, at_work, make_class, own
+from jaxquant.inject.linen_classes import Use, asked, at_work, make_class, own
 from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.engine import Dialect, Engine, Traced
-from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction
 
 
@@ -74,9 +73,8 @@ def _missing(recipe: str, path: str, field: str) -> str:
 
 def operation_name(site: Contraction) -> str:
     """Return the name of a contraction's state, that of the op module which flax's own layers would have."""
-    make = native.einsum_cls if site.is_einsum else native.dot_general_cls
     assert site.recipe is not None
-    return f"{make(site.recipe).func.__name__}_0"
+    return f"{native.op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
 
 DIALECT = Dialect(
@@ -181,128 +179,88 @@ class Face:
         with at_work(self):
             variables = unfreeze(trace_init(model, *inputs, **kwargs))
         key = jax.eval_shape(lambda: jax.random.key(0))
-        rngs = dict.fromkeys(STREAMS, key)
-        return self.engine.trace(*self._initial_call(model, variables, inputs, kwargs, rngs=rngs, method=None))
+        use = Use(model, variables, inputs, kwargs, rngs=dict.fromkeys(STREAMS, key))
+        return self.engine.trace(*self._initial_call(use))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def call(
-        self,
-        module: nn.Module,
-        variables: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        rngs: Any,
-        method: Any,
-        mutable: Any,
-        capture: Any,
-        prefix: Name = (),
-    ) -> Any:
+    def call(self, use: Use) -> Any:
         """Compute a method of an unbound module; as ``nn.Module.apply``."""
-        params, rest = collections_of(variables)
-        params = self._with_dtypes(params, module, args, kwargs, rngs=rngs, method=method, prefix=prefix)
-        given = variables.get(OVERWRITE_WITH_GRADIENT, {})
+        params, rest = collections_of(use.variables)
+        params = self._with_dtypes(params, use)
         is_watched = _interceptors()
-        if is_watched and given:  # what watches a layer may want to see its state
-            rest = {**rest, OVERWRITE_WITH_GRADIENT: given}
-        call = Call(self, module, method, _hashable_filter(mutable), capture)
-        key = rngs.get(RANDOM_STREAM) if isinstance(rngs, Mapping) else None
+        if is_watched and use.state:  # what watches a layer may want to see its state
+            rest = {**rest, OVERWRITE_WITH_GRADIENT: use.state}
         out = self.engine.run(
-            call,
+            Call(self, use.module, use.method, _hashable_filter(use.mutable), use.capture),
             params,
-            (rest, rngs, args, dict(kwargs)),
-            given,
-            key,
-            prefix=prefix,
-            is_whole=not prefix and method in (None, "__call__"),
+            use.arguments(rest),
+            use.state,
+            use.key,
+            prefix=use.prefix,
+            is_whole=use.is_whole,
             # An interceptor is no part of jit's key, and what it notes belongs to this call.
             is_cached=not is_watched,
         )
-        if mutable is False or not given or not in_filter(mutable, OVERWRITE_WITH_GRADIENT):
+        if use.mutable is False or not use.state or not in_filter(use.mutable, OVERWRITE_WITH_GRADIENT):
             return out
         result, changed = out
-        return result, {**changed, OVERWRITE_WITH_GRADIENT: given}
+        return result, {**changed, OVERWRITE_WITH_GRADIENT: use.state}
 
-    def init_state(
-        self,
-        module: nn.Module,
-        variables: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        rngs: Any,
-        method: Any,
-        prefix: Name = (),
-    ) -> dict[str, Any]:
+    def init_state(self, use: Use) -> dict[str, Any]:
         """Make the quant state of the layers that a call runs, from variables that are initialized; no arithmetic."""
-        return self.engine.init(
-            *self._initial_call(module, variables, args, kwargs, rngs=rngs, method=method),
-            prefix=prefix,
-            is_whole=not prefix and method in (None, "__call__"),
-        )
+        return self.engine.init(*self._initial_call(use), prefix=use.prefix, is_whole=use.is_whole)
 
-    def initial_output(
-        self, module: nn.Module, variables: Mapping[str, Any], args: Any, kwargs: Any, *, rngs: Any, method: Any
-    ) -> Any:
+    def initial_output(self, use: Use) -> Any:
         """Compute in low precision what ``init`` runs, from variables that it has made."""
-        call, params, rest = self._initial_call(module, variables, args, kwargs, rngs=rngs, method=method)
-        state = variables.get(OVERWRITE_WITH_GRADIENT, {})
-        key = rngs.get(RANDOM_STREAM) if isinstance(rngs, Mapping) else None
-        out = self.engine.run(call, params, rest, state, key)
+        call, params, rest = self._initial_call(use)
+        out = self.engine.run(call, params, rest, use.state, use.key)
         return out[0] if call.mutable else out
 
-    def _initial_call(
-        self, module: nn.Module, variables: Mapping[str, Any], args: Any, kwargs: Any, *, rngs: Any, method: Any
-    ) -> tuple[Call, Any, tuple[Any, ...]]:
+    def _initial_call(self, use: Use) -> tuple[Call, Any, tuple[Any, ...]]:
         """Return the call whose layers ``init`` prepares, with its arguments, from variables that it has made.
 
         With more than parameters among them, such as a cache for decoding, later calls may go another way, with
         arguments of other shapes: then it is the call that ``init`` runs, unless that leaves a parameter unread.
         """
-        params, rest = collections_of(variables)
+        params, rest = collections_of(use.variables)
         rest.pop("intermediates", None)
-        later = Call(self, module, method, tuple(rest) or False, False), params, (rest, rngs, args, dict(kwargs))
+        later = Call(self, use.module, use.method, tuple(rest) or False, False), params, use.arguments(rest)
         if not rest:
             return later
-        first = Call(self, module, method, False, False, is_init=True), params, ({}, rngs, args, dict(kwargs))
+        first = Call(self, use.module, use.method, False, False, is_init=True), params, use.arguments({})
         jaxpr = self.engine.trace(*first).closed.jaxpr
         read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal)}
         return first if read.issuperset(jaxpr.invars[: len(jax.tree.leaves(params))]) else later
 
     # -- converted kernels -------------------------------------------------------------------------------------------
 
-    def _with_dtypes(
-        self, params: Any, module: nn.Module, args: Any, kwargs: Any, *, rngs: Any, method: Any, prefix: Name
-    ) -> Any:
+    def _with_dtypes(self, params: Any, use: Use) -> Any:
         """Return parameters whose converted kernels say the float dtype that they stand for, and their static scale."""
         leaves = leaves_by_path(params, _is_tensor)
         converted = [path for path, leaf in leaves.items() if isinstance(leaf, QTensor)]
         if not converted:
             return params
-        names = {path: "/".join((*prefix, path)) for path in converted}
+        names = {path: "/".join((*use.prefix, path)) for path in converted}
         if not self.engine.config.checkpoint_is_quantized:
             layer, dtype = names[converted[0]].rpartition("/")[0], leaves[converted[0]].qvalue.dtype.name
             raise ValueError(
                 f"{layer_name(layer)} has a converted kernel ({dtype}) and checkpoint_is_quantized is false"
             )
         if any(name not in self._dtypes for name in names.values()):
-            streams = rngs or {}
-            shapes = self._shapes_of(module, args, kwargs, streams, method)
-            self._dtypes |= {
-                "/".join((*prefix, path)): leaf.dtype.name for path, leaf in leaves_by_path(shapes).items()
-            }
-        return _named_kernels(params, lambda path: self._dtypes["/".join((*prefix, *path))])
+            shapes = leaves_by_path(self._shapes_of(use))
+            self._dtypes |= {"/".join((*use.prefix, path)): leaf.dtype.name for path, leaf in shapes.items()}
+        return _named_kernels(params, lambda path: self._dtypes["/".join((*use.prefix, *path))])
 
-    def _shapes_of(self, module: nn.Module, args: Any, kwargs: Any, rngs: Mapping[str, Any], method: Any) -> Any:
+    def _shapes_of(self, use: Use) -> Any:
         """Trace the initialization of the float model that a call runs; returns its parameters' shapes."""
-        arrays, rebuild = split_arrays((args, dict(kwargs)))
+        arrays, rebuild = split_arrays((use.args, dict(use.kwargs)))
 
         def initialize(key: jax.Array, arrays: list[Any]) -> Any:
             args, kwargs = rebuild(arrays)
-            streams = dict.fromkeys((*STREAMS, *rngs), key)
+            streams = dict.fromkeys((*STREAMS, *(use.rngs or {})), key)
             with at_work(self):
-                return own(module, "init")(module, streams, *args, **asked(method=method), **kwargs)
+                return own(use.module, "init")(use.module, streams, *args, **asked(method=use.method), **kwargs)
 
         return nn.meta.unbox(jax.eval_shape(initialize, jax.random.key(0), arrays)["params"])
 

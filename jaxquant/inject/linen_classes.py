@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 from flax.core import unfreeze
 from flax.core.scope import DenyList, in_filter
 
+from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.inject.faces import quantized_with, subclass
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
@@ -22,6 +23,39 @@ _DEFAULTS = {"rngs": None, "method": None, "mutable": False, "capture_intermedia
 
 # Part of the key of jit's caches too, so that a function which was traced inside a trace is traced anew outside.
 at_work = jax.make_user_context(None)
+
+
+class Use(NamedTuple):
+    """A call of an unbound module, as ``nn.Module.apply`` takes it; ``prefix`` is the module's path in the model."""
+
+    module: nn.Module
+    variables: Mapping[str, Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rngs: Any = None
+    method: Any = None
+    mutable: Any = False
+    capture: Any = False
+    prefix: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it runs the whole model."""
+        return not self.prefix and self.method in (None, "__call__")
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The quant state among the variables."""
+        return self.variables.get(OVERWRITE_WITH_GRADIENT, {})
+
+    @property
+    def key(self) -> jax.Array | None:
+        """The random key for stochastic rounding."""
+        return self.rngs.get(RANDOM_STREAM) if isinstance(self.rngs, Mapping) else None
+
+    def arguments(self, rest: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments of a ``Call`` behind the parameters."""
+        return rest, self.rngs, self.args, dict(self.kwargs)
 
 
 @contextlib.contextmanager
@@ -69,25 +103,13 @@ def _call_bound(face: Any, module: Any, name: str, plain: Any, args: Any, kwargs
         with at_work(face):
             out = plain(module, *args, **kwargs)
         if module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
-            copy, variables = nn.Module.unbind(module)
-            rngs = _rngs(module)
-            state = face.init_state(copy, variables, args, kwargs, rngs=rngs, method=name, prefix=prefix)
-            for key, value in state.items():
+            use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), name, prefix=prefix)
+            for key, value in face.init_state(use).items():
                 module.put_variable(OVERWRITE_WITH_GRADIENT, key, value)
         return out
-    copy, variables = nn.Module.unbind(module)
     mutable = module.scope.mutable
-    out = face.call(
-        copy,
-        variables,
-        args,
-        kwargs,
-        rngs=_rngs(module),
-        method=name,
-        mutable=mutable,
-        capture=_capture(),
-        prefix=prefix,
-    )
+    use = Use(*nn.Module.unbind(module), args, kwargs, _rngs(module), name, mutable, _capture(), prefix)
+    out = face.call(use)
     if mutable is False:
         return out
     out, changed = out
@@ -137,7 +159,7 @@ def _init_with_output(
     if at_work.value is face:
         return own(self, "init_with_output")(self, rngs, *args, **options, **kwargs)
     variables = _init(self, rngs, *args, **options, **kwargs)
-    return face.initial_output(self, variables, args, kwargs, rngs=_streams(rngs), method=method), variables
+    return face.initial_output(Use(self, variables, args, kwargs, _streams(rngs), method)), variables
 
 
 def _init(
@@ -164,7 +186,7 @@ def _init(
         variables = own(self, "init")(self, rngs, *args, **options, **kwargs)
     if mutable is False:
         return variables
-    state = face.init_state(self, variables, args, kwargs, rngs=_streams(rngs), method=method)
+    state = face.init_state(Use(self, variables, args, kwargs, _streams(rngs), method))
     if not state or not in_filter(mutable, OVERWRITE_WITH_GRADIENT):
         return variables
     given: Any = variables.get(OVERWRITE_WITH_GRADIENT, {})
@@ -187,16 +209,7 @@ def _apply(
     if at_work.value is face or self.scope is not None:
         options = asked(rngs=rngs, method=method, mutable=mutable, capture_intermediates=capture_intermediates)
         return own(self, "apply")(self, variables, *args, **options, **kwargs)
-    return face.call(
-        self,
-        variables,
-        args,
-        kwargs,
-        rngs=_streams(rngs),
-        method=method,
-        mutable=mutable,
-        capture=capture_intermediates,
-    )
+    return face.call(Use(self, variables, args, kwargs, _streams(rngs), method, mutable, capture_intermediates))
 
 
 def _merge(first: Any, second: Mapping[str, Any]) -> dict[str, Any]:

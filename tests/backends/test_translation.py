@@ -146,7 +146,7 @@ def test_aqt_reuses_the_forward_qvalues(shards):
         np.asarray(jax.random.normal(jax.random.key(i), shape), np.float32)
         for i, shape in enumerate([(rows, depth), (depth, columns), (rows, columns)])
     )
-    module = aqt.dot_general_cls(reusing(shards))()
+    module = aqt.linen_op("dot_general", reusing(shards))()
     dims = (((1,), (0,)), ((), ()))
 
     @jax.jit
@@ -171,7 +171,7 @@ def test_aqt_reuses_the_forward_qvalues(shards):
 
 
 def test_aqt_shards_that_do_not_divide():
-    module = aqt.dot_general_cls(reusing(3))()
+    module = aqt.linen_op("dot_general", reusing(3))()
     dims = (((1,), (0,)), ((), ()))
     with pytest.raises(ValueError, match=r"quantization_local_shard_count 3 of 'int8' .* which has size 8; use"):
         jax.grad(lambda w: module.apply({}, jnp.ones((8, 4)), w, dims, None).sum())(jnp.ones((4, 2)))
@@ -179,7 +179,7 @@ def test_aqt_shards_that_do_not_divide():
 
 def test_aqt_tile_that_does_not_divide():
     tiled = TensorSpec("int8", "per_tile", tile_size=5, tiling="each_axis")
-    module = aqt.dot_general_cls(Recipe("intmp", MatmulSpec(None, tiled)))()
+    module = aqt.linen_op("dot_general", Recipe("intmp", MatmulSpec(None, tiled)))()
     with pytest.raises(ValueError, match="tile_size 5 of 'intmp' does not divide contraction axis 1 of size 8"):
         module.apply({}, jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())), None)
 
@@ -195,7 +195,7 @@ def test_each_constant_bound_reaches_its_operand(index, changed):
 
     def run_with(bounds):
         recipe = QuantConfig(quantization="aqt_fp8_full", constant_bound_config=tuple(bounds)).recipe()
-        module = aqt.dot_general_cls(recipe)()
+        module = aqt.linen_op("dot_general", recipe)()
 
         @jax.jit
         def outputs(x, w):
@@ -216,7 +216,7 @@ def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
     weight_axes = equation.split("->")[0].split(",")[1]
     w = np.asarray(jax.random.normal(jax.random.key(1), [sizes[label] for label in weight_axes]))
     recipe = Recipe("intmp", MatmulSpec(TensorSpec("int8"), TensorSpec("int4")))
-    module = aqt.einsum_cls(recipe)()
+    module = aqt.linen_op("einsum", recipe)()
     y = jax.jit(lambda x, w: module.apply({}, equation, x, w))(x, w)
 
     qx, sx = quantize(x, 2)
@@ -227,7 +227,7 @@ def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
 
 
 def test_aqt_einsum_that_is_no_matmul():
-    module = aqt.einsum_cls(reusing())()
+    module = aqt.linen_op("einsum", reusing())()
     with pytest.raises(NotImplementedError, match="'bb,bd->bd' is not one matmul"):
         module.apply({}, "bb,bd->bd", jnp.ones((2, 2)), jnp.ones((2, 3)))
 
@@ -236,7 +236,7 @@ def test_aqt_einsum_that_is_no_matmul():
     ("option", "match"), [("precision", "precision HIGHEST"), ("type", "type float32 of a bfloat16")]
 )
 def test_aqt_refuses_what_it_would_ignore(option, match):
-    module = aqt.dot_general_cls(reusing())()
+    module = aqt.linen_op("dot_general", reusing())()
     precision = jax.lax.Precision.HIGHEST if option == "precision" else None
     wanted = jnp.float32 if option == "type" else None
     x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)

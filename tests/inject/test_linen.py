@@ -328,7 +328,7 @@ def test_two_ops_of_one_layer_have_a_state_each():
         @nn.compact
         def __call__(self, x):
             kernel = self.param("kernel", nn.initializers.ones, (4, 4))
-            einsum = native_backend.einsum_cls(RECIPES["fp8"].recipe)
+            einsum = native_backend.linen_op("einsum", RECIPES["fp8"].recipe)
             return einsum()("ab,bc->ac", x, kernel) + einsum()("ab,cb->ac", x, kernel)
 
     variables = jax.jit(Two().init)(jax.random.key(0), jnp.ones((2, 4)))
