@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxquant import terminal
+from jaxquant.config.quant_config import KV_ELEMENTS
 from train.generate import Completion, Prompt, Sampling
 from train.memory import return_large_blocks
 from train.processes import check_devices
 from train.serving import Served, open_served
 from train.tokenizer import TextStream
 
-KV_CACHES = ("none", "int8", "int4", "fp8")
+KV_CACHES = ("none", *KV_ELEMENTS)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

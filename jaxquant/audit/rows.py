@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxquant import terminal
+from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 
 MATMULS = ("fwd", "dlhs", "drhs")
@@ -217,16 +218,9 @@ class Coverage:
             )
 
 
-_SHORT = {"float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz"} | {
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "float4_e2m1fn": "e2m1",
-}
-
-
 def _short(text: str) -> str:
-    for name, short in _SHORT.items():
-        text = text.replace(name, short)
+    for name in sorted(ELEMENTS, key=len, reverse=True):
+        text = text.replace(name, ELEMENTS[name].short)
     return text
 
 

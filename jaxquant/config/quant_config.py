@@ -25,6 +25,9 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "experimental_sa_quant_q_fp8": (False, None),
     "experimental_sa_quant_k_fp8": (False, None),
 }
+KVCacheName = Literal["int8", "int4", "fp8"]
+KV_ELEMENTS: dict[KVCacheName, str] = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
+"""The element type of each quantized key/value cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ class QuantConfig(options.Options):
     rules: tuple[Rule, ...] = ()
     quantize_kvcache: bool = False
     kv_quant_axis: Literal["", "dkv", "heads_and_dkv"] = "heads_and_dkv"
-    kv_quant_dtype: Literal["int8", "int4", "fp8"] = "int8"
+    kv_quant_dtype: KVCacheName = "int8"
     checkpoint_is_quantized: bool = False
     save_quantized_params_path: str = ""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxquant.core.dtypes import element
 from jaxquant.core.typed import check_fields
 
-METHODS = ("absmax", "minmax", "rms", "fixed")
+Method = Literal["absmax", "minmax", "rms", "fixed"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Calibration:
       minimum, maximum: the range of ``fixed``.
     """
 
-    method: Literal["absmax", "minmax", "rms", "fixed"] = "absmax"
+    method: Method = "absmax"
     factor: float = 1.0
     minimum: float = 0.0
     maximum: float = 0.0

@@ -20,6 +20,7 @@ class Element:
         bucket, as AQT and Qwix do; floats use ``max``.
       mantissa_bits: explicit mantissa bits (0 for integers).
       min_exponent: exponent of the smallest normal number (0 for integers).
+      held_by: type of eight bits that holds each of its values, for operations without operands of fewer; "" for none.
     """
 
     name: str
@@ -29,33 +30,39 @@ class Element:
     bound: float
     mantissa_bits: int = 0
     min_exponent: int = 0
+    held_by: str = ""
 
     @property
     def dtype(self) -> jnp.dtype:
         """The numpy dtype object, made only where an array is made."""
         return jnp.dtype(self.name)
 
+    @property
+    def short(self) -> str:
+        """The name in tables, such as "e4m3" for float8_e4m3fn."""
+        return self.name if self.kind == "int" else self.name.partition("_")[2].removesuffix("fn")
 
-def _integer(name: str, bits: int) -> Element:
+
+def _integer(name: str, bits: int, held_by: str = "") -> Element:
     qmax = float(2 ** (bits - 1) - 1)
-    return Element(name, bits, "int", qmax, qmax + 0.5)
+    return Element(name, bits, "int", qmax, qmax + 0.5, held_by=held_by)
 
 
-def _floating(name: str) -> Element:
+def _floating(name: str, held_by: str = "") -> Element:
     info = jnp.finfo(name)
-    return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp)
+    return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp, held_by)
 
 
 ELEMENTS: dict[str, Element] = {
     element.name: element
     for element in (
         _integer("int8", 8),
-        _integer("int4", 4),
+        _integer("int4", 4, held_by="int8"),
         _floating("float8_e4m3fn"),
         _floating("float8_e5m2"),
         _floating("float8_e4m3fnuz"),
         _floating("float8_e5m2fnuz"),
-        _floating("float4_e2m1fn"),
+        _floating("float4_e2m1fn", held_by="float8_e4m3fn"),
     )
 }
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxquant.backends import load
-from jaxquant.config.quant_config import QuantConfig, is_program_config
+from jaxquant.config.quant_config import KV_ELEMENTS, QuantConfig, is_program_config
 from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
@@ -189,9 +189,6 @@ class KVQuant:
     einsum_fn_with_rhs_qtensor_and_dequant = einsum_fn_with_rhs_qtensor
 
 
-_KV_DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
-
-
 def configure_kv_quant(config: Any) -> KVQuant | None:
     """Return what quantizes MaxText's key/value cache, None without ``quantize_kvcache``.
 
@@ -206,4 +203,4 @@ def configure_kv_quant(config: Any) -> KVQuant | None:
     config = QuantConfig.from_any(config)
     if not config.quantize_kvcache:
         return None
-    return KVQuant(config.kv_quant_axis, _KV_DTYPES[config.kv_quant_dtype])
+    return KVQuant(config.kv_quant_axis, jnp.dtype(KV_ELEMENTS[config.kv_quant_dtype]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops.operand import scale_dtype
 
 Array = jax.Array
-_EIGHT_BITS = {"int4": "int8", "float4_e2m1fn": "float8_e4m3fn"}
 
 
 def eight_bits(qvalue: Array) -> Array:
@@ -17,7 +17,8 @@ def eight_bits(qvalue: Array) -> Array:
 
     XLA has no ragged matmul and no convolution of 4-bit operands.
     """
-    return qvalue.astype(_EIGHT_BITS.get(qvalue.dtype.name, qvalue.dtype))
+    kind = ELEMENTS.get(qvalue.dtype.name)
+    return qvalue.astype(kind.held_by) if kind is not None and kind.held_by else qvalue
 
 
 def shard_size(recipe: Recipe, size: int, what: str) -> int:

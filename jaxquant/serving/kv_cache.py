@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import KV_ELEMENTS, KVCacheName, QuantConfig
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.formats.packing import pack, unpack
 
-KVQuantDtype = Literal["", "int8", "int4", "fp8"]
+KVQuantDtype = Literal[""] | KVCacheName
 KVQuantAxis = Literal["dkv", "heads_and_dkv"]
 
-SPECS: Final = {"int8": TensorSpec("int8"), "int4": TensorSpec("int4"), "fp8": TensorSpec("float8_e4m3fn")}
+SPECS: Final = {name: TensorSpec(element) for name, element in KV_ELEMENTS.items()}
 """What each ``kv_quant_dtype`` means: absmax along the axes of ``SHARED_AXES``."""
 
 SHARED_AXES: Final = {"dkv": (3,), "heads_and_dkv": (2, 3)}
