@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxquant.audit.health import HealthMonitor, HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
-from jaxquant.ops.arguments import TENSORS
+from jaxquant.core.quant_state import TENSORS
 from train import sums
 from train.config import TrainConfig
 from train.metrics import Metrics, truncate_metrics

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxquant.ops.arguments import TENSORS
+from jaxquant.core.quant_state import TENSORS
 from train.runs import Run
 
 STATISTICS: dict[str, dict[str, Any]] = {

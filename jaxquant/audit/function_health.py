@@ -21,7 +21,7 @@ from jaxtyping import Float
 from jaxquant.audit.health import HealthRow, Static, observe_forward, specs_of, tap
 from jaxquant.audit.statistics import WIDTH, read
 from jaxquant.backends import Backend
-from jaxquant.ops.arguments import TENSORS
+from jaxquant.core.quant_state import TENSORS
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.trace import contract
 from jaxquant.trace.arguments import split_arrays

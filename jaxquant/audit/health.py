@@ -32,6 +32,7 @@ from jaxquant.backends._linen import layers_apart
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
+from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, TENSORS, fields_of
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
@@ -39,7 +40,6 @@ from jaxquant.core.trees import subtree
 from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
 from jaxquant.inject.linen import DIALECT
 from jaxquant.inject.linen_classes import as_float
-from jaxquant.ops.arguments import TENSORS
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.ops.gradients import align
@@ -49,7 +49,7 @@ from jaxquant.state import OVERWRITE_WITH_GRADIENT, frozen
 Array = jax.Array
 PROBE = "quant_health"
 """The name of a layer's probe, beside its kernel."""
-_READ = ("scale", "amax_history")
+_READ = (SCALE, HISTORY)
 """The quant state of a tensor from which its scale is computed."""
 
 # Part of the key of jit's caches: a function traced without taps is traced again with them.
@@ -210,7 +210,7 @@ def specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
 def observe_forward(static: Static, lhs: Array, rhs: Array, state: dict[str, Array]):
     """Record input and kernel; also return what the output gradient's quantization reads."""
     specs = specs_of(static.recipe)
-    if (mask := state.get("sparsity_mask")) is not None:
+    if (mask := fields_of(state, SPARSITY).get(MASK)) is not None:
         rhs = jnp.where(mask > 0, rhs, 0)
     q_lhs = _quantize(static, "input", lhs, (static.dims.lhs_contract, static.dims.lhs_batch), state)
     q_rhs = _quantize(static, "kernel", rhs, (static.dims.rhs_contract, static.dims.rhs_batch), state)
@@ -252,7 +252,7 @@ def _quantize(
         return None
     own = None
     if spec.scaling == "delayed":
-        own = {field: state[f"{name}_{field}"] for field in _READ}
+        own = {field: value for field, value in fields_of(state, name).items() if field in _READ}
     is_gradient = name == "output_grad"
     tensor, _ = quantize_operand(
         x,

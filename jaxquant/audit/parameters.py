@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxquant.audit.dataflow import Contraction
 from jaxquant.audit.scales import argument, origin
+from jaxquant.core.quant_state import NAMES
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf
@@ -25,7 +25,6 @@ from jaxquant.trace.plan import Contraction as Site
 
 COLLECTIONS = frozenset({"params", "state", "model"})
 """Names of trees that hold a model's parameters; none of them is a part of a path."""
-_STATE = re.compile(r"(input|kernel|output_grad)_(scale|amax_history|amax_bins)")
 _QVALUE = "qvalue"
 _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
 
@@ -87,7 +86,7 @@ def read(closed: Any, names: Sequence[Name], forward: Iterable[Contraction], kno
 
 
 def _is_state(name: Name) -> bool:
-    return OVERWRITE_WITH_GRADIENT in name or bool(_STATE.fullmatch(name[-1]))
+    return OVERWRITE_WITH_GRADIENT in name or name[-1] in NAMES
 
 
 def _is_key(aval: Any) -> bool:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction
 from jaxquant.audit.scales import delayed_by
+from jaxquant.core.quant_state import HISTORY, is_named
 from jaxquant.state.watch import FROZEN_MARK
 from jaxquant.trace.plan import CONTRACTIONS
 
-_HISTORY = "amax_history"
 _SUMS = frozenset({"add", "sub", "mul", "div"})
 _POWERS = frozenset({"integer_pow", "square", "sqrt", "rsqrt", "abs", "sign", "pow", "dot_general"})
 _LINEAR = frozenset(
@@ -40,7 +40,7 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
     An amax history advances where a result holds it rolled on. It is treated as a weight where a result holds sums or
     multiples of it, or where what was observed is squared or divided by, as norms and optimizers do.
     """
-    histories = [each for each in program.inputs if each.name and each.name[-1].endswith(_HISTORY)]
+    histories = [each for each in program.inputs if each.name and is_named(each.name[-1], HISTORY)]
     if not histories or not any(each.is_backward for each in labeled):
         return Standing((), ())
     results = [each for each in program.outputs if each not in histories]

@@ -29,7 +29,7 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import quantized_with, refuse_twice, subclass
 from jaxquant.inject.nnx_call import Call, at_work
-from jaxquant.inject.nnx_held import CONTAINERS, StateHolder, holders, make_holder, takes_attributes
+from jaxquant.inject.nnx_held import CONTAINERS, StateHolder, holders, takes_attributes
 from jaxquant.inject.nnx_layers import (
     PLAIN_OPS,
     call_layers,
@@ -278,7 +278,7 @@ class Face:
         modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
         for path, values in holders(states):
             owner, _, name = path.rpartition("/")
-            setattr(modules[owner], name, nnx.data(make_holder(name, values)))
+            setattr(modules[owner], name, nnx.data(StateHolder(name, values)))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

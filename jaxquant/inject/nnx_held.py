@@ -33,14 +33,13 @@ class StateHolder(nnx.Module):
 
     Args:
       operation: attribute that it is: "dot_general", "einsum_op" or another name.
-      tensors: the state by tensor and field.
+      variables: the state under its flat names.
     """
 
-    def __init__(self, operation: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, operation: str, variables: Mapping[str, Any]) -> None:
         self.operation = operation
-        for name, values in tensors.items():
-            for field, value in values.items():
-                setattr(self, f"{name}_{field}", QuantState(value))
+        for name, value in variables.items():
+            setattr(self, name, QuantState(value))
 
     __call__: Any = _compute
 
@@ -52,11 +51,3 @@ def holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
         return
     for name, value in tree.items():
         yield from holders(value, (*path, name))
-
-
-def make_holder(name: str, values: Mapping[str, Any]) -> StateHolder:
-    tensors: dict[str, dict[str, Any]] = {}
-    for full, value in values.items():
-        tensor = next(each for each in ("input", "kernel", "output_grad", "sparsity") if full.startswith(f"{each}_"))
-        tensors.setdefault(tensor, {})[full.removeprefix(f"{tensor}_")] = value
-    return StateHolder(name, tensors)

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core import delayed
+from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import DelayedSpec, Recipe, TensorSpec
 
 Array = jax.Array
 QuantState = dict[str, delayed.TensorState]
-TENSORS = {"input": "fwd_lhs", "kernel": "fwd_rhs", "output_grad": "dlhs_lhs"}
-"""Tensors with quant state, by flax's names, and the operand whose spec they follow."""
 
 
 def initial_state(recipe: Recipe) -> QuantState:

@@ -26,17 +26,27 @@ from jax.core import Tracer
 
 from jaxquant.core import delayed
 from jaxquant.core.paths import join_path
+from jaxquant.core.quant_state import (
+    BINS,
+    HISTORY,
+    MASK,
+    SCALE,
+    SPARSITY,
+    STEP,
+    USES,
+    delayed_tensors,
+    fields_of,
+    flat,
+    is_named,
+)
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
 Tree = Mapping[Any, Any]
 """Nested by module name; the leaves are ``TENSOR_scale``, ``TENSOR_amax_history``, ``TENSOR_amax_bins``, …"""
-_FIELDS = ("scale", "amax_history", "amax_bins")
-_HISTORY_SUFFIX, _BINS_SUFFIX = "_amax_history", "_amax_bins"
-_USES = "sparsity_uses"
-_MARKS = ("amax_bins", "amax_history", "uses")
-"""Endings of the names of what an optimizer makes negative."""
+_MARKS = (BINS, HISTORY, USES)
+"""Fields that an optimizer makes negative."""
 
 
 def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
@@ -74,7 +84,7 @@ def refuse_trained(quant_state: Tree) -> None:
     """
     for path, leaf in jax.tree.leaves_with_path(quant_state):
         name = getattr(path[-1], "key", None) if path else None
-        if any(_ends_with(name, mark) for mark in _MARKS) and _any(leaf, lambda part: part < 0):
+        if any(is_named(name, mark) for mark in _MARKS) and _any(leaf, lambda part: part < 0):
             raise ValueError(
                 f"quant state {join_path(path)!r} has negative numbers, which only an optimizer makes: it was trained "
                 "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "
@@ -97,7 +107,7 @@ def strip_bins(quant_state: Tree) -> dict[Any, Any]:
     for name, value in quant_state.items():
         if isinstance(value, Mapping):
             new[name] = strip_bins(value)
-        elif not _ends_with(name, _BINS_SUFFIX):
+        elif not is_named(name, BINS):
             new[name] = value
         elif _any(value, lambda part: part != 0):
             raise ValueError(
@@ -129,22 +139,19 @@ def with_bins(quant_state: Tree, like: Tree | None = None) -> dict[Any, Any]:
         name: with_bins(value, None if like is None else like[name]) if isinstance(value, Mapping) else value
         for name, value in quant_state.items()
     }
-    for tensor in _tensors(quant_state):
-        bins = f"{tensor}{_BINS_SUFFIX}"
-        if like is not None and bins not in like:
+    for tensor in delayed_tensors(quant_state):
+        own = None if like is None else fields_of(like, tensor)
+        if own is not None and BINS not in own:
             continue
-        new |= {f"{tensor}_{field}": _in_float32(value) for field, value in _fields(new, tensor).items()}
-        if bins not in new:
-            new[bins] = _bins_beside(new[f"{tensor}{_HISTORY_SUFFIX}"], None if like is None else like[bins])
+        fields = {field: _in_float32(value) for field, value in fields_of(new, tensor).items()}
+        if BINS not in fields:
+            fields[BINS] = _bins_beside(fields[HISTORY], own and own[BINS])
+        new |= flat({tensor: fields})
     return new
 
 
 from_flax = with_bins
 """Alias of ``with_bins``."""
-
-
-def _ends_with(name: Any, suffix: str) -> bool:
-    return isinstance(name, str) and name.endswith(suffix)
 
 
 def _as_dicts(tree: Any) -> Any:
@@ -195,7 +202,8 @@ def warm(quant_state: Tree) -> dict[Any, Any]:
     Raises:
       TypeError: called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not known.
     """
-    histories = [leaf for path, leaf in jax.tree.leaves_with_path(quant_state) if _ends_with_history(path)]
+    leaves = jax.tree.leaves_with_path(quant_state)
+    histories = [leaf for path, leaf in leaves if path and is_named(getattr(path[-1], "key", None), HISTORY)]
     if any(isinstance(leaf, Tracer) for leaf in histories):
         raise TypeError(
             "state.warm reads which tensors have a history, and was called while tracing; call state.warm(quant_state) "
@@ -204,19 +212,15 @@ def warm(quant_state: Tree) -> dict[Any, Any]:
     return _warmed(quant_state)
 
 
-def _ends_with_history(path: tuple[Any, ...]) -> bool:
-    return _ends_with(getattr(path[-1], "key", None), _HISTORY_SUFFIX) if path else False
-
-
 def _warmed(quant_state: Tree) -> dict[Any, Any]:
     new = {name: _warmed(value) if isinstance(value, Mapping) else value for name, value in quant_state.items()}
-    for tensor in _tensors(quant_state):
-        fields = _fields(quant_state, tensor)
-        if "amax_bins" in fields:
-            is_shape = isinstance(fields["amax_bins"], jax.ShapeDtypeStruct)
+    for tensor in delayed_tensors(quant_state):
+        fields = fields_of(quant_state, tensor)
+        if BINS in fields:
+            is_shape = isinstance(fields[BINS], jax.ShapeDtypeStruct)
             has_history = is_shape or bool(delayed.has_history(fields).all())
             if has_history != delayed.is_warm(fields):
-                new[f"{tensor}{_BINS_SUFFIX}"] = _bins_beside(fields["amax_history"], fields["amax_bins"], has_history)
+                new |= flat({tensor: {BINS: _bins_beside(fields[HISTORY], fields[BINS], has_history)}})
     return new
 
 
@@ -331,62 +335,54 @@ def _differences(first: Tree, second: Tree, path: tuple[Any, ...]) -> Iterator[t
             yield "/".join(map(str, (*path, name))), has, other
 
 
-def _tensors(variables: Tree) -> list[str]:
-    """List the tensors with delayed scaling among a module's variables."""
-    return [name.removesuffix(_HISTORY_SUFFIX) for name in variables if _ends_with(name, _HISTORY_SUFFIX)]
-
-
-def _fields(variables: Tree, tensor: str) -> dict[str, jax.Array]:
-    return {name: variables[f"{tensor}_{name}"] for name in _FIELDS if f"{tensor}_{name}" in variables}
-
-
 def _advance(old: Tree, observation: Tree) -> dict[str, Any]:
     new = dict(observation)
-    for tensor in _tensors(old):
-        before, after = _fields(old, tensor), _fields(observation, tensor)
-        if "amax_bins" in before:
+    for tensor in delayed_tensors(old):
+        before, after = fields_of(old, tensor), fields_of(observation, tensor)
+        if BINS in before:
             fields = delayed.advance(before, after)
         else:
             # A scale of 0 is no scale: it is the gradient of a tensor that was not used.
-            used = after["scale"] != 0
+            used = after[SCALE] != 0
             fields = {name: jnp.where(used, after[name], before[name]) for name in before}
-        new |= {f"{tensor}_{name}": value for name, value in fields.items()}
-    return new | (_update_sparsity(old, observation) if _USES in old else {})
+        new |= flat({tensor: fields})
+    sparse = fields_of(old, SPARSITY)
+    return new | (flat({SPARSITY: _update_sparsity(sparse, fields_of(observation, SPARSITY))}) if sparse else {})
 
 
 def _take_bins(tree: Tree, source: Tree) -> dict[str, Any]:
-    if _USES in tree or any("amax_bins" not in _fields(tree, tensor) for tensor in _tensors(tree)):
+    has_bins = all(BINS in fields_of(tree, tensor) for tensor in delayed_tensors(tree))
+    if not has_bins or fields_of(tree, SPARSITY):
         raise NotImplementedError(
             "optax.MultiSteps on an NNX model with weight sparsity or amax_init 'flax': their state has no place for "
             "what micro-batches observed; add up the gradients of the micro-batches with jaxquant.state.accumulate"
         )
-    return {name: source[name] if _ends_with(name, _BINS_SUFFIX) else value for name, value in tree.items()}
+    return {name: source[name] if is_named(name, BINS) else value for name, value in tree.items()}
 
 
 def _add_waiting(observation: Tree, state: Tree) -> dict[str, Any]:
     new = dict(observation)
-    for tensor in _tensors(observation):
-        fields = _fields(observation, tensor)
-        if "amax_bins" in fields:
-            waiting = no_observation(fields) | {"amax_bins": state[f"{tensor}{_BINS_SUFFIX}"]}
-            new |= {f"{tensor}_{name}": value for name, value in delayed.larger(fields, waiting).items()}
+    for tensor in delayed_tensors(observation):
+        fields = fields_of(observation, tensor)
+        if BINS in fields:
+            waiting = no_observation(fields) | {BINS: fields_of(state, tensor)[BINS]}
+            new |= flat({tensor: delayed.larger(fields, waiting)})
     return new
 
 
 def _combine(total: Tree, observation: Tree) -> dict[str, Any]:
     # Sparsity: sums, divided by their uses in the update.
     new = {name: total[name] + observation[name] for name in total}
-    for tensor in _tensors(total):
-        fields = delayed.larger(_fields(total, tensor), _fields(observation, tensor))
-        new |= {f"{tensor}_{name}": value for name, value in fields.items()}
+    for tensor in delayed_tensors(total):
+        new |= flat({tensor: delayed.larger(fields_of(total, tensor), fields_of(observation, tensor))})
     return new
 
 
 def _update_sparsity(old: Tree, observation: Tree) -> dict[str, jax.Array]:
-    uses = observation[_USES]
+    uses = observation[USES]
     used = uses > 0
-    new: dict[str, jax.Array] = {_USES: jnp.zeros_like(uses)}
-    for name in ("sparsity_step", "sparsity_mask"):
+    new: dict[str, jax.Array] = {USES: jnp.zeros_like(uses)}
+    for name in (STEP, MASK):
         trailing = (1,) * (old[name].ndim - uses.ndim)
         shape = uses.shape + trailing
         mean = observation[name] / jnp.where(used, uses, 1.0).reshape(shape).astype(observation[name].dtype)

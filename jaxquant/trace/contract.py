@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxquant.backends import Backend
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, SPARSITY_FIELDS, flat, nested
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
@@ -34,8 +35,6 @@ _CONVOLUTION = (
     "dimension_numbers",
     "feature_group_count",
 )
-_SPARSITY = "sparsity"
-_SPARSITY_FIELDS = ("step", "mask", "uses")
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -56,13 +55,11 @@ def make_state(site: Contraction, leaves: Sequence[Any]) -> dict[str, Array]:
     """
     assert site.recipe is not None
     lead, spec = leading_axes(site), site.recipe.sparsity
-    state = {
-        f"{tensor}_{field}": jnp.broadcast_to(value, (*lead, *value.shape))
-        for tensor, fields in initial_state(site.recipe).items()
-        for field, value in fields.items()
-    }
+    state: dict[str, dict[str, Any]] = jax.tree.map(
+        lambda value: jnp.broadcast_to(value, (*lead, *value.shape)), initial_state(site.recipe)
+    )
     if spec is None:
-        return state
+        return flat(state)
     make = functools.partial(sparsity.initial_state, spec=spec, axes=_inner_axes(site)[0])
     if spec.start_step == 0:
         for _ in lead:
@@ -71,7 +68,7 @@ def make_state(site: Contraction, leaves: Sequence[Any]) -> dict[str, Array]:
     else:
         made = make(jnp.ones(_inner_shape(site)))
         made = {field: jnp.broadcast_to(value, (*lead, *value.shape)) for field, value in made.items()}
-    return state | {f"{_SPARSITY}_{field}": made[field] for field in _SPARSITY_FIELDS}
+    return flat({**state, SPARSITY: made})
 
 
 def _weight(site: Contraction, leaves: Sequence[Any]) -> Array:
@@ -93,27 +90,27 @@ def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
     assert site.recipe is not None
     lead = leading_axes(site)
     fields = {
-        f"{tensor}_{field}": (*lead, *shape)
+        tensor: {field: (*lead, *shape) for field, shape in fields.items()}
         for tensor, fields in _shapes(site.recipe).items()
-        for field, shape in fields.items()
     }
     if site.recipe.sparsity is not None:
-        fields |= {f"{_SPARSITY}_{field}": lead for field in _SPARSITY_FIELDS}
-        fields[f"{_SPARSITY}_mask"] = (*lead, *_inner_shape(site))
-    return fields
+        fields[SPARSITY] = dict.fromkeys(SPARSITY_FIELDS, lead) | {MASK: (*lead, *_inner_shape(site))}
+    return flat(fields)
 
 
 def kernel_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the state by which a kernel is converted, by name."""
-    tensors, fields = ("input_", "kernel_", "sparsity_"), ("_scale", "_amax_history", "_mask")
-    return {name: n for name, n in state_fields(site).items() if name.startswith(tensors) and name.endswith(fields)}
+    found = nested(state_fields(site))
+    found.pop("output_grad", None)
+    kept = (SCALE, HISTORY, MASK)
+    return flat({tensor: {name: n for name, n in each.items() if name in kept} for tensor, each in found.items()})
 
 
 def nested_state(recipe: Recipe, state: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     """Return the state of a contraction by tensor and field."""
     fields: dict[str, Iterable[str]] = dict(_shapes(recipe))
     if recipe.sparsity is not None:
-        fields[_SPARSITY] = _SPARSITY_FIELDS
+        fields[SPARSITY] = SPARSITY_FIELDS
     return {tensor: {field: state[f"{tensor}_{field}"] for field in names} for tensor, names in fields.items()}
 
 
@@ -309,7 +306,7 @@ def share(backend: Backend, reading: Reading, activation: Array, states: Sequenc
 
 
 def _amaxes(state: Mapping[str, dict[str, Array]]) -> QuantState:
-    return {tensor: fields for tensor, fields in state.items() if tensor != _SPARSITY}
+    return {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
 
 
 def _dot(
@@ -325,7 +322,7 @@ def _dot(
     prepared: Any = None,
 ) -> Array:
     if recipe.sparsity is not None and not isinstance(weight, ConvertedKernel):
-        weight = sparsity.sparsify(recipe.sparsity, product.numbers[0][1], weight, state[_SPARSITY])
+        weight = sparsity.sparsify(recipe.sparsity, product.numbers[0][1], weight, state[SPARSITY])
     amaxes = _amaxes(state)
     return backend.contract(
         activation, weight, product, recipe=recipe, state=amaxes, key=key, how=how, prepared=prepared

@@ -11,6 +11,7 @@ from jaxquant.backends import Backend
 from jaxquant.config.rules import Decision, Resolver
 from jaxquant.core.blocks import block_shape
 from jaxquant.core.paths import layer_name
+from jaxquant.core.quant_state import BINS, is_named
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
 from jaxquant.trace import contract, paths
@@ -125,7 +126,7 @@ def _check_sharing(site: Contraction, field: str, has: tuple[int, ...], wanted: 
 
 def _has_shape(field: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether state has the shape that it is made in; the bins of warm state have a column more."""
-    is_warm = field.endswith("_amax_bins") and has == (*wanted[:-1], wanted[-1] + 1)
+    is_warm = is_named(field, BINS) and has == (*wanted[:-1], wanted[-1] + 1)
     return has == wanted or is_warm
 
 

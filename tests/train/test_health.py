@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxquant.audit.health import HealthRow
 from jaxquant.audit.statistics import STATISTICS
-from jaxquant.ops.arguments import TENSORS
+from jaxquant.core.quant_state import TENSORS
 from tests.numerics import TRAIN_SUMMATION_ORDER
 from tests.train.conftest import STEPS, quantized, read_losses, train
 from train.checkpoint import write_config
