@@ -1,4 +1,4 @@
-"""What will run on a chip that is not here: compile a step with its compiler, read the program, price it."""
+"""Audit a step for an absent chip: compile it with the chip's compiler, read the program, price it."""
 
 from jaxquant.aot.compile import audit, audit_program
 

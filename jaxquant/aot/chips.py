@@ -1,4 +1,4 @@
-"""What is known of each chip that an audit compiles for: its compiler's description, memory, peak rates.
+"""The table of chips that an audit compiles for: compiler description, memory, peak rates.
 
 Peak rates are dense (without structured sparsity), of the data sheets:
 

@@ -1,4 +1,4 @@
-"""What custom calls are: a registry of those that multiply, those that only move, and those that are nothing.
+"""The registry of custom calls: those that multiply, those that only move data, and those that do neither.
 
 A compiler knows nothing of the work of a hand-written kernel. Each known one says here how many operations it makes;
 one that is not known is named in the report and counts as a move of its operands and results.

@@ -1,4 +1,4 @@
-"""What a collective costs: who takes part, over which links, and how much each chip sends one way.
+"""The cost of a collective: the chips that take part, their links, and the bytes that each sends one way.
 
 A ring sends, of S bytes over n chips, (n − 1)/n · S for an all-gather, a reduce-scatter or an all-to-all, twice that
 for an all-reduce, and S for a permutation. Over several NVLink domains (``Chip.domain`` chips each) a collective has

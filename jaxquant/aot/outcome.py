@@ -1,4 +1,4 @@
-"""What became of the matmuls that a step asks for in 8 bits."""
+"""Which matmuls that a step asks for in 8 bits the compiler kept in 8 bits, and which it did not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled step multiplies, moves and communicates, read from the compiler's text.
+"""The matmuls, moves and collectives of a compiled step, read from the compiler's text.
 
 Data flow: HLO text ── ``hlo.parse`` ──► computations ── ``read_program`` (loop bodies times their trip counts) ──►
 ``Matmul``, ``Kernel``, ``Move``, ``Collective``.

@@ -1,4 +1,4 @@
-"""What an audit found, as a value, as a table and as JSON."""
+"""The result of an audit: as a value, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function runs: the coverage of its matmuls, the health of its layers, the size of its program."""
+"""Inspect what a function runs: coverage of its matmuls, health of its layers, size of its program."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What a function costs apart from its speed: the size of its program and the bytes that it saves for backward."""
+"""Costs of a function other than time: the size of its program and the bytes that it saves for the backward pass."""
 
 from __future__ import annotations
 

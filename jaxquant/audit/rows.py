@@ -1,4 +1,4 @@
-"""What coverage found: a row for every contraction, shown as a table, stored as JSON, checked."""
+"""The result of coverage: a row for every contraction, as a table, as JSON, and with checks."""
 
 from __future__ import annotations
 

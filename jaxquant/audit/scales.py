@@ -1,4 +1,4 @@
-"""Where an operand of a matmul comes from: which parameter, how it was quantized, how its scale is shared and made."""
+"""Trace an operand of a matmul back: its parameter, its quantization, how its scale is shared and computed."""
 
 from __future__ import annotations
 

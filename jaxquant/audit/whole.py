@@ -1,4 +1,4 @@
-"""Tracing a function whole: what it returns, and what it changes of its arguments.
+"""Trace a function completely: its results, and the changes that it makes to its arguments.
 
 A step that updates an NNX model in place and returns its loss has the update among its outputs here: else nobody would
 read it, and nothing of the backward pass would be in the program.

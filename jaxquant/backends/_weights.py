@@ -1,4 +1,4 @@
-"""What ops on converted kernels share: an einsum of a kernel that is no array, and errors about such kernels."""
+"""Shared by ops on converted kernels: dimension numbers, the input gradient, and errors about such kernels."""
 
 from __future__ import annotations
 

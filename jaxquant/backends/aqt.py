@@ -1,4 +1,4 @@
-"""AQT's Linen modules with the config of a recipe: what a layer trains with, and what MaxText's modes build.
+"""AQT's Linen modules with the config of a recipe: for training, and for MaxText's convert and serve modes.
 
 ``aqt_config`` translates the recipe; ``aqt_serving`` has the modules for converted kernels.
 """

@@ -1,4 +1,4 @@
-"""What every backend does: the protocol that native, AQT and Qwix implement."""
+"""The interface of a backend, which native, AQT and Qwix implement."""
 
 from __future__ import annotations
 

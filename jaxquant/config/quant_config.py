@@ -1,4 +1,4 @@
-"""The config: what a user writes, read strictly and checked whole before anything is built."""
+"""The config as a user writes it: read strictly, and checked completely before anything is built."""
 
 from __future__ import annotations
 

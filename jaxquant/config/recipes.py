@@ -1,4 +1,4 @@
-"""The table: what every config string means, where it runs and which options it reads.
+"""The table of config strings: the numbers of each, the backends that run it, the options that it reads.
 
 Aliases are rows of their own that share a recipe object. The strings of NVFP4 training are known and refused.
 """

@@ -1,4 +1,4 @@
-"""What the type of an array says of the mesh: the axes along which it varies, and where its parts lie.
+"""Read an array's place on the mesh from its type: the axes along which it varies, and where its parts lie.
 
 Inside ``jax.shard_map`` (with its default ``check_vma=True``) a type names the mesh axes along which the devices hold
 different values. Under axes of ``AxisType.Explicit`` it names the sharding. Elsewhere (one device, automatic sharding,

@@ -1,4 +1,4 @@
-"""What an exporter takes: named float tensors that are read one at a time, the model's shape and its tokenizer."""
+"""The input of an exporter: named float tensors that are read one at a time, the model's shape, its tokenizer."""
 
 from __future__ import annotations
 

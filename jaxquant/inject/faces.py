@@ -1,4 +1,4 @@
-"""What the faces of Linen and NNX share: classes of models that know their face, and what is refused."""
+"""Shared by the Linen and NNX faces: classes of models that know their face, and refusals."""
 
 from __future__ import annotations
 

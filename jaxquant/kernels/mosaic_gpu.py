@@ -1,4 +1,4 @@
-"""What jax 0.10.2 and 0.12 spell differently in Mosaic GPU, and which devices and versions our kernels are for."""
+"""Names that differ between jax 0.10.2 and 0.12 in Mosaic GPU, and the devices and versions that our kernels run on."""
 
 from __future__ import annotations
 

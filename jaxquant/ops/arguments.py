@@ -1,4 +1,4 @@
-"""What all quantized ops ask of their arguments: float operands, the quant state of their recipe, a precision."""
+"""Checks of arguments that all quantized ops share: float operands, the recipe's quant state, a precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What contractions with converted kernels share: checks, batch elements one by one, the gradient of the activation.
+"""Shared by contractions with converted kernels: checks, batch elements one by one, the activation's gradient.
 
 lhs ── quantize_operand ──► qvalues ────────────┐
 ConvertedKernel (QTensor, input's static scale) ┴─ product ──► y, bit for bit what the training op computes

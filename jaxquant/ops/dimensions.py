@@ -1,4 +1,4 @@
-"""What a contraction computes, how, and the dimension numbers of its two gradients."""
+"""A contraction as data: the product, the way to compute it, and the dimension numbers of its two gradients."""
 
 from __future__ import annotations
 

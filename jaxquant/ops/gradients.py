@@ -1,4 +1,4 @@
-"""What the backward passes of all quantized ops share: the name of what is kept, scales that fit, one derivative."""
+"""Shared by all quantized backward passes: names of residuals, aligned scales, refused second derivatives."""
 
 from __future__ import annotations
 

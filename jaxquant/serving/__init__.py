@@ -1,4 +1,4 @@
-"""Serving: what a trained model needs to answer."""
+"""Serving: conversion, calibration, quantized checkpoints and the key/value cache of a trained model."""
 
 from jaxquant.inject.nnx_converted import nnx_params, update_nnx
 from jaxquant.serving.calibration import calibrate

@@ -1,4 +1,4 @@
-"""Flow: what is known of a value of a traced function, and how values join."""
+"""Flow: the facts known of one value of a traced function, and how they combine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan: what analysis found in each occurrence of a jaxpr, for the report and for the rewriting of it."""
+"""Plan: the findings of analysis for each occurrence of a jaxpr, read by the report and the rewriter."""
 
 from __future__ import annotations
 

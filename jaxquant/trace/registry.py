@@ -1,4 +1,4 @@
-"""Registry: what functions with derivatives of their own, and kernels, compute, so that a trace can read them.
+"""Registry: programs that a trace reads in place of kernels and of functions with a derivative of their own.
 
     custom_vjp, custom_jvp   its own primal program, or the jax function that was registered
     pallas_call, any other   the jax function that was registered

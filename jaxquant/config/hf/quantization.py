@@ -1,4 +1,4 @@
-"""What a checkpoint says about its quantization: ordered rules, each with a frozen spec."""
+"""The quantization of a checkpoint as data: ordered rules, each with a frozen spec."""
 
 from __future__ import annotations
 

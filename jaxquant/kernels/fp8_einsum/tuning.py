@@ -1,4 +1,4 @@
-"""What one program of ``matmul`` multiplies."""
+"""Block sizes of one program of ``matmul``."""
 
 from __future__ import annotations
 

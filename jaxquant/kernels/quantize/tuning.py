@@ -1,4 +1,4 @@
-"""What one program of ``quantize`` loads."""
+"""Block sizes of one program of ``quantize``."""
 
 from __future__ import annotations
 
