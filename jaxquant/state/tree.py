@@ -84,7 +84,7 @@ def refuse_trained(quant_state: Tree) -> None:
     """
     for path, leaf in jax.tree.leaves_with_path(quant_state):
         name = getattr(path[-1], "key", None) if path else None
-        if any(is_named(name, mark) for mark in _MARKS) and _any(leaf, lambda part: part < 0):
+        if (name in _MARKS or any(is_named(name, mark) for mark in _MARKS)) and _any(leaf, lambda part: part < 0):
             raise ValueError(
                 f"quant state {join_path(path)!r} has negative numbers, which only an optimizer makes: it was trained "
                 "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "

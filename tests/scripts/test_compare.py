@@ -145,15 +145,6 @@ def test_a_matmul_with_one_float_operand_is_coloured_as_float():
     assert _dtype_cell("float, int8 × int8", [MatmulDtypes(), low], "fwd").startswith("<td class='int first'>")
 
 
-def test_a_run_of_an_older_version_shows_its_text(runs):
-    summary = json.loads((runs / "int8" / "summary.json").read_text())
-    for layer in summary["layers"]:
-        del layer["dtypes"]
-        layer |= dict.fromkeys(("fwd", "dlhs", "drhs"), "int8 × int8")
-    (runs / "int8" / "summary.json").write_text(json.dumps(summary))
-    assert "<td class='float'>int8 × int8</td>" in render(load_runs([runs / "int8"]))
-
-
 def test_names_are_escaped(tmp_path):
     page = render(load_runs([write_run(tmp_path / "<b><!--X--></script>", "int8")]))
     body = page[page.index("<body>") :]
