@@ -113,34 +113,23 @@ class Data:
         return itertools.islice(iter(self._held_out), self._eval_batches)
 
 
-def make_iterators(config: TrainConfig, batch_size: int, *, shard_index: int = 0, shard_count: int = 1) -> Data:
+def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     """Load a config's corpus and set up its batches.
 
-    Every process packs the global stream and takes its rows of each batch, so the global batch and the position do not
-    depend on how many processes there are.
+    Every process packs the whole stream, so neither the batches nor the position depend on how many processes there
+    are; ``processes.place`` gives each device its rows.
 
     Args:
       config: of the run. With ``packing`` a row holds as many documents as fit, else one.
-      batch_size: rows of one process.
-      shard_index, shard_count: this process among those that feed one global batch of batch_size · shard_count rows.
+      batch_size: rows of a batch, over all processes.
 
     Raises:
-      ValueError: data that cannot be read or split, less of it than one batch, or sizes out of range.
+      ValueError: data that cannot be read or split, or less of it than one batch.
     """
-    for name, value in (("sequence_length", config.sequence_length), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if config.eval_batches < 0 or config.data_seed < 0:
-        name = "eval_batches" if config.eval_batches < 0 else "data_seed"
-        raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")
-    if not 0 <= shard_index < shard_count:
-        raise ValueError(f"shard_index must be in 0..{shard_count - 1}, got {shard_index}")
     corpus = load_corpus(config.dataset, config.dataset_path, config.dataset_text_field, config.tokenizer_path)
-    rows = batch_size * shard_count
     chunks = Chunks(corpus, corpus.train, config.sequence_length)
-    _check_size(chunks, rows, config, corpus)
-    shard = slice(shard_index * batch_size, (shard_index + 1) * batch_size)
-    layout = _Layout(rows, config.sequence_length, config.packing, corpus.pad, shard)
+    _check_size(chunks, batch_size, config, corpus)
+    layout = _Layout(batch_size, config.sequence_length, config.packing, corpus.pad)
     # Grain's shuffle of epoch e is seeded with seed + e: spread the seeds, or run 1 would be run 0 an epoch later.
     seed = int(np.random.SeedSequence(config.data_seed).generate_state(1)[0])
     shuffled = grain.MapDataset.source(chunks).shuffle(seed=seed)
@@ -150,7 +139,7 @@ def make_iterators(config: TrainConfig, batch_size: int, *, shard_index: int = 0
     identity = {
         "corpus": corpus.fingerprint,
         "sequence_length": config.sequence_length,
-        "global_batch_rows": rows,
+        "global_batch_rows": batch_size,
         "packing": config.packing,
         "data_seed": config.data_seed,
     }
@@ -190,13 +179,12 @@ class Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How chunks become batches: rows of S places, ``rows`` of them a global batch, of which ``shard`` is ours."""
+    """How chunks become batches: rows of S places, ``rows`` of them a batch."""
 
     rows: int
     sequence_length: int
     packing: bool
     pad: int
-    shard: slice
 
     def apply(self, chunks: grain.MapDataset, shuffle_seed: int | None) -> grain.IterDataset:
         packed = grain.experimental.FirstFitPackIterDataset(
@@ -224,7 +212,7 @@ class _Layout:
             fill = {"inputs": self.pad, "targets": self.pad}
             widths = ((0, missing), (0, 0))
             batch = {name: np.pad(value, widths, constant_values=fill.get(name, 0)) for name, value in batch.items()}
-        return {name: value[self.shard] for name, value in batch.items()}
+        return batch
 
 
 def _check_size(chunks: Chunks, rows: int, config: TrainConfig, corpus: Corpus) -> None:

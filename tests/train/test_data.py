@@ -211,19 +211,6 @@ def test_held_out_is_the_same_each_time_and_for_each_seed(letters):
     assert data.train.get_state() == state
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_shards_are_rows_of_the_global_batch(letters, packing):
-    config = Config(dataset_path=str(letters), packing=packing, eval_batches=50)
-    whole = make_iterators(config, 6)
-    shards = [make_iterators(config, 2, shard_index=index, shard_count=3) for index in range(3)]
-    for _ in range(20):
-        parts = [next(shard.train) for shard in shards]
-        assert_same(next(whole.train), {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-    assert all(shard.train.get_state() == whole.train.get_state() for shard in shards)
-    for batch, *parts in zip(whole.held_out(), *(shard.held_out() for shard in shards), strict=True):
-        assert_same(batch, {name: np.concatenate([part[name] for part in parts]) for name in batch})
-
-
 def test_state_of_another_stream_is_refused(letters):
     config = Config(dataset_path=str(letters))
     state = make_iterators(config, 4).train.get_state()
@@ -404,20 +391,10 @@ def refuse(message: str, **fields) -> None:
         ),
         ({"dataset": "stdlib", "tokenizer_path": "/no/t"}, "^tokenizer_path '/no/t' does not exist; check the path$"),
         ({"dataset": "stdlib", "tokenizer_path": "/"}, "^tokenizer_path '/' cannot be read: Is a directory$"),
-        ({"dataset": "stdlib", "sequence_length": 0}, "^sequence_length must be at least 1, got 0$"),
-        ({"dataset": "stdlib", "eval_batches": -1}, "^eval_batches must not be negative, got -1$"),
-        ({"dataset": "stdlib", "data_seed": -1}, "^data_seed must not be negative, got -1$"),
     ],
 )
 def test_bad_config(fields, message):
     refuse(message, **fields)
-
-
-def test_bad_sizes():
-    with pytest.raises(ValueError, match=r"^batch_size must be at least 1, got 0$"):
-        make_iterators(Config(dataset="stdlib"), 0)
-    with pytest.raises(ValueError, match=r"^shard_index must be in 0\.\.1, got 2$"):
-        make_iterators(Config(dataset="stdlib"), 1, shard_index=2, shard_count=2)
 
 
 def test_undecodable_text(tmp_path, letters):
@@ -501,8 +478,6 @@ def test_too_small_for_one_batch(tmp_path):
         packing=False,
     )
     make_iterators(Config(dataset_path=str(tmp_path)), 1)
-    with pytest.raises(ValueError, match="is too small for one batch"):
-        make_iterators(Config(dataset_path=str(tmp_path)), 1, shard_count=2)
 
 
 @pytest.mark.parametrize(
