@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import itertools
 import json
 import os
 import stat
@@ -69,12 +69,8 @@ def open_source(dataset: str, path: str, field: str) -> Source:
       field: the key (JSONL) or column (Parquet) that holds the text.
 
     Raises:
-      ValueError: an unknown dataset, or a path that is missing, unreadable, superfluous or has no files of the kind.
+      ValueError: a path that is missing, unreadable, superfluous or has no files of the kind.
     """
-    if dataset not in _SOURCES:
-        near = difflib.get_close_matches(dataset, _SOURCES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known datasets are {', '.join(_SOURCES)}"
-        raise ValueError(f"dataset {dataset!r} is not known; {hint}")
     if dataset not in _WITH_FIELDS and field != "text":
         raise ValueError(f"dataset_text_field {field!r} is not read by dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
@@ -100,61 +96,53 @@ def _stdlib() -> Source:
             f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text with a dataset_path"
         )
 
-    def documents() -> Iterator[Document]:
-        for file in files:
-            data = read_bytes(file)
-            yield Document(_decode(data, file), file.relative_to(root).as_posix(), len(data))
+    def read(file: Path) -> Iterator[Document]:
+        yield _document(_read_text(file), file.relative_to(root).as_posix())
 
-    return Source(f"stdlib at {root}", len(files), _total_size(files), documents)
+    return _source(f"stdlib at {root}", files, read)
 
 
 def _text(path: Path, field: str) -> Source:
     del field
-    files = _files(path, "text", "")
+
+    def whole(file: Path) -> Iterator[Document]:
+        yield _document(_read_text(file))
 
     def parts(file: Path) -> Iterator[Document]:
-        data = read_bytes(file)
-        text = _decode(data, file)
+        text = _read_text(file)
         size = min(_PART_CHARS, len(text) // _PARTS)
         start = end = 0
         for line in text.splitlines(keepends=True):
             end += len(line)
             if end - start >= size:
-                yield _of_text(text[start:end])
+                yield _document(text[start:end])
                 start = end
         if start < end:
-            yield _of_text(text[start:end])
+            yield _document(text[start:end])
 
-    def documents() -> Iterator[Document]:
-        if path.is_file():
-            yield from parts(path)
-            return
-        for file in files:
-            data = read_bytes(file)
-            yield Document(_decode(data, file), None, len(data))
-
-    return Source(f"text at {path}", len(files), _total_size(files), documents)
-
-
-def _of_text(text: str) -> Document:
-    return Document(text, None, len(text.encode()))
+    return _source(f"text at {path}", _files(path, "text", ""), parts if path.is_file() else whole)
 
 
 def _jsonl(path: Path, field: str) -> Source:
-    files = _files(path, "jsonl", ".jsonl")
+    def read(file: Path) -> Iterator[Document]:
+        try:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield Document(_json_text(line, f"{file} line {number}", field), None, len(line))
+        except OSError as error:
+            _unreadable(file, error)
 
-    def documents() -> Iterator[Document]:
-        for file in files:
-            number = 0
-            try:
-                with file.open("rb") as lines:
-                    for number, line in enumerate(lines, 1):
-                        if line.strip():
-                            yield Document(_json_text(line, f"{file} line {number}", field), None, len(line))
-            except OSError as error:
-                _unreadable(file, error)
+    return _source(f"jsonl at {path}", _files(path, "jsonl", ".jsonl"), read)
 
-    return Source(f"jsonl at {path}", len(files), _total_size(files), documents)
+
+def _source(label: str, files: list[Path], read: Callable[[Path], Iterator[Document]]) -> Source:
+    """Return the source that reads its files one after another, measured in bytes."""
+    return Source(label, len(files), _total_size(files), lambda: itertools.chain.from_iterable(map(read, files)))
+
+
+def _document(text: str, name: str | None = None) -> Document:
+    return Document(text, name, len(text.encode()))
 
 
 def _json_text(line: bytes, place: str, field: str) -> str:
@@ -196,24 +184,23 @@ def _parquet(path: Path, field: str) -> Source:
             raise ValueError(f"{file} has no column {field!r}; set dataset_text_field to one of {names}")
         return table
 
-    def documents() -> Iterator[Document]:
-        for file in files:
-            row = 0
-            with opened(file) as table:
-                try:
-                    for batch in table.iter_batches(batch_size=1024, columns=[field]):
-                        for value in batch.column(0).to_pylist():
-                            row += 1
-                            yield Document(_encodable(value, f"{file} row {row} column {field!r}"), None, 1)
-                except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
-                    raise ValueError(f"{file} is damaged after row {row}: {str(error).splitlines()[0]}") from None
+    def read(file: Path) -> Iterator[Document]:
+        row = 0
+        with opened(file) as table:
+            try:
+                for batch in table.iter_batches(batch_size=1024, columns=[field]):
+                    for value in batch.column(0).to_pylist():
+                        row += 1
+                        yield Document(_encodable(value, f"{file} row {row} column {field!r}"), None, 1)
+            except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
+                raise ValueError(f"{file} is damaged after row {row}: {str(error).splitlines()[0]}") from None
 
-    _total_size(files)  # which refuses what is no file
+    source = _source(f"parquet at {path}", files, read)  # which refuses what is no file
     rows = 0
     for file in files:
         with opened(file) as table:
             rows += table.metadata.num_rows
-    return Source(f"parquet at {path}", len(files), rows, documents)
+    return dataclasses.replace(source, total=rows)
 
 
 _SOURCES: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "text": _text, "jsonl": _jsonl, "parquet": _parquet}
@@ -240,9 +227,9 @@ def _unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
     raise ValueError(f"{name} cannot be read: {error.strerror or error}") from None
 
 
-def _decode(data: bytes, file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
-        return data.decode()
+        return read_bytes(file).decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{str(file)!r} is not UTF-8 text: {error.reason} at byte {error.start}; convert it or take it out"

@@ -65,6 +65,7 @@ def test_run_dir_is_named_after_config_and_quantization():
         ("steps=0", "steps must be at least 1, got 0"),
         ("quantization=int9", "int8"),
         ("dtype=float16", "dtype"),
+        ("framework=linnen", "must be one of 'linen', 'nnx', got 'linnen'; did you mean 'linen'?"),
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
         ("head_dim=15", "head_dim must be even"),
         ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
