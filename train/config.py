@@ -129,8 +129,9 @@ class TrainConfig(QuantConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (least, most) in _RANGES.items():
-            _check_range(name, getattr(self, name), least, most)
+        for (least, most), names in _RANGES.items():
+            for name in names:
+                _check_range(name, getattr(self, name), least, most)
         for name in ("mesh_data", "mesh_fsdp", "mesh_tensor"):
             if getattr(self, name) != -1:
                 _check_range(name, getattr(self, name), 1, _SIZE, "-1 or ")
@@ -178,37 +179,21 @@ def _check_range(name: str, value: float, least: float, most: float, other: str 
 _SIZE = 2**24  # of an axis: all that fits anywhere
 _STEPS = 2**31 - 1  # steps are counted in int32
 _TINY, _HUGE = 1.2e-38, 3.4e38  # normal numbers of float32, in which the optimizer computes
-_RANGES: dict[str, tuple[float, float]] = {
-    "seed": (0, 2**32 - 1),
-    "data_seed": (0, 2**63 - 1),
-    "steps": (1, _STEPS),
-    "vocab_size": (0, _SIZE),
-    "emb_dim": (1, _SIZE),
-    "mlp_dim": (1, _SIZE),
-    "num_layers": (1, 10_000),
-    "num_query_heads": (1, _SIZE),
-    "num_kv_heads": (1, _SIZE),
-    "head_dim": (1, _SIZE),
-    "rope_theta": (1, 1e30),
-    "norm_epsilon": (_TINY, 1e30),
-    "sequence_length": (1, _SIZE),
-    "batch_size": (1, _SIZE),
-    "head_chunks": (0, _SIZE),
-    "gradient_accumulation_steps": (1, _SIZE),
-    "learning_rate": (0, _HUGE),
-    "learning_rate_final_fraction": (0, 1),
-    "warmup_steps_fraction": (0, 1),
-    "adam_b1": (0, 0.9999999),
-    "adam_b2": (0, 0.9999999),
-    "adam_eps": (_TINY, 1e30),
-    "weight_decay": (0, _HUGE),
-    "gradient_clipping_threshold": (0, _HUGE),
-    "log_every": (1, _STEPS),
-    "eval_every": (0, _STEPS),
-    "eval_batches": (1, _STEPS),
-    "checkpoint_every": (0, _STEPS),
-    "checkpoint_keep": (1, _STEPS),
-    "health_every": (0, _STEPS),
-    "health_sequences": (0, _SIZE),
+_RANGES: dict[tuple[float, float], tuple[str, ...]] = {
+    (0, 2**32 - 1): ("seed",),
+    (0, 2**63 - 1): ("data_seed",),
+    (0, _SIZE): ("vocab_size", "head_chunks", "health_sequences"),
+    (1, _SIZE): (
+        *("emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim"),
+        *("sequence_length", "batch_size", "gradient_accumulation_steps"),
+    ),
+    (1, 10_000): ("num_layers",),
+    (0, _STEPS): ("eval_every", "checkpoint_every", "health_every"),
+    (1, _STEPS): ("steps", "log_every", "eval_batches", "checkpoint_keep"),
+    (1, 1e30): ("rope_theta",),
+    (_TINY, 1e30): ("norm_epsilon", "adam_eps"),
+    (0, _HUGE): ("learning_rate", "weight_decay", "gradient_clipping_threshold"),
+    (0, 1): ("learning_rate_final_fraction", "warmup_steps_fraction"),
+    (0, 0.9999999): ("adam_b1", "adam_b2"),
 }
-"""Least and most of every number but those of the mesh, -1 or at least 1, and of the quantization."""
+"""Fields by their least and most value; those of the mesh and of quantization are checked elsewhere."""
