@@ -93,7 +93,8 @@ def _health_sections() -> str:
 def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return every chart as plain data: where it goes, titles and traces; the page adds light and dark colours."""
     baseline = find_baseline(runs)
-    colour = {run.name: index for index, run in enumerate([*_quantized(runs, baseline)])}
+    quantized = [run for run in runs if run is not baseline]
+    colour = {run.name: index for index, run in enumerate(quantized)}
 
     def style(run: Run) -> dict[str, Any]:
         return {
@@ -104,64 +105,47 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
     def line(run: Run, points: dict[int, float], **more: Any) -> dict[str, Any]:
         steps = sorted(points)
-        values = [_finite(points[step]) for step in steps]
+        values = [points[step] if math.isfinite(points[step]) else None for step in steps]
         return {"type": "scatter", "x": steps, "y": values, **style(run), **more}
 
-    def bars(values: list[float | None], text: list[str]) -> list[dict[str, Any]]:
-        kept = [(run, v, t) for run, v, t in zip(runs, values, text, strict=True) if v is not None]
-        return [
-            {"type": "bar", "orientation": "h", "x": [v], "y": [html.escape(run.name)], "text": [t], **style(run)}
-            for run, v, t in kept
-        ]
+    def curves(at: str, traces: list[dict[str, Any]], y: dict[str, Any]) -> dict[str, Any]:
+        return {"at": at, "traces": traces, "x": {"title": "step"}, "y": y, "legend": True}
 
-    step, loss = {"title": "step"}, {"title": "loss (nats per token)"}
+    def bars(at: str, values: list[float | None], text: list[str], unit: str) -> dict[str, Any]:
+        traces = [
+            {"type": "bar", "orientation": "h", "x": [v], "y": [html.escape(run.name)], "text": [t], **style(run)}
+            for run, v, t in zip(runs, values, text, strict=True)
+            if v is not None
+        ]
+        return {"at": at, "traces": traces, "x": {"title": unit}, "y": {}}
+
+    loss = {"title": "loss (nats per token)"}
     found = [
-        {
-            "at": "train-loss",
-            "traces": [line(run, run.smoothed(), mode="lines") for run in runs],
-            "x": step,
-            "y": loss,
-            "legend": True,
-        },
-        {
-            "at": "held-out-loss",
-            "traces": [line(run, run.held_out, mode="lines+markers") for run in runs],
-            "x": step,
-            "y": loss,
-            "legend": True,
-        },
+        curves("train-loss", [line(run, run.smoothed(), mode="lines") for run in runs], loss),
+        curves("held-out-loss", [line(run, run.held_out, mode="lines+markers") for run in runs], loss),
     ]
     if baseline is not None and len(runs) > 1:
         traces = []
-        for run in _quantized(runs, baseline):
+        for run in quantized:
             smooth = _gaps(run.smoothed(), baseline.smoothed())
             traces.append(line(run, smooth, mode="lines", opacity=0.5, showlegend=False))
             traces.append(line(run, _gaps(run.held_out, baseline.held_out), mode="lines+markers"))
-        gap = {"title": "excess loss (%)", "zero": True, "ticksuffix": " %"}
-        found.append({"at": "gap", "traces": traces, "x": step, "y": gap, "legend": True})
+        found.append(curves("gap", traces, {"title": "excess loss (%)", "zero": True, "ticksuffix": " %"}))
     times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
     ratios = [_or_dash(run.time_ratio(baseline), " · {:.2f}×").replace("–", "") for run in runs]
     labels = [f"{time:.0f} ms{ratio}" if time else "" for time, ratio in zip(times, ratios, strict=True)]
-    found.append({"at": "step-time", "traces": bars(times, labels), "x": {"title": "milliseconds"}, "y": {}})
+    found.append(bars("step-time", times, labels, "milliseconds"))
     for key in BYTES:
         counts: list[float | None] = [run.summary.get(key) for run in runs]
         unit, size = _unit(max((count for count in counts if count is not None), default=0))
         values = [count if count is None else count / size for count in counts]
         text = ["" if value is None else f"{value:,.2f} {unit}" for value in values]
-        found.append({"at": key, "traces": bars(values, text), "x": {"title": unit}, "y": {}})
+        found.append(bars(key, values, text, unit))
     return found
 
 
 def _gaps(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
     return {step: 100 * (loss / reference[step] - 1) for step, loss in losses.items() if step in reference}
-
-
-def _quantized(runs: Sequence[Run], baseline: Run | None) -> list[Run]:
-    return [run for run in runs if run is not baseline]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _unit(largest: float) -> tuple[str, int]:
