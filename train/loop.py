@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
+from jaxquant.core.trees import tree_bytes
 from jaxquant.ops.implementation import choices_made
 from train import processes, sums
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
@@ -156,7 +157,7 @@ def _initial(program: Program) -> TrainState:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        size = _bytes(program.abstract_state)
+        size = tree_bytes(program.abstract_state)
         raise ValueError(
             f"parameters and optimizer state of {size:,} bytes do not fit into the memory of {_devices()}; "
             "make the model smaller, or spread it over more devices with mesh_fsdp"
@@ -359,8 +360,8 @@ def _summary(
         "steps": config.steps,
         "quantization": config.quantization,
         "backend": config.resolved_backend or "",
-        "parameter_bytes": _bytes(state.params),
-        "quant_state_bytes": _bytes(state.quant_state),
+        "parameter_bytes": tree_bytes(state.params),
+        "quant_state_bytes": tree_bytes(state.quant_state),
         "saved_activation_bytes": saved_activation_bytes(program, {k: np.asarray(v) for k, v in batch.items()}),
         "layers": layers,
         "implementations": [
@@ -389,10 +390,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _devices() -> str:
