@@ -10,7 +10,7 @@ shape and dtype.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends._weights import check_converted
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import Route
@@ -50,38 +50,6 @@ def refuse_bare(leaves: Sequence[Any]) -> None:
             "jaxquant.core.qtensor.ConvertedKernel(tensor, dtype, input_scale), as the quantized function's "
             "convert(params, quant_state, *args) does"
         )
-
-
-def read_checkpoint(params: Any, like: Any) -> Any:
-    """Return parameters as a traced function takes them, from what ``jaxquant.convert`` and ``serving.load`` return.
-
-    Args:
-      params: nested mappings with ``QTensor`` leaves, and ``input_scale`` beside a kernel that has one.
-      like: the float parameters, arrays or ``jax.ShapeDtypeStruct``, whose dtypes the kernels stand for.
-
-    Raises:
-      ValueError: a converted kernel whose float one ``like`` does not have, or has of another shape.
-    """
-    return _read(params, like, ())
-
-
-def _read(params: Any, like: Any, path: tuple[str, ...]) -> Any:
-    if not isinstance(params, Mapping):
-        return params
-    found: dict[str, Any] = {}
-    for name, value in params.items():
-        other = like.get(name) if isinstance(like, Mapping) else None
-        if isinstance(value, QTensor):
-            if other is None or tuple(other.shape) != value.shape:
-                what = "none" if other is None else f"one of shape {tuple(other.shape)}"
-                raise ValueError(
-                    f"{'/'.join((*path, name))!r} is a converted kernel of shape {value.shape} and the float model "
-                    f"has {what} there; load the checkpoint of this model"
-                )
-            found[name] = ConvertedKernel(value, jnp.dtype(other.dtype).name, params.get(INPUT_SCALE))
-        elif name != INPUT_SCALE or other is not None:
-            found[name] = _read(value, other, (*path, name))
-    return found
 
 
 def check_served(analysis: Analysis, leaves: Sequence[Any], *, must_be_converted: bool = False) -> frozenset[Key]:
