@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxquant.core.qtensor import QTensor, check
 from jaxquant.formats.packing import PACKED_DTYPES
@@ -149,14 +150,7 @@ def _walk(node: Any, keys: tuple[str, ...], empty: bool) -> Iterable[tuple[str, 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Undo ``flatten``."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split("/")
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return tree
+    return unflatten_dict(dict(leaves), sep="/")
 
 
 def describe(path: str, leaf: Any) -> Leaf:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxquant.export.sums import sha256_of
 from jaxquant.serving.leaves import Leaf
-from jaxquant.serving.validation import MAX_MANIFEST_BYTES, check_contents, check_leaves, list_ordinary
+from jaxquant.serving.validation import MAX_MANIFEST_BYTES, REPLACE, check_contents, check_leaves, list_ordinary
 
 FORMAT = "jaxquant-quantized"
 VERSION = 1
@@ -25,8 +25,6 @@ ARRAYS = "params"
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is being done."""
-
-_REPLACE = "copy the checkpoint again or convert the run again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,31 +115,31 @@ def read_manifest(directory: str | Path) -> Manifest:
     if contents.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not of a quantized checkpoint: its format is {contents.get('format')!r}, not {FORMAT!r}; "
-            f"give another folder, or {_REPLACE}"
+            f"give another folder, or {REPLACE}"
         )
     version = contents.get("version")
     if type(version) is not int or version < 1:
-        raise ValueError(f"{path} has version {version!r}, which no format has; {_REPLACE}")
+        raise ValueError(f"{path} has version {version!r}, which no format has; {REPLACE}")
     if version > VERSION:
         raise ValueError(
             f"checkpoint {directory} is of format version {version} and this jaxquant reads up to {VERSION}; "
             "install a newer jaxquant, or convert the run again with this one"
         )
     if contents.get("checksum") != _checksum(contents) or text != _dump(contents):
-        raise ValueError(f"{path} is damaged, its text does not match its checksum; {_REPLACE}")
+        raise ValueError(f"{path} is damaged, its text does not match its checksum; {REPLACE}")
     return _build(path, contents)
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any checkpoint's; {_REPLACE}")
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any checkpoint's; {REPLACE}")
     try:
         text = path.read_bytes().decode("utf-8")
         contents = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); {_REPLACE}") from None
+        raise ValueError(f"{path} is not JSON ({error}); {REPLACE}") from None
     if not isinstance(contents, dict):
-        raise ValueError(f"{path} holds {type(contents).__name__}, not the fields of a checkpoint; {_REPLACE}")
+        raise ValueError(f"{path} holds {type(contents).__name__}, not the fields of a checkpoint; {REPLACE}")
     return text, contents
 
 
@@ -161,7 +159,7 @@ def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} lacks what version {VERSION} has ({type(error).__name__}: {error}); {_REPLACE}"
+            f"{path} lacks what version {VERSION} has ({type(error).__name__}: {error}); {REPLACE}"
         ) from None
     check_leaves(path, manifest.leaves)
     return manifest
@@ -175,17 +173,17 @@ def check_files(directory: Path, manifest: Manifest, verify: bool, progress: Pro
     """
     paths = _paths(directory)
     for name in sorted(manifest.files.keys() - paths.keys()):
-        raise ValueError(f"{directory / name} is missing from the checkpoint; {_REPLACE}")
+        raise ValueError(f"{directory / name} is missing from the checkpoint; {REPLACE}")
     for name in sorted(paths.keys() - manifest.files.keys()):
         raise ValueError(f"{paths[name]} is no file of the checkpoint; move it elsewhere")
     total, done = sum(file.bytes for file in manifest.files.values()), 0
     for name, file in manifest.files.items():
         size = paths[name].stat().st_size
         if size != file.bytes:
-            raise ValueError(f"{paths[name]} has {size} bytes, {file.bytes} were written; {_REPLACE}")
+            raise ValueError(f"{paths[name]} has {size} bytes, {file.bytes} were written; {REPLACE}")
     for name, file in manifest.files.items() if verify else ():
         if sha256_of(paths[name]) != file.sha256:
-            raise ValueError(f"{paths[name]} has changed since it was written, its SHA-256 is another; {_REPLACE}")
+            raise ValueError(f"{paths[name]} has changed since it was written, its SHA-256 is another; {REPLACE}")
         done += file.bytes
         if progress is not None:
             progress(done, total, "verifying")

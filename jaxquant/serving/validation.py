@@ -28,7 +28,7 @@ MAX_AXES = 32
 _MAX_ZARRAY_BYTES = 2**16
 _MAX_PATH = 4096
 _MAX_BYTES = 2**53
-_REPLACE = "copy the checkpoint again or convert the run again"
+REPLACE = "copy the checkpoint again or convert the run again"
 
 
 def check_contents(path: Path, contents: Mapping[str, Any], file: type) -> None:
@@ -54,7 +54,7 @@ def check_contents(path: Path, contents: Mapping[str, Any], file: type) -> None:
             if row.get("bytes", 0) < 0 or not re.fullmatch("[0-9a-f]{64}", row.get("sha256", "0" * 64)):
                 raise ValueError(f"files[{show(name)}] has no size and SHA-256 of a file, got {show(row)}")
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}; {_REPLACE}") from None
+        raise ValueError(f"{path}: {error}; {REPLACE}") from None
 
 
 def _check_row(cls: type, row: Any, place: str) -> None:
@@ -97,40 +97,40 @@ def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
     for leaf in leaves:
         keys = leaf.path.split("/")
         if len(leaf.path) > _MAX_PATH or not all(keys):
-            raise ValueError(f"{path}: leaf {show(leaf.path)} has an empty key or too long a path; {_REPLACE}")
+            raise ValueError(f"{path}: leaf {show(leaf.path)} has an empty key or too long a path; {REPLACE}")
         if leaf.path in seen:
-            raise ValueError(f"{path}: leaf {show(leaf.path)} is there twice; {_REPLACE}")
+            raise ValueError(f"{path}: leaf {show(leaf.path)} is there twice; {REPLACE}")
         seen.add(leaf.path)
         if leaf.codec is not None:
             _check_codec(path, leaf)
         is_quantized = leaf.role == "quantized" and leaf.codec is None
         if is_quantized != (leaf.scale_shape is not None) or is_quantized != (leaf.scale_dtype is not None):
             raise ValueError(
-                f"{path}: leaf {show(leaf.path)} is of role {leaf.role!r}, and its scale is not; {_REPLACE}"
+                f"{path}: leaf {show(leaf.path)} is of role {leaf.role!r}, and its scale is not; {REPLACE}"
             )
         for array in leaf.arrays().values():
             if array.is_packed and not array.shape:
                 raise ValueError(
-                    f"{path}: {show(array.path)} is a single {array.dtype}, which is not stored; {_REPLACE}"
+                    f"{path}: {show(array.path)} is a single {array.dtype}, which is not stored; {REPLACE}"
                 )
         if not 0 <= leaf.bytes <= _MAX_BYTES:
-            raise ValueError(f"{path}: leaf {show(leaf.path)} says that it has {show(leaf.bytes)} bytes; {_REPLACE}")
+            raise ValueError(f"{path}: leaf {show(leaf.path)} says that it has {show(leaf.bytes)} bytes; {REPLACE}")
     for name in seen:
         parents = name.split("/")[:-1]
         for count in range(1, len(parents) + 1):
             if "/".join(parents[:count]) in seen:
-                raise ValueError(f"{path}: leaf {show('/'.join(parents[:count]))} holds leaf {show(name)}; {_REPLACE}")
+                raise ValueError(f"{path}: leaf {show('/'.join(parents[:count]))} holds leaf {show(name)}; {REPLACE}")
 
 
 def _check_codec(path: Path, leaf: Leaf) -> None:
     """Check that a leaf in a tensor format has the bytes of its contraction and nothing else."""
     stored = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
     if leaf.role != "quantized" or leaf.zero_point or leaf.outer_scale:
-        raise ValueError(f"{path}: leaf {show(leaf.path)} is in a tensor format and has other parts; {_REPLACE}")
+        raise ValueError(f"{path}: leaf {show(leaf.path)} is in a tensor format and has other parts; {REPLACE}")
     try:
         check(QTensor(stored, block=leaf.block, codec=leaf.codec), f"leaf {show(leaf.path)}")  # pyright: ignore[reportArgumentType]
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; {_REPLACE}") from None
+        raise ValueError(f"{path}: {error}; {REPLACE}") from None
 
 
 def list_ordinary(directory: Path) -> dict[str, Path]:
@@ -184,4 +184,4 @@ def check_store(folder: Path, array: Stored) -> None:
         if len(sizes) != count or any(found != size for found in sizes):
             raise ValueError(f"there are {len(sizes)} chunks of {sum(sizes):,} bytes, not {count} of {size:,} each")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"leaf {array.path} in {folder} is not stored as written ({error}); {_REPLACE}") from None
+        raise ValueError(f"leaf {array.path} in {folder} is not stored as written ({error}); {REPLACE}") from None
