@@ -60,7 +60,7 @@ def schemes(strings: Sequence[str] | None, backends: Sequence[str] | None) -> li
             continue
         seen.add(id(row))
         also = tuple(name for name, other in RECIPES.items() if other is row and name != string)
-        for backend in (row.auto, *(name for name in row.backends if name != row.auto)):
+        for backend in row.backends or ("",):
             if not backends or backend in backends or ("auto" in backends and backend == row.auto):
                 found.append(Scheme(string, backend, also))
     if not found:

@@ -42,10 +42,9 @@ def names_of(row: RecipeRow) -> list[str]:
 def strings() -> str:
     """Format a table of every config string: operand dtypes of the three matmuls, and where it runs."""
     lines = [("quantization", *MATMULS, "auto", "also on")]
-    rows = dict.fromkeys(map(id, RECIPES.values()))
-    for row in (next(each for each in RECIPES.values() if id(each) == key) for key in rows):
+    for row in dict.fromkeys(RECIPES.values()):
         names = ", ".join(name or '""' for name in names_of(row))
-        also = ", ".join(backend for backend in row.backends if backend != row.auto)
+        also = ", ".join(row.backends[1:])
         dtypes = [_dtypes(row.recipe, matmul) for matmul in MATMULS] if row.recipe else [row.summary, "", ""]
         lines.append((names, *dtypes, row.auto or "-", also or "-"))
     # What has no recipe has a summary, which may run over the columns of dtypes.
@@ -97,8 +96,8 @@ def explain(string: str, options: Mapping[str, Any] | None = None) -> str:
     if others:
         lines.append(f"The same recipe: {', '.join(others)}.")
     if row.auto:
-        also = [backend for backend in row.backends if backend != row.auto]
-        lines.append(f"Backend: {row.auto}{f'; also on {_and(also)}' if also else ''}.")
+        also = f"; also on {' and '.join(row.backends[1:])}" if row.backends[1:] else ""
+        lines.append(f"Backend: {row.auto}{also}.")
     where = "its numbers are those of the file that quant_cfg_path names" if "quant_cfg_path" in row.fields else ""
     lines += ["", *(_recipe(recipe) if recipe else [f"No numbers of its own{f': {where}' if where else ''}."])]
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
@@ -237,7 +236,3 @@ def describe_sparsity(spec: SparsitySpec) -> str:
         f"Sparsity: {spec.n} of every {spec.m} weights along the contraction are kept, from step {spec.start_step} on, "
         f"chosen anew every {spec.update_step} steps."
     )
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import jax
@@ -50,14 +50,12 @@ class OptionGroup:
     """Fields of a config that change a recipe together.
 
     Attributes:
-      name: what the group is called.
       fields: names of its fields in ``Options``.
       change: (recipe, options, shards) -> the recipe that they ask for; None where they change no number. ``shards`` is
         what ``resolve_shards`` gives.
       check: refuses values that no recipe could honour; None where the type says all.
     """
 
-    name: str
     fields: tuple[str, ...]
     change: Callable[[Recipe, Options, int], Recipe] | None = None
     check: Callable[[Options], None] | None = None
@@ -111,7 +109,7 @@ def check(options: Options) -> None:
     Raises:
       ValueError: names the field, the condition and the value.
     """
-    for group in GROUPS:
+    for group in GROUPS.values():
         if group.check is not None:
             group.check(options)
     for field, most in _LARGEST.items():
@@ -127,20 +125,20 @@ def resolve_shards(options: Options) -> int:
     return jax.local_device_count() if count == -1 else count
 
 
-def apply(recipe: Recipe | None, groups: frozenset[OptionGroup], options: Options, shards: int) -> Recipe | None:
+def apply(recipe: Recipe | None, groups: Collection[str], options: Options, shards: int) -> Recipe | None:
     """Return a recipe as the options that it reads make it.
 
     Args:
       recipe: of a row, None where that has none.
-      groups: the groups that the row reads.
+      groups: names of the groups that the row reads.
       options: the fields of a config.
       shards: what ``resolve_shards`` gives; a parameter so that a config can be checked before JAX is started.
 
     Raises:
       ValueError: a calibration that the dtype cannot have.
     """
-    for group in GROUPS:
-        if recipe is not None and group in groups and group.change is not None:
+    for name, group in GROUPS.items():
+        if recipe is not None and name in groups and group.change is not None:
             recipe = group.change(recipe, options, shards)
     return recipe
 
@@ -278,26 +276,14 @@ def _shared(recipe: Recipe, options: Options, shards: int) -> Recipe:
 
 _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
 
-GROUPS = (
-    OptionGroup("calibration", tuple(_CALIBRATED), _calibrated, _check_calibrations),
-    OptionGroup("bounds", ("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
-    OptionGroup("shards", ("quantization_local_shard_count",), _sharded, _check_shards),
-    OptionGroup("delayed", ("amax_history_length", "amax_margin", "amax_init"), _delayed, _check_delayed),
-    OptionGroup("sparsity", _SPARSITY_FIELDS, _sparse, _check_sparsity),
-    OptionGroup("experts", ("quantization_share_expert_scales",), _shared),
-    OptionGroup("stored scales", ("replicate_quant_scale",)),
-    OptionGroup("file", ("quant_cfg_path",)),
-)
-"""Every group of options, in the order in which they are checked and applied."""
-
-(
-    CALIBRATION_OPTIONS,
-    BOUND_OPTIONS,
-    SHARD_OPTIONS,
-    DELAYED_OPTIONS,
-    SPARSITY_OPTIONS,
-    EXPERT_OPTIONS,
-    SCALE_OPTIONS,
-    FILE_OPTIONS,
-) = (frozenset({group}) for group in GROUPS)
-"""What a row of ``RECIPES`` reads, joined by "|"."""
+GROUPS: dict[str, OptionGroup] = {
+    "calibration": OptionGroup(tuple(_CALIBRATED), _calibrated, _check_calibrations),
+    "bounds": OptionGroup(("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
+    "shards": OptionGroup(("quantization_local_shard_count",), _sharded, _check_shards),
+    "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed, _check_delayed),
+    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity),
+    "experts": OptionGroup(("quantization_share_expert_scales",), _shared),
+    "stored scales": OptionGroup(("replicate_quant_scale",)),
+    "file": OptionGroup(("quant_cfg_path",)),
+}
+"""Every group of options, in the order in which they are checked and applied; rows of ``RECIPES`` name them."""

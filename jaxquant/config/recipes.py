@@ -1,6 +1,6 @@
 """The table of config strings: the numbers of each, the backends that run it, the options that it reads.
 
-Aliases are rows of their own that share a recipe object. The strings of NVFP4 training are known and refused.
+An alias shares the row of the string that it stands for. The strings of NVFP4 training are known and refused.
 """
 
 from __future__ import annotations
@@ -9,17 +9,7 @@ import dataclasses
 from typing import Literal
 
 from jaxquant.config.backends import BACKENDS
-from jaxquant.config.options import (
-    BOUND_OPTIONS,
-    CALIBRATION_OPTIONS,
-    DELAYED_OPTIONS,
-    EXPERT_OPTIONS,
-    FILE_OPTIONS,
-    SCALE_OPTIONS,
-    SHARD_OPTIONS,
-    SPARSITY_OPTIONS,
-    OptionGroup,
-)
+from jaxquant.config.options import GROUPS
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
 from jaxquant.core.typed import nearest, show
 
@@ -31,22 +21,25 @@ class RecipeRow:
     Attributes:
       recipe: its numbers with every option at its default (one shard where the option says "device count"); None
         where there are none (``""``) or where they come from a file (``intmp``).
-      auto: backend that ``quant_backend: auto`` means, or "" for none.
-      backends: every backend that runs it.
-      options: the groups of options that it reads.
       summary: one line for a reader.
+      backends: every backend that runs it, the one that ``quant_backend: auto`` means first.
+      options: the groups of options that it reads, by their names in ``GROUPS``.
     """
 
     recipe: Recipe | None
-    auto: str
-    backends: tuple[str, ...]
-    options: frozenset[OptionGroup]
     summary: str
+    backends: tuple[str, ...] = ("native",)
+    options: tuple[str, ...] = ()
+
+    @property
+    def auto(self) -> str:
+        """The backend that ``quant_backend: auto`` means, "" for none."""
+        return next(iter(self.backends), "")
 
     @property
     def fields(self) -> frozenset[str]:
         """Names of the QuantConfig fields that it reads."""
-        return frozenset(field for group in self.options for field in group.fields)
+        return frozenset(field for name in self.options for field in GROUPS[name].fields)
 
 
 def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
@@ -77,15 +70,10 @@ def _weight_only(name: str, dtype: str) -> Recipe:
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
     """Weights as a tensor format has them, encoded and decoded in the forward pass."""
-    name = f"ggml_{codec}"
     spec = TensorSpec(dtype, codec=codec)
-    return RecipeRow(
-        Recipe(name, fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD)),
-        "native",
-        ("native",),
-        frozenset(),
-        f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient",
-    )
+    recipe = Recipe(f"ggml_{codec}", fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
+    summary = f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient"
+    return RecipeRow(recipe, summary)
 
 
 def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str) -> Recipe:
@@ -122,8 +110,6 @@ _AQT_FP8_FULL = _everywhere(
     TensorSpec("float8_e5m2", "per_tensor", reciprocal=True),
     "bfloat16",
 )
-_FP8_FULL = _reusing("fp8_full", TensorSpec("float8_e4m3fn"), TensorSpec("float8_e5m2"))
-
 _BLOCK_TILE = TensorSpec("float8_e4m3fn", "per_tile", tile_size=128)
 _BLOCK_WEIGHT = TensorSpec("float8_e4m3fn", "per_block", tile_size=128, free_size=128)
 # The weight's blocks tile either contraction; the activation is tiled along the tokens for its own gradient.
@@ -134,109 +120,65 @@ _FP8_BLOCK = Recipe(
     drhs=MatmulSpec(_BLOCK_TILE, _BLOCK_TILE, "float32"),
 )
 
-_ALL, _AQT, _QWIX, _NATIVE = tuple(BACKENDS), ("aqt", "native"), ("qwix", "native"), ("native",)
-
-_FP8 = RecipeRow(
-    _per_tensor("fp8", "float8_e4m3fn", "float8_e5m2", "delayed"),
-    "native",
-    _NATIVE,
-    DELAYED_OPTIONS | EXPERT_OPTIONS,
-    "delayed scaling per tensor: e4m3 operands, e5m2 output gradient",
-)
-_NANOO = RecipeRow(
-    _per_tensor("nanoo_fp8", "float8_e4m3fnuz", "float8_e5m2fnuz", "delayed"),
-    "native",
-    _NATIVE,
-    DELAYED_OPTIONS | EXPERT_OPTIONS,
-    "delayed scaling per tensor in AMD MI300's e4m3fnuz and e5m2fnuz",
-)
-_FP4 = RecipeRow(_same("fp4", "float4_e2m1fn"), "qwix", _QWIX, SHARD_OPTIONS, "e2m1 everywhere, dynamic per channel")
-_CURRENT = RecipeRow(
-    _per_tensor("fp8_current", "float8_e4m3fn", "float8_e5m2", "dynamic"),
-    "native",
-    _NATIVE,
-    EXPERT_OPTIONS,
-    "this step's amax per tensor: e4m3 operands, e5m2 output gradient",
-)
-
-_MXFP8 = RecipeRow(
-    _microscaling("mxfp8", "float8_e4m3fn", 32),
-    "native",
-    _NATIVE,
-    frozenset(),
-    "e4m3 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
-)
+_ALL, _AQT, _QWIX = tuple(BACKENDS), ("aqt", "native"), ("qwix", "native")
+_DELAYED = ("delayed", "experts")
 
 RECIPES: dict[str, RecipeRow] = {
-    "": RecipeRow(None, "", (), frozenset(), "no quantization"),
-    "int8": RecipeRow(
-        _INT8, "aqt", _ALL, SHARD_OPTIONS | SCALE_OPTIONS, "int8 per channel, stochastic output gradient"
-    ),
-    "int4": RecipeRow(
-        _same("int4", "int4", "int32"), "qwix", _QWIX, SHARD_OPTIONS, "int4 weights, activations and gradients"
-    ),
+    "": RecipeRow(None, "no quantization", ()),
+    "int8": RecipeRow(_INT8, "int8 per channel, stochastic output gradient", _ALL, ("shards", "stored scales")),
+    "int4": RecipeRow(_same("int4", "int4", "int32"), "int4 weights, activations and gradients", _QWIX, ("shards",)),
     "intmp": RecipeRow(
-        None, "aqt", _AQT, FILE_OPTIONS | SCALE_OPTIONS, "mixed precision by layer from quant_cfg_path, forward only"
+        None, "mixed precision by layer from quant_cfg_path, forward only", _AQT, ("file", "stored scales")
     ),
-    "fp8": _FP8,
-    "fp8_gpu": _FP8,
-    "te_fp8_delayedscaling": _FP8,
-    "nanoo_fp8": _NANOO,
-    "fp8_nanoo": _NANOO,
+    "fp8": RecipeRow(
+        _per_tensor("fp8", "float8_e4m3fn", "float8_e5m2", "delayed"),
+        "delayed scaling per tensor: e4m3 operands, e5m2 output gradient",
+        options=_DELAYED,
+    ),
+    "nanoo_fp8": RecipeRow(
+        _per_tensor("nanoo_fp8", "float8_e4m3fnuz", "float8_e5m2fnuz", "delayed"),
+        "delayed scaling per tensor in AMD MI300's e4m3fnuz and e5m2fnuz",
+        options=_DELAYED,
+    ),
     "fp8_full": RecipeRow(
-        _FP8_FULL,
-        "qwix",
-        _QWIX,
-        CALIBRATION_OPTIONS | SPARSITY_OPTIONS,
+        _reusing("fp8_full", TensorSpec("float8_e4m3fn"), TensorSpec("float8_e5m2")),
         "e4m3 operands, e5m2 gradients, calibration strings, N:M weight sparsity",
+        _QWIX,
+        ("calibration", "sparsity"),
     ),
     "fp8_e4m3": RecipeRow(
-        _same("fp8_e4m3", "float8_e4m3fn"), "qwix", _QWIX, SHARD_OPTIONS, "e4m3 everywhere, dynamic per channel"
+        _same("fp8_e4m3", "float8_e4m3fn"), "e4m3 everywhere, dynamic per channel", _QWIX, ("shards",)
     ),
-    "fp8_e5m2": RecipeRow(
-        _same("fp8_e5m2", "float8_e5m2"), "qwix", _QWIX, SHARD_OPTIONS, "e5m2 everywhere, dynamic per channel"
-    ),
-    "fp4": _FP4,
-    "fp4_e2m1": _FP4,
-    "aqt_fp8": RecipeRow(_AQT_FP8, "aqt", _AQT, SCALE_OPTIONS, "e4m3 forward, float backward, bf16 accumulation"),
+    "fp8_e5m2": RecipeRow(_same("fp8_e5m2", "float8_e5m2"), "e5m2 everywhere, dynamic per channel", _QWIX, ("shards",)),
+    "fp4": RecipeRow(_same("fp4", "float4_e2m1fn"), "e2m1 everywhere, dynamic per channel", _QWIX, ("shards",)),
+    "aqt_fp8": RecipeRow(_AQT_FP8, "e4m3 forward, float backward, bf16 accumulation", _AQT, ("stored scales",)),
     "aqt_fp8_full": RecipeRow(
         _AQT_FP8_FULL,
-        "aqt",
-        _AQT,
-        BOUND_OPTIONS | EXPERT_OPTIONS | SCALE_OPTIONS,
         "e4m3 forward, e5m2 on both backward operands, bf16 accumulation, constant bounds",
+        _AQT,
+        ("bounds", "experts", "stored scales"),
     ),
-    "fp8_current": _CURRENT,
-    "te_fp8_currentscaling": _CURRENT,
+    "fp8_current": RecipeRow(
+        _per_tensor("fp8_current", "float8_e4m3fn", "float8_e5m2", "dynamic"),
+        "this step's amax per tensor: e4m3 operands, e5m2 output gradient",
+        options=("experts",),
+    ),
     "fp8_block": RecipeRow(
-        _FP8_BLOCK,
-        "native",
-        _NATIVE,
-        frozenset(),
-        "e4m3 everywhere: tiles of 128 of activations and gradients, blocks of 128 by 128 of weights",
+        _FP8_BLOCK, "e4m3 everywhere: tiles of 128 of activations and gradients, blocks of 128 by 128 of weights"
     ),
-    "mxfp8": _MXFP8,
-    "te_mxfp8": _MXFP8,
+    "mxfp8": RecipeRow(
+        _microscaling("mxfp8", "float8_e4m3fn", 32), "e4m3 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
+    ),
     "mxfp4": RecipeRow(
-        _microscaling("mxfp4", "float4_e2m1fn", 32),
-        "native",
-        _NATIVE,
-        frozenset(),
-        "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
+        _microscaling("mxfp4", "float4_e2m1fn", 32), "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
     ),
     "int8_delayed": RecipeRow(
         _INT8_DELAYED,
-        "native",
-        _NATIVE,
-        DELAYED_OPTIONS | EXPERT_OPTIONS,
         "int8 for TPUs: delayed scaling of operands, this step's amax and stochastic rounding of the output gradient",
+        options=_DELAYED,
     ),
-    "int8w": RecipeRow(
-        _weight_only("int8w", "int8"), "native", _NATIVE, frozenset(), "int8 weights only, straight-through gradient"
-    ),
-    "int4w": RecipeRow(
-        _weight_only("int4w", "int4"), "native", _NATIVE, frozenset(), "int4 weights only, straight-through gradient"
-    ),
+    "int8w": RecipeRow(_weight_only("int8w", "int8"), "int8 weights only, straight-through gradient"),
+    "int4w": RecipeRow(_weight_only("int4w", "int4"), "int4 weights only, straight-through gradient"),
     "ggml_q4_0": _encoded("q4_0", "int4"),
     "ggml_q8_0": _encoded("q8_0", "int8"),
     "ggml_q4_k": _encoded("q4_k", "int4"),
@@ -245,11 +187,17 @@ RECIPES: dict[str, RecipeRow] = {
 }
 """Every config string that runs."""
 
-REFUSED: dict[str, str] = {
-    "nvfp4": "mxfp4",
-    "te_nvfp4": "mxfp4",
-    "te_nvfp4_no_rht": "mxfp4",
+_ALIASES = {
+    "fp8_gpu": "fp8",
+    "te_fp8_delayedscaling": "fp8",
+    "fp8_nanoo": "nanoo_fp8",
+    "fp4_e2m1": "fp4",
+    "te_fp8_currentscaling": "fp8_current",
+    "te_mxfp8": "mxfp8",
 }
+RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
+
+REFUSED: dict[str, str] = dict.fromkeys(("nvfp4", "te_nvfp4", "te_nvfp4_no_rht"), "mxfp4")
 """Config strings that train in NVFP4, known but not implemented, and the string that comes closest."""
 
 

@@ -24,7 +24,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """One row of ELEMENTS and one of RECIPES; no other table is touched."""
     monkeypatch.setitem(dtypes.ELEMENTS, NAME, dtypes._floating(NAME))
     recipe = recipes._same("fp8_e3m4", NAME)
-    row = recipes.RecipeRow(recipe, "native", ("native",), frozenset(), "FP8 with four bits of mantissa")
+    row = recipes.RecipeRow(recipe, "FP8 with four bits of mantissa")
     monkeypatch.setitem(recipes.RECIPES, "fp8_e3m4", row)
     return {"quantization": "fp8_e3m4"}
 

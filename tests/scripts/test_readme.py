@@ -23,7 +23,7 @@ def strings_table():
         groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
     lines = ["| `quantization` | numbers | `auto` | also on |", "| --- | --- | --- | --- |"]
     for row, names in groups.values():
-        others = ", ".join(backend for backend in row.backends if backend != row.auto)
+        others = ", ".join(row.backends[1:])
         lines.append(f"| {', '.join(names)} | {row.summary} | {row.auto} | {others} |")
     return "\n".join(lines)
 
