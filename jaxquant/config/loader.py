@@ -174,14 +174,21 @@ def check_ordinary(path: str | os.PathLike[str], what: str = "") -> None:
         raise ValueError(f"{what} {os.fspath(path)!r} is {kind}, not a file; copy what it holds to a file".strip())
 
 
-def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a YAML file whose top level is a mapping, with YAML 1.2 scalars; an empty file is an empty mapping.
+def load_yaml(path: str | os.PathLike[str], what: str = "") -> dict[str, Any]:
+    """Read a YAML or JSON file whose top level is a mapping, with YAML 1.2 scalars; an empty file is an empty mapping.
+
+    Args:
+      path: the file.
+      what: as for ``read_text``.
 
     Raises:
       ValueError: unreadable file, bad syntax, a duplicate key or a key that is not a string, with path and line.
       TypeError: the top level is not a mapping.
     """
-    content = _parse(read_text(path), os.fspath(path))
+    text = read_text(path, what)
+    if os.fspath(path).lower().endswith(".json"):
+        text = text.replace("\t", " ")  # JSON may be indented with tabs, and has none in its strings
+    content = _parse(text, os.fspath(path))
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from typing import Any
 
-from jaxquant.config.loader import load_yaml, read_text
+from jaxquant.config.loader import load_yaml
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.typed import build, check_fields, show
@@ -70,7 +69,9 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
     path = os.fspath(path)
     if not path:
         raise ValueError("quantization 'intmp' needs quant_cfg_path, the file of its regexes, got ''")
-    content = _read(path)
+    if os.path.splitext(path)[1].lower() not in (".json", ".yml", ".yaml"):
+        raise ValueError(f"quant_cfg_path {show(path)} must end in .json, .yml or .yaml")
+    content = load_yaml(path, "quant_cfg_path")
     default = _entry(content.get(DEFAULT, {}), MixedPrecisionEntry(), f"{path}: {DEFAULT!r}")
     entries = [
         (pattern, _recipe(_entry(value, default, f"{path}: {pattern!r}")))
@@ -78,39 +79,6 @@ def load_mixed_precision(path: str | os.PathLike[str]) -> MixedPrecision:
         if pattern != DEFAULT
     ]
     return MixedPrecision(path, tuple(reversed(entries)), _recipe(default))
-
-
-def _read(path: str) -> dict[str, Any]:
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in (".json", ".yml", ".yaml"):
-        raise ValueError(f"quant_cfg_path {show(path)} must end in .json, .yml or .yaml")
-    text = read_text(path, "quant_cfg_path")
-    if suffix != ".json":
-        return load_yaml(path)
-    try:
-        content = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} line {error.lineno}: {error.msg}") from error
-    except _DuplicateKeyError as error:
-        raise ValueError(f"{path}: key {show(error.args[0])} is given twice") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
-        raise ValueError(f"{path} is JSON that Python refuses: {error}") from None
-    if not isinstance(content, dict):
-        raise TypeError(f"{path}: top level must be a mapping, got {type(content).__name__}")
-    return content
-
-
-class _DuplicateKeyError(Exception):
-    pass
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise _DuplicateKeyError(key)
-        result[key] = value
-    return result
 
 
 def _entry(value: Any, default: MixedPrecisionEntry, place: str) -> MixedPrecisionEntry:

@@ -61,15 +61,19 @@ class OptionGroup:
     check: Callable[[Options], None] | None = None
 
 
+def _short(field: str, text: str) -> str:
+    if len(text) > _LONGEST_TEXT:  # an error repeats what was written
+        raise ValueError(f"{field} {typed.show(text)} has {len(text)} characters, of at most {_LONGEST_TEXT}")
+    return text
+
+
 def read_calibration(options: Options, field: str) -> Calibration:
     """Parse one of the three calibration strings.
 
     Raises:
       ValueError: names the field and what is wrong.
     """
-    text = getattr(options, field)
-    if len(text) > _LONGEST_TEXT:  # an error repeats what was written
-        raise ValueError(f"{field} {typed.show(text)} has {len(text)} characters, of at most {_LONGEST_TEXT}")
+    text = _short(field, getattr(options, field))
     try:
         return parse_calibration(text)
     except ValueError as error:
@@ -83,9 +87,7 @@ def read_bounds(value: str | Sequence[float]) -> tuple[float, ...]:
       ValueError: another count, a word that is no number, or a bound that is not finite and above 0.
     """
     if isinstance(value, str):
-        if len(value) > _LONGEST_TEXT:
-            shown = typed.show(value)
-            raise ValueError(f"constant_bound_config {shown} has {len(value)} characters, of at most {_LONGEST_TEXT}")
+        value = _short("constant_bound_config", value)
         try:
             value = [float(word) for word in value.split(",")] if value.strip() else []
         except ValueError:
@@ -109,14 +111,14 @@ def check(options: Options) -> None:
     Raises:
       ValueError: names the field, the condition and the value.
     """
+    for field, (least, most, wanted) in _RANGES.items():
+        value = getattr(options, field)
+        if value is not None and not least <= value <= most:
+            bound = f"at most {most}" if value > most else wanted or f"at least {least}"
+            raise ValueError(f"{field} must be {bound}, got {typed.show(value)}")
     for group in GROUPS.values():
         if group.check is not None:
             group.check(options)
-    for field, most in _LARGEST.items():
-        if (getattr(options, field) or 0) > most:
-            raise ValueError(f"{field} must be at most {most}, got {typed.show(getattr(options, field))}")
-    if abs(options.amax_margin) > 64:
-        raise ValueError(f"amax_margin must lie between -64 and 64, got {typed.show(options.amax_margin)}")
 
 
 def resolve_shards(options: Options) -> int:
@@ -143,15 +145,18 @@ def apply(recipe: Recipe | None, groups: Collection[str], options: Options, shar
     return recipe
 
 
+_RANGES = {
+    "quantization_local_shard_count": (-1, 2**20, "-1 (local device count), 0 (float weight gradient) or more"),
+    "amax_history_length": (1, 2**20, ""),
+    "amax_margin": (-64, 64, ""),
+    "weight_sparsity_m": (1, 2**16, ""),
+    "weight_sparsity_start_step": (0, 2**31 - 1, ""),
+    "weight_sparsity_update_step": (1, 2**31 - 1, ""),
+}
+"""Least and largest value of each number; what an error says in place of the least one, where that says too little."""
+
+
 # -- blocks of the weight gradient -------------------------------------------------------------------------------------
-
-
-def _check_shards(options: Options) -> None:
-    if options.quantization_local_shard_count < -1:
-        raise ValueError(
-            "quantization_local_shard_count must be -1 (local device count), 0 (float weight gradient) or more, "
-            f"got {options.quantization_local_shard_count}"
-        )
 
 
 def _sharded(recipe: Recipe, options: Options, count: int) -> Recipe:
@@ -224,23 +229,9 @@ def _replace_operand(recipe: Recipe, matmul: str, side: str, spec: TensorSpec) -
 # -- delayed scaling, sparsity -----------------------------------------------------------------------------------------
 
 
-def _check_delayed(options: Options) -> None:
-    if options.amax_history_length < 1:
-        raise ValueError(f"amax_history_length must be at least 1, got {options.amax_history_length}")
-
-
 def _delayed(recipe: Recipe, options: Options, shards: int) -> Recipe:
     delayed = DelayedSpec(options.amax_history_length, options.amax_margin, options.amax_init)
     return dataclasses.replace(recipe, delayed=delayed)
-
-
-_LARGEST = {
-    "amax_history_length": 2**20,
-    "quantization_local_shard_count": 2**20,
-    "weight_sparsity_m": 2**16,
-    "weight_sparsity_start_step": 2**31 - 1,
-    "weight_sparsity_update_step": 2**31 - 1,
-}
 
 
 def _check_sparsity(options: Options) -> None:
@@ -249,11 +240,9 @@ def _check_sparsity(options: Options) -> None:
         raise ValueError(f"weight_sparsity_n and weight_sparsity_m belong together, got {n} and {m}")
     if n is not None and m is not None and not 0 < n < m:
         raise ValueError(f"weight_sparsity_n must be above 0 and below weight_sparsity_m, got {n} of {m}")
-    for field, least in (("weight_sparsity_start_step", 0), ("weight_sparsity_update_step", 1)):
-        value, default = getattr(options, field), getattr(Options, field)
-        if value < least:
-            raise ValueError(f"{field} must be at least {least}, got {value}")
-        if n is None and value != default:
+    for field in ("weight_sparsity_start_step", "weight_sparsity_update_step"):
+        value = getattr(options, field)
+        if n is None and value != getattr(Options, field):
             raise ValueError(f"{field} {value} has no effect without weight_sparsity_n and weight_sparsity_m")
 
 
@@ -279,8 +268,8 @@ _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start
 GROUPS: dict[str, OptionGroup] = {
     "calibration": OptionGroup(tuple(_CALIBRATED), _calibrated, _check_calibrations),
     "bounds": OptionGroup(("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
-    "shards": OptionGroup(("quantization_local_shard_count",), _sharded, _check_shards),
-    "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed, _check_delayed),
+    "shards": OptionGroup(("quantization_local_shard_count",), _sharded),
+    "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed),
     "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity),
     "experts": OptionGroup(("quantization_share_expert_scales",), _shared),
     "stored scales": OptionGroup(("replicate_quant_scale",)),

@@ -13,7 +13,7 @@ import jax
 from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
-from jaxquant.config.recipes import RECIPES, RecipeRow, check_backend, lookup, strings_reading
+from jaxquant.config.recipes import RECIPES, lookup, strings_reading
 from jaxquant.config.rules import Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
@@ -87,7 +87,6 @@ class QuantConfig(options.Options):
         object.__setattr__(self, "constant_bound_config", options.read_bounds(self.constant_bound_config))
         if self.quantize_kvcache and not self.kv_quant_axis:
             raise ValueError("kv_quant_axis '' leaves quantize_kvcache without an axis; use 'dkv' or 'heads_and_dkv'")
-        lookup(self.quantization)
         if self.use_qwix_quantization and self.quant_backend not in ("auto", "qwix"):
             raise ValueError(
                 f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; leave one of them out"
@@ -207,14 +206,8 @@ class QuantConfig(options.Options):
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
         """Accept MaxText's spellings: enums by value, null for "" in a text field."""
-        result = {key: _plain(value) for key, value in mapping.items()}
-        for key in ("quantization", "quant_cfg_path", "kv_quant_axis", "save_quantized_params_path"):
-            if key in result and result[key] is None:
-                result[key] = ""
-        for key in ("constant_bound_config", "per_tensor_scales", "rules"):
-            if key in result and result[key] is None:
-                result[key] = ()
-        return result
+        plain = {key: _plain(value) for key, value in mapping.items()}
+        return {key: _NULLS.get(key) if value is None else value for key, value in plain.items()}
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -227,9 +220,6 @@ class QuantConfig(options.Options):
     @property
     def _quantizes(self) -> bool:
         return bool(self.quantization) or any(rule.recipe for rule in self.rules)
-
-    def _rows(self) -> list[RecipeRow]:
-        return [RECIPES[name] for name, _ in self._named_rows()]
 
     def _check_pairs(self) -> None:
         named = self._named_rows()
@@ -251,15 +241,20 @@ class QuantConfig(options.Options):
             wrote = "use_qwix_quantization true"
         elif self.quant_backend == "auto":
             wrote += f" ('auto' for {self.quantization!r})"
-        if self.quantization:
-            check_backend(self.quantization, backend, wrote=wrote)
         for name, place in named:
-            if backend not in RECIPES[name].backends:
-                fix = f"set quant_backend to {_or(_common_backends([other for other, _ in named]))}"
-                raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
+            row = RECIPES[name]
+            if backend in row.backends:
+                continue
+            fix = f"set quant_backend to {_or(_common_backends(self.strings))}"
+            if place == "quantization":
+                fix = f"use quant_backend {_or(('auto', *row.backends))}"
+            if place == "quantization" and backend == "qwix" and row is RECIPES["fp8"]:
+                offer = "'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix,"
+                fix = f"use {offer} or {fix.removeprefix('use ')}"
+            raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
 
     def _check_options_are_read(self) -> None:
-        read = frozenset[str]().union(*(row.fields for row in self._rows()))
+        read = frozenset[str]().union(*(RECIPES[name].fields for name in self.strings))
         for field in dataclasses.fields(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
@@ -273,6 +268,11 @@ class QuantConfig(options.Options):
 
 
 _MISSING: Any = object()
+_NULLS: dict[str, Any] = {
+    **dict.fromkeys(("quantization", "quant_cfg_path", "kv_quant_axis", "save_quantized_params_path"), ""),
+    **dict.fromkeys(("constant_bound_config", "per_tensor_scales", "rules"), ()),
+}
+"""What null means in a field that cannot be None."""
 _FILES = (".yml", ".yaml", ".json")
 
 

@@ -224,29 +224,6 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     return RECIPES[name]
 
 
-def check_backend(name: str, backend: str, place: str = "quantization", wrote: str = "") -> None:
-    """Refuse a pair of config string and backend that is not in the table.
-
-    Args:
-      name: the string.
-      backend: the backend.
-      place: where the user wrote the string, for errors.
-      wrote: how the user wrote the backend, for errors; ``quant_backend '...'`` if empty.
-
-    Raises:
-      ValueError: names both and what would do.
-    """
-    row = lookup(name, place)
-    if backend in row.backends:
-        return
-    offers = [f"quant_backend {' or '.join(repr(known) for known in ('auto', *row.backends))}"]
-    if backend == "qwix" and row is RECIPES["fp8"]:
-        offers.insert(0, "'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix,")
-    raise ValueError(
-        f"{place} {name!r} does not run on {wrote or f'quant_backend {backend!r}'}; use {' or '.join(offers)}"
-    )
-
-
 def strings_reading(option: str) -> list[str]:
     """Return the config strings that read an option."""
     return [name for name, row in RECIPES.items() if option in row.fields]

@@ -152,7 +152,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("mesh_fsdp", -2, "mesh_fsdp must be -1 or at least 1, got -2"),
     ("run_dir", "a\0b", "run_dir 'a\\x00b' has a null character"),
     ("amax_history_length", 10**12, "amax_history_length must be at most 1048576, got 1000000000000"),
-    ("amax_margin", 10**6, "amax_margin must lie between -64 and 64, got 1000000"),
+    ("amax_margin", 10**6, "amax_margin must be at most 64, got 1000000"),
     ("quantization_local_shard_count", 10**12, "quantization_local_shard_count must be at most"),
     ("constant_bound_config", [1e-300] * 6, "constant_bound_config fwd_lhs must lie between 1e-30 and 1e30"),
 ]

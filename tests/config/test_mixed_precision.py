@@ -77,6 +77,8 @@ def test_yaml_is_the_same(tmp_path):
     as_yaml = write(tmp_path, text, "m.yml")
     assert load_mixed_precision(as_yaml).entries == load_mixed_precision(as_json).entries
     assert load_mixed_precision(as_yaml).default == load_mixed_precision(as_json).default
+    by_tabs = write(tmp_path, '{\n\t"__default__":\t{"w_bits": 8},\n\t".*/query": {"w_scale": 0.9}\n}', "tabs.json")
+    assert load_mixed_precision(by_tabs).entries == load_mixed_precision(as_json).entries
 
 
 def test_shipped_int8_weight_only():
@@ -119,8 +121,8 @@ def test_shipped_subchannel():
         ({".*": 8}, TypeError, "'.*' must be a mapping, got 8 (int)"),
         ({"(": {}}, ValueError, "entry '(' is not a regular expression: "),
         ([], TypeError, "m.json: top level must be a mapping, got list"),
-        ('{"a": {}, "a": {}}', ValueError, "m.json: key 'a' is given twice"),
-        ('{"a": \n]', ValueError, "m.json line 2: Expecting value"),
+        ('{"a": {}, "a": {}}', ValueError, "m.json line 1: key 'a' is given twice"),
+        ('{"a": \n]', ValueError, "m.json line 2: expected the node content"),
     ],
 )
 def test_errors(tmp_path, content, kind, message):
