@@ -33,32 +33,23 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     from jaxquant.trace.quantize import quantize
     from jaxquant.trace.registry import register_function
 
-_DEFINED_IN = {
-    "QuantConfig": "jaxquant.config.quant_config",
-    "RECIPES": "jaxquant.config.recipes",
-    "calibrate": "jaxquant.serving.calibration",
-    "configure_kv_quant": "jaxquant.inject.maxtext",
-    "configure_quantization": "jaxquant.inject.handle",
-    "convert": "jaxquant.serving.conversion",
-    "coverage": "jaxquant.audit.coverage",
-    "describe_layers": "jaxquant.inject.model",
-    "get_qt_provider": "jaxquant.inject.maxtext",
-    "get_quant_mode": "jaxquant.inject.handle",
-    "get_quantization_rule": "jaxquant.inject.maxtext",
-    "get_static_scale": "jaxquant.inject.maxtext",
-    "in_convert_mode": "jaxquant.inject.handle",
-    "in_serve_mode": "jaxquant.inject.handle",
-    "linear_layers": "jaxquant.inject.model",
-    "manual_quantize": "jaxquant.inject.maxtext",
-    "match_aqt_and_unquantized_param": "jaxquant.serving.maxtext",
-    "maybe_quantize_model": "jaxquant.inject.model",
-    "quantize": "jaxquant.trace.quantize",
-    "register_function": "jaxquant.trace.registry",
-    "remove_quantized_params": "jaxquant.serving.maxtext",
-    "save_quantized": "jaxquant.ops.remat",
+_PUBLIC = {
+    "config.quant_config": "QuantConfig",
+    "config.recipes": "RECIPES",
+    "audit.coverage": "coverage",
+    "inject.handle": "configure_quantization get_quant_mode in_convert_mode in_serve_mode",
+    "inject.maxtext": "configure_kv_quant get_qt_provider get_quantization_rule get_static_scale manual_quantize",
+    "inject.model": "describe_layers linear_layers maybe_quantize_model",
+    "ops.remat": "save_quantized",
+    "serving.calibration": "calibrate",
+    "serving.conversion": "convert",
+    "serving.maxtext": "match_aqt_and_unquantized_param remove_quantized_params",
+    "trace.quantize": "quantize",
+    "trace.registry": "register_function",
 }
-"""The module of each public name that is not a subpackage."""
+"""The public names of each module; those that are not here are subpackages."""
 
+_DEFINED_IN = {name: f"{__name__}.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 _COMPILE = "jaxquant.aot.compile"
 
 __all__ = [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxquant.core.dtypes import ELEMENTS, element
 from jaxquant.core.recipe import Matmul, Recipe, Side
+from jaxquant.core.typed import build
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,11 +83,10 @@ class MatmulDtypes:
         Raises:
           ValueError: it is something else.
         """
-        given = data if isinstance(data, Mapping) else {}
-        sides = [given.get(side) for side in ("lhs", "rhs")]
-        if not all(map(_is_operand, sides)):
-            raise ValueError(f"{data!r} does not give the dtypes of a matmul; write the file anew")
-        return cls(*(OperandDtype(**given[side]) for side in ("lhs", "rhs")))
+        with contextlib.suppress(TypeError, ValueError):
+            if dataclasses.asdict(found := build(cls, data)) == data:
+                return found
+        raise ValueError(f"{data!r} does not give the dtypes of a matmul; write the file anew")
 
 
 def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
@@ -99,9 +99,3 @@ def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
         return None if spec is None else spec.codec or spec.dtype
 
     return {name: MatmulDtypes.of_specs(dtype(name, "lhs"), dtype(name, "rhs")) for name in ("fwd", "dlhs", "drhs")}
-
-
-def _is_operand(data: Any) -> bool:
-    if not isinstance(data, Mapping) or data.keys() != {"dtype", "rounded_to"}:
-        return False
-    return isinstance(data["dtype"], str) and isinstance(data["rounded_to"], str | None)

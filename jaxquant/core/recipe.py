@@ -92,11 +92,7 @@ class TensorSpec:
             )
 
     def _check_scale(self) -> None:
-        allowed = _SCALE_ROUNDINGS.get(self.scale_dtype)
-        if allowed is None:
-            raise ValueError(
-                f"TensorSpec scale_dtype must be one of {', '.join(_SCALE_ROUNDINGS)}, got {self.scale_dtype!r}"
-            )
+        allowed = _SCALE_ROUNDINGS[self.scale_dtype]
         if self.scale_rounding not in allowed:
             raise ValueError(
                 f"TensorSpec scale_rounding {self.scale_rounding!r} does not give a {self.scale_dtype}; "

@@ -7,16 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.tree_util import KeyPath
 
 from jaxquant.core.paths import join_path
 
 IsLeaf = Callable[[Any], bool]
-
-
-def path_name(path: KeyPath) -> str:
-    """Return a key path of JAX joined by "/"; the root is ""."""
-    return join_path(path)
 
 
 def leaves_by_path(tree: Any, is_leaf: IsLeaf | None = None) -> dict[str, Any]:
@@ -26,7 +20,7 @@ def leaves_by_path(tree: Any, is_leaf: IsLeaf | None = None) -> dict[str, Any]:
       tree: any tree.
       is_leaf: whether to go no further into a node.
     """
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+    return {join_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
 
 
 def map_by_path(function: Callable[[str, Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
@@ -37,7 +31,7 @@ def map_by_path(function: Callable[[str, Any], Any], tree: Any, is_leaf: IsLeaf 
       tree: any tree.
       is_leaf: whether to go no further into a node.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(path_name(path), leaf), tree, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(join_path(path), leaf), tree, is_leaf=is_leaf)
 
 
 def subtree(tree: Mapping[str, Any], path: str) -> Any:

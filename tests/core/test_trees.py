@@ -11,7 +11,7 @@ import pytest
 from jaxquant.core.qtensor import nbytes
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path, path_name, subtree, tree_bytes
+from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path, subtree, tree_bytes
 
 
 class Pair(NamedTuple):
@@ -31,7 +31,6 @@ def test_dict_keys_attributes_and_indices_are_names():
     ]
     assert leaves_by_path(TREE)["layers/0/kernel"].shape == (2, 3)
     assert leaves_by_path(jnp.ones(2)).keys() == {""}
-    assert path_name(()) == ""
 
 
 def test_a_map_sees_paths_and_keeps_the_structure():
