@@ -42,7 +42,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxquant.core.dtypes import Element
 from jaxquant.core.recipe import DelayedSpec
-from jaxquant.core.scales import SMALLEST_SCALE
+from jaxquant.core.scales import SMALLEST_SCALE, floor_scale
 
 BINS = 2048
 NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN
@@ -184,9 +184,7 @@ def _scale(
     past = jnp.max(finite(history))
     if amax is not None:
         past = jax.lax.select(past > 0, past, amax.astype(jnp.float32))
-    scale = past * factor
-    is_small = scale < floor
-    scale = jax.lax.select(is_small, is_small.astype(scale.dtype), scale)
+    scale = floor_scale(past * factor, floor)
     is_sound = jnp.isfinite(past / past)  # neither 0 nor infinite nor NaN
     scale = jax.lax.select(is_sound, scale, old.reshape(()))
     if bins is not None:

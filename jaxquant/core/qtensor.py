@@ -268,8 +268,3 @@ def dequantize(tensor: QTensor, dtype: str = "float32") -> Float[Array, "*shape"
     if tensor.zero_point is not None:
         values = apply_blocks(jnp.subtract, values, tensor.zero_point.astype(jnp.float32), block)
     return apply_blocks(jnp.multiply, values, tensor.full_scale(), block).astype(dtype)
-
-
-def nbytes(tensor: QTensor) -> int:
-    """Count the bytes of all parts; sub-byte elements are counted packed."""
-    return sum(math.ceil(part.size * jax.dtypes.itemsize_bits(part.dtype) / 8) for part in tensor.parts.values())

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import Part, asymmetric_cast, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, power_of_two_below, scale_of_amax
@@ -217,17 +217,6 @@ def quantize(
         block=block,
         part=part,
     )
-
-
-def fake_quantize(
-    x: Float[Array, "*shape"], spec: TensorSpec, axes: Sequence[int], *, key: Key[Array, ""] | None = None
-) -> Float[Array, "*shape"]:
-    """Quantize and dequantize, returning x's dtype.
-
-    Args:
-      x, spec, axes, key: as in ``quantize``.
-    """
-    return dequantize(quantize(x, spec, axes, key=key), x.dtype.name)
 
 
 def outside_range(x: Float[Array, "*shape"], spec: TensorSpec, tensor: QTensor) -> Bool[Array, "*shape"]:

@@ -20,7 +20,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxquant.core.qtensor import QTensor, nbytes
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.trees import tree_bytes
 from jaxquant.formats.packing import PACKED_DTYPES
 from jaxquant.serving import manifest as manifests
 from jaxquant.serving import placement
@@ -71,7 +72,7 @@ def test_bytes_on_disk_are_those_of_the_format(tmp_path: Path):
     save(tmp_path / "made", params, CONFIG)
     arrays = [f"{path}/{part}" for path in flatten(params) for part in ("qvalue", "scale")]
     size = sum(path.stat().st_size for path in (tmp_path / "made").rglob("*") if path.is_file())
-    expected = sum(nbytes(leaf) for leaf in flatten(params).values())
+    expected = sum(tree_bytes(leaf) for leaf in flatten(params).values())
     assert read_manifest(tmp_path / "made").bytes == expected == 3 * (64 * 128 + 4 * 256)
     assert expected <= size <= expected + numerics.checkpoint_overhead(arrays)
 

@@ -20,7 +20,8 @@ import yaml
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, nbytes
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor
+from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from scripts import convert as script
 from tests.numerics import checkpoint_overhead
@@ -190,8 +191,8 @@ def test_bytes_are_those_of_the_format(name: str, converted: Any):
     for tensor in kernels.values():
         scales = tensor.scale.nbytes
         assert scales <= 4 * tensor.qvalue.size // 16  # 16: the shortest axis that is contracted
-        assert nbytes(tensor) == math.prod(tensor.shape) + scales
-    held = sum(nbytes(leaf) if is_tensor(leaf) else leaf.nbytes for _, leaf in leaves)
+        assert tree_bytes(tensor) == math.prod(tensor.shape) + scales
+    held = sum(tree_bytes(leaf) if is_tensor(leaf) else leaf.nbytes for _, leaf in leaves)
     assert held == case.made.bytes_quantized
     floats = sum(leaf.size for leaf in jax.tree.leaves(open_served(case.run).params))
     assert (case.made.bytes_f32, case.made.bytes_bf16) == (4 * floats, 2 * floats)
