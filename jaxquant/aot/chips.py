@@ -72,11 +72,11 @@ class Chip:
     clock: float = 0.0
     domain: int = 0
     network: float = 0.0
-    shares: tuple[tuple[str, float], ...] = ()
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def achieved(self, kind: str) -> float:
         """Return the share of a peak rate, or of the bandwidth of ``memory``, that is achieved."""
-        return dict(self.shares).get(kind, 1.0)
+        return self.shares.get(kind, 1.0)
 
 
 def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:
@@ -85,44 +85,21 @@ def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = 
     return {kind: rate * 1e12 for kind, rate in rates.items()}
 
 
-GPU_SHARES = (
-    ("bf16", 0.717),
-    ("f32", 0.717),
-    ("fp8", 0.684),
-    ("int8", 0.684),
-    ("fp4", 0.684),
-    ("memory", 0.458),
-)
-_HGX: dict[str, Any] = {"domain": 8, "network": 50e9, "shares": GPU_SHARES}
+GPU_SHARES = {"bf16": 0.717, "f32": 0.717, "fp8": 0.684, "int8": 0.684, "fp4": 0.684, "memory": 0.458}
+
+
+def _gpu(name: str, peak: dict[str, float], bandwidth: float, memory: float, link: float, **fields: Any) -> Chip:
+    return Chip("cuda", name, peak, bandwidth, memory, link, network=50e9, shares=GPU_SHARES, **fields)
+
+
 _HOPPER, _H200 = _peak(989, 1979, 1979, 494), (132, 62914560, 1.98, 9)
+_H200_NVL, _B200 = _peak(835, 1671, 1671, 417), _peak(2250, 4500, 4500, 1125, 9000)
 
 CHIPS: dict[str, Chip] = {
-    "h100": Chip("cuda", "NVIDIA H100", _HOPPER, 3.35e12, 80e9, 900e9, 1, (132, 52428800, 1.98, 9), **_HGX),
-    "h200": Chip("cuda", "NVIDIA H200", _HOPPER, 4.8e12, 141e9, 900e9, 1, _H200, **_HGX),
-    "h200-nvl": Chip(
-        "cuda",
-        "NVIDIA H200 NVL",
-        _peak(835, 1671, 1671, 417),
-        4.8e12,
-        141e9,
-        900e9,
-        1,
-        _H200,
-        domain=4,
-        network=50e9,
-        shares=GPU_SHARES,
-    ),
-    "b200": Chip(
-        "cuda",
-        "NVIDIA B200",
-        _peak(2250, 4500, 4500, 1125, 9000),
-        8.0e12,
-        180e9,
-        1800e9,
-        1,
-        (148, 132644864, 1.965, 10),
-        **_HGX,
-    ),
+    "h100": _gpu("NVIDIA H100", _HOPPER, 3.35e12, 80e9, 900e9, gpu=(132, 52428800, 1.98, 9), domain=8),
+    "h200": _gpu("NVIDIA H200", _HOPPER, 4.8e12, 141e9, 900e9, gpu=_H200, domain=8),
+    "h200-nvl": _gpu("NVIDIA H200 NVL", _H200_NVL, 4.8e12, 141e9, 900e9, gpu=_H200, domain=4),
+    "b200": _gpu("NVIDIA B200", _B200, 8.0e12, 180e9, 1800e9, gpu=(148, 132644864, 1.965, 10), domain=8),
     "v5e": Chip("tpu", "v5e", _peak(197, 197, 394, 197), 0.819e12, 16e9, 200e9, clock=1.5e9),
     "v5p": Chip("tpu", "v5p", _peak(459, 459, 918, 459), 2.765e12, 95e9, 600e9, clock=1.75e9),
     "v6e": Chip("tpu", "v6e", _peak(918, 918, 1836, 918), 1.64e12, 32e9, 448e9, clock=1.75e9),
@@ -146,28 +123,14 @@ def gpu_target(chip: Chip) -> str:
     """Describe a GPU to XLA: a ``GpuTargetConfigProto`` in text form, with what CUDA would report of the device."""
     assert chip.gpu is not None
     cores, l2, clock, capability = chip.gpu
-    info = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 49152,
-        "shared_memory_per_core": 233472,
-        "threads_per_core_limit": 2048,
-        "core_count": cores,
-        "fpus_per_core": 128,
-        "block_dim_limit_x": 2147483647,
-        "block_dim_limit_y": 65535,
-        "block_dim_limit_z": 65535,
-        "memory_bandwidth": int(chip.bandwidth),
-        "l2_cache_size": l2,
-        "clock_rate_ghz": clock,
-        "device_memory_size": int(chip.memory),
-        "shared_memory_per_block_optin": 232448,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-    }
-    fields = " ".join(f"{name}: {value}" for name, value in info.items())
     return (
-        f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {capability} }} }} "
+        "gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128 "
+        "shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472 "
+        "registers_per_block_limit: 65536 registers_per_core_limit: 65536 "
+        "block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
+        f"core_count: {cores} l2_cache_size: {l2} clock_rate_ghz: {clock} "
+        f"memory_bandwidth: {int(chip.bandwidth)} device_memory_size: {int(chip.memory)} "
+        f"cuda_compute_capability {{ major: {capability} }} }} "
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
         f'runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{chip.name}"'
     )

@@ -7,19 +7,8 @@ import math
 import re
 from collections.abc import Iterator
 
-BITS = {
-    "pred": 8,
-    **{f"{kind}{bits}": bits for kind in "su" for bits in (2, 4, 8, 16, 32, 64)},
-    "f16": 16,
-    "bf16": 16,
-    "f32": 32,
-    "f64": 64,
-    "c64": 64,
-    "c128": 128,
-    "token": 0,
-    "opaque": 0,
-}
-"""Bits of an element by HLO's name; the ``f8…`` and ``f4…`` types follow from their names."""
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+"""Bits of an element by HLO's name; those of other dtypes are the first number in their names."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -57,10 +46,9 @@ class Array:
 
 def bits(dtype: str) -> int:
     """Return the bits of an element of a dtype by HLO's name."""
-    if dtype not in BITS:
-        # f8e4m3fn, f4e2m1fn: the digit after the f.
-        BITS[dtype] = int(dtype[1])
-    return BITS[dtype]
+    if dtype in _BITS:
+        return _BITS[dtype]
+    return int(re.findall(r"\d+", dtype)[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxquant.aot.chips import chip
 from jaxquant.aot.outcome import Outcome, layer
 from jaxquant.aot.price import KERNEL_SHARE, Roofline
 from jaxquant.aot.program import Program
+from jaxquant.core.typed import build
 
 Row = dict[str, Any]
 
@@ -106,55 +107,40 @@ class Audit:
 
 def from_json(data: Row) -> Audit:
     """Read what ``Audit.to_json`` wrote, as ``json.loads`` returns it."""
-    below = data.get("unquantized")
-    return Audit(
-        **data
-        | {
-            "outcome": Outcome(**data["outcome"]),
-            "roofline": None if data["roofline"] is None else Roofline(**data["roofline"]),
-            "at_peak": None if data.get("at_peak") is None else Roofline(**data["at_peak"]),
-            "unquantized": None if below is None else from_json(below),
-        }
-    )
+    return build(Audit, data)
 
 
 def matmul_rows(program: Program) -> list[Row]:
     """List matmuls with the layer and the pass they belong to."""
-    rows = []
+    rows: list[Row] = []
     for matmul in program.matmuls:
         name, phase = layer(matmul.path)
-        rows.append(
-            {
-                "layer": name,
-                "pass": phase,
-                "dtypes": matmul.dtypes,
-                "operands": f"{matmul.lhs} {matmul.rhs} → {matmul.out}",
-                "times": matmul.times,
-                "flops": matmul.flops,
-                "kind": matmul.kind,
-            }
-        )
+        row = {"layer": name, "pass": phase, "dtypes": matmul.dtypes}
+        row |= {"operands": f"{matmul.lhs} {matmul.rhs} → {matmul.out}", "times": matmul.times}
+        rows.append(row | {"flops": matmul.flops, "kind": matmul.kind})
     return rows
+
+
+def _added_up(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
+    """Add up (what, times, size of one) by what it is."""
+    found: dict[Any, list[int]] = {}
+    for what, times, size in runs:
+        total = found.setdefault(what, [0, 0])
+        total[0] += times
+        total[1] += times * size
+    return ((what, times, size) for what, (times, size) in found.items())
 
 
 def kernel_rows(program: Program) -> list[Row]:
     """Add custom calls that multiply up by what they are."""
-    found: dict[str, list[int]] = {}
-    for each in program.kernels:
-        total = found.setdefault(each.name, [0, 0])
-        total[0] += each.times
-        total[1] += each.times * each.flops
-    return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, (n, flops) in found.items()]
+    found = _added_up((each.name, each.times, each.flops) for each in program.kernels)
+    return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, n, flops in found]
 
 
 def collective_rows(program: Program) -> list[Row]:
     """Add collectives up by kind and dtype."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for each in program.collectives:
-        total = found.setdefault((each.kind, each.dtype), [0, 0])
-        total[0] += each.times
-        total[1] += each.times * each.bytes
-    rows = ({"kind": kind, "dtype": dtype, "times": n, "bytes": size} for (kind, dtype), (n, size) in found.items())
+    found = _added_up(((each.kind, each.dtype), each.times, each.bytes) for each in program.collectives)
+    rows = ({"kind": kind, "dtype": dtype, "times": n, "bytes": size} for (kind, dtype), n, size in found)
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
@@ -296,7 +282,11 @@ def assumptions(target: str) -> list[str]:
     if described.domain:
         links += f" among {described.domain} chips, {described.network / 1e9:.0f} GB/s beyond"
     figures = f"{target}, per chip: peak TFLOP/s {rates}; {memory}; {links}."
-    shares = [f"Shares achieved: {', '.join(f'{n} {s:.1%}' for n, s in described.shares)}."] if described.shares else []
+    shares = (
+        [f"Shares achieved: {', '.join(f'{n} {s:.1%}' for n, s in described.shares.items())}."]
+        if described.shares
+        else []
+    )
     clock = [f"The clock is {described.clock / 1e9:.2f} GHz."] if described.clock else []
     shared = (
         [f"A device is one of {described.devices} of a chip and has its share of these."]
