@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.blocks import pad_blocks, spread
+from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, split_axes
+from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import choose_implementation, settle
@@ -45,11 +47,13 @@ def contract(
     implementation: str | None = None,
     turns: bool = False,
     parts_dtype: str = "float32",
+    shards: int = 1,
 ) -> Array:
     """Contract two operands: ``(lhs.qvalue · rhs.qvalue) · lhs.scale · rhs.scale``, rounded once to ``out_dtype``.
 
-    A scale that changes along a contraction axis (a tile) cuts that axis; the partial sums of the tiles are scaled and
-    then added in ``parts_dtype``. Where one operand is float, the other is dequantized and the matmul is a float one.
+    A float operand has no scale, and the qvalues that meet it take its dtype, in which they are exact. ``arithmetic``
+    says where operands are dequantized first instead. A scale that changes along a contraction axis (a shard, or a tile
+    of integers) cuts that axis; the partial sums are scaled and then added in ``parts_dtype``.
 
     Args:
       lhs, rhs: operands.
@@ -65,26 +69,31 @@ def contract(
       implementation: what computes the low-precision matmul, None to pick; see ``choose_implementation``.
       turns: whether GPUs bring the contraction last by a copy of the quantized operands (``layouts``).
       parts_dtype: dtype in which the tiles' sums are added, and sent where each lies on a device of its own.
+      shards: blocks of the first contraction axis that were quantized by themselves, whose sums stay low-precision.
 
     Raises:
       ValueError: an implementation that is not known.
     """
     choose_implementation("dot_general", implementation)
-    if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
-        if isinstance(lhs, QTensor):
-            lhs = dequantize(lhs, rhs.dtype.name)  # pyright: ignore[reportAttributeAccessIssue]
-        elif isinstance(rhs, QTensor):
-            rhs = dequantize(rhs, lhs.dtype.name)
-        dtype = accumulator_dtype(None if accumulator == "int32" else accumulator, out_dtype)
+    is_low = isinstance(lhs, QTensor) and isinstance(rhs, QTensor)
+    if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
+        lhs, rhs = (dequantize(side, dtype) if isinstance(side, QTensor) else side for side in (lhs, rhs))
+        # A float matmul adds in float32 and rounds once, whichever it returns.
+        asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
         out = jax.lax.dot_general(
-            lhs,  # pyright: ignore[reportArgumentType]
-            rhs,  # pyright: ignore[reportArgumentType]
+            lhs,
+            rhs,
             dims.numbers,
             precision=precision,
-            preferred_element_type=dtype,
+            preferred_element_type=accumulator_dtype(asked, out_dtype),
             out_sharding=out_sharding,
         )
         return out.astype(out_dtype)
+    if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
+        lhs, rhs = (side if isinstance(side, QTensor) else _unscaled(side) for side in (lhs, rhs))
+        product = functools.partial(_product, out_dtype=out_dtype, accumulator=accumulator or "float32")
+        more = {"precision": precision, "out_sharding": out_sharding}
+        return _few_rows(functools.partial(product, **more), lhs, rhs, dims)
 
     axes = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
     kept = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
@@ -93,15 +102,96 @@ def contract(
         return kernel.einsum(lhs, rhs, *axes, **kept)
     if turns and not dims.lhs_batch and lhs.zero_point is None and rhs.zero_point is None:
         return _turned(lhs, rhs, dims, out_dtype, accumulator, default_precision if precision is None else precision)
-    lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
-    out = _multiply(
+    return _product(
         lhs,
         rhs,
         dims,
-        accumulator_dtype(accumulator, out_dtype),
-        default_precision if precision is None else precision,
-        _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles),
+        out_dtype=out_dtype,
+        accumulator=accumulator_dtype(accumulator, out_dtype),
+        precision=default_precision if precision is None else precision,
+        out_sharding=out_sharding,
+        scale_dtype=scale_dtype,
+        parts_dtype=parts_dtype,
     )
+
+
+FEW_ROWS = 8
+"""Rows of a float operand up to which the tiles of the other are multiplied each by itself, and to which GPUs and TPUs
+are given zeros: less has no matmul of its own there, and is computed element by element."""
+
+
+def dequantized_dtype(
+    lhs: QTensor | Array, rhs: QTensor | Array, dims: Dimensions, out_dtype: str, shards: int = 1
+) -> str | None:
+    """Choose the dtype to which quantized operands of a contraction are dequantized; None multiplies qvalues.
+
+    Two float operands, and what has no elements apart from its scales, are float matmuls. So are tiles: a matmul that
+    scaled each tile's sum would store as many results as there are tiles, and no library has one. Two operands in tiles
+    become bfloat16 where that is the result's dtype or their scales are powers of two, which is exact; else float32.
+    A float operand of few rows is multiplied tile by tile: the results are small, and the weight is read once.
+
+    Args:
+      lhs, rhs, dims, out_dtype, shards: as ``contract`` takes them.
+    """
+    sides = ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract))
+    tensors = [(side, axes) for side, axes in sides if isinstance(side, QTensor)]
+    arrays = [side for side in (lhs, rhs) if not isinstance(side, QTensor)]
+    if not tensors:
+        return arrays[0].dtype.name
+    has_codec = any(side.codec is not None for side, _ in tensors)
+    tiles = (
+        [] if has_codec else [(side.scale.shape[axis], side.blocks[axis]) for side, axes in tensors for axis in axes]
+    )
+    if len(tensors) == 1:
+        x, free = arrays[0], dims.rhs_free if isinstance(lhs, QTensor) else dims.lhs_free
+        rows = math.prod(x.shape[axis] for axis in free)
+        is_after = all(count == 1 or (size > 1 and rows <= FEW_ROWS) for count, size in tiles)
+        return None if is_after and not has_codec and tensors[0][0].zero_point is None else x.dtype.name
+    is_float = all(jnp.issubdtype(side.qvalue.dtype, jnp.floating) for side, _ in tensors)
+    if not has_codec and not (is_float and any(count > shards for count, _ in tiles)):
+        return None
+    is_exact = all(side.codec is None and side.scale.dtype == jnp.float8_e8m0fnu for side, _ in tensors)
+    return "bfloat16" if is_exact or out_dtype == "bfloat16" else "float32"
+
+
+def _unscaled(x: Array) -> QTensor:
+    return QTensor(x, jnp.ones((1,) * x.ndim, jnp.float32))
+
+
+def _few_rows(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
+    """Multiply with fewer rows than GPUs and TPUs have a matmul for: there, rows of zeros are added."""
+    rows = math.prod(lhs.shape[axis] for axis in dims.lhs_free)
+    is_few = 0 < rows < FEW_ROWS and not dims.lhs_batch and rhs.qvalue.dtype.itemsize == 1
+    if not is_few or not is_whole(lhs.qvalue):
+        return product(lhs, rhs, dims)
+    order, sizes = (*dims.lhs_free, *dims.lhs_contract), [lhs.shape[axis] for axis in dims.lhs_contract]
+    inner = Dimensions(tuple(range(1, len(order))), dims.rhs_contract, (), (), 1 + len(sizes), dims.rhs_ndim)
+
+    def padded(x: Array, rhs: QTensor) -> Array:
+        x = jnp.pad(x.transpose(order).reshape(rows, *sizes), [(0, FEW_ROWS - rows)] + [(0, 0)] * len(sizes))
+        out = jax.lax.optimization_barrier(product(_unscaled(jax.lax.optimization_barrier(x)), rhs, inner))
+        return out[:rows].reshape(*(lhs.shape[axis] for axis in dims.lhs_free), *out.shape[1:])
+
+    plain = lambda x, rhs: product(_unscaled(x), rhs, dims)  # noqa: E731
+    return jax.lax.platform_dependent(lhs.qvalue, rhs, cpu=plain, default=padded)
+
+
+def _product(
+    lhs: QTensor,
+    rhs: QTensor,
+    dims: Dimensions,
+    *,
+    out_dtype: str,
+    accumulator: str,
+    precision: Precision,
+    out_sharding: NamedSharding | None,
+    scale_dtype: str = "float32",
+    parts_dtype: str = "float32",
+) -> Array:
+    """Multiply qvalues, and scale the result; see ``contract``."""
+    lhs, rhs, dims, tiles = _split_tiles(lhs, rhs, dims)
+    place = _tiled_sharding(out_sharding, lhs.qvalue, dims, tiles)
+    out = _multiply(lhs, rhs, dims, accumulator, precision, place)
     is_scalar = lhs.full_scale().size == rhs.full_scale().size == 1 and out.dtype == out_dtype
     if out.dtype == jnp.int32 or (scale_dtype == "float32" and not is_scalar):
         out = out.astype(jnp.float32)
@@ -146,9 +236,7 @@ def _multiply(
     """Contract qvalues, subtracting what the zero points add."""
 
     def dot(a: Array, b: Array) -> Array:
-        # One integer dtype for both: there is no mixed int4 by int8 matmul.
-        if a.dtype != b.dtype and jnp.issubdtype(a.dtype, jnp.signedinteger):
-            a, b = a.astype(jnp.int8), b.astype(jnp.int8)
+        a, b = _alike(a, b)
         sizes = [a.shape[axis] for axis in (*dims.lhs_batch, *dims.lhs_free)] + [b.shape[i] for i in dims.rhs_free]
         place = fit_sizes(out_sharding, sizes)
         if min(jax.dtypes.itemsize_bits(a.dtype), jax.dtypes.itemsize_bits(b.dtype)) < 8:
@@ -167,6 +255,22 @@ def _multiply(
     if lhs_zero is not None and rhs_zero is not None:
         out = out + dot(lhs_zero, rhs_zero)
     return out
+
+
+def _alike(a: Array, b: Array) -> tuple[Array, Array]:
+    """Give operands a dtype that has a matmul: a float operand's; int8, as int4 has none with it; e4m3 for e2m1."""
+    widths = [jax.dtypes.itemsize_bits(each.dtype) for each in (a, b)]
+    if max(widths) > 8:
+        wide = (a, b)[widths.index(max(widths))].dtype
+        return a.astype(wide), b.astype(wide)
+    if jnp.issubdtype(a.dtype, jnp.signedinteger):
+        return (a, b) if a.dtype == b.dtype else (a.astype(jnp.int8), b.astype(jnp.int8))
+    return _held(a), _held(b)
+
+
+def _held(x: Array) -> Array:
+    """Return float elements in a type of eight bits."""
+    return x if jax.dtypes.itemsize_bits(x.dtype) == 8 else x.astype(element(x.dtype.name).held_by)
 
 
 def _dot_sub_byte(

@@ -189,6 +189,7 @@ class _Dot(Operation):
             implementation=self.implementation,
             turns=self._turns(left, residual, place),
             parts_dtype=out_dtype if narrow else "float32",
+            shards=matmul.shards,
         )
         n = len(dims.rhs_free)
         return (out.transpose((*range(n, out.ndim), *range(n))) if swaps else out).transpose(order)
