@@ -82,11 +82,11 @@ def test_every_matmul_of_every_layer_is_in_8_bits(target):
 
 @pytest.mark.aot
 def test_a_fallback_is_reported():
-    # XLA has no e5m2 × e5m2 matmul for GPUs.
-    lhs, rhs = (jax.ShapeDtypeStruct((256, 256), jnp.float8_e5m2) for _ in range(2))
+    # GPUs have no matmul of 4-bit integers: XLA widens them.
+    lhs, rhs = (jax.ShapeDtypeStruct((256, 256), jnp.int4) for _ in range(2))
 
     def step(lhs, rhs):
-        return jax.lax.dot(lhs, rhs, preferred_element_type=jnp.bfloat16)
+        return jax.lax.dot(lhs, rhs, preferred_element_type=jnp.int32)
 
     found = jaxquant.audit(step, lhs, rhs, target="h200")
     assert len(found.outcome.fell_back) == 1

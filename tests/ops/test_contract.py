@@ -1,0 +1,124 @@
+"""contract: which arithmetic multiplies what, that it is as exact as it says, and what it holds in memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.ops import dot_general
+from jaxquant.ops.contract import FEW_ROWS, contract, dequantized_dtype
+from jaxquant.ops.dimensions import Dimensions
+from tests import numerics
+
+M, K, N = 48, 256, 64
+DIMS = Dimensions((1,), (0,), (), (), 2, 2)
+NUMBERS = (((1,), (0,)), ((), ()))
+MX = TensorSpec("float8_e4m3fn", "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
+INT4 = TensorSpec("int4", "per_tile", tile_size=32)
+
+
+def operands(rows=M, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (rows, K)) * jnp.logspace(-3, 3, K)
+    return x.astype(dtype), jax.random.normal(keys[1], (K, N)) * jnp.logspace(-3, 3, N)
+
+
+def exact(tensor):
+    return np.asarray(dequantize(tensor), np.float64) if isinstance(tensor, QTensor) else np.asarray(tensor, np.float64)
+
+
+def sizes(function, *arguments):
+    """Return the elements of every array of a traced function."""
+    found, todo = [], [jax.make_jaxpr(function)(*arguments).jaxpr]
+    while todo:
+        jaxpr = todo.pop()
+        for eqn in jaxpr.eqns:
+            found += [variable.aval.size for variable in eqn.outvars]
+            todo += jax.extend.core.jaxprs_in_params(eqn.params)
+    return found
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn"])
+def test_tiles_with_scales_that_are_powers_of_two_lose_nothing_in_bfloat16(dtype, out_dtype):
+    x, w = operands()
+    spec = TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
+    left, right = quantize(x, spec, (1,)), quantize(w, spec, (0,))
+    assert dequantized_dtype(left, right, DIMS, out_dtype) == "bfloat16"
+    for side in (left, right):
+        np.testing.assert_array_equal(exact(side), np.asarray(dequantize(side, "bfloat16"), np.float64))
+    found = np.asarray(contract(left, right, DIMS, out_dtype=out_dtype, accumulator="float32"), np.float64)
+    eps = numerics.BFLOAT16_EPS if out_dtype == "bfloat16" else 0
+    bound = numerics.dot_bound(exact(left), exact(right), numerics.FLOAT32_EPS)
+    assert np.all(np.abs(found - exact(left) @ exact(right)) <= bound + eps * np.abs(found))
+
+
+def test_blocks_with_float32_scales_lose_a_bfloat16_rounding_and_no_more():
+    """What README says of ``fp8_block`` in a bfloat16 model; in a float32 one nothing is lost."""
+    recipe = RECIPES["fp8_block"].recipe
+    assert recipe is not None
+    x, w = operands()
+    left, right = quantize(x, recipe.fwd.lhs, (1,)), quantize(w, recipe.fwd.rhs, (0,))
+    expected = exact(left) @ exact(right)
+    for out_dtype, most in (("bfloat16", 4e-3), ("float32", 1e-6)):
+        assert dequantized_dtype(left, right, DIMS, out_dtype) == out_dtype
+        found = exact(contract(left, right, DIMS, out_dtype=out_dtype, accumulator="float32"))
+        assert np.linalg.norm(found - expected) <= most * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "mxfp4"])
+def test_no_step_of_a_block_recipe_holds_a_result_a_tile(name):
+    x, w = operands()
+    recipe = RECIPES[name].recipe
+    assert recipe is not None
+
+    def step(x, w):
+        return jax.grad(lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe).astype("float32").sum(), (0, 1))(x, w)
+
+    assert max(sizes(step, x, w)) <= max(M * K, K * N, M * N) * 1.01
+
+
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("spec", [TensorSpec("int8"), TensorSpec("float8_e4m3fn"), INT4, MX], ids=str)
+def test_a_lone_weight_is_scaled_after_the_product(rows, spec):
+    """The qvalues are exact in bfloat16, so the product of few rows, or with channels, is rounded once."""
+    x, w = operands(rows)
+    weight = quantize(w, spec, (0,))
+    found = exact(contract(x, weight, DIMS, out_dtype="bfloat16"))
+    expected, is_after = exact(x) @ exact(weight), spec.tile_size is None or rows <= FEW_ROWS
+    assert (dequantized_dtype(x, weight, DIMS, "bfloat16") is None) == is_after
+    rounded = numerics.dot_bound(exact(x), exact(weight), numerics.FLOAT32_EPS if is_after else numerics.BFLOAT16_EPS)
+    assert np.all(np.abs(found - expected) <= rounded + numerics.BFLOAT16_EPS * np.abs(expected))
+
+
+def test_few_rows_are_padded_where_matmuls_want_eight_and_only_there():
+    x, w = operands(3)
+    weight = quantize(w, TensorSpec("int8"), (0,))
+    product = jax.jit(lambda x, w: contract(x, w, DIMS, out_dtype="bfloat16"))
+    texts = {each: product.trace(x, weight).lower(lowering_platforms=(each,)).as_text() for each in ("cpu", "tpu")}
+    assert "tensor<8x256xbf16>" in texts["tpu"]
+    assert "8x256" not in texts["cpu"]
+    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 5, 0), (0, 0, 0)])
+    np.testing.assert_array_equal(product(padded, weight)[:3], product(x, weight))
+
+
+def test_rows_of_several_axes_are_few_together():
+    x, w = operands(4)
+    weight, dims = quantize(w, INT4, (0,)), Dimensions((2,), (0,), (), (), 3, 2)
+    found = contract(x.reshape(2, 2, K), weight, dims, out_dtype="bfloat16")
+    np.testing.assert_array_equal(found.reshape(4, N), contract(x, weight, DIMS, out_dtype="bfloat16"))
+    assert dequantized_dtype(jnp.zeros((5, 2, K)), weight, dims, "bfloat16") == "float32"
+
+
+def test_channels_of_the_free_axes_are_not_tiles():
+    """The gradient of a served layer's input contracts the axis along which each element has a scale of its own."""
+    _, w = operands()
+    weight, grad = quantize(w, TensorSpec("int8"), (0,)), jnp.ones((2, N), jnp.bfloat16)
+    assert dequantized_dtype(grad, weight, Dimensions((1,), (1,), (), (), 2, 2), "bfloat16") == "bfloat16"
