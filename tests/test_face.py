@@ -177,7 +177,6 @@ REFUSED = [
     ("fp9", ValueError, "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
     ({"quantization": "intmp", "quant_backend": "qwix"}, ValueError, "'intmp' does not run on quant_backend 'qwix'"),
     ("absent.yml", ValueError, "absent.yml cannot be read"),
-    ("nvfp4", NotImplementedError, "quantization 'nvfp4' .* not implemented"),
 ]
 
 

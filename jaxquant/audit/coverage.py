@@ -205,7 +205,7 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
         sides.reverse()
     (lhs, left), (rhs, right) = sides
     dtypes = _dtypes(each)
-    widened = _multiplied_as_bfloat16(each, dtypes)
+    widened = _multiplied_wider(each, dtypes)
     decision = decide(each)
     wanted: tuple[str, ...] = ()
     fault = ""
@@ -220,13 +220,13 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
         if not dtypes.is_low and not wanted and any(decision.wanted.values()):
             reason = f"{each.matmul} stays float in {decision.reason}"
         elif widened:
-            reason = _why_widened(widened)
+            reason = _why_widened(each, widened)
     elif dtypes.is_low:
         reason = "" if not decide.has_config else "no layer that the config knows"
         if decide.has_config:
             fault = f"float is wanted (no linear layer of the model) and {left.dtype} × {right.dtype} is there"
     else:
-        reason = _why_widened(widened) if widened else _float_reason(each, decide)
+        reason = _why_widened(each, widened) if widened else _float_reason(each, decide)
         if each.is_stray and decide.has_config and not decide.is_off:
             fault = f"a weight gradient in {left.dtype} × {right.dtype}, and nothing tells of which layer"
     return Row(
@@ -257,17 +257,25 @@ def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
     return all(map(_holds, found, wanted))
 
 
-def _multiplied_as_bfloat16(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[str, ...]:
-    """Return what both operands of a convolution hold in a wider type, () for others; see ``ops.conv``."""
-    held = (dtypes.lhs.rounded_to, dtypes.rhs.rounded_to)
-    is_wider = each.contraction.operation == "conv_general_dilated" and {dtypes.lhs.dtype, dtypes.rhs.dtype} == {
-        "bfloat16"
-    }
-    return (held[0], held[1]) if is_wider and held[0] and held[1] and held[0] != held[1] else ()
+def _multiplied_wider(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[str, ...]:
+    """Return what both operands hold in a wider type where there is no matmul of it, () for others.
+
+    Convolutions have operands of one type (``ops.conv``), and tiles are dequantized (``ops.contract``).
+    """
+    left, right = dtypes.lhs.rounded_to, dtypes.rhs.rounded_to
+    if not left or not right:
+        return ()
+    is_conv = each.contraction.operation == "conv_general_dilated"
+    if is_conv:
+        return (left, right) if {dtypes.lhs.dtype, dtypes.rhs.dtype} == {"bfloat16"} and left != right else ()
+    return (left, right) if any("per tile" in origin.scale for origin in each.origins) else ()
 
 
-def _why_widened(elements: Sequence[str]) -> str:
-    return f"a convolution multiplies {' and '.join(sorted(elements))} as bfloat16: its operands have one type"
+def _why_widened(each: LabeledContraction, elements: Sequence[str]) -> str:
+    held = " and ".join(sorted(set(elements)))
+    if each.contraction.operation == "conv_general_dilated":
+        return f"a convolution multiplies {held} as bfloat16: its operands have one type"
+    return f"tiles of {held} are dequantized: no matmul has their scales"
 
 
 def _holds(found: str, wanted: str) -> bool:

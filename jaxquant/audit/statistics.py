@@ -16,8 +16,8 @@ from jaxquant.core.blocks import apply_blocks
 from jaxquant.core.delayed import BINS, bin_of, bin_value
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.quantize import absolute
 from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.scales import absolute
 
 Array = jax.Array
 STATISTICS = ("amax", "scale", "saturated", "flushed", "sqnr", "nonfinite")

@@ -10,7 +10,7 @@ from jaxquant.config.options import Options
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
 from jaxquant.core.dtypes import Element, element
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, SparsitySpec, TensorSpec
 from jaxquant.core.typed import show
 
 MATMULS = {
@@ -141,7 +141,10 @@ def describe_matmul(spec: MatmulSpec) -> str:
     shards = (
         "" if spec.shards == 1 else f"; the first contraction axis in {spec.shards} blocks, each with its own scales"
     )
-    return into + shards
+    if spec.rotation is None:
+        return into + shards
+    signs = "TransformerEngine's signs" if spec.rotation.signs == "fixed" else "fresh signs in every step"
+    return f"{into}; both operands rotated in runs of {spec.rotation.size} (Hadamard, {signs})"
 
 
 def describe_operand(operand: Operand, forward: TensorSpec | None = None, other_is_quantized: bool = True) -> str:
@@ -201,9 +204,24 @@ def _details(spec: TensorSpec) -> Iterator[str]:
         yield f"the scale rounded {_direction(spec)} to a power of two"
     if spec.outer_scale:
         yield "over one float32 scale for the tensor"
+    if spec.micro is not None:
+        yield from _micro(spec.micro)
+    if spec.source == "forward":
+        yield "made of what the forward matmul read"
     yield "rounded to nearest" if spec.rounding == "nearest" else "rounded stochastically"
     if spec.reciprocal:
         yield "multiplied by 1/scale"
+
+
+def _micro(micro: Micro) -> Iterator[str]:
+    if micro.four_over_six:
+        yield "a block's largest at 4 or 6, whichever errs less"
+    if micro.scale_bound != 448:
+        yield f"the largest scale at {micro.scale_bound:g}"
+    if micro.headroom != 1:
+        yield f"the largest of a block at 6 / {micro.headroom:.4g}"
+    if micro.eden:
+        yield f"scales corrected in vectors of {micro.eden} and rounded stochastically (EDEN)"
 
 
 def _direction(spec: TensorSpec) -> str:

@@ -41,6 +41,7 @@ class Options:
     amax_margin: int = DelayedSpec().margin
     amax_init: Literal["warmup", "flax"] = DelayedSpec().amax_init
     quantization_share_expert_scales: bool = False
+    four_over_six: bool = False
     quant_cfg_path: str = ""
     replicate_quant_scale: bool = False
 
@@ -261,6 +262,21 @@ def _shared(recipe: Recipe, options: Options, shards: int) -> Recipe:
     return dataclasses.replace(recipe, shares_experts=options.quantization_share_expert_scales)
 
 
+# -- FP4 ---------------------------------------------------------------------------------------------------------------
+
+
+def _four_over_six(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    """Let each block of the forward operands, and of what else is rounded to nearest, choose 4 or 6 for its amax."""
+    if not options.four_over_six:
+        return recipe
+    for matmul, side in _OURS:
+        spec = getattr(getattr(recipe, matmul), side)
+        if isinstance(spec, TensorSpec) and spec.micro is not None and not spec.draws:
+            micro = dataclasses.replace(spec.micro, four_over_six=True, scale_bound=256.0)
+            recipe = _replace_operand(recipe, matmul, side, dataclasses.replace(spec, micro=micro))
+    return recipe
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
@@ -272,6 +288,7 @@ GROUPS: dict[str, OptionGroup] = {
     "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed),
     "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity),
     "experts": OptionGroup(("quantization_share_expert_scales",), _shared),
+    "four over six": OptionGroup(("four_over_six",), _four_over_six),
     "stored scales": OptionGroup(("replicate_quant_scale",)),
     "file": OptionGroup(("quant_cfg_path",)),
 }

@@ -55,6 +55,7 @@ class QuantConfig(options.Options):
       weight_sparsity_n, weight_sparsity_m: n of every m weights are kept.
       weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
       amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
+      four_over_six: each block of NVFP4's forward operands puts its largest at 4 or 6, as errs less.
       quantization_share_expert_scales: scales of whole tensors, and their state, are one for all experts of a weight
         (its batch axes, and the groups of a ragged matmul); else each expert has its own.
       quant_cfg_path: file of ``intmp``.

@@ -1,16 +1,16 @@
 """The table of config strings: the numbers of each, the backends that run it, the options that it reads.
 
-An alias shares the row of the string that it stands for. The strings of NVFP4 training are known and refused.
+An alias shares the row of the string that it stands for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.options import GROUPS
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, Rotation, TensorSpec
 from jaxquant.core.typed import nearest, show
 
 
@@ -120,8 +120,44 @@ _FP8_BLOCK = Recipe(
     drhs=MatmulSpec(_BLOCK_TILE, _BLOCK_TILE, "float32"),
 )
 
+
+def _nvfp4(**changes: Any) -> TensorSpec:
+    spec = TensorSpec("float4_e2m1fn", "per_tile", tile_size=16, scale_dtype="float8_e4m3fn", scale_rounding="nearest")
+    return dataclasses.replace(spec, outer_scale=True, **{"micro": Micro(), **changes})
+
+
+# As TransformerEngine: blocks of 16 by 16 serve both matmuls of the weight; its gradient's operands are rotated.
+_TE_TILE = _nvfp4(reciprocal=True)
+_TE_GRAD = _nvfp4(reciprocal=True, rounding="stochastic")
+_NVFP4 = Recipe(
+    "nvfp4",
+    fwd=MatmulSpec(_TE_TILE, _nvfp4(reciprocal=True, granularity="per_block", free_size=16), "float32"),
+    dlhs=MatmulSpec(_TE_GRAD, FORWARD, "float32"),
+    drhs=MatmulSpec(_TE_TILE, _TE_GRAD, "float32", rotation=Rotation(16)),
+)
+_NVFP4_NO_RHT = dataclasses.replace(
+    _NVFP4, name="te_nvfp4_no_rht", drhs=dataclasses.replace(_NVFP4.drhs, rotation=None)
+)
+
+
+def _requantized(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
+    """Rotate both operands of both backward matmuls with fresh signs and round them without bias."""
+    spec, grad = (_nvfp4(rounding=rounding, micro=micro, source=source) for source in ("forward", "original"))
+    rotation = Rotation(size, "fresh")
+    return Recipe(
+        name,
+        fwd=MatmulSpec(_nvfp4(), _nvfp4(), "float32"),
+        dlhs=MatmulSpec(grad, spec, "float32", rotation=rotation),
+        drhs=MatmulSpec(spec, grad, "float32", rotation=rotation),
+    )
+
+
+_QUARTET2 = _requantized("quartet2", 128, "nearest", Micro(17 / 16 * 0.93, 255.99, eden=128))
+_TETRAJET_V2 = _requantized("tetrajet_v2", 32, "stochastic", Micro(17 / 16))
+
 _ALL, _AQT, _QWIX = tuple(BACKENDS), ("aqt", "native"), ("qwix", "native")
 _DELAYED = ("delayed", "experts")
+_FP4 = ("four over six",)
 
 RECIPES: dict[str, RecipeRow] = {
     "": RecipeRow(None, "no quantization", ()),
@@ -172,6 +208,20 @@ RECIPES: dict[str, RecipeRow] = {
     "mxfp4": RecipeRow(
         _microscaling("mxfp4", "float4_e2m1fn", 32), "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
     ),
+    "nvfp4": RecipeRow(
+        _NVFP4,
+        "NVFP4 as TransformerEngine trains: weights 16 by 16, gradients stochastic, rotated for the weight's",
+        options=_FP4,
+    ),
+    "te_nvfp4_no_rht": RecipeRow(_NVFP4_NO_RHT, "nvfp4 without the rotation", options=_FP4),
+    "quartet2": RecipeRow(
+        _QUARTET2, "NVFP4 forward; backward rotated with fresh signs and rounded by EDEN (Quartet II)", options=_FP4
+    ),
+    "tetrajet_v2": RecipeRow(
+        _TETRAJET_V2,
+        "NVFP4 forward; backward rotated with fresh signs and rounded stochastically (TetraJet-v2)",
+        options=_FP4,
+    ),
     "int8_delayed": RecipeRow(
         _INT8_DELAYED,
         "int8 for TPUs: delayed scaling of operands, this step's amax and stochastic rounding of the output gradient",
@@ -194,11 +244,9 @@ _ALIASES = {
     "fp4_e2m1": "fp4",
     "te_fp8_currentscaling": "fp8_current",
     "te_mxfp8": "mxfp8",
+    "te_nvfp4": "nvfp4",
 }
 RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
-
-REFUSED: dict[str, str] = dict.fromkeys(("nvfp4", "te_nvfp4", "te_nvfp4_no_rht"), "mxfp4")
-"""Config strings that train in NVFP4, known but not implemented, and the string that comes closest."""
 
 
 def lookup(name: str, place: str = "quantization") -> RecipeRow:
@@ -211,16 +259,11 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     Raises:
       TypeError: no string.
       ValueError: unknown string; names the nearest known ones.
-      NotImplementedError: a string that trains in NVFP4.
     """
     if not isinstance(name, str):
         raise TypeError(f"{place} must be a string, got {show(name)} ({type(name).__name__})")
-    if name in REFUSED:
-        raise NotImplementedError(
-            f"{place} {name!r} trains in NVFP4, which is not implemented; the closest is {REFUSED[name]!r}"
-        )
     if name not in RECIPES:
-        raise ValueError(f"{place} {show(name)} is not a known recipe; {nearest(name, (*RECIPES, *REFUSED), 3)}")
+        raise ValueError(f"{place} {show(name)} is not a known recipe; {nearest(name, RECIPES, 3)}")
     return RECIPES[name]
 
 

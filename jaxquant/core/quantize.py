@@ -8,39 +8,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
+from jaxquant.core.micro import quantize_micro
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import Part, asymmetric_cast, saturating_cast, stochastic_cast
-from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, power_of_two_below, scale_of_amax
-
-
-def absolute(x: jax.Array) -> jax.Array:
-    """Return |x| whose maximum shows a NaN: NaN itself or, on CPUs, infinity.
-
-    XLA:CPU's maximum can lose a NaN. Elsewhere the plain function is what compilers fuse: the test for NaN makes the
-    H200's write two copies of every weight.
-    """
-    return _absolute.bind(x)
-
-
-def _absolute_on_cpu(x: jax.Array) -> jax.Array:
-    return jax.lax.select(x == x, jax.lax.abs(x), jax.lax.full_like(x, jnp.inf))
-
-
-# A primitive, because a choice by platform is thirty lines of a program for each shape.
-_absolute = Primitive("absolute")
-_absolute.def_impl(jax.jit(_absolute.bind))
-_absolute.def_abstract_eval(lambda x: x)
-ad.defjvp(_absolute, lambda slope, x: slope * jax.lax.sign(x))
-batching.defvectorized(_absolute)
-mlir.register_lowering(_absolute, mlir.lower_fun(jax.lax.abs, multiple_results=False))
-mlir.register_lowering(_absolute, mlir.lower_fun(_absolute_on_cpu, multiple_results=False), platform="cpu")
+from jaxquant.core.scales import SMALLEST_SCALE, absolute, floor_scale, power_of_two_below, scale_of_amax
 
 
 class Scales(NamedTuple):
@@ -202,6 +178,8 @@ def quantize(
       ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
+    if spec.micro is not None:
+        return quantize_micro(x, spec, block, key)
     scales = compute_scale(x, spec, block, floor)
     if scales.scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.

@@ -22,6 +22,44 @@ FORWARD: Final = "forward"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Micro:
+    """How NVFP4 training chooses the e4m3 scales of blocks; see ``core.micro``.
+
+    Attributes:
+      headroom: a block's amax becomes the element's bound divided by this.
+      scale_bound: the largest block scale.
+      four_over_six: whether a block whose squared error is less with its amax at 4 takes that, where 6 is the bound.
+      eden: elements of a vector whose block scales are corrected so that rounding has no bias; 0 for none.
+    """
+
+    headroom: float = 1.0
+    scale_bound: float = 448.0
+    four_over_six: bool = False
+    eden: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rotation:
+    """A Hadamard rotation of both operands of a matmul along its contraction.
+
+    Attributes:
+      size: neighbours that are rotated together, a power of two.
+      signs: ``fixed`` (TransformerEngine's, in runs of 16) or ``fresh`` (drawn in every backward pass).
+    """
+
+    size: int
+    signs: Literal["fixed", "fresh"] = "fixed"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.size < 2 or self.size & (self.size - 1) or (self.signs == "fixed" and self.size % 16):
+            raise ValueError(f"Rotation size {self.size} must be a power of two, and of fixed signs at least 16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
     """How one operand becomes a quantized tensor.
 
@@ -50,6 +88,9 @@ class TensorSpec:
         gradient. ``activation_scale_ub`` of checkpoints.
       codec: name of a tensor format of ``jaxquant.formats`` whose encoder makes elements and scales together; every
         other field but ``dtype``, the type of its elements, has its default then. None for the fields above.
+      micro: how e4m3 scales of blocks and the one above them are chosen in training, None for as checkpoints have them.
+      source: what a backward operand is made of: the float tensor, or what the forward matmul read (``forward``), of
+        which alone its bytes are kept then.
     """
 
     dtype: str
@@ -66,6 +107,8 @@ class TensorSpec:
     outer_scale: bool = False
     amax_bound: float | None = None
     codec: str | None = None
+    micro: Micro | None = None
+    source: Literal["original", "forward"] = "original"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -110,6 +153,8 @@ class TensorSpec:
                 f"TensorSpec outer_scale belongs to tiles with scales in float8_e4m3fn, got granularity "
                 f"{self.granularity!r} and scale_dtype {self.scale_dtype}"
             )
+        if self.micro is not None and not self.outer_scale:
+            raise ValueError("TensorSpec micro belongs to blocks with an outer_scale, and outer_scale is False")
         if self.amax_bound is not None and not self.amax_bound > 0:
             raise ValueError(f"TensorSpec amax_bound must be above 0, got {self.amax_bound}")
         has_statistic = self.scaling == "dynamic" and self.calibration.method in ("absmax", "rms")
@@ -128,6 +173,11 @@ class TensorSpec:
     def clips(self) -> bool:
         """Whether values can lie outside the covered range, so that their gradient is zero."""
         return self.calibration.clips or self.amax_bound is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn: for stochastic rounding, or for EDEN's block scales."""
+        return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)
 
 
 _SCALE_ROUNDINGS = {
@@ -150,15 +200,30 @@ class MatmulSpec:
       accumulator: dtype name asked of the matmul (``preferred_element_type``), or None for the result's dtype
         (float32 where the result is float16).
       shards: the first contraction axis is cut into this many blocks, each quantized by itself (1: whole).
+      rotation: of both operands before they are quantized, None for none. Of several contraction axes the longest is
+        rotated, and tiles lie along it.
     """
 
     lhs: Operand = None
     rhs: Operand = None
     accumulator: str | None = None
     shards: int = 1
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        sides = (self.lhs, self.rhs)
+        if self.rotation is not None and not all(isinstance(side, TensorSpec) for side in sides):
+            raise ValueError(f"MatmulSpec rotation needs two operands with specs of their own, got {sides}")
+        if self.rotation is not None and self.shards != 1:
+            raise ValueError(f"MatmulSpec rotation needs one shard, got {self.shards}")
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the kept operand of a backward matmul is quantized in the backward pass, as fresh signs ask."""
+        sides = [side for side in (self.lhs, self.rhs) if isinstance(side, TensorSpec)]
+        is_fresh = self.rotation is not None and self.rotation.signs == "fresh"
+        return is_fresh or any(side.source == "forward" for side in sides)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,6 +302,10 @@ class Recipe:
                 f"recipe {self.name!r} scales its output gradient by one history, so dlhs.lhs and drhs.rhs must be the "
                 f"same spec, got {grad} and {own}"
             )
+        if self.fwd.rotation is not None or self.fwd.is_late:
+            raise ValueError(
+                f"recipe {self.name!r} has a rotation or a source in its forward matmul; backward ones have"
+            )
         specs = [spec for spec in self.specs.values() if isinstance(spec, TensorSpec)]
         if self.shares_experts and not any(spec.granularity == "per_tensor" for spec in specs):
             raise ValueError(
@@ -267,8 +336,9 @@ class Recipe:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether an operand is rounded stochastically."""
-        return any(isinstance(spec, TensorSpec) and spec.rounding == "stochastic" for spec in self.specs.values())
+        """Whether an operand is rounded stochastically, or rotated with fresh signs."""
+        is_fresh = any(each.rotation is not None and each.rotation.signs == "fresh" for each in (self.dlhs, self.drhs))
+        return is_fresh or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
 
     @property
     def hides_slope(self) -> bool:

@@ -8,6 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jaxquant.core.recipe import TensorSpec
 
@@ -20,6 +22,29 @@ SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _LARGEST_E4M3 = 448.0
+
+
+def absolute(x: Array) -> Array:
+    """Return |x| whose maximum shows a NaN: NaN itself or, on CPUs, infinity.
+
+    XLA:CPU's maximum can lose a NaN. Elsewhere the plain function is what compilers fuse: the test for NaN makes the
+    H200's write two copies of every weight.
+    """
+    return _absolute.bind(x)
+
+
+def _absolute_on_cpu(x: Array) -> Array:
+    return jax.lax.select(x == x, jax.lax.abs(x), jax.lax.full_like(x, jnp.inf))
+
+
+# A primitive, because a choice by platform is thirty lines of a program for each shape.
+_absolute = Primitive("absolute")
+_absolute.def_impl(jax.jit(_absolute.bind))
+_absolute.def_abstract_eval(lambda x: x)
+ad.defjvp(_absolute, lambda slope, x: slope * jax.lax.sign(x))
+batching.defvectorized(_absolute)
+mlir.register_lowering(_absolute, mlir.lower_fun(jax.lax.abs, multiple_results=False))
+mlir.register_lowering(_absolute, mlir.lower_fun(_absolute_on_cpu, multiple_results=False), platform="cpu")
 
 
 def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,8 @@ def contract(
     choose_implementation("dot_general", implementation)
     is_low = isinstance(lhs, QTensor) and isinstance(rhs, QTensor)
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
-        lhs, rhs = (dequantize(side, dtype) if isinstance(side, QTensor) else side for side in (lhs, rhs))
+        outer = functools.reduce(jnp.multiply, _outer_scales(lhs, rhs)) if is_low and _outer_scales(lhs, rhs) else None
+        lhs, rhs = (_inner(side, dtype, outer is None) for side in (lhs, rhs))
         # A float matmul adds in float32 and rounds once, whichever it returns.
         asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
         out = jax.lax.dot_general(
@@ -85,10 +87,10 @@ def contract(
             rhs,
             dims.numbers,
             precision=precision,
-            preferred_element_type=accumulator_dtype(asked, out_dtype),
+            preferred_element_type=accumulator_dtype(asked, out_dtype if outer is None else "float32"),
             out_sharding=out_sharding,
         )
-        return out.astype(out_dtype)
+        return (out if outer is None else out * outer.reshape(())).astype(out_dtype)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         lhs, rhs = (side if isinstance(side, QTensor) else _unscaled(side) for side in (lhs, rhs))
         product = functools.partial(_product, out_dtype=out_dtype, accumulator=accumulator or "float32")
@@ -127,8 +129,9 @@ def dequantized_dtype(
 
     Two float operands, and what has no elements apart from its scales, are float matmuls. So are tiles: a matmul that
     scaled each tile's sum would store as many results as there are tiles, and no library has one. Two operands in tiles
-    become bfloat16 where that is the result's dtype or their scales are powers of two, which is exact; else float32.
-    A float operand of few rows is multiplied tile by tile: the results are small, and the weight is read once.
+    become bfloat16 where that is the result's dtype or their scales have eight bits, which is exact; else float32.
+    Their outer scales multiply the product. A float operand of few rows is multiplied tile by tile: the results are
+    small, and the weight is read once.
 
     Args:
       lhs, rhs, dims, out_dtype, shards: as ``contract`` takes them.
@@ -150,8 +153,19 @@ def dequantized_dtype(
     is_float = all(jnp.issubdtype(side.qvalue.dtype, jnp.floating) for side, _ in tensors)
     if not has_codec and not (is_float and any(count > shards for count, _ in tiles)):
         return None
-    is_exact = all(side.codec is None and side.scale.dtype == jnp.float8_e8m0fnu for side, _ in tensors)
+    is_exact = all(side.codec is None and side.scale.dtype.itemsize == 1 for side, _ in tensors)
     return "bfloat16" if is_exact or out_dtype == "bfloat16" else "float32"
+
+
+def _outer_scales(*sides: Any) -> list[Array]:
+    return [side.outer_scale for side in sides if isinstance(side, QTensor) and side.outer_scale is not None]
+
+
+def _inner(side: QTensor | Array, dtype: str, has_outer: bool) -> Array:
+    """Return an operand of a float matmul, which its outer scale multiplies after it where ``has_outer`` is not set."""
+    if not isinstance(side, QTensor):
+        return side
+    return dequantize(side if has_outer else dataclasses.replace(side, outer_scale=None), dtype)
 
 
 def _unscaled(x: Array) -> QTensor:

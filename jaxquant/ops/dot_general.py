@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Key
 
+from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.rounding import Part, digest
@@ -20,7 +21,7 @@ from jaxquant.ops.converted import check_input_scale, each_element, has_scales_o
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align
 from jaxquant.ops.implementation import choose_implementation
-from jaxquant.ops.operand import Observation, scale_dtype
+from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
 from jaxquant.ops.prepared import Prepared, prepare
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
@@ -216,6 +217,8 @@ class _Dot(Operation):
         spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
         if not isinstance(spec, TensorSpec):
             return grad, dequantize(residual, out_dtype) if isinstance(residual, QTensor) else residual
+        if isinstance(kept, TensorSpec) and (matmul.rotation is not None or matmul.is_late):
+            return self._rotated(grad, residual, matmul, spec, kept, dims, key)
         left = grad
         if isinstance(residual, QTensor) and kept == FORWARD:
             forward_spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
@@ -224,6 +227,32 @@ class _Dot(Operation):
             return shared, residual
         cast = self.cast_gradient(left, spec, dims.lhs_contract, dims.lhs_batch, key, part, shards=matmul.shards)
         return cast[0], residual
+
+    def _rotated(
+        self,
+        grad: Array,
+        residual: QTensor | Array,
+        matmul: MatmulSpec,
+        spec: TensorSpec,
+        kept: TensorSpec,
+        dims: Dimensions,
+        key: Array | None,
+    ) -> tuple[QTensor, QTensor]:
+        """Rotate both operands, the residual only if that was not done before it was kept, and quantize them."""
+        left, right = dims.lhs_contract, dims.rhs_contract
+        if matmul.rotation is not None:
+            index = rotated_axis(tuple(grad.shape[axis] for axis in left))
+            left, right = left[index : index + 1], right[index : index + 1]
+            signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+            grad = rotate(grad, left[0], signs)
+        if matmul.is_late:
+            whole = dequantize(residual) if isinstance(residual, QTensor) else residual
+            if matmul.rotation is not None:
+                whole = rotate(whole, right[0], signs)  # pyright: ignore[reportPossiblyUnbound]
+            own = jax.random.fold_in(key, 3) if kept.draws and key is not None else None
+            residual = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)[0]
+        assert isinstance(residual, QTensor)
+        return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, None, shards=matmul.shards)[0], residual
 
     def noise_seed(self, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
         """Return bits to draw noise from, None where there are too few: of scales, and of amax histories.
@@ -242,7 +271,7 @@ class _Dot(Operation):
         return digest(scales, [tensor["amax_history"] for tensor in state.values()])
 
     def part(self, grad: Array) -> Part | None:
-        if self.parts is None:
+        if self.parts is None or any(each.rotation is not None for each in (self.recipe.dlhs, self.recipe.drhs)):
             return None
         names = (*self.parts, *[()] * (grad.ndim - len(self.parts)))
         counts = [math.prod(jax.lax.axis_size(name) for name in each) for each in names]

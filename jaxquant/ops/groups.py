@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quantize import absolute, compute_scale, quantize, quantize_with_scale
+from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.scales import SMALLEST_SCALE, power_of_two_below
+from jaxquant.core.scales import SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import over_devices
 from jaxquant.ops.operand import forward_key
 

@@ -20,10 +20,10 @@ from jaxtyping import Float, Key
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quantize import absolute, quantize, quantize_with_scale
+from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import Part, content_key, noise_seeds
-from jaxquant.core.scales import SMALLEST_SCALE
+from jaxquant.core.scales import SMALLEST_SCALE, absolute
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
 from jaxquant.kernels.quantize import api as kernel
@@ -189,7 +189,7 @@ def forward_key(x: Array, spec: TensorSpec | None, key: Array | None) -> Array |
       spec: its spec, None where it stays float.
       key: the caller's.
     """
-    if spec is None or spec.rounding != "stochastic":
+    if spec is None or not spec.draws:
         return None
     own = content_key(x)
     return own if key is None else jax.random.fold_in(device_key(key, x), jax.random.bits(own))

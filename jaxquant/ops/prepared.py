@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxquant.core import delayed
+from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
-from jaxquant.core.recipe import FORWARD, Operand, Recipe, Side, TensorSpec
+from jaxquant.core.recipe import FORWARD, Operand, Recipe, Rotation, Side, TensorSpec
 from jaxquant.core.sharding import whole_axis
 from jaxquant.ops.gradients import RESIDUAL_NAME
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
@@ -76,11 +77,13 @@ def make_prepared(
     if spec is not None:
         more = {"key": forward_key(x, spec, key), "implementation": implementation}
         forward, seen = quantize_operand(x, spec, axes, recipe=recipe, batch=batch, state=state, **more)
-    operand = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs
+    matmul, operand = (recipe.drhs, recipe.drhs.lhs) if side == "lhs" else (recipe.dlhs, recipe.dlhs.rhs)
     kept = forward
-    if operand != FORWARD:
+    if isinstance(operand, TensorSpec) and matmul.is_late:
+        kept = forward if operand.source == "forward" else x
+    elif operand != FORWARD:
         free = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in batch)
-        kept = _own(x, operand, recipe, free, batch, key, implementation)
+        kept = _own(x, operand, recipe, free, batch, key, implementation, matmul.rotation)
     elif seen is not None:
         seen = seen._replace(scale=None)  # the tensor has it
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
@@ -106,6 +109,7 @@ def _own(
     batch: tuple[int, ...],
     key: Array | None,
     implementation: str | None,
+    rotation: Rotation | None,
 ) -> QTensor | Array:
     """Return what backward reads of an operand, of which it does not take the forward's qvalues.
 
@@ -114,6 +118,9 @@ def _own(
     if spec is None:
         return x
     own = forward_key(x, spec, key)
+    if rotation is not None:
+        axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes))],)
+        x = rotate(x, axes[0], draw_signs(rotation, None))
     return quantize_operand(x, spec, axes, recipe=recipe, batch=batch, key=own, implementation=implementation)[0]
 
 

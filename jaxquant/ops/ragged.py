@@ -24,9 +24,9 @@ from jaxtyping import Array, Float, Int
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
-from jaxquant.core.quantize import absolute, quantize_with_scale
+from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, power_of_two_below
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices
 from jaxquant.ops import arguments
 from jaxquant.ops.arguments import QuantState

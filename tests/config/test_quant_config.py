@@ -24,6 +24,7 @@ MAXTEXT_DEFAULTS = {
 OUR_DEFAULTS = {
     "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
     "amax_init": "warmup", "strict": False, "implementation": None, "quantization_share_expert_scales": False,
+    "four_over_six": False,
 }  # fmt: skip
 
 
@@ -154,8 +155,6 @@ def test_a_string_is_a_config_string():
     assert QuantConfig.from_any("") == QuantConfig()
     with pytest.raises(ValueError, match=r"quantization 'fp9' is not a known recipe; did you mean 'fp8'"):
         QuantConfig.from_any("fp9")
-    with pytest.raises(NotImplementedError, match=r"quantization 'nvfp4' .* not implemented"):
-        QuantConfig.from_any("nvfp4")
 
 
 BOUNDS = "fwd_lhs, fwd_rhs, dlhs_lhs, dlhs_rhs, drhs_lhs, drhs_rhs"
@@ -253,6 +252,7 @@ OPTION_VALUES = {
     "per_tensor_scales": [True] * 6, "weight_quantization_calibration_method": "absmax,0.9",
     "act_quantization_calibration_method": "fixed,3", "bwd_quantization_calibration_method": "rms,4",
     "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax", "quantization_share_expert_scales": True,
+    "four_over_six": True,
 }  # fmt: skip
 DELAYED = {"int8_delayed", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
 READERS = {
@@ -264,12 +264,13 @@ READERS = {
     "amax_history_length": DELAYED,
     "amax_margin": DELAYED,
     "amax_init": DELAYED,
+    "four_over_six": {"nvfp4", "quartet2", "tetrajet_v2"},
     "quantization_share_expert_scales": DELAYED | {"fp8_current", "te_fp8_currentscaling", "aqt_fp8_full"},
 }
 STRINGS = [
     "", "int8", "int8_delayed", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full",
     "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1", "aqt_fp8", "aqt_fp8_full", "fp8_current",
-    "te_fp8_currentscaling", "int8w", "int4w",
+    "te_fp8_currentscaling", "int8w", "int4w", "nvfp4", "quartet2", "tetrajet_v2",
 ]  # fmt: skip
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from jaxquant.config.options import OPERANDS, Options
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import BACKENDS, RECIPES, REFUSED
+from jaxquant.config.recipes import BACKENDS, RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Recipe, Rotation, SparsitySpec, TensorSpec
 
 I8, I4, F4 = "int8", "int4", "float4_e2m1fn"
 E4, E5, E4Z, E5Z = "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"
@@ -24,6 +24,8 @@ ROWS = {  # string: (auto, backends)
     "fp8_current": ("native", NATIVE), "te_fp8_currentscaling": ("native", NATIVE), "int8w": ("native", NATIVE),
     "int4w": ("native", NATIVE), "fp8_block": ("native", NATIVE), "mxfp8": ("native", NATIVE),
     "te_mxfp8": ("native", NATIVE), "mxfp4": ("native", NATIVE), "int8_delayed": ("native", NATIVE),
+    "nvfp4": ("native", NATIVE), "te_nvfp4": ("native", NATIVE), "te_nvfp4_no_rht": ("native", NATIVE),
+    "quartet2": ("native", NATIVE), "tetrajet_v2": ("native", NATIVE),
     **{f"ggml_{name}": ("native", NATIVE) for name in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")},
 }  # fmt: skip
 
@@ -48,9 +50,38 @@ def mx(name, dtype):
     return Recipe(name, both, both, both)
 
 
+def nv(granularity="per_tile", free_size=None, **rest):
+    scales = {"scale_dtype": "float8_e4m3fn", "scale_rounding": "nearest", "outer_scale": True, "micro": Micro()}
+    return TensorSpec(F4, granularity, tile_size=16, free_size=free_size, **scales | rest)
+
+
+def te_nvfp4(name, rotation):
+    tile, grad = nv(reciprocal=True), nv(reciprocal=True, rounding="stochastic")
+    return Recipe(
+        name,
+        MatmulSpec(tile, nv("per_block", 16, reciprocal=True), "float32"),
+        MatmulSpec(grad, FORWARD, "float32"),
+        MatmulSpec(tile, grad, "float32", rotation=rotation),
+    )
+
+
+def requantized(name, size, **rest):
+    grad, kept, rotation = nv(**rest), nv(source="forward", **rest), Rotation(size, "fresh")
+    return Recipe(
+        name,
+        MatmulSpec(nv(), nv(), "float32"),
+        MatmulSpec(grad, kept, "float32", rotation=rotation),
+        MatmulSpec(kept, grad, "float32", rotation=rotation),
+    )
+
+
 TILE = TensorSpec(E4, "per_tile", tile_size=128)
 AQT_E5 = TensorSpec(E5, "per_tensor", reciprocal=True)
 EXPECTED = {
+    "nvfp4": te_nvfp4("nvfp4", Rotation(16)),
+    "te_nvfp4_no_rht": te_nvfp4("te_nvfp4_no_rht", None),
+    "quartet2": requantized("quartet2", 128, micro=Micro(17 / 16 * 0.93, 255.99, eden=128)),
+    "tetrajet_v2": requantized("tetrajet_v2", 32, micro=Micro(17 / 16), rounding="stochastic"),
     "mxfp8": mx("mxfp8", E4),
     "mxfp4": mx("mxfp4", F4),
     "fp8_block": Recipe(
@@ -99,7 +130,7 @@ EXPECTED = {
 }
 ALIASES = {
     "fp8_gpu": "fp8", "te_fp8_delayedscaling": "fp8", "fp8_nanoo": "nanoo_fp8", "fp4_e2m1": "fp4",
-    "te_fp8_currentscaling": "fp8_current", "te_mxfp8": "mxfp8",
+    "te_fp8_currentscaling": "fp8_current", "te_mxfp8": "mxfp8", "te_nvfp4": "nvfp4",
 }  # fmt: skip
 
 
@@ -162,14 +193,6 @@ def test_native_twins_of_maxtext_qwix_mode(name):
         ValueError, match=f"quantization '{name}' does not run with use_qwix_quantization true.*'native'"
     ):
         config(name, use_qwix_quantization=True)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_block_scaled_strings_say_so(name):
-    message = f"quantization {name!r} trains in NVFP4, which is not implemented; the closest is "
-    with pytest.raises(NotImplementedError, match=message + repr(REFUSED[name])):
-        config(name)
-    assert REFUSED[name] in RECIPES
 
 
 @pytest.mark.parametrize(("name", "near"), [("int88", "int8"), ("fp8_ful", "fp8_full"), ("nvfp", "nvfp4")])

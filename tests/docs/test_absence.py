@@ -21,19 +21,13 @@ import jaxquant
 from jaxquant import formats
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.config.quant_config import _NOT_HERE
-from jaxquant.config.recipes import RECIPES, REFUSED
+from jaxquant.config.recipes import RECIPES
 from jaxquant.kernels.quantize import api as quantize_kernel
 from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.ragged import ragged_dot
 from tests.docs.test_blocks import BLOCK, PAGES, ROOT
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")
-
-
-def refused(*strings: str) -> None:
-    for string in strings or REFUSED:
-        with pytest.raises(NotImplementedError, match=f"'{string}' trains in NVFP4"):
-            jaxquant.QuantConfig(quantization=string)
 
 
 def no_chip() -> None:
@@ -122,7 +116,6 @@ def held(test: str) -> Callable[[], None]:
 
 
 STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
-    ("README.md", "Not here: training in NVFP4, whose strings are refused by name", refused),
     ("README.md", "No accelerator has run this code yet", no_chip),
     ("README.md", "It has not run on a chip yet", no_chip),
     ("README.md", "no kernel has their scales", no_kernel_of_tiles),
@@ -131,10 +124,8 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
         "H100, H200 and B200 have no matmul of `fp4`",
         held("docs/test_strings_compile.py::test_gpus_have_no_matmul_of_four_bits"),
     ),
-    ("docs/index.md", "What it is not, yet ¶ Training in NVFP4 is not here", refused),
-    ("docs/index.md", "No accelerator has run this code", no_chip),
+    ("docs/index.md", "What it is not, yet ¶ No accelerator has run this code", no_chip),
     ("docs/from/te.md", "none has run on a chip", no_chip),
-    ("docs/from/te.md", "not implemented; `te_nvfp4` is an error", lambda: refused("te_nvfp4")),
     (
         "docs/from/qwix.md",
         "What Qwix has and jaxquant has not: GPTQ, AWQ, SmoothQuant, ODML export",
@@ -153,7 +144,6 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
     ),
     ("docs/guide/choosing.md", "contractions that it has no op for (convolutions on both", no_ops_of_libraries),
     ("docs/guide/choosing.md", "XLA's CPU compiler refuses the 4-bit matmuls of Qwix", no_four_bits_of_qwix_on_cpus),
-    ("docs/guide/choosing.md", "train in NVFP4, which is not implemented", refused),
     ("docs/guide/health.md", "the layers of Linen models alone; an NNX module is a TypeError", no_nnx_health),
     ("docs/guide/meshes.md", "(ragged matmuls and convolutions not there)", no_explicit_ragged),
     ("docs/guide/meshes.md", "Several hosts, and accelerators, have not been tried", no_chip),
@@ -169,7 +159,6 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
         held("docs/test_out_of_reach.py::test_every_line_of_the_tables_is_run"),
     ),
     ("jaxquant/formats/packed_matmul.py", "there is no other yet", no_other_packed_matmul),
-    ("jaxquant/config/recipes.py", "known but not implemented", refused),
     (
         "jaxquant/config/quant_config.py",
         "a field of MaxText's that asks for what is not implemented",

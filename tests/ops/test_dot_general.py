@@ -80,7 +80,8 @@ def gradient(matmul_grad, matmul_kept, grad, kept, kept_forward, axis):
     return q_grad * grad_scale.astype(np.float64), qvalue * scale.astype(np.float64)
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+# NVFP4's are in core/test_micro.py.
+@pytest.mark.parametrize("name", [name for name, each in DISTINCT.items() if not getattr(each.fwd.lhs, "micro", None)])
 def test_three_matmuls_are_those_of_plain_numpy(name):
     recipe = nearest(DISTINCT[name])
     check_three_matmuls(recipe, *(np.asarray(a) for a in operands()))
@@ -337,7 +338,9 @@ def test_saved_for_backward_is_one_byte_an_element_and_the_scales(name):
     state = initial_state(recipe)
     kept = saved_for_backward(lambda a, b, s: dot_general(a, b, NUMBERS, recipe=recipe, state=s), x, w, state)
     scales = 4 * (M + N + K + 8)
-    assert x.size + w.size <= sum(kept.values()) <= x.size + w.size + scales
+    least = x.size + w.size
+    filled = 0 if recipe.drhs.rotation is None else K * (-M % recipe.drhs.rotation.size)  # with zeros, up to a run
+    assert least <= sum(kept.values()) <= least + filled + scales
 
 
 def test_stochastic_rounding_of_a_forward_operand():

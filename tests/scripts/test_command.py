@@ -34,7 +34,6 @@ def test_strings_and_explain_print_what_the_table_says(capsys):
     ("words", "message"),
     [
         (["explain", "fp9"], "quantization 'fp9' is not a known recipe; did you mean 'fp8'"),
-        (["explain", "nvfp4"], "quantization 'nvfp4' trains in NVFP4, which is not implemented"),
         (["explain", "fp8", "margin=1"], "QuantConfig has no field 'margin'"),
         (["explain", "fp8", "margin"], "'margin' is not of the form key=value"),
         (["coverage", "absent.yml"], "absent.yml"),

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.quantize import absolute
 from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+from jaxquant.core.scales import absolute
 from jaxquant.kernels import KERNEL_PREFIX
 
 NAME = f"{KERNEL_PREFIX}quantize"

@@ -1,0 +1,59 @@
+"""hadamard: rotations of a contraction, which spread outliers: ``(x·R)·(w·R)ᵀ = x·wᵀ``, with R = diag(signs)·H/√n."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core.blocks import pad_blocks
+from jaxquant.core.recipe import Rotation
+from jaxquant.core.sharding import merge_axes, split_axes
+
+Array = jax.Array
+_FIXED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""TransformerEngine's signs."""
+
+
+def rotated_axis(sizes: tuple[int, ...]) -> int:
+    """Choose which of several contraction axes is rotated: the longest, the first of equals."""
+    return sizes.index(max(sizes))
+
+
+def draw_signs(rotation: Rotation, key: Array | None) -> Array:
+    """Return the signs of a rotation, float32 of its size.
+
+    Args:
+      rotation: which.
+      key: random key, where the signs are fresh.
+    """
+    if rotation.signs == "fixed":
+        return jnp.tile(jnp.array(_FIXED, jnp.float32), rotation.size // len(_FIXED))
+    assert key is not None
+    return jnp.where(jax.random.bits(key, (rotation.size,), jnp.uint32) >> 31 == 0, 1.0, -1.0)
+
+
+def rotate(x: Array, axis: int, signs: Array) -> Array:
+    """Rotate each run of ``len(signs)`` neighbours along an axis, which zeros fill up to a multiple of that.
+
+    Computed in float32 by additions alone (the fast Walsh-Hadamard transform), rounded once to x's dtype.
+
+    Args:
+      x: the tensor, any float dtype.
+      axis: along which.
+      signs: from ``draw_signs``; a power of two of them.
+    """
+    size = signs.shape[0]
+    if not x.shape[axis]:
+        return x
+    padded = pad_blocks(x, {axis: size})
+    runs = split_axes(padded, {axis: padded.shape[axis] // size}).astype(jnp.float32)
+    place = axis + 1
+    runs = runs * signs.reshape([size if i == place else 1 for i in range(runs.ndim)])
+    half = 1
+    while half < size:
+        shape = runs.shape
+        pairs = runs.reshape(*shape[:place], size // (2 * half), 2, half, *shape[place + 1 :])
+        first, second = (jax.lax.index_in_dim(pairs, i, place + 1, keepdims=False) for i in (0, 1))
+        runs = jnp.stack([first + second, first - second], place + 1).reshape(shape)
+        half *= 2
+    return merge_axes((runs * size**-0.5).astype(x.dtype), padded)

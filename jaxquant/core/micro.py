@@ -1,0 +1,105 @@
+"""micro: quantize in blocks whose scales are e4m3 below one float32 scale for the tensor, as NVFP4 training does.
+
+    x ── amax of each block ──► outer scale, block scales in e4m3 ──► elements ──► block scales corrected (EDEN)
+
+Source: NVIDIA's TransformerEngine (``NVFP4BlockScaling``); Cook et al., Four Over Six (arXiv 2512.02010); Panferov et
+al., Quartet II (arXiv 2601.22813) for EDEN's correction of block scales.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core.blocks import Shape, apply_blocks, is_even, reduce_blocks
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.rounding import saturating_cast, stochastic_cast
+from jaxquant.core.scales import absolute
+from jaxquant.core.sharding import over_devices
+
+Array = jax.Array
+_CODE = element("float8_e4m3fn")
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+def quantize_micro(x: Array, spec: TensorSpec, block: Shape, key: Array | None = None) -> QTensor:
+    """Quantize an operand with two levels of scales.
+
+    The amax of a block becomes ``bound / headroom``; the largest block scale becomes ``scale_bound``. With
+    ``reciprocal`` elements are multiplied by ``1 / (block scale / encode)``, ``encode = scale_bound · bound / amax``,
+    in TransformerEngine's order; else they are divided by the product of both scales.
+
+    Args:
+      x: the operand, any float dtype and shape.
+      spec: with ``micro``.
+      block: shape of the blocks that share a scale, from ``block_shape``.
+      key: random key, for stochastic rounding and for EDEN.
+
+    Raises:
+      ValueError: stochastic rounding or EDEN without a key.
+    """
+    micro, kind = spec.micro, element(spec.dtype)
+    assert micro is not None
+    if spec.draws and key is None:
+        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
+    amax = reduce_blocks(absolute(x), block, jnp.max).astype(jnp.float32)
+    real, outer = _real_scales(amax, x, kind.bound / micro.headroom, micro.scale_bound, spec.reciprocal)
+    even = None if is_even(x.shape, block) else block
+
+    def candidate(factor: float) -> tuple[QTensor, Array]:
+        code = saturating_cast(real * factor, _CODE)
+        step = jnp.where(code == 0, 1.0, code.astype(jnp.float32)) * outer
+        if spec.reciprocal:
+            scaled = apply_blocks(jnp.multiply, x.astype(jnp.float32), jnp.minimum(1 / step, _LARGEST), even)
+        else:
+            scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), step, even)
+        is_random = spec.rounding == "stochastic"
+        elements = stochastic_cast(scaled, kind, key) if is_random else saturating_cast(scaled, kind)  # pyright: ignore[reportArgumentType]
+        return QTensor(elements, code, None, outer, even), scaled
+
+    tensor, scaled = candidate(1.0)
+    if micro.four_over_six:
+        other, _ = candidate(1.5)
+        is_better = _errors(x, other, block) < _errors(x, tensor, block)
+        chosen = apply_blocks(
+            lambda a, b: jnp.broadcast_to(b, a.shape), x.astype(jnp.float32), is_better.astype("float32"), even
+        )
+        elements = jnp.where(chosen > 0, other.qvalue.astype(jnp.float32), tensor.qvalue.astype(jnp.float32))
+        scale = jnp.where(is_better, other.scale.astype(jnp.float32), tensor.scale.astype(jnp.float32))
+        tensor = QTensor(elements.astype(spec.dtype), scale.astype(_CODE.name), None, outer, even)
+    if micro.eden:
+        assert key is not None
+        tensor = _corrected(tensor, scaled, block, micro.eden, jax.random.fold_in(key, 1))
+    return tensor
+
+
+def _real_scales(amax: Array, x: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:
+    """Return the block scales before they are rounded, in units of the outer scale, and that."""
+    whole = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0).reshape((1,) * amax.ndim), x)
+    if is_reciprocal:
+        encode = jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST))
+        return amax * (encode * (1 / top)), 1 / encode
+    outer = jnp.where(whole == 0, 1.0, whole / bound / top)
+    return amax / top / outer, outer
+
+
+def _errors(x: Array, tensor: QTensor, block: Shape) -> Array:
+    """Return the squared error of each block."""
+    values = apply_blocks(jnp.multiply, tensor.qvalue.astype(jnp.float32), tensor.full_scale(), tensor.block)
+    return reduce_blocks(jnp.square(x.astype(jnp.float32) - values), block, jnp.sum)
+
+
+def _corrected(tensor: QTensor, scaled: Array, block: Shape, size: int, key: Array) -> QTensor:
+    """Multiply the block scales of each vector by ``Σz² / Σz·q``, rounded to a neighbour in e4m3 at random.
+
+    After a random rotation the expected value of what is read back is then what was quantized.
+    """
+    vector = tuple(size if step > 1 else 1 for step in block)
+    elements = tensor.qvalue.astype(jnp.float32)
+    norm, product = (reduce_blocks(scaled * each, vector, jnp.sum) for each in (scaled, elements))
+    correction = jnp.where(product == 0, 1.0, norm / product)
+    ratio = tuple(max(1, many // step) for many, step in zip(vector, block, strict=True))
+    code = apply_blocks(jnp.multiply, tensor.scale.astype(jnp.float32), correction, ratio)
+    return QTensor(tensor.qvalue, stochastic_cast(code, _CODE, key), None, tensor.outer_scale, tensor.block)

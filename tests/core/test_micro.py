@@ -1,0 +1,194 @@
+"""NVFP4 as training computes it: against TransformerEngine's equations in numpy, published errors, and no bias."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, Rotation, TensorSpec
+from jaxquant.ops import dot_general
+
+NUMBERS = (((1,), (0,)), ((), ()))
+STRINGS = ("nvfp4", "te_nvfp4_no_rht", "quartet2", "tetrajet_v2")
+F32 = np.float32
+
+
+def recipe(name, **options) -> Recipe:
+    found = QuantConfig.from_any({"quantization": name, **options}).recipe()
+    assert found is not None
+    return found
+
+
+def spec(name, place="fwd_lhs", **options) -> TensorSpec:
+    found = recipe(name, **options).specs[place]
+    assert isinstance(found, TensorSpec)
+    return found
+
+
+def normal(shape=(256, 2048), seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def error(x, y):
+    return float(jnp.sqrt(jnp.mean(jnp.square(x - y)) / jnp.mean(jnp.square(x))))
+
+
+def engine(x, is_square):
+    """TransformerEngine's reference, in numpy: element codes, block codes, the outer scale."""
+    rows, columns = x.shape
+    height = 16 if is_square else 1
+    blocks = x.reshape(rows // height, height, columns // 16, 16).astype(F32)
+    encode = F32(448 * 6) / np.abs(blocks).max()
+    code = (np.abs(blocks).max((1, 3)) * (encode * F32(1 / 6))).clip(max=448).astype(ml_dtypes.float8_e4m3fn)
+    step = code.astype(F32) * (F32(1) / encode)
+    scaled = blocks * np.minimum(F32(1) / step, np.finfo(F32).max)[:, None, :, None]
+    return scaled.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).reshape(x.shape), code, F32(1) / encode
+
+
+@pytest.mark.parametrize("place", ["fwd_lhs", "fwd_rhs"])
+def test_nvfp4_is_transformer_engine_s_arithmetic_to_the_bit(place):
+    x = np.array(normal((64, 128)) * jnp.logspace(-4, 4, 128))
+    x[0, 0] = 0
+    tensor = quantize(jnp.asarray(x), spec("nvfp4", place), (1,))
+    elements, code, outer = engine(x, place == "fwd_rhs")
+    np.testing.assert_array_equal(np.asarray(tensor.scale).view(np.uint8), code.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(tensor.outer_scale).ravel(), [outer])
+    # What a block scale of 0 multiplies does not matter, and an element within a last bit of half way goes either way.
+    is_read = np.asarray(dequantize(QTensor(jnp.ones_like(tensor.qvalue), *tuple(tensor.parts.values())[1:2]))) > 0
+    differs = (np.asarray(tensor.qvalue).astype(F32) != elements.astype(F32)) & is_read
+    assert is_read.mean() > 0.5
+    assert differs.mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("chosen", "published"),
+    [
+        (spec("nvfp4"), 0.0951),
+        (spec("quartet2"), 0.0951),
+        (spec("quartet2", four_over_six=True), 0.0869),
+        (spec("nvfp4", "fwd_rhs"), 0.1113),
+        (spec("tetrajet_v2", "dlhs_lhs"), 0.1531),
+    ],
+    ids=["nvfp4", "1x16", "four over six", "16x16", "stochastic"],
+)
+def test_the_error_on_normal_numbers_is_the_published_one(chosen, published):
+    x = normal((2048, 2048))
+    assert error(x, dequantize(quantize(x, chosen, (1,), key=jax.random.key(1)))) == pytest.approx(published, rel=3e-3)
+
+
+def through_eden(x, seed):
+    """Rotate, quantize with EDEN's scales, and rotate back."""
+    gradient, signs = recipe("quartet2").dlhs, draw_signs(Rotation(128, "fresh"), jax.random.key(seed))
+    assert isinstance(gradient.lhs, TensorSpec)
+    rotated = quantize(rotate(x, 1, signs), gradient.lhs, (1,), key=jax.random.key(seed + 1000))
+    back = rotate(dequantize(rotated), 1, jnp.ones_like(signs))
+    return (back.reshape(-1, 128) * signs).reshape(x.shape)
+
+
+def through_noise(x, seed):
+    return dequantize(quantize(x, spec("tetrajet_v2", "dlhs_lhs"), (1,), key=jax.random.key(seed)))
+
+
+@pytest.mark.parametrize(("through", "one"), [(through_eden, 0.0987), (through_noise, 0.1531)], ids=["eden", "noise"])
+def test_what_is_rounded_at_random_has_no_bias(through, one):
+    """The error of a mean of n draws falls as one over the root of n."""
+    x, total, draws = normal(), 0.0, 64
+    run = jax.jit(through)
+    for n in range(1, draws + 1):
+        total += run(x, n)
+        if n in (1, 4, 16, draws):
+            assert error(x, total / n) == pytest.approx(one / n**0.5, rel=0.04)
+
+
+def test_rounding_to_nearest_has_a_bias_that_the_draws_have_not():
+    x = normal((64, 256))
+    q = dequantize(quantize(x, spec("nvfp4"), (1,)))
+    assert error(x, sum(q for _ in range(16)) / 16) > 0.09
+
+
+@pytest.mark.parametrize("rotation", [Rotation(16), Rotation(32), Rotation(128, "fresh")], ids=str)
+def test_a_rotation_of_both_operands_leaves_their_product(rotation):
+    signs = draw_signs(rotation, jax.random.key(0))
+    x, w = normal((24, 200)), normal((40, 200), 1)
+    np.testing.assert_allclose(rotate(x, 1, signs) @ rotate(w, 1, signs).T, x @ w.T, atol=1e-4)
+    h = np.array([[1.0]])
+    while len(h) < rotation.size:
+        h = np.block([[h, h], [h, -h]])
+    run = np.zeros(rotation.size)
+    run[: min(200, rotation.size)] = np.asarray(x[0, : rotation.size], np.float64)
+    wanted = (run * np.asarray(signs)) @ h / rotation.size**0.5
+    np.testing.assert_allclose(rotate(x, 1, signs)[0, : rotation.size], wanted, atol=1e-5)
+    assert rotated_axis((3, 128, 128)) == 1
+
+
+@pytest.mark.parametrize("string", STRINGS)
+def test_gradients_are_those_of_the_quantized_product_on_average(string):
+    """Tokens and features that no run and no block divides, with several axes of tokens."""
+    x, w, grad = normal((3, 50, 72)), normal((72, 40), 1), normal((3, 50, 40), 2)
+    numbers, scheme = (((2,), (0,)), ((), ())), recipe(string)
+
+    @jax.jit
+    def gradients(key):
+        return jax.vjp(lambda a, b: dot_general(a, b, numbers, recipe=scheme, key=key), x, w)[1](grad)
+
+    draws = [gradients(jax.random.key(n)) for n in range(48)]
+    dx, dw = (sum(each) / len(draws) for each in zip(*draws, strict=True))
+    kept = {
+        name: dequantize(quantize(a, spec(string, name), axes))
+        for name, a, axes in (("fwd_lhs", x, (2,)), ("fwd_rhs", w, (0,)))
+    }
+    # The input of nvfp4's weight gradient is quantized again, along the tokens.
+    left = kept["fwd_lhs"] if string in ("quartet2", "tetrajet_v2") else x
+    assert error(grad @ kept["fwd_rhs"].T, dx) < 0.04
+    assert error(jnp.einsum("btk,btn->kn", left, grad), dw) < (0.04 if left is not x else 0.11)
+    assert error(grad @ w.T, draws[0][0]) > 0.1
+
+
+@pytest.mark.parametrize("string", STRINGS)
+def test_the_rotation_is_no_matmul_and_two_draws_differ(string):
+    scheme, x, w = recipe(string), normal((64, 64)), normal((64, 32), 1)
+
+    def loss(x, w, key):
+        return (dot_general(x, w, NUMBERS, recipe=scheme, key=key) ** 2).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w, jax.random.key(0)))
+    assert text.count("dot_general[") == 3
+    first, second = (jax.grad(loss, (0, 1))(x, w, jax.random.key(n)) for n in (0, 1))
+    assert not np.array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], jax.grad(loss, (0, 1))(x, w, jax.random.key(0))[1])
+
+
+def test_quartet_ii_keeps_the_forward_s_codes_alone():
+    kept = jax.eval_shape(
+        lambda x, w: jax.vjp(lambda a, b: dot_general(a, b, NUMBERS, recipe=recipe("quartet2")), x, w)[1],
+        normal((64, 64)),
+        normal((64, 32), 1),
+    )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.size > 512} == {"float4_e2m1fn"}
+
+
+def test_bad_specs_are_refused_by_name():
+    own = spec("nvfp4")
+    with pytest.raises(ValueError, match="Rotation size 24 must be a power of two"):
+        Rotation(24)
+    with pytest.raises(ValueError, match="rotation needs two operands with specs of their own"):
+        MatmulSpec(own, FORWARD, rotation=Rotation(16))
+    with pytest.raises(ValueError, match="has a rotation or a source in its forward matmul"):
+        dataclasses.replace(recipe("nvfp4"), fwd=MatmulSpec(own, own, rotation=Rotation(16)))
+    with pytest.raises(ValueError, match="micro belongs to blocks with an outer_scale"):
+        TensorSpec("int8", micro=own.micro)
+    with pytest.raises(ValueError, match="needs a random key"):
+        quantize(normal((16, 16)), spec("tetrajet_v2", "dlhs_lhs"), (1,))
+    with pytest.raises(ValueError, match="four_over_six True is not read by quantization 'fp8'"):
+        QuantConfig(quantization="fp8", four_over_six=True)
+    assert "te_nvfp4" in RECIPES
