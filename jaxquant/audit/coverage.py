@@ -268,7 +268,7 @@ def _multiplied_wider(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[s
     is_conv = each.contraction.operation == "conv_general_dilated"
     if is_conv:
         return (left, right) if {dtypes.lhs.dtype, dtypes.rhs.dtype} == {"bfloat16"} and left != right else ()
-    return (left, right) if any("per tile" in origin.scale for origin in each.origins) else ()
+    return (left, right) if any(origin.is_emulated for origin in each.origins) else ()
 
 
 def _why_widened(each: LabeledContraction, elements: Sequence[str]) -> str:

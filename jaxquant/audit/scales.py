@@ -9,6 +9,7 @@ from jaxquant.audit.dataflow import Value, ancestors
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.matmul_dtypes import OperandDtype
 from jaxquant.core.qtensor import CODEC_MARK
+from jaxquant.ops.contract import DEQUANTIZED_MARK
 from jaxquant.ops.layouts import KEEP
 
 # Values that hold the elements of their first input, in another place, shape or number.
@@ -32,11 +33,13 @@ class Origin:
       source: the value before quantization, casts and changes of shape.
       dtype: of the operand, and of the elements that a float operand was dequantized from.
       scale: such as "per tensor, delayed"; "" for a float operand that was never quantized.
+      is_emulated: whether the op says that no matmul has its scales, and multiplies what they make of it.
     """
 
     source: Value
     dtype: OperandDtype
     scale: str
+    is_emulated: bool = False
 
 
 def origin(value: Value) -> Origin:
@@ -51,7 +54,7 @@ def origin(value: Value) -> Origin:
     low = _dequantized(plain)
     if low is not None:
         element, source, scale = _quantized(low)
-        return Origin(source, OperandDtype(value.dtype, element), scale)
+        return Origin(source, OperandDtype(value.dtype, element), scale, _is_emulated(value))
     return Origin(plain, OperandDtype(value.dtype), "")
 
 
@@ -91,6 +94,14 @@ def _moved(value: Value, through_casts: bool = False) -> Value:
         else:
             break
     return value
+
+
+def _is_emulated(value: Value) -> bool:
+    while value.operation in _MOVES and value.inputs:
+        if value.params.get("name") == DEQUANTIZED_MARK:
+            return True
+        value = value.inputs[0]
+    return False
 
 
 def _codec(value: Value) -> str | None:
@@ -167,6 +178,8 @@ def _divisions(value: Value) -> Iterator[tuple[Value, Value]]:
                 yield x, scale
         if value.size == 1 and value.operation == "div":
             yield first, second
+        if first.size == second.size == value.size and not _is_spread(second):
+            yield from _divisions(first)  # in units of an element's own distance to its neighbours, for noise
     elif value.operation == "clamp":
         yield from _divisions(value.inputs[1])
     elif value.operation in _ROUNDING or (

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.blocks import pad_blocks, spread
@@ -24,6 +25,8 @@ from jaxquant.ops.layouts import contraction_last
 
 Array = jax.Array
 Precision = jax.lax.PrecisionLike
+DEQUANTIZED_MARK = "jaxquant dequantized"
+"""The ``checkpoint_name`` of an operand that is multiplied dequantized: no matmul has the scales of its tiles."""
 
 
 def accumulator_dtype(asked: str | None, out_dtype: str) -> str:
@@ -165,7 +168,8 @@ def _inner(side: QTensor | Array, dtype: str, has_outer: bool) -> Array:
     """Return an operand of a float matmul, which its outer scale multiplies after it where ``has_outer`` is not set."""
     if not isinstance(side, QTensor):
         return side
-    return dequantize(side if has_outer else dataclasses.replace(side, outer_scale=None), dtype)
+    values = dequantize(side if has_outer else dataclasses.replace(side, outer_scale=None), dtype)
+    return checkpoint_name(values, DEQUANTIZED_MARK)
 
 
 def _unscaled(x: Array) -> QTensor:
