@@ -11,6 +11,7 @@ from typing import Any
 from jaxquant.audit.dataflow import Contraction, Value, ancestors
 from jaxquant.audit.parameters import Reading, read
 from jaxquant.audit.scales import Origin, origin
+from jaxquant.core.hadamard import SCOPE
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
 
@@ -87,7 +88,7 @@ def label_contractions(
       found: its contractions.
       layers: paths of the layers that are known.
     """
-    labeled = [_open(contraction) for contraction in found]
+    labeled = [_open(each) for each in found if not any(part == SCOPE for part in "/".join(each.stack).split("/"))]
     known = [tuple(path.split("/")) for path in layers]
     forward = [each for each in labeled if not each.is_backward]
     backward = [each for each in labeled if each.is_backward]

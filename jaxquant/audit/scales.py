@@ -97,7 +97,7 @@ def _moved(value: Value, through_casts: bool = False) -> Value:
 
 
 def _is_emulated(value: Value) -> bool:
-    while value.operation in _MOVES and value.inputs:
+    while value.inputs and (value.operation in _MOVES or value.operation == "convert_element_type"):
         if value.params.get("name") == DEQUANTIZED_MARK:
             return True
         value = value.inputs[0]

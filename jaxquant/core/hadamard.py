@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.blocks import pad_blocks
+from jaxquant.core.float_dot import float_dot
 from jaxquant.core.recipe import Rotation
 from jaxquant.core.sharding import merge_axes, split_axes
 
 Array = jax.Array
+SCOPE = "hadamard"
+"""Name scope of the product that rotates, which is no layer's matmul."""
 _FIXED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """TransformerEngine's signs."""
 
@@ -35,7 +38,8 @@ def draw_signs(rotation: Rotation, key: Array | None) -> Array:
 def rotate(x: Array, axis: int, signs: Array) -> Array:
     """Rotate each run of ``len(signs)`` neighbours along an axis, which zeros fill up to a multiple of that.
 
-    Computed in float32 by additions alone (the fast Walsh-Hadamard transform), rounded once to x's dtype.
+    A product with a matrix of ±1, which chips compute at the speed of memory; its sums are float32, scaled and rounded
+    once to x's dtype.
 
     Args:
       x: the tensor, any float dtype.
@@ -46,14 +50,16 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
     if not x.shape[axis]:
         return x
     padded = pad_blocks(x, {axis: size})
-    runs = split_axes(padded, {axis: padded.shape[axis] // size}).astype(jnp.float32)
-    place = axis + 1
-    runs = runs * signs.reshape([size if i == place else 1 for i in range(runs.ndim)])
-    half = 1
-    while half < size:
-        shape = runs.shape
-        pairs = runs.reshape(*shape[:place], size // (2 * half), 2, half, *shape[place + 1 :])
-        first, second = (jax.lax.index_in_dim(pairs, i, place + 1, keepdims=False) for i in (0, 1))
-        runs = jnp.stack([first + second, first - second], place + 1).reshape(shape)
-        half *= 2
-    return merge_axes((runs * size**-0.5).astype(x.dtype), padded)
+    runs = split_axes(padded, {axis: padded.shape[axis] // size})
+    with jax.named_scope(SCOPE):
+        matrix = (signs[:, None] * _hadamard(size)).astype(x.dtype)
+        numbers = (((axis + 1,), (0,)), ((), ()))
+        out = float_dot(runs, matrix, numbers, precision="highest", preferred_element_type="float32")
+        out = jnp.moveaxis((out * size**-0.5).astype(x.dtype), -1, axis + 1)
+    return merge_axes(out, padded)
+
+
+def _hadamard(size: int) -> Array:
+    """Return Sylvester's matrix: −1 where the row and the column have an odd number of ones in common."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return 1.0 - 2.0 * (jax.lax.population_count(row & column) & 1).astype(jnp.float32)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.blocks import pad_blocks, spread
 from jaxquant.core.dtypes import element
+from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
@@ -85,7 +86,7 @@ def contract(
         lhs, rhs = (_inner(side, dtype, outer is None) for side in (lhs, rhs))
         # A float matmul adds in float32 and rounds once, whichever it returns.
         asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
-        out = jax.lax.dot_general(
+        out = float_dot(
             lhs,
             rhs,
             dims.numbers,
@@ -259,9 +260,7 @@ def _multiply(
         place = fit_sizes(out_sharding, sizes)
         if min(jax.dtypes.itemsize_bits(a.dtype), jax.dtypes.itemsize_bits(b.dtype)) < 8:
             return _dot_sub_byte(a, b, dims, precision, dtype, place)
-        return jax.lax.dot_general(
-            a, b, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=place
-        )
+        return float_dot(a, b, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=place)
 
     out = dot(lhs.qvalue, rhs.qvalue)
     lhs_zero = None if lhs.zero_point is None else _along(lhs.zero_point, lhs.shape, dims.lhs_contract)
