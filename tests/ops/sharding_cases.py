@@ -323,6 +323,8 @@ EXPLICIT = (
     "int8 asymmetric",
     "fp8_full clipping",
     "int4",
+    "mxfp8",
+    "nvfp4",
 )
 
 

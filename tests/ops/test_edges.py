@@ -85,7 +85,7 @@ FIXED = Recipe(
 )
 
 
-@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8", "ggml_q4_0", "fixed int8"])
+@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8", "quartet2", "ggml_q4_0", "fixed int8"])
 def test_second_derivatives_are_refused_by_name(name):
     recipe, x, w = {**DISTINCT, "fixed int8": FIXED}[name], normal((4, 32)), normal((32, 16), 1)
 
@@ -128,7 +128,7 @@ def converted(recipe, w):
     )
 
 
-@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "int4"])
 @pytest.mark.parametrize("numbers", [NUMBERS, (((0,), (0,)), ((), ()))])
 def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one(name, numbers):
     recipe = DISTINCT[name]
@@ -149,7 +149,7 @@ def test_the_input_gradient_of_a_converted_kernel_is_that_of_the_dequantized_one
 
 def test_wide_dtypes_and_strict_promotion():
     """float64 operands under x64, and no silent promotion anywhere."""
-    for name in ("int8", "fp8_full", "mxfp8", "fp8_current"):
+    for name in ("int8", "fp8_full", "mxfp8", "nvfp4", "quartet2", "fp8_current"):
         recipe = DISTINCT[name]
         with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
             x, w = jnp.asarray(np.ones((4, 32))), jnp.asarray(np.ones((32, 16)))
