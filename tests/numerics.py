@@ -27,8 +27,9 @@ QDQ_RMSE_RTOL = 0.02
 # (0.0005 of 0.0257 at most) are left.
 BLOCK_RMSE_RTOL = 0.01
 # Floors of torchao's tests in dB, forward, dx and dw (recipes, section 5). mxfp4 has none there: an operand's relative
-# error is .1154, two independent ones make .163, 15.7 dB, of which 0.5 dB are left for another sample. Nor have the last
-# two: forward operands err by .0951 each; what EDEN makes of them again, and of the gradient, by .0987, noise by .153.
+# error is .1154, two independent ones make .163, 15.7 dB, of which 0.5 dB are left for another sample. The last two
+# have none either: forward operands err by .0951 each, what EDEN makes of them again and of the gradient by .0987, what
+# stochastic rounding makes by .153.
 SQNR_FLOORS = {
     "fp8_block": (28, 25, 25),
     "mxfp8": (27, 25, 24),

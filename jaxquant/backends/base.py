@@ -46,6 +46,25 @@ class OpOptions:
 TRAINING = OpOptions()
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a contraction of a traced function is given beside its operands.
+
+    Attributes:
+      recipe: all numbers.
+      state: the amax state of a recipe with delayed scaling, of each group where there are groups.
+      key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
+      how: what computes it, and where the result lies.
+      prepared: from ``Backend.share``, of this activation; None where the contraction has it alone.
+    """
+
+    recipe: Recipe
+    state: QuantState | None = None
+    key: Array | None = None
+    how: How = ANYHOW
+    prepared: Any = None
+
+
 @functools.cache
 def renamed(kind: type, name: str) -> Any:
     """Return a Linen class under another name, after which Linen names modules and their variables.
@@ -138,29 +157,15 @@ class Backend:
         return self
 
     def contract(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        product: Product,
-        group_sizes: Array | None = None,
-        *,
-        recipe: Recipe,
-        state: QuantState | None = None,
-        key: Array | None = None,
-        how: How = ANYHOW,
-        prepared: Any = None,
+        self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
     ) -> Array:
         """Contract an activation with a weight as the backend trains, and as it serves where the weight is converted.
 
         Args:
           lhs, rhs: activation and weight.
           product: what is computed of them.
+          given: the recipe, and what comes with it.
           group_sizes: rows of each group of a ragged matmul, as for ``jax.lax.ragged_dot``; None for other operations.
-          recipe: all numbers.
-          state: the amax state of a recipe with delayed scaling, of each group where there are groups.
-          key: for stochastic rounding; None makes noise from the bits of what is multiplied or rounded.
-          how: what computes it, and where the result lies.
-          prepared: from ``share``, of this activation; None where the contraction has it alone.
 
         Raises:
           NotImplementedError: an option that the backend would drop.
@@ -254,30 +259,20 @@ class LibraryBackend(Backend):
         return super().unsupported(operation, recipe)
 
     def contract(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        product: Product,
-        group_sizes: Array | None = None,
-        *,
-        recipe: Recipe,
-        state: QuantState | None = None,
-        key: Array | None = None,
-        how: How = ANYHOW,
-        prepared: Any = None,
+        self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
     ) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
-        check_implementation(self.name, how.implementation)
+        check_implementation(self.name, given.how.implementation)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-        self._refuse_dropped(dtype, product, how)
+        self._refuse_dropped(dtype, product, given.how)
         lhs, more = lhs.astype(dtype), {}
         if isinstance(rhs, ConvertedKernel):
             ops, rhs = self.serving, dataclasses.replace(rhs, dtype=dtype.name)
         else:
-            ops, rhs, more = self.training, rhs.astype(dtype), {"key": key}
+            ops, rhs, more = self.training, rhs.astype(dtype), {"key": given.key}
         if group_sizes is not None:
-            return ops.ragged_dot(lhs, rhs, group_sizes, recipe=recipe)
-        return ops.dot_general(lhs, rhs, product.numbers, recipe=recipe, **more)
+            return ops.ragged_dot(lhs, rhs, group_sizes, recipe=given.recipe)
+        return ops.dot_general(lhs, rhs, product.numbers, recipe=given.recipe, **more)
 
     def quantize_weight(
         self,
@@ -293,7 +288,7 @@ class LibraryBackend(Backend):
             return self.serving.convert_groups(recipe, weight), None
         return self.serving.convert_kernel(recipe, weight, axes, state)
 
-    def _refuse_dropped(self, dtype: Any, product: Product, how: How = ANYHOW) -> None:
+    def _refuse_dropped(self, dtype: Any, product: Product, how: How) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""
         asked = product.precision if isinstance(product.precision, tuple) else (product.precision,)
         is_other = product.dtype is not None and jnp.dtype(product.dtype) != dtype

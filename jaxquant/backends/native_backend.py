@@ -9,13 +9,13 @@ import jax
 
 from jaxquant import ops
 from jaxquant.backends import native
-from jaxquant.backends.base import TRAINING, Backend, Op, OpOptions
+from jaxquant.backends.base import TRAINING, Backend, Given, Op, OpOptions
 from jaxquant.backends.honours import refuse
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.ops import conv, ragged
 from jaxquant.ops.arguments import QuantState
-from jaxquant.ops.dimensions import ANYHOW, How, Product
+from jaxquant.ops.dimensions import Product
 from jaxquant.ops.prepared import Prepared, can_share, share
 
 Array = jax.Array
@@ -50,28 +50,19 @@ class NativeBackend(Backend):
         return why and f"recipe {recipe.name!r} has {why}, which {operation} does not run"
 
     def contract(
-        self,
-        lhs: Array,
-        rhs: Array | ConvertedKernel,
-        product: Product,
-        group_sizes: Array | None = None,
-        *,
-        recipe: Recipe,
-        state: QuantState | None = None,
-        key: Array | None = None,
-        how: How = ANYHOW,
-        prepared: Prepared | None = None,
+        self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
     ) -> Array:
         """Compute the op of ``jaxquant.ops`` for a contraction; see ``Backend.contract``."""
-        lhs, dtypes = native.activation_as_read(recipe, lhs, rhs), (product.precision, product.dtype)
-        given: dict[str, Any] = {"recipe": recipe, "state": state, "key": key}
+        recipe, how, dtypes = given.recipe, given.how, (product.precision, product.dtype)
+        lhs = native.activation_as_read(recipe, lhs, rhs)
+        more: dict[str, Any] = {"recipe": recipe, "state": given.state, "key": given.key}
         if group_sizes is not None:
-            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **given)
+            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more)
         if product.operation == "conv_general_dilated":
             options = dict(product.window, precision=product.precision, preferred_element_type=product.dtype)
-            return ops.conv_general_dilated(lhs, rhs, **options, **given)
-        given |= {"out_sharding": how.out_sharding, "implementation": how.implementation, "prepared": prepared}
-        return ops.dot_general(lhs, rhs, product.numbers, *dtypes, **given)
+            return ops.conv_general_dilated(lhs, rhs, **options, **more)
+        more |= {"out_sharding": how.out_sharding, "implementation": how.implementation, "prepared": given.prepared}
+        return ops.dot_general(lhs, rhs, product.numbers, *dtypes, **more)
 
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether a quantized activation depends on nothing of a contraction; see ``Backend.can_share``."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends import Backend
+from jaxquant.backends.base import Given
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, SPARSITY_FIELDS, flat, nested
@@ -243,10 +244,10 @@ def contract(
     recipe = site.recipe
     assert recipe is not None
     backend = backend.runner(site.operation, recipe)
-    given: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     assert site.side is not None
     if not isinstance(operands[site.side], ConvertedKernel):
-        given = nested_state(recipe, state)
+        own = nested_state(recipe, state)
     elif backend.name == "native":
         check_layout(site, operands[site.side])
     if site.operation != "dot_general":
@@ -256,7 +257,7 @@ def contract(
     product = Product(None, eqn.params["precision"], eqn.outvars[0].aval.dtype, site.operation, window)
     if site.operation != "dot_general":
         lhs, rhs, *sizes = operands
-        return backend.contract(lhs, rhs, product, *sizes, recipe=recipe, state=given, key=key)
+        return backend.contract(lhs, rhs, product, Given(recipe, own, key), *sizes)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     activation, weight = operands
     contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
@@ -268,26 +269,26 @@ def contract(
     if site.side == 0:
         order = (*order[:groups], *order[groups + free[0] :], *order[groups : groups + free[0]])
     place = transposed(eqn.params.get("out_sharding"), order)
-    op = functools.partial(_dot, backend=backend, recipe=recipe)
     if recipe.shares_experts:
-        product, how = dataclasses.replace(product, numbers=(contracted, batch)), How(site.implementation, place)
-        out = op(activation, weight, given, key, product=product, how=how)
+        product = dataclasses.replace(product, numbers=(contracted, batch))
+        op = functools.partial(_dot, backend, product, Given(recipe, how=How(site.implementation, place)))
+        out = op(activation, weight, own, key)
         return out if site.side == 1 else jnp.transpose(out, order)
     inner = (without_batch(contracted[0], batch[0]), without_batch(contracted[1], batch[1]))
     place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:]))
-    product, how = dataclasses.replace(product, numbers=(inner, ((), ()))), How(site.implementation, place)
-    op = functools.partial(op, product=product, how=how)
+    product = dataclasses.replace(product, numbers=(inner, ((), ())))
+    op = functools.partial(
+        _dot, backend, product, Given(recipe, how=How(site.implementation, place), prepared=prepared)
+    )
     sizes = tuple(weight.shape[axis] for axis in batch[1])
     weight = _batch_first(weight, batch[1])
     if isinstance(weight, ConvertedKernel):
         weight = stacked(weight, sizes)
-    if prepared is not None:
-        op = functools.partial(op, prepared=prepared)
     for _ in range(groups):
         op = jax.vmap(op)
     if key is not None and groups:
         key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
-    out = op(_batch_first(activation, batch[0]), weight, given, key)
+    out = op(_batch_first(activation, batch[0]), weight, own, key)
     return out if site.side == 1 else jnp.transpose(out, order)
 
 
@@ -310,20 +311,15 @@ def _amaxes(state: Mapping[str, dict[str, Array]]) -> QuantState:
 
 
 def _dot(
+    backend: Backend,
+    product: Product,
+    given: Given,
     activation: Array,
     weight: Array | ConvertedKernel,
     state: dict[str, dict[str, Array]],
     key: Array | None,
-    *,
-    backend: Backend,
-    product: Product,
-    recipe: Recipe,
-    how: How,
-    prepared: Any = None,
 ) -> Array:
-    if recipe.sparsity is not None and not isinstance(weight, ConvertedKernel):
-        weight = sparsity.sparsify(recipe.sparsity, product.numbers[0][1], weight, state[SPARSITY])
-    amaxes = _amaxes(state)
-    return backend.contract(
-        activation, weight, product, recipe=recipe, state=amaxes, key=key, how=how, prepared=prepared
-    )
+    spec = given.recipe.sparsity
+    if spec is not None and not isinstance(weight, ConvertedKernel):
+        weight = sparsity.sparsify(spec, product.numbers[0][1], weight, state[SPARSITY])
+    return backend.contract(activation, weight, product, dataclasses.replace(given, state=_amaxes(state), key=key))

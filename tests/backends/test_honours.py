@@ -14,6 +14,7 @@ import pytest
 
 import jaxquant
 from jaxquant.backends import load
+from jaxquant.backends.base import Given
 from jaxquant.backends.honours import check_honoured
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
@@ -182,7 +183,7 @@ def test_aqt_as_a_function_is_its_module(string, tile):
     backend = load("aqt")
     module = backend.linen_op("dot_general", recipe)()
     ways = (
-        lambda lhs, rhs: backend.contract(lhs, rhs, Product(numbers), recipe=recipe),
+        lambda lhs, rhs: backend.contract(lhs, rhs, Product(numbers), Given(recipe)),
         lambda lhs, rhs: module.apply({}, lhs, rhs, numbers, None),
     )
 
