@@ -35,20 +35,21 @@ def draw_signs(rotation: Rotation, key: Array | None) -> Array:
 def rotate(x: Array, axis: int, signs: Array) -> Array:
     """Rotate each run of ``len(signs)`` neighbours along an axis, which zeros fill up to a multiple of that.
 
-    Computed in float32 by additions alone (the fast Walsh-Hadamard transform), rounded once to x's dtype.
+    Of an axis that is shorter, the runs have the least power of two that holds it. Computed in float32 by additions
+    alone (the fast Walsh-Hadamard transform), rounded once to x's dtype.
 
     Args:
       x: the tensor, any float dtype.
       axis: along which.
       signs: from ``draw_signs``; a power of two of them.
     """
-    size = signs.shape[0]
     if not x.shape[axis]:
         return x
+    size = min(signs.shape[0], 1 << (x.shape[axis] - 1).bit_length())
     padded = pad_blocks(x, {axis: size})
     runs = split_axes(padded, {axis: padded.shape[axis] // size}).astype(jnp.float32)
     place = axis + 1
-    runs = runs * signs.reshape([size if i == place else 1 for i in range(runs.ndim)])
+    runs = runs * signs[:size].reshape([size if i == place else 1 for i in range(runs.ndim)])
     half = 1
     while half < size:
         shape = runs.shape

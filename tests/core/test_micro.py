@@ -131,6 +131,17 @@ def test_a_rotation_of_both_operands_leaves_their_product(rotation):
     assert rotated_axis((3, 128, 128)) == 1
 
 
+def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
+    """Heads of 32 in rotations of 128 would be multiplied with four times the elements, which cost and flatter."""
+    signs = draw_signs(Rotation(128, "fresh"), jax.random.key(0))
+    x, w = normal((24, 8, 32)), normal((40, 8, 32), 1)
+    rotated = rotate(x, 2, signs)
+    assert rotated.shape == x.shape
+    product = jnp.einsum("mhd,nhd->mn", rotated, rotate(w, 2, signs))
+    np.testing.assert_allclose(product, jnp.einsum("mhd,nhd->mn", x, w), atol=1e-4)
+    assert rotate(normal((3, 40)), 1, signs).shape == (3, 64)
+
+
 @pytest.mark.parametrize("string", STRINGS)
 def test_gradients_are_those_of_the_quantized_product_on_average(string):
     """Tokens and features that no run and no block divides, with several axes of tokens."""
