@@ -77,7 +77,7 @@ TRIALS: dict[str, tuple[int, Row]] = {
     "fp8_block": (1, _string("fp8_block")),
     "mxfp8": (1, _string("mxfp8")),
 }
-"""Scheme -> number of seeds, fields of the run's configuration; trained in this order, seed by seed."""
+"""Scheme -> number of seeds, fields of the run's configuration."""
 
 
 def measure_fp4_losses(
@@ -97,13 +97,13 @@ def measure_fp4_losses(
       seeds: how many of each at most.
     """
     lines = read_record(record, steps)
-    for name, (count, fields) in TRIALS.items():
-        for seed in range(count if seeds is None else min(seeds, count)):
-            if (name, seed) in lines or (only and name not in only):
-                continue
-            lines[name, seed] = _train(name, fields, seed, steps, runs)
-            with record.open("a") as file:
-                file.write(json.dumps(lines[name, seed]) + "\n")
+    wanted = [(seed, name) for name, (count, _) in TRIALS.items() for seed in range(min(seeds or count, count))]
+    for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
+        if (name, seed) in lines or (only and name not in only):
+            continue
+        lines[name, seed] = _train(name, TRIALS[name][1], seed, steps, runs)
+        with record.open("a") as file:
+            file.write(json.dumps(lines[name, seed]) + "\n")
     return table({key: line["held_out_loss"] for key, line in lines.items()})
 
 
@@ -124,6 +124,10 @@ def _train(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     seconds = time.perf_counter() - start
     jax.clear_caches()
     run = load_run(folder, folder.name)
+    if not run.is_finished:
+        raise ValueError(
+            f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
+        )
     parameters = run.summary["parameter_bytes"] // 4  # of float32
     tokens = steps * config.batch_size * config.sequence_length
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
