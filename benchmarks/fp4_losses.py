@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
 import subprocess
 import time
@@ -143,6 +144,7 @@ def _train(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
         "parameters": parameters,
         "tokens_per_parameter": round(tokens / parameters, 3),
         "commit": commit.stdout.strip(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
