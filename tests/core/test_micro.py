@@ -16,6 +16,7 @@ from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, Rotation, TensorSpec
+from jaxquant.core.rounding import Part
 from jaxquant.ops import dot_general
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -114,6 +115,23 @@ def test_rounding_to_nearest_has_a_bias_that_the_draws_have_not():
     x = normal((64, 256))
     q = dequantize(quantize(x, spec("nvfp4"), (1,)))
     assert error(x, sum(q for _ in range(16)) / 16) > 0.09
+
+
+def test_a_part_draws_the_noise_that_it_has_in_the_whole():
+    """Else all devices of a shard_map that are given one key would draw the same."""
+    x = normal((32, 64)).at[::16, 0].set(8)  # each half has the amax of the whole
+    chosen, key = spec("te_nvfp4_no_rht", "dlhs_lhs"), jax.random.key(5)
+    whole = dequantize(quantize(x, chosen, (1,), key=key))
+    halves = [dequantize(quantize(x[n : n + 16], chosen, (1,), key=key, part=Part((n, 0), x.shape))) for n in (0, 16)]
+    np.testing.assert_array_equal(jnp.concatenate(halves), whole)
+
+
+@pytest.mark.parametrize("place", ["fwd_lhs", "dlhs_lhs"])
+@pytest.mark.parametrize("string", STRINGS)
+def test_what_is_too_small_for_an_outer_scale_is_zero_and_a_number(string, place):
+    tiny = normal((16, 128)) * 1e-36
+    read = dequantize(quantize(tiny, spec(string, place), (1,), key=jax.random.key(0)))
+    np.testing.assert_array_equal(read, jnp.zeros_like(tiny))
 
 
 @pytest.mark.parametrize("rotation", [Rotation(16), Rotation(32), Rotation(128, "fresh")], ids=str)
