@@ -14,9 +14,12 @@ _FIXED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """TransformerEngine's signs."""
 
 
-def rotated_axis(sizes: tuple[int, ...]) -> int:
-    """Choose which of several contraction axes is rotated: the longest, the first of equals."""
-    return sizes.index(max(sizes))
+def rotated_axis(sizes: tuple[int, ...], run: int) -> int:
+    """Choose which of several contraction axes is rotated: the last that holds a run, else the last of the longest.
+
+    Of tokens and of features the last axis is the one that meshes seldom cut.
+    """
+    return max(range(len(sizes)), key=lambda axis: (min(sizes[axis], run), axis))
 
 
 def draw_signs(rotation: Rotation, key: Array | None) -> Array:

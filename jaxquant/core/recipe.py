@@ -200,8 +200,8 @@ class MatmulSpec:
       accumulator: dtype name asked of the matmul (``preferred_element_type``), or None for the result's dtype
         (float32 where the result is float16).
       shards: the first contraction axis is cut into this many blocks, each quantized by itself (1: whole).
-      rotation: of both operands before they are quantized, None for none. Of several contraction axes the longest is
-        rotated, and tiles lie along it.
+      rotation: of both operands before they are quantized, None for none. Of several contraction axes the last that
+        holds a run is rotated, and tiles lie along it.
     """
 
     lhs: Operand = None

@@ -146,7 +146,6 @@ def test_a_rotation_of_both_operands_leaves_their_product(rotation):
     run[: min(200, rotation.size)] = np.asarray(x[0, : rotation.size], np.float64)
     wanted = (run * np.asarray(signs)) @ h / rotation.size**0.5
     np.testing.assert_allclose(rotate(x, 1, signs)[0, : rotation.size], wanted, atol=1e-5)
-    assert rotated_axis((3, 128, 128)) == 1
 
 
 def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
@@ -158,6 +157,30 @@ def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
     product = jnp.einsum("mhd,nhd->mn", rotated, rotate(w, 2, signs))
     np.testing.assert_allclose(product, jnp.einsum("mhd,nhd->mn", x, w), atol=1e-4)
     assert rotate(normal((3, 40)), 1, signs).shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "run", "axis"),
+    [
+        ((3, 128, 128), 128, 2),
+        ((512, 128), 16, 1),
+        ((64, 64), 128, 1),
+        ((8, 4), 16, 0),
+        ((2048, 4), 16, 0),
+        ((7,), 16, 0),
+    ],
+)
+def test_the_last_axis_that_holds_a_run_is_rotated(sizes, run, axis):
+    """Not the batch, where it is larger than a text is long, nor the heads: these are what a mesh cuts."""
+    assert rotated_axis(sizes, run) == axis
+
+
+def test_both_operands_are_rotated_along_the_same_of_two_equal_axes():
+    x, grad = normal((32, 32, 48)), normal((32, 32, 24), 1)
+    numbers, scheme = (((2,), (0,)), ((), ())), recipe("nvfp4")
+    dw = jax.vjp(lambda w: dot_general(x, w, numbers, recipe=scheme, key=jax.random.key(0)), normal((48, 24), 2))[1]
+    wanted = jnp.einsum("abk,abn->kn", x, grad)
+    assert error(wanted, dw(grad)[0]) < (0.0951**2 + 0.1531**2) ** 0.5  # of both operands
 
 
 @pytest.mark.parametrize("string", STRINGS)
