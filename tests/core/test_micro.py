@@ -239,6 +239,12 @@ def test_bad_specs_are_refused_by_name():
         dataclasses.replace(recipe("nvfp4"), fwd=MatmulSpec(own, own, rotation=Rotation(16)))
     with pytest.raises(ValueError, match="micro belongs to blocks with an outer_scale"):
         TensorSpec("int8", micro=own.micro)
+    with pytest.raises(ValueError, match=r"amax_bound 2\.0 change that"):
+        dataclasses.replace(own, amax_bound=2.0)
+    for drawing in (spec("quartet2", "dlhs_lhs"), spec("tetrajet_v2", "dlhs_lhs")):
+        assert drawing.micro is not None
+        with pytest.raises(ValueError, match="four_over_six compares errors of rounding to nearest"):
+            dataclasses.replace(drawing, micro=dataclasses.replace(drawing.micro, four_over_six=True))
     with pytest.raises(ValueError, match="needs a random key"):
         quantize(normal((16, 16)), spec("tetrajet_v2", "dlhs_lhs"), (1,))
     with pytest.raises(ValueError, match="four_over_six True is not read by quantization 'fp8'"):
