@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from benchmarks.formats import measure_formats, measure_transfer
+from benchmarks.fp4_losses import RECORD, TRIALS, measure_fp4_losses
 from benchmarks.gemms import SMALL, Layer, measure_gemm_set
 from benchmarks.gpu_kernels import measure_kernels
 from benchmarks.health import measure_health
@@ -114,6 +115,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     losses.add_argument(
         "--runs", default=str(ROOT / "runs" / "losses"), help="folder of the runs (default: runs/losses)"
     )
+    fp4 = commands.add_parser("fp4-losses", parents=[out], help="held-out losses of FP4 schemes, by seed")
+    fp4.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
+    fp4.add_argument("--only", nargs="*", default=[], choices=TRIALS, metavar="SCHEME", help="(default: all)")
+    fp4.add_argument("--seeds", type=int, help="of each scheme at most (default: all)")
+    fp4.add_argument("--record", default=str(RECORD), help="JSON lines of runs (default: benchmarks/fp4-losses.jsonl)")
+    fp4.add_argument("--runs", default=str(ROOT / "runs" / "fp4-losses"), help="folder (default: runs/fp4-losses)")
     gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")
     gemms.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     gemms.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as gemm-set-small")
@@ -163,6 +170,10 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "lowering": (measure_lowering, lambda: measure_lowering(words.against, words.rounds)),
         "memory": (measure_memory, lambda: measure_memory(chosen())),
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
+        "fp4-losses": (
+            measure_fp4_losses,
+            lambda: measure_fp4_losses(Path(words.record), Path(words.runs), words.steps, words.only, words.seeds),
+        ),
         "gemm-set": (measure_gemm_set, lambda: measure_gemm_set(SMALL if words.small else Layer(), words.rounds)),
         "layer-step": (measure_layer_step, layer_step),
         "kernels": (measure_kernels, lambda: measure_kernels(words.rounds)),

@@ -17,9 +17,12 @@ _FIXED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """TransformerEngine's signs."""
 
 
-def rotated_axis(sizes: tuple[int, ...]) -> int:
-    """Choose which of several contraction axes is rotated: the longest, the first of equals."""
-    return sizes.index(max(sizes))
+def rotated_axis(sizes: tuple[int, ...], run: int) -> int:
+    """Choose which of several contraction axes is rotated: the last that holds a run, else the last of the longest.
+
+    Of tokens and of features the last axis is the one that meshes seldom cut.
+    """
+    return max(range(len(sizes)), key=lambda axis: (min(sizes[axis], run), axis))
 
 
 def draw_signs(rotation: Rotation, key: Array | None) -> Array:
@@ -38,21 +41,22 @@ def draw_signs(rotation: Rotation, key: Array | None) -> Array:
 def rotate(x: Array, axis: int, signs: Array) -> Array:
     """Rotate each run of ``len(signs)`` neighbours along an axis, which zeros fill up to a multiple of that.
 
-    A product with a matrix of ±1, which chips compute at the speed of memory; its sums are float32, scaled and rounded
-    once to x's dtype.
+    Of an axis that is shorter, the runs have the least power of two that holds it. A rotation is a product with a
+    matrix of ±1, which chips compute at the speed of memory; the sums are float32, scaled and rounded once to x's
+    dtype.
 
     Args:
       x: the tensor, any float dtype.
       axis: along which.
       signs: from ``draw_signs``; a power of two of them.
     """
-    size = signs.shape[0]
     if not x.shape[axis]:
         return x
+    size = min(signs.shape[0], 1 << (x.shape[axis] - 1).bit_length())
     padded = pad_blocks(x, {axis: size})
     runs = split_axes(padded, {axis: padded.shape[axis] // size})
     with jax.named_scope(SCOPE):
-        matrix = (signs[:, None] * _hadamard(size)).astype(x.dtype)
+        matrix = (signs[:size, None] * _hadamard(size)).astype(x.dtype)
         numbers = (((axis + 1,), (0,)), ((), ()))
         out = float_dot(runs, matrix, numbers, precision="highest", preferred_element_type="float32")
         out = jnp.moveaxis((out * size**-0.5).astype(x.dtype), -1, axis + 1)

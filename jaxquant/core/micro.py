@@ -15,8 +15,8 @@ from jaxquant.core.blocks import Shape, apply_blocks, is_even, reduce_blocks
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import saturating_cast, stochastic_cast
-from jaxquant.core.scales import absolute
+from jaxquant.core.rounding import Part, saturating_cast, stochastic_cast
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, absolute, floor_scale
 from jaxquant.core.sharding import over_devices
 
 Array = jax.Array
@@ -24,7 +24,9 @@ _CODE = element("float8_e4m3fn")
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-def quantize_micro(x: Array, spec: TensorSpec, block: Shape, key: Array | None = None) -> QTensor:
+def quantize_micro(
+    x: Array, spec: TensorSpec, block: Shape, key: Array | None = None, part: Part | None = None
+) -> QTensor:
     """Quantize an operand with two levels of scales.
 
     The amax of a block becomes ``bound / headroom``; the largest block scale becomes ``scale_bound``. With
@@ -36,6 +38,7 @@ def quantize_micro(x: Array, spec: TensorSpec, block: Shape, key: Array | None =
       spec: with ``micro``.
       block: shape of the blocks that share a scale, from ``block_shape``.
       key: random key, for stochastic rounding and for EDEN.
+      part: where x lies in a larger tensor, for stochastic rounding.
 
     Raises:
       ValueError: stochastic rounding or EDEN without a key.
@@ -56,7 +59,7 @@ def quantize_micro(x: Array, spec: TensorSpec, block: Shape, key: Array | None =
         else:
             scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), step, even)
         is_random = spec.rounding == "stochastic"
-        elements = stochastic_cast(scaled, kind, key) if is_random else saturating_cast(scaled, kind)  # pyright: ignore[reportArgumentType]
+        elements = stochastic_cast(scaled, kind, key, part) if is_random else saturating_cast(scaled, kind)  # pyright: ignore[reportArgumentType]
         return QTensor(elements, code, None, outer, even), scaled
 
     tensor, scaled = candidate(1.0)
@@ -81,7 +84,7 @@ def _real_scales(amax: Array, x: Array, top: float, bound: float, is_reciprocal:
     if is_reciprocal:
         encode = jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST))
         return amax * (encode * (1 / top)), 1 / encode
-    outer = jnp.where(whole == 0, 1.0, whole / bound / top)
+    outer = floor_scale(whole / bound / top, SMALLEST_GRADIENT_SCALE)  # below it a quotient of zeros is not a number
     return amax / top / outer, outer
 
 

@@ -179,7 +179,7 @@ def quantize(
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
-        return quantize_micro(x, spec, block, key)
+        return quantize_micro(x, spec, block, key, part)
     scales = compute_scale(x, spec, block, floor)
     if scales.scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.

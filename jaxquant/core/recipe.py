@@ -155,6 +155,16 @@ class TensorSpec:
             )
         if self.micro is not None and not self.outer_scale:
             raise ValueError("TensorSpec micro belongs to blocks with an outer_scale, and outer_scale is False")
+        if self.micro is not None and (self.clips or self.calibration != Calibration()):
+            raise ValueError(
+                f"TensorSpec micro reads the amax of each block itself; calibration {self.calibration} and amax_bound "
+                f"{self.amax_bound} change that, use absmax and None"
+            )
+        if self.micro is not None and self.micro.four_over_six and self.draws:
+            raise ValueError(
+                "TensorSpec micro.four_over_six compares errors of rounding to nearest, and this spec draws; use it "
+                "without stochastic rounding and without eden"
+            )
         if self.amax_bound is not None and not self.amax_bound > 0:
             raise ValueError(f"TensorSpec amax_bound must be above 0, got {self.amax_bound}")
         has_statistic = self.scaling == "dynamic" and self.calibration.method in ("absmax", "rms")
@@ -200,8 +210,8 @@ class MatmulSpec:
       accumulator: dtype name asked of the matmul (``preferred_element_type``), or None for the result's dtype
         (float32 where the result is float16).
       shards: the first contraction axis is cut into this many blocks, each quantized by itself (1: whole).
-      rotation: of both operands before they are quantized, None for none. Of several contraction axes the longest is
-        rotated, and tiles lie along it.
+      rotation: of both operands before they are quantized, None for none. Of several contraction axes the last that
+        holds a run is rotated, and tiles lie along it.
     """
 
     lhs: Operand = None

@@ -241,7 +241,7 @@ class _Dot(Operation):
         """Rotate both operands, the residual only if that was not done before it was kept, and quantize them."""
         left, right = dims.lhs_contract, dims.rhs_contract
         if matmul.rotation is not None:
-            index = rotated_axis(tuple(grad.shape[axis] for axis in left))
+            index = rotated_axis(tuple(grad.shape[axis] for axis in left), matmul.rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
             signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
             grad = rotate(grad, left[0], signs)

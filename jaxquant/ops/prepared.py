@@ -119,7 +119,7 @@ def _own(
         return x
     own = forward_key(x, spec, key)
     if rotation is not None:
-        axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes))],)
+        axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), rotation.size)],)
         x = rotate(x, axes[0], draw_signs(rotation, None))
     return quantize_operand(x, spec, axes, recipe=recipe, batch=batch, key=own, implementation=implementation)[0]
 

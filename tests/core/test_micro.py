@@ -16,6 +16,7 @@ from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, Rotation, TensorSpec
+from jaxquant.core.rounding import Part
 from jaxquant.ops import dot_general
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -116,6 +117,23 @@ def test_rounding_to_nearest_has_a_bias_that_the_draws_have_not():
     assert error(x, sum(q for _ in range(16)) / 16) > 0.09
 
 
+def test_a_part_draws_the_noise_that_it_has_in_the_whole():
+    """Else all devices of a shard_map that are given one key would draw the same."""
+    x = normal((32, 64)).at[::16, 0].set(8)  # each half has the amax of the whole
+    chosen, key = spec("te_nvfp4_no_rht", "dlhs_lhs"), jax.random.key(5)
+    whole = dequantize(quantize(x, chosen, (1,), key=key))
+    halves = [dequantize(quantize(x[n : n + 16], chosen, (1,), key=key, part=Part((n, 0), x.shape))) for n in (0, 16)]
+    np.testing.assert_array_equal(jnp.concatenate(halves), whole)
+
+
+@pytest.mark.parametrize("place", ["fwd_lhs", "dlhs_lhs"])
+@pytest.mark.parametrize("string", STRINGS)
+def test_what_is_too_small_for_an_outer_scale_is_zero_and_a_number(string, place):
+    tiny = normal((16, 128)) * 1e-36
+    read = dequantize(quantize(tiny, spec(string, place), (1,), key=jax.random.key(0)))
+    np.testing.assert_array_equal(read, jnp.zeros_like(tiny))
+
+
 @pytest.mark.parametrize("rotation", [Rotation(16), Rotation(32), Rotation(128, "fresh")], ids=str)
 def test_a_rotation_of_both_operands_leaves_their_product(rotation):
     signs = draw_signs(rotation, jax.random.key(0))
@@ -128,7 +146,41 @@ def test_a_rotation_of_both_operands_leaves_their_product(rotation):
     run[: min(200, rotation.size)] = np.asarray(x[0, : rotation.size], np.float64)
     wanted = (run * np.asarray(signs)) @ h / rotation.size**0.5
     np.testing.assert_allclose(rotate(x, 1, signs)[0, : rotation.size], wanted, atol=1e-5)
-    assert rotated_axis((3, 128, 128)) == 1
+
+
+def test_a_short_axis_has_a_shorter_rotation_and_no_padding():
+    """Heads of 32 in rotations of 128 would be multiplied with four times the elements, which cost and flatter."""
+    signs = draw_signs(Rotation(128, "fresh"), jax.random.key(0))
+    x, w = normal((24, 8, 32)), normal((40, 8, 32), 1)
+    rotated = rotate(x, 2, signs)
+    assert rotated.shape == x.shape
+    product = jnp.einsum("mhd,nhd->mn", rotated, rotate(w, 2, signs))
+    np.testing.assert_allclose(product, jnp.einsum("mhd,nhd->mn", x, w), atol=1e-4)
+    assert rotate(normal((3, 40)), 1, signs).shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "run", "axis"),
+    [
+        ((3, 128, 128), 128, 2),
+        ((512, 128), 16, 1),
+        ((64, 64), 128, 1),
+        ((8, 4), 16, 0),
+        ((2048, 4), 16, 0),
+        ((7,), 16, 0),
+    ],
+)
+def test_the_last_axis_that_holds_a_run_is_rotated(sizes, run, axis):
+    """Not the batch, where it is larger than a text is long, nor the heads: these are what a mesh cuts."""
+    assert rotated_axis(sizes, run) == axis
+
+
+def test_both_operands_are_rotated_along_the_same_of_two_equal_axes():
+    x, grad = normal((32, 32, 48)), normal((32, 32, 24), 1)
+    numbers, scheme = (((2,), (0,)), ((), ())), recipe("nvfp4")
+    dw = jax.vjp(lambda w: dot_general(x, w, numbers, recipe=scheme, key=jax.random.key(0)), normal((48, 24), 2))[1]
+    wanted = jnp.einsum("abk,abn->kn", x, grad)
+    assert error(wanted, dw(grad)[0]) < (0.0951**2 + 0.1531**2) ** 0.5  # of both operands
 
 
 @pytest.mark.parametrize("string", STRINGS)
@@ -185,6 +237,12 @@ def test_bad_specs_are_refused_by_name():
         dataclasses.replace(recipe("nvfp4"), fwd=MatmulSpec(own, own, rotation=Rotation(16)))
     with pytest.raises(ValueError, match="micro belongs to blocks with an outer_scale"):
         TensorSpec("int8", micro=own.micro)
+    with pytest.raises(ValueError, match=r"amax_bound 2\.0 change that"):
+        dataclasses.replace(own, amax_bound=2.0)
+    for drawing in (spec("quartet2", "dlhs_lhs"), spec("tetrajet_v2", "dlhs_lhs")):
+        assert drawing.micro is not None
+        with pytest.raises(ValueError, match="four_over_six compares errors of rounding to nearest"):
+            dataclasses.replace(drawing, micro=dataclasses.replace(drawing.micro, four_over_six=True))
     with pytest.raises(ValueError, match="needs a random key"):
         quantize(normal((16, 16)), spec("tetrajet_v2", "dlhs_lhs"), (1,))
     with pytest.raises(ValueError, match="four_over_six True is not read by quantization 'fp8'"):

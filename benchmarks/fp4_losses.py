@@ -1,0 +1,180 @@
+"""Held-out losses of FP4 schemes against float's of the same seeds: each run one line of JSON, then a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.schemes import ROOT, Row, tell
+from benchmarks.steps import QUICKSTART
+from jaxquant.config.loader import load_yaml
+from jaxquant.config.recipes import RECIPES
+from jaxquant.config.rules import Rule
+from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.typed import build
+from train.config import TrainConfig
+from train.loop import prepare
+from train.runs import load_run
+
+RECORD = ROOT / "benchmarks" / "fp4-losses.jsonl"
+FLOAT, NVFP4 = "float", "nvfp4"
+_CURVE = 10  # steps between two training losses of a line
+
+
+def _each_operand(matmul: MatmulSpec, **changes: Any) -> MatmulSpec:
+    """Return a matmul with fields of its operands' specs changed."""
+    sides = {side: getattr(matmul, side) for side in ("lhs", "rhs")}
+    changed = {
+        side: dataclasses.replace(spec, **changes) for side, spec in sides.items() if isinstance(spec, TensorSpec)
+    }
+    return dataclasses.replace(matmul, **changed)
+
+
+def _without_noise() -> Recipe:
+    """NVFP4 whose output gradient is rounded to nearest."""
+    recipe = RECIPES[NVFP4].recipe
+    assert recipe is not None
+    backward = {name: _each_operand(getattr(recipe, name), rounding="nearest") for name in ("dlhs", "drhs")}
+    return dataclasses.replace(recipe, name="nvfp4_nearest", **backward)
+
+
+def _composed() -> Recipe:
+    """Forward of fp8_current, backward of quartet2."""
+    forward, backward = RECIPES["fp8_current"].recipe, RECIPES["quartet2"].recipe
+    assert forward is not None
+    assert backward is not None
+    own = {name: _each_operand(getattr(backward, name), source="original") for name in ("dlhs", "drhs")}
+    return dataclasses.replace(forward, name="fp8_current/quartet2", **own)
+
+
+def _string(name: str, **options: Any) -> Row:
+    return {"quantization": name, "quant_backend": "native", **options}
+
+
+def _numbers(recipe: Recipe) -> Row:
+    return {"rules": (Rule("layers/.*", recipe),), "quant_backend": "native"}
+
+
+TRIALS: dict[str, tuple[int, Row]] = {
+    FLOAT: (3, {}),
+    NVFP4: (3, _string("nvfp4")),
+    "quartet2 4/6": (3, _string("quartet2", four_over_six=True)),
+    "fp8_current forward, quartet2 backward": (3, _numbers(_composed())),
+    "quartet2": (3, _string("quartet2")),
+    "tetrajet_v2": (1, _string("tetrajet_v2")),
+    "nvfp4 4/6": (1, _string("nvfp4", four_over_six=True)),
+    "nvfp4 without Hadamard": (1, _string("te_nvfp4_no_rht")),
+    "nvfp4 without stochastic rounding": (1, _numbers(_without_noise())),
+    "fp8_block": (1, _string("fp8_block")),
+    "mxfp8": (1, _string("mxfp8")),
+}
+"""Scheme -> number of seeds, fields of the run's configuration."""
+
+
+def measure_fp4_losses(
+    record: Path, runs: Path, steps: int, only: Collection[str] = (), seeds: int | None = None
+) -> list[Row]:
+    """Train the quickstart model under FP4 schemes and compare held-out losses with the float runs of the same seeds.
+
+    A seed is of the initial parameters, the order of the data and the noise. A run whose line is in the record is not
+    trained again, and one that was interrupted goes on from its checkpoint. Figures after ± are the standard error of
+    the mean over seeds.
+
+    Args:
+      record: JSON lines, one a run.
+      runs: folder of the runs.
+      steps: of each run.
+      only: schemes to train, none for all.
+      seeds: how many of each at most.
+    """
+    lines = read_record(record, steps)
+    wanted = [(seed, name) for name, (count, _) in TRIALS.items() for seed in range(min(seeds or count, count))]
+    for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
+        if (name, seed) in lines or (only and name not in only):
+            continue
+        lines[name, seed] = _train(name, TRIALS[name][1], seed, steps, runs)
+        with record.open("a") as file:
+            file.write(json.dumps(lines[name, seed]) + "\n")
+    return table({key: line["held_out_loss"] for key, line in lines.items()})
+
+
+def read_record(record: Path, steps: int) -> dict[tuple[str, int], Row]:
+    """Read the lines of runs of so many steps, by scheme and seed."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
+    return {(line["scheme"], line["seed"]): line for line in lines if line["steps"] == steps}
+
+
+def _train(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
+    tell(f"training {name}, seed {seed}")
+    folder = runs / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{steps}"
+    own = {"run_dir": str(folder), "steps": steps, "seed": seed, "data_seed": seed}
+    quickstart = load_yaml(str(ROOT / QUICKSTART)) | {"health_every": 0, "tensorboard": False}
+    config: TrainConfig = build(TrainConfig, quickstart | fields | own)
+    start = time.perf_counter()
+    prepare(config, tell)()
+    seconds = time.perf_counter() - start
+    jax.clear_caches()
+    run = load_run(folder, folder.name)
+    if not run.is_finished:
+        raise ValueError(
+            f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
+        )
+    parameters = run.summary["parameter_bytes"] // 4  # of float32
+    tokens = steps * config.batch_size * config.sequence_length
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "scheme": name,
+        "config": {key: str(value) for key, value in fields.items()},
+        "seed": seed,
+        "steps": steps,
+        "held_out_loss": run.final_loss,
+        "held_out_losses": run.held_out,
+        "train_loss": {step: round(loss, 5) for step, loss in run.train.items() if step % _CURVE == 0 or step == 1},
+        "seconds": round(seconds, 1),
+        "parameters": parameters,
+        "tokens_per_parameter": round(tokens / parameters, 3),
+        "commit": commit.stdout.strip(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def table(losses: dict[tuple[str, int], float]) -> list[Row]:
+    """Compute the gaps of schemes in percent, and their share of NVFP4's.
+
+    Args:
+      losses: held-out loss by scheme and seed.
+    """
+    rows = []
+    for name in TRIALS:
+        seeds = [seed for scheme, seed in losses if scheme == name and (FLOAT, seed) in losses]
+        if not seeds:
+            continue
+        pairs = [(losses[name, seed], losses[FLOAT, seed]) for seed in seeds]
+        rows.append(
+            {
+                "scheme": name,
+                "seeds": len(seeds),
+                "held-out loss": f"{statistics.mean(loss for loss, _ in pairs):.4f}",
+                "difference": mean_and_error([loss - base for loss, base in pairs], "+.4f"),
+                "gap %": mean_and_error([100 * (loss / base - 1) for loss, base in pairs], "+.2f"),
+            }
+        )
+    return rows
+
+
+def mean_and_error(values: Sequence[float], form: str) -> str:
+    """Write the mean of some numbers ± its standard error; of one number there is none."""
+    mean = format(statistics.mean(values), form)
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {format(statistics.stdev(values) / math.sqrt(len(values)), form.lstrip('+'))}"
