@@ -57,6 +57,10 @@ class QuantConfig(options.Options):
       weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
       amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
       four_over_six: each block of NVFP4's forward operands puts its largest at 4 or 6, as errs less.
+      scale_fmt: ``ue8m0`` rounds the scales of ``fp8_block`` up to powers of two, as checkpoints with this field have.
+      activation_scale_ub: largest magnitude that scales of activations follow; what lies above is clipped and gets no
+        gradient. None for no bound.
+      square_weight_blocks: weights of ``mxfp8`` in blocks of 32 by 32, whose codes serve forward and dlhs alike.
       quantization_share_expert_scales: scales of whole tensors, and their state, are one for all experts of a weight
         (its batch axes, and the groups of a ragged matmul); else each expert has its own.
       quant_cfg_path: file of ``intmp``.

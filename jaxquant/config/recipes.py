@@ -213,10 +213,14 @@ RECIPES: dict[str, RecipeRow] = {
         options=("experts",),
     ),
     "fp8_block": RecipeRow(
-        _FP8_BLOCK, "e4m3 everywhere: tiles of 128 of activations and gradients, blocks of 128 by 128 of weights"
+        _FP8_BLOCK,
+        "e4m3 everywhere: tiles of 128 of activations and gradients, blocks of 128 by 128 of weights",
+        options=("scale format", "activation bound"),
     ),
     "mxfp8": RecipeRow(
-        _microscaling("mxfp8", "float8_e4m3fn", 32), "e4m3 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
+        _microscaling("mxfp8", "float8_e4m3fn", 32),
+        "e4m3 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
+        options=("activation bound", "square blocks"),
     ),
     "mxfp4": RecipeRow(
         _microscaling("mxfp4", "float4_e2m1fn", 32), "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)"

@@ -277,9 +277,10 @@ class Recipe:
       delayed: parameters of delayed scaling, where an operand asks for it.
       sparsity: N:M sparsity of the weight, or None.
       arithmetic: ``exact``: operands are scaled in float32, and the kernel's gradient comes out of its matmul in the
-        output gradient's dtype. ``lean``: a bfloat16 operand is divided by its scale rounded to bfloat16, and the
-        quotient is rounded to bfloat16, which costs a TPU half as much; the gradient of a float32 kernel comes in
-        float32, which saves a pass over it. It is the same on every platform; docs/guide/delayed.md has every rounding.
+        output gradient's dtype, or in float32 for a float32 kernel where that is the accumulator. ``lean``: a bfloat16
+        operand is divided by its scale rounded to bfloat16, and the quotient is rounded to bfloat16, which costs a TPU
+        half as much; the gradient of a float32 kernel comes in float32, which saves a pass over it. It is the same on
+        every platform; docs/guide/delayed.md has every rounding.
       shares_experts: whether a scale of a whole tensor, and its state, is one for all batch elements (experts) of a
         weight; else each has its own.
 
