@@ -11,7 +11,7 @@ import jax
 
 from jaxquant.core import typed
 from jaxquant.core.calibration import Calibration, parse_calibration
-from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
 
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
 """Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, in AQT's meaning.
@@ -42,6 +42,9 @@ class Options:
     amax_init: Literal["warmup", "flax"] = DelayedSpec().amax_init
     quantization_share_expert_scales: bool = False
     four_over_six: bool = False
+    scale_fmt: Literal["", "ue8m0"] = ""
+    activation_scale_ub: float | None = None
+    square_weight_blocks: bool = False
     quant_cfg_path: str = ""
     replicate_quant_scale: bool = False
 
@@ -55,11 +58,13 @@ class OptionGroup:
       change: (recipe, options, shards) -> the recipe that they ask for; None where they change no number. ``shards`` is
         what ``resolve_shards`` gives.
       check: refuses values that no recipe could honour; None where the type says all.
+      matmuls: those that the fields change. A composition reads a group only for a row that gives one of them.
     """
 
     fields: tuple[str, ...]
     change: Callable[[Recipe, Options, int], Recipe] | None = None
     check: Callable[[Options], None] | None = None
+    matmuls: tuple[Matmul, ...] = ("fwd", "dlhs", "drhs")
 
 
 def _short(field: str, text: str) -> str:
@@ -151,6 +156,7 @@ _RANGES = {
     "amax_history_length": (1, 2**20, ""),
     "amax_margin": (-64, 64, ""),
     "weight_sparsity_m": (1, 2**16, ""),
+    "activation_scale_ub": (1e-30, 1e30, "at least 1e-30"),
     "weight_sparsity_start_step": (0, 2**31 - 1, ""),
     "weight_sparsity_update_step": (1, 2**31 - 1, ""),
 }
@@ -222,7 +228,7 @@ def _bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
     return recipe
 
 
-def _replace_operand(recipe: Recipe, matmul: str, side: str, spec: TensorSpec) -> Recipe:
+def _replace_operand(recipe: Recipe, matmul: str, side: str, spec: Operand) -> Recipe:
     changed = dataclasses.replace(getattr(recipe, matmul), **{side: spec})
     return dataclasses.replace(recipe, **{matmul: changed})
 
@@ -277,6 +283,35 @@ def _four_over_six(recipe: Recipe, options: Options, shards: int) -> Recipe:
     return recipe
 
 
+# -- tiles and blocks --------------------------------------------------------------------------------------------------
+
+
+def _powers_of_two(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    """Round every scale up to a power of two."""
+    for matmul, side in _OURS if options.scale_fmt == "ue8m0" else ():
+        spec = getattr(getattr(recipe, matmul), side)
+        if isinstance(spec, TensorSpec):
+            recipe = _replace_operand(recipe, matmul, side, dataclasses.replace(spec, scale_rounding="up"))
+    return recipe
+
+
+def _activations_bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    """Bound the amax that scales of the activation follow, in both matmuls that read it."""
+    for matmul in ("fwd", "drhs"):
+        spec = dataclasses.replace(getattr(recipe, matmul).lhs, amax_bound=options.activation_scale_ub)
+        recipe = _replace_operand(recipe, matmul, "lhs", spec)
+    return recipe
+
+
+def _square(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    """Give weights blocks as wide as they are long, whose codes serve the forward matmul and dlhs alike."""
+    spec = recipe.fwd.rhs
+    if not options.square_weight_blocks or not isinstance(spec, TensorSpec):
+        return recipe
+    block = dataclasses.replace(spec, granularity="per_block", free_size=spec.tile_size)
+    return _replace_operand(_replace_operand(recipe, "fwd", "rhs", block), "dlhs", "rhs", FORWARD)
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
@@ -284,12 +319,15 @@ _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start
 GROUPS: dict[str, OptionGroup] = {
     "calibration": OptionGroup(tuple(_CALIBRATED), _calibrated, _check_calibrations),
     "bounds": OptionGroup(("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
-    "shards": OptionGroup(("quantization_local_shard_count",), _sharded),
+    "shards": OptionGroup(("quantization_local_shard_count",), _sharded, matmuls=("drhs",)),
     "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed),
-    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity),
+    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity, matmuls=("fwd",)),
     "experts": OptionGroup(("quantization_share_expert_scales",), _shared),
     "four over six": OptionGroup(("four_over_six",), _four_over_six),
-    "stored scales": OptionGroup(("replicate_quant_scale",)),
+    "scale format": OptionGroup(("scale_fmt",), _powers_of_two),
+    "activation bound": OptionGroup(("activation_scale_ub",), _activations_bounded, matmuls=("fwd", "drhs")),
+    "square blocks": OptionGroup(("square_weight_blocks",), _square, matmuls=("fwd", "dlhs")),
+    "stored scales": OptionGroup(("replicate_quant_scale",), matmuls=("fwd",)),
     "file": OptionGroup(("quant_cfg_path",)),
 }
 """Every group of options, in the order in which they are checked and applied; rows of ``RECIPES`` name them."""

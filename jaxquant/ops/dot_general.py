@@ -159,8 +159,8 @@ class _Dot(Operation):
         return self.recipe.shares_gradient
 
     def quantize_gradient(self, grad, groups, state, key, part) -> tuple[QTensor, Observation | None]:
-        spec, axes = self.recipe.dlhs.lhs, self.dims.for_dlhs()[0].lhs_contract
-        assert isinstance(spec, TensorSpec)
+        spec, axes = self.recipe.spec_of("output_grad"), self.dims.for_dlhs()[0].lhs_contract
+        assert spec is not None
         return self.cast_gradient(grad, spec, axes, (), key, part, state=state)
 
     def gradient(
@@ -169,10 +169,11 @@ class _Dot(Operation):
         dims, order = self.dims.for_dlhs() if name == "dlhs" else self.dims.for_drhs()
         place = (self.lhs if name == "dlhs" else self.rhs).place.sharding_before(order)
         recipe, out_dtype = self.recipe, grad.dtype.name
-        keeps_dtype = name == "drhs" and recipe.is_lean and self.rhs.dtype != out_dtype
+        matmul: MatmulSpec = getattr(recipe, name)
+        keeps_dtype = name == "drhs" and self.rhs.dtype != out_dtype
+        keeps_dtype = keeps_dtype and (recipe.is_lean or matmul.accumulator == "float32")
         if keeps_dtype and self.rhs.dtype == "float32":
             out_dtype = "float32"
-        matmul: MatmulSpec = getattr(recipe, name)
         left, residual = self._gradient_operands(name, grad, shared, residual, dims, out_dtype, key, part)
         swaps = keeps_dtype and place is None and not dims.lhs_batch
         narrow = (

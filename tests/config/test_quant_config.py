@@ -25,6 +25,9 @@ OUR_DEFAULTS = {
     "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
     "amax_init": "warmup", "strict": False, "implementation": None, "quantization_share_expert_scales": False,
     "four_over_six": False,
+    "scale_fmt": "",
+    "activation_scale_ub": None,
+    "square_weight_blocks": False,
 }  # fmt: skip
 
 
@@ -252,7 +255,7 @@ OPTION_VALUES = {
     "per_tensor_scales": [True] * 6, "weight_quantization_calibration_method": "absmax,0.9",
     "act_quantization_calibration_method": "fixed,3", "bwd_quantization_calibration_method": "rms,4",
     "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax", "quantization_share_expert_scales": True,
-    "four_over_six": True,
+    "four_over_six": True, "scale_fmt": "ue8m0", "activation_scale_ub": 4.0, "square_weight_blocks": True,
 }  # fmt: skip
 DELAYED = {"int8_delayed", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
 READERS = {
@@ -265,12 +268,15 @@ READERS = {
     "amax_margin": DELAYED,
     "amax_init": DELAYED,
     "four_over_six": {"nvfp4", "quartet2", "tetrajet_v2"},
+    "scale_fmt": {"fp8_block"},
+    "activation_scale_ub": {"fp8_block", "mxfp8", "te_mxfp8"},
+    "square_weight_blocks": {"mxfp8", "te_mxfp8"},
     "quantization_share_expert_scales": DELAYED | {"fp8_current", "te_fp8_currentscaling", "aqt_fp8_full"},
 }
 STRINGS = [
     "", "int8", "int8_delayed", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full",
     "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1", "aqt_fp8", "aqt_fp8_full", "fp8_current",
-    "te_fp8_currentscaling", "int8w", "int4w", "nvfp4", "quartet2", "tetrajet_v2",
+    "te_fp8_currentscaling", "int8w", "int4w", "nvfp4", "quartet2", "tetrajet_v2", "fp8_block", "mxfp8", "te_mxfp8",
 ]  # fmt: skip
 
 

@@ -1,0 +1,186 @@
+"""The fine print of ``fp8_block`` and ``mxfp8``: what blocks serve, what is added in which dtype, and the options."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxquant.backends.native import convert_kernel
+from jaxquant.config.hf import read_quantization
+from jaxquant.config.hf.recipe import to_recipe
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
+from jaxquant.ops import dot_general
+from jaxquant.ops.prepared import make_prepared
+from tests.numerics import dot_bound
+
+M, K, N = 256, 384, 128
+NUMBERS = (((1,), (0,)), ((), ()))
+BLOCK, SQUARE = {"quantization": "fp8_block"}, {"quantization": "mxfp8", "square_weight_blocks": True}
+E4M3 = ml_dtypes.float8_e4m3fn
+F32 = np.float32
+
+
+def recipe(config, **options) -> Recipe:
+    found = QuantConfig.from_any({**config, **options}).recipe()
+    assert found is not None
+    return found
+
+
+def operands(dtype="float32"):
+    keys = jax.random.split(jax.random.key(1), 3)
+    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, ((M, K), (K, N), (M, N)), strict=True)]
+
+
+def step(chosen, x, w, g, out=None):
+    run = lambda x, w: dot_general(x, w, NUMBERS, preferred_element_type=out, recipe=chosen)  # noqa: E731
+    y, back = jax.vjp(run, x, w)
+    return y, *back(g.astype(y.dtype))
+
+
+def cast(x, block, up=False, bound=np.inf):
+    """Quantize and dequantize in numpy by blocks of (rows, columns): ``amax / 448``, rounded up to a power of two."""
+    rows, columns = block
+    cut = np.asarray(x, F32).reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    amax = np.minimum(np.abs(cut).max((1, 3), keepdims=True), F32(bound))
+    scale = amax * F32(1 / 448)
+    scale = np.exp2(np.ceil(np.log2(amax.astype(np.float64) / 448))).astype(F32) if up else scale
+    return ((cut / scale).clip(-448, 448).astype(E4M3).astype(F32) * scale).reshape(x.shape)
+
+
+TILES = {
+    "fp8_block": (BLOCK, 128, (128, 128), False),
+    "ue8m0": (BLOCK | {"scale_fmt": "ue8m0"}, 128, (128, 128), True),
+    "mxfp8": ({"quantization": "mxfp8"}, 32, None, True),
+    "mxfp8 square": (SQUARE, 32, (32, 32), True),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_the_three_matmuls_are_those_of_the_tiles_in_numpy(name):
+    """Both operands of drhs in tiles along the tokens, weights in the blocks of either matmul, sums in float32.
+
+    An element half way between two codes may go either way, by the last bit of its quotient: none does here.
+    """
+    config, tile, block, up = TILES[name]
+    x, w, g = operands()
+    y, dx, dw = step(recipe(config), x, w, g)
+    weights = [cast(w, block, up)] * 2 if block else [cast(w, (tile, 1), up), cast(w, (1, tile), up)]
+    for got, left, right in (
+        (y, cast(x, (1, tile), up), weights[0]),
+        (dx, cast(g, (1, tile), up), weights[1].T),
+        (dw, cast(x, (tile, 1), up).T, cast(g, (tile, 1), up)),
+    ):
+        error = np.abs(np.asarray(got, np.float64) - left.astype(np.float64) @ right.astype(np.float64))
+        assert (error <= dot_bound(left, right)).all()
+
+
+@pytest.mark.parametrize("config", [BLOCK, SQUARE, BLOCK | {"scale_fmt": "ue8m0"}])
+@pytest.mark.parametrize("shape", [(K, N), (300, 200)])
+def test_weights_in_square_blocks_are_quantized_once(config, shape):
+    chosen, w = recipe(config), jax.random.normal(jax.random.key(0), shape)
+    assert chosen.dlhs.rhs == FORWARD
+    forward, kept = make_prepared(w, chosen, "rhs", (0,), (), None, None, None)
+    assert kept.tensor.qvalue is not None
+    jax.tree.map(np.testing.assert_array_equal, kept.tensor, forward)
+    spec = chosen.fwd.rhs
+    assert isinstance(spec, TensorSpec)
+    across = quantize(w, spec, (1,))
+    np.testing.assert_array_equal(dequantize(across), dequantize(forward))  # the same along dlhs's contraction
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("matmul", [0, 1, 2])
+def test_partial_sums_are_added_in_float32(name, matmul):
+    """A thousand and one ones: a bfloat16 sum stays at 256, one of bfloat16 parts a tile rounds 1025 to 1024."""
+    sizes = [8, 8, 8]
+    sizes[(1, 2, 0)[matmul]] = 1025
+    m, k, n = sizes
+    x, w, g = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16), jnp.ones((m, n))
+    run = lambda x, w: dot_general(x, w, NUMBERS, preferred_element_type="float32", recipe=recipe(TILES[name][0]))  # noqa: E731
+    y, back = jax.vjp(run, x, w)
+    got = (y, *back(g))[matmul]
+    np.testing.assert_array_equal(np.asarray(got, F32), F32(1025) if matmul == 0 else F32(jnp.bfloat16(1025)))
+
+
+def test_the_gradient_of_a_float32_kernel_comes_in_float32():
+    x, w, g = operands()
+    chosen, narrow = recipe(BLOCK), (x.astype(jnp.bfloat16), w, g.astype(jnp.bfloat16))
+    dw = step(chosen, *narrow, out="bfloat16")[2]
+    assert dw.dtype == jnp.float32
+    assert (np.asarray(dw) != np.asarray(dw.astype(jnp.bfloat16), F32)).any()
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("size", [1e-8, 1e-20, 1e-26])
+def test_no_floor_kills_small_gradients(name, size):
+    """Gradients of any size have the relative error of those of size one: to the bit, scaled by a power of two."""
+    x, w, g = operands()
+    chosen, power = recipe(TILES[name][0]), float(2.0 ** np.round(np.log2(size)))
+    for small, large in zip(step(chosen, x, w, g * power)[1:], step(chosen, x, w, g)[1:], strict=True):
+        np.testing.assert_array_equal(np.asarray(small), np.asarray(large) * F32(power))
+        assert np.count_nonzero(small) == small.size
+
+
+def test_activation_scale_ub_clips_and_masks():
+    x, w, g = operands()
+    x = x.at[3, 5].set(40.0)
+    for config in (BLOCK, {"quantization": "mxfp8"}):
+        bounded, free = recipe(config, activation_scale_ub=8.0), recipe(config)
+        y, dx, _ = step(bounded, x, w, g)
+        up = config != BLOCK
+        left, right = cast(x, (1, 128) if not up else (1, 32), up, 8.0), cast(w, (128, 128) if not up else (32, 1), up)
+        assert (np.abs(np.asarray(y, np.float64) - left.astype(np.float64) @ right) <= dot_bound(left, right)).all()
+        clipped = np.asarray(dx == 0)
+        assert clipped[3, 5]
+        assert clipped.sum() == 1
+        assert np.count_nonzero(step(free, x, w, g)[1]) == x.size
+        assert bounded.drhs.lhs.amax_bound == 8.0  # pyright: ignore
+        assert bounded.drhs.rhs.amax_bound is None  # pyright: ignore
+
+
+def test_scale_fmt_is_that_of_checkpoints():
+    """The forward of fp8_block with ue8m0 is the one that DeepSeek's config asks for, field by field."""
+    published = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    for fmt in ("", "ue8m0"):
+        more = {"scale_fmt": fmt} if fmt else {}
+        layer = read_quantization({"quantization_config": published | more}).spec("a")  # pyright: ignore
+        theirs, ours = to_recipe(layer, "x").fwd, recipe(BLOCK, scale_fmt=fmt).fwd  # pyright: ignore
+        assert (theirs.lhs, theirs.rhs) == (ours.lhs, ours.rhs)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quantization": "mxfp8", "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' is not read by quantization 'mxfp8'"),
+        (BLOCK | {"square_weight_blocks": True}, "square_weight_blocks True is not read by quantization 'fp8_block'"),
+        (BLOCK | {"scale_fmt": "float"}, "scale_fmt must be one of '', 'ue8m0', got 'float'"),
+        (BLOCK | {"activation_scale_ub": 0}, "activation_scale_ub must be at least 1e-30, got 0.0"),
+        (BLOCK | {"activation_scale_ub": float("nan")}, "activation_scale_ub must be at least 1e-30, got nan"),
+        (BLOCK | {"activation_scale_ub": float("inf")}, "activation_scale_ub must be at most 1e[+]30, got inf"),
+    ],
+)
+def test_what_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(config)
+
+
+@pytest.mark.parametrize("config", [BLOCK | {"scale_fmt": "ue8m0", "activation_scale_ub": 2.0}, SQUARE])
+def test_what_is_converted_serves_the_training_forward(config):
+    x, w, g = operands("bfloat16")
+    chosen = recipe(config)
+    tensor, scale = convert_kernel(chosen, w, (0,), {})
+    scales = np.asarray(tensor.scale, F32)
+    np.testing.assert_array_equal(scales, np.exp2(np.round(np.log2(scales))))
+    served = dot_general(x, ConvertedKernel(tensor, "bfloat16", scale), NUMBERS, recipe=chosen)
+    np.testing.assert_array_equal(step(chosen, x, w, g)[0], served)
