@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
 from jaxquant.core.typed import build, to_mapping
 
@@ -21,11 +22,6 @@ MAXTEXT_DEFAULTS = {
     "save_quantized_params_path": "", "weight_sparsity_n": None, "weight_sparsity_m": None,
     "weight_sparsity_update_step": 10, "weight_sparsity_start_step": 50,
 }  # fmt: skip
-OUR_DEFAULTS = {
-    "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
-    "amax_init": "warmup", "strict": False, "implementation": None, "quantization_share_expert_scales": False,
-    "four_over_six": False,
-}  # fmt: skip
 
 
 class QuantizationType(enum.StrEnum):
@@ -33,7 +29,8 @@ class QuantizationType(enum.StrEnum):
 
 
 def test_fields_and_defaults():
-    assert {f.name: f.default for f in dataclasses.fields(QuantConfig)} == MAXTEXT_DEFAULTS | OUR_DEFAULTS
+    defaults = {f.name: f.default for f in dataclasses.fields(QuantConfig)}
+    assert {name: defaults[name] for name in MAXTEXT_DEFAULTS} == MAXTEXT_DEFAULTS
     config = QuantConfig()
     assert (config.resolved_backend, config.recipe(), config.resolver()) == (None, None, None)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -254,31 +251,14 @@ OPTION_VALUES = {
     "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax", "quantization_share_expert_scales": True,
     "four_over_six": True,
 }  # fmt: skip
-DELAYED = {"int8_delayed", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
-READERS = {
-    "quantization_local_shard_count": {"int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1"},
-    "replicate_quant_scale": {"int8", "aqt_fp8", "aqt_fp8_full"},
-    "constant_bound_config": {"aqt_fp8_full"},
-    "per_tensor_scales": {"aqt_fp8_full"},
-    **{f"{tensor}_quantization_calibration_method": {"fp8_full"} for tensor in ("weight", "act", "bwd")},
-    "amax_history_length": DELAYED,
-    "amax_margin": DELAYED,
-    "amax_init": DELAYED,
-    "four_over_six": {"nvfp4", "quartet2", "tetrajet_v2"},
-    "quantization_share_expert_scales": DELAYED | {"fp8_current", "te_fp8_currentscaling", "aqt_fp8_full"},
-}
-STRINGS = [
-    "", "int8", "int8_delayed", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full",
-    "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1", "aqt_fp8", "aqt_fp8_full", "fp8_current",
-    "te_fp8_currentscaling", "int8w", "int4w", "nvfp4", "quartet2", "tetrajet_v2",
-]  # fmt: skip
+STRINGS = [name for name in RECIPES if name != "intmp"]
 
 
 @pytest.mark.parametrize("option", OPTION_VALUES)
 @pytest.mark.parametrize("name", STRINGS)
 def test_an_option_is_read_or_refused(name, option):
     fields = {"quantization": name, option: OPTION_VALUES[option]}
-    if name in READERS[option]:
+    if option in RECIPES[name].fields:
         config = QuantConfig(**fields)
         # Every option but the placement of stored scales and a flag at its default changes the numbers.
         if option not in ("replicate_quant_scale", "per_tensor_scales"):
