@@ -367,45 +367,6 @@ def _is_tensor(leaf):
     return isinstance(leaf, QTensor)
 
 
-class OneActivation(nn.Module):
-    """Layers that nn.vmap stacks, all of which take one activation: one wide matmul."""
-
-    @nn.compact
-    def __call__(self, x):
-        stack = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3)
-        return stack(8, name="stack")(x)
-
-
-class NNXOneActivation(nnx.Module):
-    def __init__(self, rngs):
-        self.stack = nnx.vmap(lambda rngs: nnx.Linear(16, 8, rngs=rngs), in_axes=0, out_axes=0)(rngs.split(3))
-
-    def __call__(self, x):
-        axes = nnx.StateAxes({state.QuantState: None, ...: 0})  # one state for all
-        return nnx.vmap(lambda layer, x: layer(x), in_axes=(axes, None))(self.stack, x)
-
-
-@pytest.mark.parametrize("string", ["fp8", "fp8_current"])
-def test_layers_that_take_one_activation_are_served_with_their_one_scale(string):
-    config = {"quantization": string, "quant_backend": "native"}
-    model = OneActivation()
-    trained = maybe_quantize_model(model, config, X)
-    variables = trained.init(jax.random.key(1), X)
-    if string == "fp8":
-        variables = jaxquant.calibrate(variables, config, [X], model=model)
-    converted = jaxquant.convert(variables, config, X, model=model)
-    assert converted["params"]["stack"]["kernel"].scale.size == 1
-    served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, X)
-    np.testing.assert_array_equal(jax.jit(served.apply)(converted, X), jax.jit(trained.apply)(variables, X))
-
-    plain = NNXOneActivation(nnx.Rngs(0))
-    trained = jaxquant.calibrate(plain, config, [X]) if string == "fp8" else maybe_quantize_model(plain, config, X)
-    converted = jaxquant.convert(trained, config, X)
-    assert jaxquant.serving.nnx_params(converted)["stack"]["kernel"].scale.size == 1
-    call = nnx.jit(lambda model, x: model(x))
-    np.testing.assert_array_equal(call(converted, X), call(trained, X))
-
-
 class Clipped(nn.Module):
     """A layer with a backward pass of the author's own, and one without."""
 
