@@ -167,21 +167,6 @@ def low_rank():
     return gradient(fn, FP8, {"base": base, "out": {"kernel": array(32, 8)}}, array(8, 32))
 
 
-def accumulation():
-    _, (params, state, x), report, _ = a_dictionary()
-    quantized = jaxquant.quantize(mlp, FP8)
-    jax.eval_shape(quantized.init, params, x)
-
-    def step(params, state, batches):
-        def body(total, x):
-            grads = jax.grad(lambda p, s: square(quantized(p, s, x)), argnums=(0, 1))(params, state)
-            return jax.tree.map(jnp.add, total, grads), None
-
-        return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, (params, state)), batches)[0]
-
-    return step, (params, state, array(3, 8, 32)), report, FP8
-
-
 def training_loop():
     """A loop of training steps carries the parameters."""
     _, (params, state, x), report, _ = a_dictionary()
@@ -232,7 +217,7 @@ def pooling():
 
 FUNCTIONS = (
     *(a_dictionary, normalized_input, tied_embedding, experts, head_of_a_loss, vmapped_experts, scan_and_remat),
-    *(shards, ragged, convolutions, recurrent, low_rank, accumulation, training_loop, train_state, pooling),
+    *(shards, ragged, convolutions, recurrent, low_rank, training_loop, train_state, pooling),
 )
 
 

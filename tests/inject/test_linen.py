@@ -101,25 +101,6 @@ def test_a_model_in_which_nothing_would_be_quantized():
             call()
 
 
-@pytest.mark.parametrize("float_first", [True, False])
-def test_jit_caches_do_not_leak_between_float_and_quantized(float_first):
-    """nn.jit caches by module and shapes; a float and a quantized model of one class share that cache."""
-
-    class Jitted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.jit(nn.Dense)(16, name="inner")(x)
-
-    x = jax.random.normal(jax.random.key(0), (4, 16))
-    variables = Jitted().init(jax.random.key(1), x)
-    model = maybe_quantize_model(Jitted(), native("int8"))
-    runs = [lambda: Jitted().apply(variables, x), lambda: model.apply(variables, x)]
-    plain, quantized = [run() for run in runs] if float_first else [run() for run in reversed(runs)][::-1]
-    kernel, bias = (variables["params"]["inner"][name] for name in ("kernel", "bias"))
-    np.testing.assert_allclose(plain, x @ kernel + bias, rtol=1e-5, atol=1e-6)
-    assert (jnp.abs(quantized - plain) > 1e-4).any()
-
-
 class JittedBlock(nn.Module):
     @nn.jit
     @nn.compact
