@@ -1,13 +1,25 @@
-"""What a lowered module multiplies: the element types of its matmuls."""
+"""What a program does: the equations of a traced one, the element types of the matmuls of a lowered one."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 _DOT = re.compile(r"stablehlo\.dot_general .* : \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>")
 _CALL = re.compile(r"(?:func\.call|call) @([\w.]+)\(")
 _FUNCTION = re.compile(r"func\.func (?:public |private )?@([\w.]+)\(")
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield every equation of a jaxpr, those of the programs in it too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
 def dot_operand_types(lowered_text: str) -> list[tuple[str, str, str]]:

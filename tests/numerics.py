@@ -18,13 +18,9 @@ def dot_bound(lhs: np.ndarray, rhs: np.ndarray, eps: float = FLOAT32_EPS) -> np.
     return (depth + 3) * eps * (np.abs(lhs) @ np.abs(rhs)) + np.finfo(np.float32).tiny
 
 
-# Relative RMSE of quantize-dequantize on N(0, 1), measured on 1e6 samples elsewhere (recipes, section 5). The sampling
-# error of an RMSE over 2^18 values is about 1 / sqrt(2 · 2^18) = 0.14 %; the scale follows the largest sample, which
-# moves fp8 errors by another percent.
-QDQ_RMSE = {"float8_e4m3fn": 0.0265}
-QDQ_RMSE_RTOL = 0.02
-# With scales of small blocks no single largest sample moves the error; sampling error and the third printed digit
-# (0.0005 of 0.0257 at most) are left.
+# Relative RMSE of quantize-dequantize on N(0, 1), measured on 1e6 samples elsewhere (recipes, section 5). With
+# scales of small blocks no single largest sample moves the error; sampling error and the third printed digit (0.0005 of
+# 0.0257 at most) are left.
 BLOCK_RMSE_RTOL = 0.01
 # Floors of torchao's tests in dB, forward, dx and dw (recipes, section 5). mxfp4 has none there: an operand's relative
 # error is .1154, two independent ones make .163, 15.7 dB, of which 0.5 dB are left for another sample. The last two
@@ -38,22 +34,6 @@ SQNR_FLOORS = {
     "quartet2": (16.9, 14.9, 14.9),  # 2 · .0951²; .0951² + 2 · .0987²
     "tetrajet_v2": (16.9, 12, 12),  # 2 · .0951²; .0951² + 2 · .153²
 }
-
-# Relative RMS error of casting N(0, 1) by absmax. A float of m mantissa bits: .0265 for m = 3 (as above), twice that
-# for each bit less. An integer: step amax / bound over sqrt(12), at amax = 4.5 for the few 10^4 elements of a tensor:
-# 4.5 / 127.5 / 3.46 = .0102 and 4.5 / 7.5 / 3.46 = .173. e2m1 at amax = 4: steps .33, .67 and 1.33 on 82, 17 and 1 % of
-# the elements give .125. The smallest operand has 3456 elements, so that its mean square error, of kurtosis about 5, is
-# off by sqrt(5 / 3456) = 4 %, and the energy of 3072 results by sqrt(2 / 3072) = 2.5 %: three of each are 0.5 + 0.3 dB.
-NORMAL_ERROR = {
-    "float8_e4m3fn": 0.0265,
-    "float8_e4m3fnuz": 0.0265,
-    "float8_e5m2": 0.053,
-    "float8_e5m2fnuz": 0.053,
-    "int8": 0.0102,
-    "int4": 0.173,
-    "float4_e2m1fn": 0.125,
-}
-SQNR_MARGIN_DB = 0.8
 
 
 # Mean of n stochastic roundings with ulp u deviates from x by at most 5 standard deviations, each u / 2 / sqrt(n).
@@ -150,13 +130,6 @@ MEAN_SIGMAS = 5.0
 # 50 of them are worth about 5 free ones: a ratio of variances with (5, 15) degrees of freedom exceeds 4^2 once in
 # 60,000 (F distribution).
 MESH_SPREAD = 4.0
-
-# KV cache: relative Frobenius error on N(0, 1) at head_dim 64, a scale a row (recipes, section 5). For integers it is
-# sqrt(mean of the squared largest of 64) / 127.5 / sqrt(12): 2.67 / 127.5 / 3.46 = .0060, and 17 times that in int4,
-# .103, so the published figures, of one sample and with bfloat16 scales, lie 3 to 6 % above. Ours must not be worse
-# than they are to their last digit (half of one is at most 2 %), nor better by more than a tenth.
-KV_CACHE_ERROR = {"int8": 0.0064, "int4": 0.106, "fp8": 0.026}
-KV_CACHE_RATIO = (0.9, 1.02)
 
 # Logits of tokens through an unquantized cache against the whole text at once, share of the largest logit: the same
 # sums in another order. Of K = 64 products each, some 14 in a row (two layers of 7), errors of 2^-24 that walk: in

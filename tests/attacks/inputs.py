@@ -21,8 +21,9 @@ from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.core.typed import build
 from jaxquant.serving import manifest as manifests
 from jaxquant.serving.checkpoint import load, save
-from tests.serving.test_hostile import mutate, sign
-from tests.serving.trees import quantized
+from tests.mutate import mutate_json
+from tests.serving.test_hostile import ODD
+from tests.serving.trees import quantized, sign
 from train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def attack_configs(count: int, seed: int) -> Tally:
                 path.write_bytes(_mangle(rng, texts[name].encode()))
                 tally.attempt(f"{number}: {name}, bytes", lambda: build(TrainConfig, load_yaml(path)))
             elif way < 0.75:
-                fields = mutate(rng, {key: defaults[key] for key in rng.sample(sorted(defaults), 12)})
+                fields = mutate_json(rng, {key: defaults[key] for key in rng.sample(sorted(defaults), 12)}, ODD)
                 path.write_text(yaml.safe_dump(fields))
                 tally.attempt(f"{number}: values", lambda: build(TrainConfig, load_yaml(path)))
             elif way < 0.9:
@@ -95,7 +96,7 @@ def attack_configs(count: int, seed: int) -> Tally:
                 tally.attempt(f"{number}: {words}", lambda words=words: build(TrainConfig, parse_overrides(words)))
             else:
                 name = rng.choice(sorted(mixed))
-                text = json.dumps(mutate(rng, mixed[name]))
+                text = json.dumps(mutate_json(rng, mixed[name], ODD))
                 path.write_bytes(_mangle(rng, text.encode()) if rng.random() < 0.5 else text.encode())
                 tally.attempt(f"{number}: {name}", lambda: load_mixed_precision(path))
     return tally
@@ -142,7 +143,7 @@ def attack_manifests(count: int, seed: int) -> Tally:
                 shutil.copytree(whole, copy)
             way = rng.random()
             if way < 0.6:
-                changed = mutate(rng, {name: value for name, value in contents.items() if name != "checksum"})
+                changed = mutate_json(rng, {name: value for name, value in contents.items() if name != "checksum"}, ODD)
                 if not isinstance(changed, dict):
                     changed = {"leaves": changed}
                 sign(copy, changed, sum_files=False)
@@ -150,7 +151,7 @@ def attack_manifests(count: int, seed: int) -> Tally:
                 (copy / manifests.NAME).write_bytes(_mangle(rng, (whole / manifests.NAME).read_bytes()))
             else:
                 path = copy / rng.choice(arrays).relative_to(whole)
-                path.write_text(json.dumps(mutate(rng, json.loads(path.read_text()) or {})))
+                path.write_text(json.dumps(mutate_json(rng, json.loads(path.read_text()) or {}, ODD)))
                 sign(copy, dict(contents))
             tally.attempt(f"manifest {number}", lambda: load(copy), (*DOCUMENTED, FileNotFoundError))
             shutil.rmtree(copy, ignore_errors=True)

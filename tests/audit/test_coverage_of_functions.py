@@ -59,13 +59,6 @@ def a_dictionary():
     return gradient(mlp, FP8, mlp_params(), array(8, 32))
 
 
-def a_list():
-    def fn(params, x):
-        return functools.reduce(lambda x, layer: jax.nn.relu(x @ layer["w"]), params, x)
-
-    return gradient(fn, INT8, [{"w": array(32, 32)} for _ in range(3)], array(8, 32))
-
-
 def normalized_input():
     def fn(params, x):
         return mlp(params, (x - x.mean()) / (x.std() + 1))
@@ -174,21 +167,6 @@ def low_rank():
     return gradient(fn, FP8, {"base": base, "out": {"kernel": array(32, 8)}}, array(8, 32))
 
 
-def accumulation():
-    _, (params, state, x), report, _ = a_dictionary()
-    quantized = jaxquant.quantize(mlp, FP8)
-    jax.eval_shape(quantized.init, params, x)
-
-    def step(params, state, batches):
-        def body(total, x):
-            grads = jax.grad(lambda p, s: square(quantized(p, s, x)), argnums=(0, 1))(params, state)
-            return jax.tree.map(jnp.add, total, grads), None
-
-        return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, (params, state)), batches)[0]
-
-    return step, (params, state, array(3, 8, 32)), report, FP8
-
-
 def training_loop():
     """A loop of training steps carries the parameters."""
     _, (params, state, x), report, _ = a_dictionary()
@@ -221,28 +199,6 @@ def train_state():
     return step, (state, {"inputs": x, "targets": x}), quantized.report(mlp_params(), x), INT8
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        q = nn.DenseGeneral((2, 16), name="q")(nn.LayerNorm()(x))
-        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
-        return x + nn.DenseGeneral(32, axis=(-2, -1), name="o")(jnp.einsum("bhqk,bkhd->bqhd", scores, q)), None
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        scan = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        x, _ = scan(name="blocks")(x, None)
-        return nn.Dense(8, name="last")(nn.RNN(nn.LSTMCell(16), name="rnn")(x))
-
-
-def linen():
-    x = array(2, 5, 32)
-    params = jax.eval_shape(Linen().init, jax.random.key(0), x)["params"]
-    return gradient(lambda p, x: Linen().apply({"params": p}, x), FP8, params, x)
-
-
 class Pooling(nn.Module):
     """Attention whose query is a learned probe, and a head that no name tells of."""
 
@@ -259,27 +215,9 @@ def pooling():
     return gradient(lambda p, x: first_class(Pooling().apply({"params": p}, x)), FP8, params, x, loss=lambda y: y)
 
 
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
-        self.layers = nnx.vmap(lambda rngs: nnx.Linear(32, 32, rngs=rngs))(rngs.split(3))
-        self.last = nnx.Linear(32, 10, rngs=rngs)
-
-    def __call__(self, x):
-        block = nnx.remat(lambda x, layer: nnx.relu(layer(x)))
-        x = nnx.scan(block, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x + self.attention(x), self.layers)
-        return self.last(x)
-
-
-def nnx_model():
-    graph, params, rest = nnx.split(nnx.eval_shape(lambda: Nnx(nnx.Rngs(0))), nnx.Param, ...)
-    return gradient(lambda p, x: nnx.merge(graph, p, rest)(x), FP8, params, array(2, 5, 32))
-
-
 FUNCTIONS = (
-    *(a_dictionary, a_list, normalized_input, tied_embedding, experts, head_of_a_loss, vmapped_experts, scan_and_remat),
-    *(shards, ragged, convolutions, recurrent, low_rank, accumulation, training_loop, train_state, linen, nnx_model),
-    pooling,
+    *(a_dictionary, normalized_input, tied_embedding, experts, head_of_a_loss, vmapped_experts, scan_and_remat),
+    *(shards, ragged, convolutions, recurrent, low_rank, training_loop, train_state, pooling),
 )
 
 

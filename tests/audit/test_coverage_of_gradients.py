@@ -79,8 +79,6 @@ def stolen(change):
 
 @pytest.mark.parametrize("backend", ["native", "qwix"])
 def test_a_float_weight_gradient_of_no_layer_is_a_fault(backend):
-    if backend == "qwix":
-        pytest.importorskip("qwix")
     found = found_in(stolen(lambda h, grad, dk, dh: ((3 * h).T @ (2 * grad), dh)), backend)
     [row] = [row for row in found.rows if row.path == ""]
     assert row.reason == row.fault == "a weight gradient in float32 × float32, and nothing tells of which layer"
@@ -122,8 +120,6 @@ class Three(nnx.Module):
 @pytest.mark.parametrize("backend", ["native", "qwix"])
 @pytest.mark.parametrize("x_is_trained", [False, True])
 def test_layers_that_share_an_input_have_a_weight_gradient_each(backend, x_is_trained):
-    if backend == "qwix":
-        pytest.importorskip("qwix")
     found = found_in(Three(), backend, x_is_trained=x_is_trained)
     found.check()
     matmuls = ["fwd", "dlhs", "drhs"] if x_is_trained else ["fwd", "drhs"]

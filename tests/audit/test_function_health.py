@@ -13,6 +13,7 @@ import jaxquant
 from jaxquant.audit.function_health import FunctionHealth
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.audit.statistics import STATISTICS
+from tests.audit.test_health import Block
 from tests.numerics import REROUNDED_RTOL
 
 X = jax.random.normal(jax.random.key(0), (6, 32))
@@ -21,12 +22,6 @@ OUTPUT_GRAD = 2
 
 def square(y, *_):
     return jnp.sum(jnp.square(y))
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(32, name="wo")(nn.silu(nn.Dense(16, name="wi")(x))), None
 
 
 class Scanned(nn.Module):

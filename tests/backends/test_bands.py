@@ -9,9 +9,6 @@ from jaxquant.config.recipes import RECIPES
 from tests import decoder
 from tests.numerics import BAND_RTOL
 
-pytest.importorskip("aqt")
-pytest.importorskip("qwix")
-
 OPTIMIZED = False
 RANGE = {f"{tensor}_quantization_calibration_method": "fixed,-224,224" for tensor in ("weight", "act")}
 BANDS = [

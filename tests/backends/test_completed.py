@@ -1,4 +1,4 @@
-"""Grouped matmuls and convolutions on AQT and Qwix: the library's own, native's where the backend was left open."""
+"""Experts, grouped matmuls and convolutions on AQT and Qwix: the library's own, native's where it was left open."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jaxquant import ops
 from jaxquant.backends import load
 from jaxquant.backends.qwix_config import to_qwix
 from jaxquant.config.quant_config import QuantConfig
+from tests.serving.models import convert_linen
 from tests.trace.functions import normal
 
 SIZES = jnp.array([5, 0, 4])
@@ -115,6 +116,24 @@ def test_qwix_groups_whose_options_qwix_would_drop_are_float_with_the_option(opt
     assert f"Qwix's ragged_dot {text}" in row.reason
 
 
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_each_expert_is_quantized_by_itself(backend):
+    """As under vmap, forward and backward, with a weight on either side; noise of no stream differs by step."""
+    q = jaxquant.quantize(
+        lambda p, x: jnp.einsum("efd,ebd->ebf", p["w"], x), {"quantization": "int8", "quant_backend": backend}
+    )
+    alone = jaxquant.quantize(lambda p, x: x @ p["w"].T, {"quantization": "int8", "quant_backend": backend})
+    p, x = {"w": normal(0, 3, 4, 8)}, normal(1, 3, 5, 8)
+    out = jax.jit(q)(p, {}, x)
+    for expert in range(3):
+        expected = jax.jit(alone)({"w": p["w"][expert]}, {}, x[expert])
+        np.testing.assert_allclose(out[expert], expected, rtol=1e-6, atol=1e-6)
+    grad = jax.jit(jax.grad(lambda p, x, key=None: jnp.sum(jnp.sin(q(p, {}, x, key=key)))))
+    first, again = grad(p, x), grad(p, x)
+    np.testing.assert_array_equal(first["w"], again["w"])
+    assert not np.array_equal(grad(p, x, key=jax.random.key(1))["w"], grad(p, x, key=jax.random.key(2))["w"])
+
+
 class _Images(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -137,9 +156,7 @@ def test_a_linen_models_convolution_trains_and_is_served():
     coverage = jaxquant.coverage(jax.grad(loss), variables, config=config, layers=reports.values())
     coverage.check()
     assert {str(row.dtypes) for row in coverage.rows if row.path == "conv"} == {"int8 × int8"}
-    converted = jaxquant.convert(variables, config, x, model=_Images())
-    served = jaxquant.maybe_quantize_model(_Images(), config | {"checkpoint_is_quantized": True}, x)
-    np.testing.assert_array_equal(served.apply(converted, x), model.apply(variables, x))
+    convert_linen(_Images(), config, x, variables)
 
 
 def test_only_a_library_is_completed():

@@ -25,8 +25,6 @@ from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 from tests.serving.models import filled
 
-pytest.importorskip("aqt")
-
 X = jax.random.normal(jax.random.key(0), (4, 8))
 
 
@@ -337,13 +335,6 @@ def test_native_ops(string, operand):
     assert sorted(types) == sorted([(operand, operand)] * 3 + [("f32", "f32")])
 
 
-def test_native_state_lies_where_flax_keeps_it():
-    variables = jax.eval_shape(quantize({"quantization": "fp8"}).init, jax.random.key(1), X)
-    state = variables["_overwrite_with_gradient"]["block"]
-    assert set(state) == {"query", "out", "Fp8Einsum_0"}
-    assert set(state["query"]) == {"Fp8DirectDotGeneralOp_0"}
-
-
 def test_rule_on_a_hand_plumbed_layer():
     config = {"quantization": "int8", "quant_backend": "aqt", "rules": [{"path": "block/query", "recipe": None}]}
     text = jax.jit(quantize(config).apply).lower(PARAMS, X).as_text()
@@ -407,20 +398,3 @@ def test_ops_without_state_in_one_module(backend):
     variables = jax.jit(model.init)(jax.random.key(1), X)
     text = jax.jit(model.apply).lower(variables, X).as_text()
     assert [lhs for lhs, _, _ in dot_operand_types(text)] == ["i8"] * 4
-
-
-@pytest.mark.parametrize(("equation", "shape"), [("bd,df", (8, 5)), ("...d,df->...f", (8, 5)), ("bd,d", (8,))])
-def test_einsum_equations_in_every_spelling(equation, shape):
-    class Single(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kernel = self.param("kernel", nn.initializers.normal(1.0), shape)
-            return configure_quantization({"quantization": "int8", "quant_backend": "native"}).einsum()(
-                equation, x, kernel
-            )
-
-    y, variables = Single().init_with_output(jax.random.key(1), X)
-    exact = jnp.einsum(equation, X, variables["params"]["kernel"])
-    assert y.shape == exact.shape
-    assert (y != exact).any()
-    assert float(jnp.abs(y - exact).max()) < 0.1

@@ -1,4 +1,4 @@
-"""AQT and Qwix do what the recipe says: the lowered matmuls, the reuse of forward tensors, shards, bounds, refusals."""
+"""AQT and Qwix do what the recipe says: the reuse of forward tensors, shards, bounds, the stream of noise, refusals."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ import numpy as np
 import pytest
 
 import jaxquant
+from jaxquant.backends import aqt, aqt_config, qwix
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, SparsitySpec, TensorSpec
 from tests.lowering import dot_operand_types
 from tests.numerics import INTEGER_MATMUL_NULP, SMALL_SUM_ATOL, SMALL_SUM_RTOL
-
-aqt = pytest.importorskip("jaxquant.backends.aqt")
-aqt_config = pytest.importorskip("jaxquant.backends.aqt_config")
-qwix = pytest.importorskip("jaxquant.backends.qwix")
 
 LINEAR = ("mix/query", "mix/out", "mix/down")
 SCORES = 2  # matmuls of activations, which stay float
@@ -74,49 +70,6 @@ def source(recipe, name, side):
     if spec == FORWARD:
         spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
     return MLIR[None if spec is None else spec.dtype]
-
-
-def expected_dots(recipe, layers):
-    """Operand types of the three matmuls of each quantized layer; order within a matmul is the library's."""
-    one = Counter(
-        tuple(sorted((source(recipe, name, "lhs"), source(recipe, name, "rhs")))) for name in ("fwd", "dlhs", "drhs")
-    )
-    return Counter({dots: count * layers for dots, count in one.items()})
-
-
-STRINGS = [
-    (string, backend)
-    for string, row in RECIPES.items()
-    for backend in row.backends
-    if backend != "native" and row.recipe is not None
-]
-
-
-@pytest.mark.parametrize(("string", "backend"), STRINGS)
-def test_step_is_low_precision_where_the_recipe_says(string, backend):
-    config = QuantConfig(quantization=string, quant_backend=backend)
-    model = Model()
-    quantized = jaxquant.maybe_quantize_model(model, config, X)
-    params = PARAMS["params"]
-    step = jax.jit(loss_and_grads(quantized))
-
-    loss, grads = step(params, X)
-    assert np.isfinite(loss)
-    assert loss != jax.jit(loss_and_grads(model))(params, X)[0]
-    stepped = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads[0])
-    assert step(stepped, X)[0] < loss
-
-    recipe = config.recipe()
-    found = Counter(tuple(sorted((lhs, rhs))) for lhs, rhs, _ in dot_operand_types(step.lower(params, X).as_text()))
-    float_dots = 3 * (SCORES + 1)
-    assert found == expected_dots(recipe, len(LINEAR)) + Counter({("f32", "f32"): float_dots})
-
-
-@pytest.mark.parametrize(("string", "backend"), STRINGS)
-def test_initial_parameters_are_those_of_the_float_model(string, backend):
-    quantized = jaxquant.maybe_quantize_model(Model(), {"quantization": string, "quant_backend": backend}, X)
-    params = jax.jit(quantized.init)(jax.random.key(2), X)
-    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
 
 
 # -- AQT ---------------------------------------------------------------------------------------------------------------
@@ -288,24 +241,6 @@ def test_stochastic_rounding_follows_the_stream(backend):
     assert np.linalg.matrix_rank(np.asarray(g0 - g1)[0]) > 1
 
 
-@pytest.mark.parametrize("backend", ["aqt", "qwix"])
-def test_no_stream_is_needed(backend):
-    """Without one, noise comes from the bits of what is multiplied: the same in two calls."""
-    model = jaxquant.maybe_quantize_model(Model(), {"quantization": "int8", "quant_backend": backend}, X)
-    grad = jax.jit(lambda x: jax.grad(lambda p: (model.apply(p, x) ** 2).sum())(PARAMS))
-    first, again = grad(X), grad(X)
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(first))
-
-
-def test_aqt_forward_needs_no_stream():
-    model = jaxquant.maybe_quantize_model(Model(), {"quantization": "int8", "quant_backend": "aqt"}, X)
-    without, with_stream = jax.jit(lambda p: (model.apply(p, X), model.apply(p, X, rngs={"quant": jax.random.key(0)})))(
-        PARAMS
-    )
-    np.testing.assert_array_equal(without, with_stream)
-
-
 # -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
 
 
@@ -313,81 +248,6 @@ def dots_of(model, params):
     return Counter(
         "i8" in dots for dots in dot_operand_types(jax.jit(loss_and_grads(model)).lower(params, X).as_text())
     )
-
-
-@pytest.mark.parametrize("float_first", [True, False])
-def test_qwix_does_not_depend_on_who_was_traced_first(float_first):
-    model = Model()
-    params = PARAMS["params"]
-    config = {"quantization": "int8", "quant_backend": "qwix"}
-    quantized = jaxquant.maybe_quantize_model(model, config, X)
-    models = [(model, 0), (quantized, 9)]
-    for each, count in models if float_first else models[::-1]:
-        assert dots_of(each, params)[True] == count
-    rules = [{"path": "mix/out", "recipe": "int8"}]
-    only = jaxquant.maybe_quantize_model(model, {"quant_backend": "qwix", "rules": rules}, X)
-    assert dots_of(only, params)[True] == 3
-
-
-class SameShape(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, use_bias=False, name="dense")(x)
-
-
-def test_activation_of_a_kernels_shape():
-    """Which operand is the weight is decided on the trace, not by its shape, as Qwix by itself does."""
-    x = jax.random.normal(jax.random.key(0), (4, 4))
-    params = SameShape().init(jax.random.key(0), x)
-    config = {"quantization": "int8", "quant_backend": "aqt"}
-    y = jax.jit(jaxquant.maybe_quantize_model(SameShape(), config, x).apply)(params, x)
-    assert np.max(np.abs(y - SameShape().apply(params, x))) < 0.1
-    y = jax.jit(jaxquant.maybe_quantize_model(SameShape(), config | {"quant_backend": "qwix"}, x).apply)(params, x)
-    assert np.max(np.abs(y - SameShape().apply(params, x))) < 0.1
-
-
-class Coder(nn.Module):
-    def setup(self):
-        self.up, self.down = nn.Dense(12), nn.Dense(8)
-
-    def encode(self, x):
-        return self.up(x)
-
-    def __call__(self, x):
-        return self.down(self.encode(x))
-
-
-@pytest.mark.parametrize("string", ["int8", "fp8_e4m3"])
-def test_qwix_quantizes_every_method(string):
-    x = X[0]
-    params = Coder().init(jax.random.key(0), x)
-    operand = MLIR[RECIPES[string].recipe.fwd.rhs.dtype]
-    quantized = jaxquant.maybe_quantize_model(Coder(), {"quantization": string, "quant_backend": "qwix"}, x)
-
-    def operands(method):
-        def run(params, key):
-            return quantized.apply(params, x, method=method, rngs={"quant": key})
-
-        return [lhs for lhs, _, _ in dot_operand_types(jax.jit(run).lower(params, jax.random.key(1)).as_text())]
-
-    assert operands("encode") == [operand]
-    assert operands("__call__") == [operand] * 2  # a method within a method is quantized once
-
-
-def test_qwix_runs_a_layer_that_the_example_did_not():
-    class More(Coder):
-        def setup(self):
-            super().setup()
-            self.probe = nn.Dense(3)
-
-        def look(self, x):
-            return self.probe(x)
-
-    x = X[0]
-    quantized = jaxquant.maybe_quantize_model(More(), {"quantization": "fp8_e4m3", "quant_backend": "qwix"}, x)
-    variables = quantized.init(jax.random.key(0), x, method="look")
-    text = jax.jit(lambda v: quantized.apply(v, x, method="look")).lower(variables).as_text()
-    assert [lhs for lhs, _, _ in dot_operand_types(text)] == ["f8E4M3FN"]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import random
 import sys
 import time
 from typing import Any
 
 from jaxquant.config.hf import parse_quant_config, read_mlc_quantization, read_quantization, to_recipe
+from tests.mutate import mutate_json
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
 _ATTENTION = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
@@ -69,104 +69,22 @@ _TENSORS: dict[str, Any] = {
     "x.weight_scale_2": ((), "float32"),
 }
 _VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    4,
-    16,
-    32,
-    2**70,
-    0.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "Linear",
-    "tensor",
-    "block",
-    "group",
-    "static",
-    "dynamic",
-    "local",
-    "FP8",
-    "mxfp4-pack-quantized",
-    "pack-quantized",
-    "re:(",
-    "re:a{99999999999}",
-    "re:[",
-    "re:(?i)x",
-    "*",
-    "[",
-    "(?P<a>",
-    "\\",
-    "x\0\n",
-    "é.ß",
-    "128x128",
-    "²x1",
-    [],
-    {},
-    [None],
-    [128, 128],
-    [64],
-    ["a", 3],
-    {"a": 1},
-    {3: 4},
-    [[]],
-    (),
-    b"x",
-    {1, 2},
-]
+    None, True, False, 0, 1, -1, 4, 16, 32, 2**70, 0.5, float("nan"), float("inf"), "", "Linear", "tensor", "block",
+    "group", "static", "dynamic", "local", "FP8", "mxfp4-pack-quantized", "pack-quantized", "re:(", "re:a{99999999999}",
+    "re:[", "re:(?i)x", "*", "[", "(?P<a>", "\\", "x\0\n", "é.ß", "128x128", "²x1", [], {}, [None], [128, 128], [64],
+    ["a", 3], {"a": 1}, {3: 4}, [[]], (), b"x", {1, 2},
+]  # fmt: skip
 _KEYS = [
-    "strategy",
-    "num_bits",
-    "type",
-    "dynamic",
-    "group_size",
-    "block_structure",
-    "weights",
-    "targets",
-    "quant_algo",
-    "quantized_layers",
-    "quant_method",
-    "weight_block_size",
-    "actorder",
-    "format",
-    "scale_dtype",
-    "zero",
-]
+    "strategy", "num_bits", "type", "dynamic", "group_size", "block_structure", "weights", "targets", "quant_algo",
+    "quantized_layers", "quant_method", "weight_block_size", "actorder", "format", "scale_dtype", "zero",
+]  # fmt: skip
 
 
 def mutated(rng: random.Random, value: Any) -> Any:
-    """Return a copy with a value replaced, dropped, added or taken from another config, somewhere inside."""
-    value = copy.deepcopy(value)
+    """Return a mapping with up to four changes inside, some of which put another config there."""
     for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
-        node: Any = value
-        while True:
-            inner = [
-                child
-                for child in (node.values() if isinstance(node, dict) else node)
-                if isinstance(child, (dict, list))
-            ]
-            if not inner or rng.random() < 0.35:
-                break
-            node = rng.choice(inner)
-        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-        key = rng.choice(keys) if keys and rng.random() < 0.8 else None
-        new = copy.deepcopy(rng.choice(_VALUES if rng.random() < 0.8 else SEEDS))
-        if key is not None and rng.random() < 0.5:
-            # Half of the time a value of the same kind, which gets further.
-            alike = [other for other in _VALUES if type(other) is type(node[key])]
-            new = copy.deepcopy(rng.choice(alike or [new]))
-        if key is not None and rng.random() < 0.2:
-            del node[key]
-        elif key is not None:
-            node[key] = new
-        elif isinstance(node, dict):
-            node[rng.choice(_KEYS)] = new
-        else:
-            node.append(new)
+        new = mutate_json(rng, value, _VALUES if rng.random() < 0.8 else SEEDS, _KEYS)
+        value = new if isinstance(new, dict) else value
     return value
 
 

@@ -94,19 +94,6 @@ KIMI_NVFP4 = {
         "vision_tower*",
     ],
 }
-GEMMA_NVFP4 = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "ignore": ["lm_head", *(f"model.language_model.layers.{i}.self_attn*" for i in range(60))],
-}
-MINIMAX_NVFP4 = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "ignore": [
-        "lm_head",
-        *(f"model.layers.{i}.{part}" for i in range(62) for part in ("block_sparse_moe.gate", "self_attn*")),
-    ],
-}
 GPT_OSS = {
     "modules_to_not_convert": [
         "model.layers.*.self_attn",

@@ -37,91 +37,78 @@ from tests.config.hf_published import (
     tensors,
 )
 
-ERRORS = {
-    "no config": (lambda: parse(None), "expected a `quantization_config` field in Hugging Face config"),
-    "unknown method": (lambda: parse({"quant_method": "foo"}), r"`quant_method` field \('foo'\) is provided but not"),
-    "awq": (lambda: parse({"quant_method": "awq"}), r"\('awq'\) is provided but not recognized; its weights"),
-    "gptq as fp8": (lambda: parse({"quant_method": "gptq"}), "Quant method: 'gptq'. Supported methods are"),
-    "CT input strategy": (
-        lambda: parse(compressed(scheme("channel"), scheme("row"))),
+CHANNEL, TOKEN = scheme("channel"), scheme("token", True)
+UP = "model.layers.1.mlp.up_proj"
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {UP: {"quant_algo": "NVFP4", "group_size": 16}},
+}
+ERRORS = [
+    (None, "expected a `quantization_config` field in Hugging Face config"),
+    ({"quant_method": "foo"}, r"`quant_method` field \('foo'\) is provided but not"),
+    ({"quant_method": "awq"}, r"\('awq'\) is provided but not recognized; its weights"),
+    ({"quant_method": "gptq"}, "Quant method: 'gptq'. Supported methods are"),
+    (
+        compressed(CHANNEL, scheme("row")),
         r"unsupported FP8 input activation strategy: row \(.*group_0.input_activations.strategy",
     ),
-    "CT weight strategy": (
-        lambda: parse(compressed(scheme("row"), scheme("token", True))),
-        r"unsupported FP8 weight strategy: row \(.*group_0.weights.strategy",
-    ),
-    "CT dynamic weights": (
-        lambda: parse(compressed(scheme("channel", True), scheme("token", True))),
+    (compressed(scheme("row"), TOKEN), r"unsupported FP8 weight strategy: row \(.*group_0.weights.strategy"),
+    (
+        compressed(scheme("channel", True), TOKEN),
         "weights.dynamic: dynamic weight scaling is not supported for compressed-tensors",
     ),
-    "CT no scale": (
-        lambda: parse(CT_DYNAMIC, {"embed_tokens.weight": ((8, 8), BF16)}),
-        "no tensor is named layers.0.mlp.down_proj.weight_scale",
-    ),
-    "CT no group": (lambda: parse({"quant_method": "compressed-tensors"}), "config_groups must be specified"),
-    "fbgemm no scale": (lambda: parse(FBGEMM, {}), "could not find weight scale dtype for FBGEMM FP8"),
-    "fbgemm scale shape": (lambda: parse(FBGEMM, tensors(shape=(1, 2))), "only row-wise weight quantization"),
-    "fbgemm mixed scales": (
-        lambda: parse(FBGEMM, tensors(layers__1__mlp__up_proj__weight_scale=((8, 1), BF16))),
-        "uniform weight scale dtype is supported for FBGEMM FP8",
-    ),
-    "fp8 no scale": (lambda: parse(DEEPSEEK, {}), "could not find weight scale dtype for FP8 quantized weights"),
-    "fp8 no scheme": (
-        lambda: parse({"quant_method": "fp8", "weight_block_size": [128, 128]}),
-        "activation_scheme must be specified",
-    ),
-    "fp8 static blocks": (
-        lambda: parse(DEEPSEEK | {"activation_scheme": "static"}),
-        "activation_scheme must be dynamic",
-    ),
-    "fp8 block size": (
-        lambda: parse(DEEPSEEK | {"weight_block_size": [64, 64]}),
-        r"weight_block_size must be \[128, 128\], got \[64, 64\]",
-    ),
-    "fp8 tensorwise scheme": (
-        lambda: parse({"quant_method": "fp8", "activation_scheme": "sometimes"}),
+    ({"quant_method": "compressed-tensors"}, "config_groups must be specified"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "activation_scheme must be specified"),
+    (DEEPSEEK | {"activation_scheme": "static"}, "activation_scheme must be dynamic"),
+    (DEEPSEEK | {"weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\], got \[64, 64\]"),
+    (
+        {"quant_method": "fp8", "activation_scheme": "sometimes"},
         "Unsupported activation_scheme for tensorwise FP8: 'sometimes'",
     ),
-    "partial MLP": (
-        lambda: parse(compressed(scheme("channel"), scheme("token", True), ["model.layers.1.mlp.up_proj"])),
-        "assumes uniform quantization for MLPs; layer 1 leaves out mlp.up_proj",
-    ),
-    "partial attention": (
-        lambda: parse(compressed(scheme("channel"), scheme("token", True), ["model.layers.1.self_attn.q_proj"])),
+    (compressed(CHANNEL, TOKEN, [UP]), "assumes uniform quantization for MLPs; layer 1 leaves out mlp.up_proj"),
+    (
+        compressed(CHANNEL, TOKEN, ["model.layers.1.self_attn.q_proj"]),
         "uniform quantization for attention QKV and output projections; layer 1 leaves out self_attn.q_proj",
     ),
-    "no dtype of the head": (
-        lambda: parse(CT_DYNAMIC, {"layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32")}),
+    (MIXED, "quant_algo MIXED_PRECISION has no one QuantConfig"),
+]
+"""A config, and the error."""
+MIXED_SCALES = tensors(layers__1__mlp__up_proj__weight_scale=((8, 1), BF16))
+TENSOR_ERRORS = [
+    (CT_DYNAMIC, {"embed_tokens.weight": ((8, 8), BF16)}, "no tensor is named layers.0.mlp.down_proj.weight_scale"),
+    (FBGEMM, {}, "could not find weight scale dtype for FBGEMM FP8"),
+    (FBGEMM, tensors(shape=(1, 2)), "only row-wise weight quantization"),
+    (FBGEMM, MIXED_SCALES, "uniform weight scale dtype is supported for FBGEMM FP8"),
+    (DEEPSEEK, {}, "could not find weight scale dtype for FP8 quantized weights"),
+    (
+        CT_DYNAMIC,
+        {"layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32")},
         "cannot determine original type from checkpoint",
     ),
-    "biases": (
-        lambda: parse(CT_DYNAMIC, tensors(a__bias=((8,), BF16), b__bias=((8,), "float32"))),
+    (
+        CT_DYNAMIC,
+        tensors(a__bias=((8,), BF16), b__bias=((8,), "float32")),
         "Inconsistent bias dtypes found: bfloat16, float32",
     ),
-    "mixed modelopt": (
-        lambda: parse(
-            {
-                "quant_method": "modelopt",
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}},
-            },
-            dtype="uint8",
-        ),
-        "quant_algo MIXED_PRECISION has no one QuantConfig",
-    ),
-    "too many layers": (lambda: parse(CT_DYNAMIC, layers=2**70), "num_hidden_layers must be a whole number from 1 to"),
-    "no layers": (
-        lambda: parse_quant_config({"quantization_config": CT_DYNAMIC}, tensors(), FP8),
-        "num_hidden_layers must be specified",
-    ),
-}
+]
+"""A config, its tensors, and the error."""
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_where_max_raises_we_name_the_key(case):
-    call, message = ERRORS[case]
+@pytest.mark.parametrize(
+    ("quantization", "names", "message"),
+    [*((quantization, None, message) for quantization, message in ERRORS), *TENSOR_ERRORS],
+)
+def test_where_max_raises_we_name_the_key(quantization, names, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        parse(quantization, names, "uint8" if quantization is MIXED else FP8)
+
+
+def test_a_config_without_a_number_of_layers_or_with_too_many_is_refused():
+    with pytest.raises(ValueError, match="num_hidden_layers must be a whole number from 1 to"):
+        parse(CT_DYNAMIC, layers=2**70)
+    with pytest.raises(ValueError, match="num_hidden_layers must be specified"):
+        parse_quant_config({"quantization_config": CT_DYNAMIC}, tensors(), FP8)
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,9 @@ TEXTS: dict[str, tuple[str, str]] = {
         "seed: 1\nsteps: !!int many",
         "line 2: could not determine a constructor: tag 'tag:yaml.org,2002:int' is not read",
     ),
-    "tag of a bool": ("strict: !!bool maybe", "tag 'tag:yaml.org,2002:bool' is not read"),
-    "tag of a date": ("steps: !!timestamp x", "timestamp' is not read"),
-    "tag of bytes": ("steps: !!binary x", "binary' is not read"),
-    "tag of a set": ("steps: !!set {a, b}", "set' is not read"),
-    "tag of text on a list": ("steps: !!str [a]", "str' is not read"),
     "tag of one's own": ("steps: !mine 3", "tag '!mine' is not read"),
-    "merge": ("steps: !!merge 3", "merge' is not read"),
     "400 digits": ("steps: " + "9" * 400, "of 400 digits is too large"),
     "5,000 digits": ("seed: 0\nsteps: " + "9" * 5000, "line 2: integer '99999999999999999999'... of 5000 digits"),
-    "hexadecimal": ("steps: 0x" + "f" * 5000, "of 5002 digits is too large"),
     "float": ("learning_rate: 1e999", "line 1: number '1e999' is too large"),
     "too long": ("a: b\n" * MAX_CHARACTERS, "characters; a config has at most 100,000"),
     "too many": ("steps: [" + "1," * 20_000 + "]", "more than 10,000 values"),
@@ -85,7 +78,6 @@ TEXTS: dict[str, tuple[str, str]] = {
         "act_quantization_calibration_method 'kkk",
     ),
     "a long recipe": ("quantization: " + "k" * 5000, "quantization 'kkk"),
-    "a long path": ("quantization: intmp\nquant_cfg_path: " + "k" * 5000, "quant_cfg_path 'kkk"),
     "long bounds": (
         "quantization: aqt_fp8_full\nconstant_bound_config: " + "k" * 5000,
         "has 5000 characters, of at most 200",
@@ -128,32 +120,19 @@ def test_an_override_is_refused_at_once(word: str, message: str):
 
 
 NUMBERS: list[tuple[str, Any, str]] = [
-    ("learning_rate", float("nan"), "learning_rate must be at least 0, got nan"),
-    ("learning_rate", float("inf"), "learning_rate must be at most 3.4e+38, got inf"),
     ("learning_rate", -1e-3, "learning_rate must not be negative, got -0.001"),
     ("learning_rate", 10**400, "TrainConfig.learning_rate is too large for a float, got an integer of 1329 bits"),
     ("adam_b1", 1.0, "adam_b1 must be at most 0.9999999, got 1.0"),
-    ("adam_b2", -0.1, "adam_b2 must not be negative, got -0.1"),
-    ("adam_b2", 1 - 1e-12, "adam_b2 must be at most 0.9999999"),
     ("adam_eps", 0.0, "adam_eps must be at least 1.2e-38, got 0.0"),
-    ("adam_eps", 1e-50, "adam_eps must be at least 1.2e-38, got 1e-50"),
-    ("norm_epsilon", float("nan"), "norm_epsilon must be at least"),
     ("rope_theta", -5.0, "rope_theta must be at least 1, got -5.0"),
-    ("weight_decay", float("nan"), "weight_decay must be at least 0, got nan"),
-    ("gradient_clipping_threshold", float("nan"), "gradient_clipping_threshold must be at least 0, got nan"),
     ("warmup_steps_fraction", float("nan"), "warmup_steps_fraction must lie between 0 and 1, got nan"),
-    ("seed", -1, "seed must not be negative, got -1"),
     ("seed", 2**32, "seed must be at most 4294967295, got 4294967296"),
-    ("data_seed", -1, "data_seed must not be negative"),
     ("steps", 2**31, "steps must be at most 2147483647, got 2147483648"),
     ("steps", 10**5000, "steps must be at most 2147483647, got an integer of 16610 bits"),
-    ("emb_dim", 10**12, "emb_dim must be at most 16777216, got 1000000000000"),
     ("mesh_data", 0, "mesh_data must be -1 or at least 1, got 0"),
-    ("mesh_fsdp", -2, "mesh_fsdp must be -1 or at least 1, got -2"),
     ("run_dir", "a\0b", "run_dir 'a\\x00b' has a null character"),
     ("amax_history_length", 10**12, "amax_history_length must be at most 1048576, got 1000000000000"),
     ("amax_margin", 10**6, "amax_margin must be at most 64, got 1000000"),
-    ("quantization_local_shard_count", 10**12, "quantization_local_shard_count must be at most"),
     ("constant_bound_config", [1e-300] * 6, "constant_bound_config fwd_lhs must lie between 1e-30 and 1e30"),
 ]
 
@@ -167,10 +146,11 @@ def test_every_number_has_its_range(name: str, value: Any, message: str):
 
 
 def test_every_number_of_a_run_has_a_range():
-    """A field that is added gets one, too."""
+    """On both sides; a field that is added gets one, too."""
     for name, default in vars(TrainConfig()).items():
-        if type(default) in (int, float) and default is not None:
-            refused(lambda name=name, default=default: build(TrainConfig, {name: type(default)(10**30) ** 5}))
+        beyond = {int: (10**150, -(10**150)), float: (1e150, -1e150, float("nan"))}.get(type(default), ())
+        for value in beyond:
+            assert name in refused(lambda name=name, value=value: build(TrainConfig, {name: value}))
 
 
 # Patterns of rules.
@@ -195,42 +175,10 @@ def test_no_pattern_takes_long(case: str):
 
 
 ATOMS = [
-    *(
-        "a",
-        "b",
-        "/",
-        ".",
-        r"\w",
-        r"\d",
-        r"\D",
-        "[ab]",
-        "[^a]",
-        "[a-c1]",
-        "$",
-        "^",
-        r"\b",
-        r"\Z",
-        "a|b",
-        "(?:ab|a)",
-        "(b)",
-    ),
-    *(
-        "(?=a)",
-        "(?!b)",
-        "(?<=a)",
-        "(?<!b)",
-        "a*",
-        "b+?",
-        "a?",
-        "(?:ab)*",
-        "(?:a|b/){1,2}",
-        ".*",
-        "a{2}",
-        r"\s",
-        r"\.",
-        "A",
-    ),
-]
+    "a", "b", "/", ".", r"\w", r"\d", r"\D", "[ab]", "[^a]", "[a-c1]", "$", "^", r"\b", r"\Z", "a|b", "(?:ab|a)", "(b)",
+    "(?=a)", "(?!b)", "(?<=a)", "(?<!b)", "a*", "b+?", "a?", "(?:ab)*", "(?:a|b/){1,2}", ".*", "a{2}", r"\s", r"\.",
+    "A",
+]  # fmt: skip
 
 
 def test_what_matches_in_full_is_what_re_says():

@@ -81,12 +81,6 @@ def test_yaml_is_the_same(tmp_path):
     assert load_mixed_precision(by_tabs).entries == load_mixed_precision(as_json).entries
 
 
-def test_shipped_int8_weight_only():
-    mixed = load_mixed_precision("configs/intmp/int8_weight_only.json")
-    assert mixed.entries == ()
-    assert mixed.default == Recipe("intmp", MatmulSpec(None, spec(8)))
-
-
 def test_shipped_weight_only_scale():
     path = "configs/intmp/dense_llm_weight_only_scale.json"
     assert len(json.loads(Path(path).read_text())) == 7

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
 from jaxquant.core.typed import build, to_mapping
 
@@ -21,14 +22,6 @@ MAXTEXT_DEFAULTS = {
     "save_quantized_params_path": "", "weight_sparsity_n": None, "weight_sparsity_m": None,
     "weight_sparsity_update_step": 10, "weight_sparsity_start_step": 50,
 }  # fmt: skip
-OUR_DEFAULTS = {
-    "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
-    "amax_init": "warmup", "strict": False, "implementation": None, "quantization_share_expert_scales": False,
-    "four_over_six": False,
-    "scale_fmt": "",
-    "activation_scale_ub": None,
-    "square_weight_blocks": False,
-}  # fmt: skip
 
 
 class QuantizationType(enum.StrEnum):
@@ -36,7 +29,8 @@ class QuantizationType(enum.StrEnum):
 
 
 def test_fields_and_defaults():
-    assert {f.name: f.default for f in dataclasses.fields(QuantConfig)} == MAXTEXT_DEFAULTS | OUR_DEFAULTS
+    defaults = {f.name: f.default for f in dataclasses.fields(QuantConfig)}
+    assert {name: defaults[name] for name in MAXTEXT_DEFAULTS} == MAXTEXT_DEFAULTS
     config = QuantConfig()
     assert (config.resolved_backend, config.recipe(), config.resolver()) == (None, None, None)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -161,91 +155,63 @@ def test_a_string_is_a_config_string():
 
 
 BOUNDS = "fwd_lhs, fwd_rhs, dlhs_lhs, dlhs_rhs, drhs_lhs, drhs_rhs"
+BOUNDED = {"quantization": "aqt_fp8_full", "constant_bound_config": [1] * 6}
+ACT, BWD = "act_quantization_calibration_method", "bwd_quantization_calibration_method"
+REFUSED = [
+    ({"quantisation": "int8"}, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
+    ({"quantization": 8}, "QuantConfig.quantization must be str, got 8 (int)"),
+    ({"use_qwix_quantization": "no"}, "QuantConfig.use_qwix_quantization must be bool, got 'no' (str)"),
+    ({"quant_backend": "qwixx"}, "QuantConfig.quant_backend must be one of 'auto', 'aqt', 'qwix', "),
+    ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
+    (
+        {"quantization": "int8", "use_qwix_quantization": True, "quant_backend": "aqt"},
+        "use_qwix_quantization true contradicts quant_backend 'aqt'; leave one of them out",
+    ),
+    ({"quantization": "int8", ACT: "banana"}, f"{ACT}: calibration 'banana' names no known method"),
+    ({BWD: "banana"}, f"{BWD}: "),
+    (
+        {"quantization": "fp8_full", ACT: "minmax"},
+        f"{ACT}: calibration minmax is asymmetric and float8_e4m3fn has no zero point",
+    ),
+    (
+        BOUNDED | {"constant_bound_config": "1,2,3,4,5"},
+        f"constant_bound_config needs six bounds ({BOUNDS}) or none, got 5",
+    ),
+    ({"constant_bound_config": "1,2,a,4,5,6"}, "constant_bound_config '1,2,a,4,5,6' must be six comma"),
+    (
+        BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]},
+        "constant_bound_config dlhs_lhs must be a finite bound above 0, got 0",
+    ),
+    ({"constant_bound_config": "1,1,1,1,inf,-2"}, "constant_bound_config drhs_lhs must be a finite"),
+    ({"per_tensor_scales": [True]}, f"per_tensor_scales needs six flags ({BOUNDS}) or none, got 1"),
+    (
+        BOUNDED | {"per_tensor_scales": [False] * 5 + [True]},
+        "per_tensor_scales has no effect beside constant_bound_config",
+    ),
+    ({"quantization_local_shard_count": -2}, "quantization_local_shard_count must be -1 (local device"),
+    ({"amax_history_length": 0}, "amax_history_length must be at least 1, got 0"),
+    ({"amax_init": "cold"}, "QuantConfig.amax_init must be one of 'warmup', 'flax', got 'cold'"),
+    ({"quantize_kvcache": True, "kv_quant_axis": ""}, "kv_quant_axis '' leaves quantize_kvcache without"),
+    ({"kv_quant_axis": "dvk"}, "got 'dvk'; did you mean 'dkv'?"),
+    ({"kv_quant_dtype": "int2"}, "QuantConfig.kv_quant_dtype must be one of 'int8', 'int4', 'fp8'"),
+    ({"weight_sparsity_n": 2}, "weight_sparsity_n and weight_sparsity_m belong together, got 2 and None"),
+    (
+        {"quantization": "fp8_full", "weight_sparsity_n": 4, "weight_sparsity_m": 2},
+        "weight_sparsity_n must be above 0 and below weight_sparsity_m, got 4 of 2",
+    ),
+    ({"weight_sparsity_n": 2, "weight_sparsity_m": 2}, "got 2 of 2"),
+    ({"weight_sparsity_n": 0, "weight_sparsity_m": 2}, "got 0 of 2"),
+    ({"weight_sparsity_update_step": 0}, "weight_sparsity_update_step must be at least 1, got 0"),
+    (
+        {"quantization": "fp8_full", "weight_sparsity_start_step": 5},
+        "weight_sparsity_start_step 5 has no effect without weight_sparsity_n and weight_sparsity_m",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind", "message"),
-    [
-        ({"quantisation": "int8"}, ValueError, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
-        ({"quantization": 8}, TypeError, "QuantConfig.quantization must be str, got 8 (int)"),
-        ({"use_qwix_quantization": "no"}, TypeError, "QuantConfig.use_qwix_quantization must be bool, got 'no' (str)"),
-        ({"quant_backend": "qwixx"}, ValueError, "QuantConfig.quant_backend must be one of 'auto', 'aqt', 'qwix', "),
-        ({"quant_backend": "qwixx"}, ValueError, "got 'qwixx'; did you mean 'qwix'?"),
-        (
-            {"quantization": "int8", "use_qwix_quantization": True, "quant_backend": "aqt"},
-            ValueError,
-            "use_qwix_quantization true contradicts quant_backend 'aqt'; leave one of them out",
-        ),
-        (
-            {"quantization": "int8", "weight_quantization_calibration_method": "banana"},
-            ValueError,
-            "weight_quantization_calibration_method: calibration 'banana' names no known method",
-        ),
-        ({"bwd_quantization_calibration_method": "banana"}, ValueError, "bwd_quantization_calibration_method: "),
-        (
-            {"quantization": "fp8_full", "act_quantization_calibration_method": "minmax"},
-            ValueError,
-            "act_quantization_calibration_method: calibration minmax is asymmetric and float8_e4m3fn has no zero point",
-        ),
-        (
-            {"quantization": "aqt_fp8_full", "constant_bound_config": "1,2,3,4,5"},
-            ValueError,
-            f"constant_bound_config needs six bounds ({BOUNDS}) or none, got 5",
-        ),
-        ({"constant_bound_config": [1.0] * 5}, ValueError, "constant_bound_config needs six bounds"),
-        ({"constant_bound_config": "1,2,a,4,5,6"}, ValueError, "constant_bound_config '1,2,a,4,5,6' must be six comma"),
-        (
-            {"quantization": "aqt_fp8_full", "constant_bound_config": [1, 1, 0.0, 1, 1, 1]},
-            ValueError,
-            "constant_bound_config dlhs_lhs must be a finite bound above 0, got 0",
-        ),
-        (
-            {"constant_bound_config": "1,1,1,1,1,-2"},
-            ValueError,
-            "constant_bound_config drhs_rhs must be a finite bound",
-        ),
-        ({"constant_bound_config": "1,1,1,1,inf,1"}, ValueError, "constant_bound_config drhs_lhs must be a finite"),
-        ({"per_tensor_scales": [True]}, ValueError, f"per_tensor_scales needs six flags ({BOUNDS}) or none, got 1"),
-        (
-            {
-                "quantization": "aqt_fp8_full",
-                "constant_bound_config": [1] * 6,
-                "per_tensor_scales": [False] + [True] * 5,
-            },
-            ValueError,
-            "per_tensor_scales has no effect beside constant_bound_config",
-        ),
-        ({"quantization_local_shard_count": -2}, ValueError, "quantization_local_shard_count must be -1 (local device"),
-        ({"amax_history_length": 0}, ValueError, "amax_history_length must be at least 1, got 0"),
-        ({"amax_init": "cold"}, ValueError, "QuantConfig.amax_init must be one of 'warmup', 'flax', got 'cold'"),
-        (
-            {"quantize_kvcache": True, "kv_quant_axis": ""},
-            ValueError,
-            "kv_quant_axis '' leaves quantize_kvcache without",
-        ),
-        ({"kv_quant_axis": "dvk"}, ValueError, "got 'dvk'; did you mean 'dkv'?"),
-        ({"kv_quant_dtype": "int2"}, ValueError, "QuantConfig.kv_quant_dtype must be one of 'int8', 'int4', 'fp8'"),
-        (
-            {"weight_sparsity_n": 2},
-            ValueError,
-            "weight_sparsity_n and weight_sparsity_m belong together, got 2 and None",
-        ),
-        (
-            {"quantization": "fp8_full", "weight_sparsity_n": 4, "weight_sparsity_m": 2},
-            ValueError,
-            "weight_sparsity_n must be above 0 and below weight_sparsity_m, got 4 of 2",
-        ),
-        ({"weight_sparsity_n": 2, "weight_sparsity_m": 2}, ValueError, "got 2 of 2"),
-        ({"weight_sparsity_n": 0, "weight_sparsity_m": 2}, ValueError, "got 0 of 2"),
-        ({"weight_sparsity_update_step": 0}, ValueError, "weight_sparsity_update_step must be at least 1, got 0"),
-        (
-            {"quantization": "fp8_full", "weight_sparsity_start_step": 5},
-            ValueError,
-            "weight_sparsity_start_step 5 has no effect without weight_sparsity_n and weight_sparsity_m",
-        ),
-    ],
-)
-def test_refusals(fields, kind, message):
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_refusals(fields, message):
+    kind = TypeError if " must be str" in message or " must be bool" in message else ValueError
     with pytest.raises(kind, match=re.escape(message)):
         QuantConfig.from_any(fields)
 
@@ -257,34 +223,14 @@ OPTION_VALUES = {
     "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax", "quantization_share_expert_scales": True,
     "four_over_six": True, "scale_fmt": "ue8m0", "activation_scale_ub": 4.0, "square_weight_blocks": True,
 }  # fmt: skip
-DELAYED = {"int8_delayed", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo"}
-READERS = {
-    "quantization_local_shard_count": {"int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1"},
-    "replicate_quant_scale": {"int8", "aqt_fp8", "aqt_fp8_full"},
-    "constant_bound_config": {"aqt_fp8_full"},
-    "per_tensor_scales": {"aqt_fp8_full"},
-    **{f"{tensor}_quantization_calibration_method": {"fp8_full"} for tensor in ("weight", "act", "bwd")},
-    "amax_history_length": DELAYED,
-    "amax_margin": DELAYED,
-    "amax_init": DELAYED,
-    "four_over_six": {"nvfp4", "quartet2", "tetrajet_v2"},
-    "scale_fmt": {"fp8_block"},
-    "activation_scale_ub": {"fp8_block", "mxfp8", "te_mxfp8"},
-    "square_weight_blocks": {"mxfp8", "te_mxfp8"},
-    "quantization_share_expert_scales": DELAYED | {"fp8_current", "te_fp8_currentscaling", "aqt_fp8_full"},
-}
-STRINGS = [
-    "", "int8", "int8_delayed", "int4", "fp8", "fp8_gpu", "te_fp8_delayedscaling", "nanoo_fp8", "fp8_nanoo", "fp8_full",
-    "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1", "aqt_fp8", "aqt_fp8_full", "fp8_current",
-    "te_fp8_currentscaling", "int8w", "int4w", "nvfp4", "quartet2", "tetrajet_v2", "fp8_block", "mxfp8", "te_mxfp8",
-]  # fmt: skip
+STRINGS = [name for name in RECIPES if name != "intmp"]
 
 
 @pytest.mark.parametrize("option", OPTION_VALUES)
 @pytest.mark.parametrize("name", STRINGS)
 def test_an_option_is_read_or_refused(name, option):
     fields = {"quantization": name, option: OPTION_VALUES[option]}
-    if name in READERS[option]:
+    if option in RECIPES[name].fields:
         config = QuantConfig(**fields)
         # Every option but the placement of stored scales and a flag at its default changes the numbers.
         if option not in ("replicate_quant_scale", "per_tensor_scales"):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
-import yaml
 
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build, to_mapping
@@ -64,11 +63,6 @@ def test_scalars(tmp_path, text, value):
 
 def test_nan(tmp_path):
     assert math.isnan(load_yaml(write(tmp_path, "k: .nan"))["k"])
-
-
-def test_pyyaml_would_read_these_otherwise():
-    assert yaml.safe_load("k: 4e-4") == {"k": "4e-4"}
-    assert yaml.safe_load("k: no") == {"k": False}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -16,20 +15,6 @@ import pytest
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.recipe import DelayedSpec
-
-
-@contextlib.contextmanager
-def configured(options):
-    """Set options of jax for a block."""
-    before = {name: jax.config.values[name] for name in options}
-    try:
-        for name, value in options.items():
-            jax.config.update(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-
 
 LENGTH = 4
 E4M3 = ELEMENTS["float8_e4m3fn"]
@@ -73,23 +58,10 @@ def test_sixteen_steps_are_those_of_a_python_loop(mode, margin):
         np.testing.assert_array_equal(state["amax_history"], np.asarray(history, np.float32))
 
 
-def test_a_history_with_inf_from_a_flax_checkpoint_heals():
-    spec = DelayedSpec(LENGTH)
-    state = delayed.initial_state(spec) | {"amax_history": jnp.array([jnp.inf, 2.0, jnp.nan, 1.0])}
-    scale = delayed.current_scale(state, jnp.float32(5.0), E4M3, spec)
-    assert float(scale[0]) == pytest.approx(2 / 448)
-
-
 @pytest.mark.parametrize("amax", [1e-30, 1e-7, 0.3, 1.0, 1.0625, 448.0, 3e38])
 def test_the_end_of_a_bin_is_at_most_an_eighth_above_an_amax(amax):
     value = float(delayed.bin_value(delayed.bin_of(jnp.float32(amax))))
     assert np.float32(amax) <= value <= np.float32(amax) * 1.125
-
-
-@pytest.mark.parametrize("amax", [0.0, 1e-40, 1e-30, 0.3, 1.0, 1.0625, 1.1249999, 448.0, 3e38])
-def test_one_observation_is_read_back_exactly(amax):
-    _, seen = emitted(amax)
-    assert float(delayed.largest(seen)) == np.float32(amax)
 
 
 def emitted(amax, history=0.0):
@@ -152,13 +124,6 @@ def test_equal_amaxes_are_recorded_exactly_under_any_weights(amax, weights):
     assert combined([amax] * len(weights), weights) == np.float32(amax)
 
 
-@pytest.mark.parametrize("distance", [2.0**-23, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1])
-@pytest.mark.parametrize("weights", [(1, 1), (0.5, 0.5), (1e6, 1e-6), (1e-6, 1e6)])
-def test_of_two_amaxes_in_one_bin_the_larger_one_is_recorded_or_rounded_up(distance, weights):
-    low, high = np.float32(1.01), np.float32(1.01 * (1 + distance))
-    assert high <= combined([low, high], weights) <= 1.125
-
-
 @pytest.mark.parametrize("apart", [1, 2, 8, 100, 202])
 def test_amaxes_in_bins_of_different_places_do_not_mix(apart):
     """All ones below the largest one, whose bits are zeros and ones by turns."""
@@ -167,27 +132,13 @@ def test_amaxes_in_bins_of_different_places_do_not_mix(apart):
     assert combined([float(delayed.bin_value(index - apart)), largest], [1, 1]) == largest
 
 
-def test_amaxes_that_share_a_place_are_rounded_up():
-    index = delayed.bin_of(jnp.float32(1e6))
-    largest, smaller = float(delayed.bin_value(index, 0x55555)), float(delayed.bin_value(index - 203, 0x00002))
-    assert largest / smaller > 2**25
-    assert combined([smaller, largest], [1, 1]) == float(delayed.bin_value(index, 0x55557))
-
-
 @pytest.mark.parametrize(
     ("amaxes", "weights", "low", "high"),
     [
-        ([3.5], [1], 3.5, 3.5),
-        ([3.5, 3.5], [0.5, 0.5], 3.5, 3.5),
         ([1.01, 1.12], [0.5, 0.5], 1.12, 1.125),  # one bin
-        ([1.01, 1.12], [1, 1], 1.12, 1.125),
         ([1.01, 1.12, 9.3, 9.3, 9.3], [0.5, 0.5, 0.1, 0.3, 0.9], 9.3, 9.3),
-        ([1.0, 9.0, 0.1], [0.2, 0.1, 0.7], 9.0, 9.0),
-        ([1.0, 9.1, 9.1, 0.1], [1 / 3, 1 / 7, 1 / 9, 0.7], 9.1, 9.1),
-        ([9.1] * 7, [1] * 7, 9.1, 9.1),
         ([2.0, math.inf], [1, 1], 2.0, 2.0),
         ([2.0, math.nan], [0.5, 0.5], 2.0, 2.0),
-        ([1e30, 3e30], [1, 1], 3e30, 3e30),
         ([0.0, 0.0], [1, 1], 0.0, 0.0),
         ([math.inf], [1], 7.0, 7.0),  # not recorded: the history stays
         ([5.0], [0], 7.0, 7.0),  # not used
@@ -240,17 +191,6 @@ def test_a_scale_never_flushes_to_zero(amax):
     assert float(delayed.advance(state, seen)["scale"][0]) == 1.0
 
 
-@pytest.mark.parametrize("amax", [1e-20, 1e-30, 1e-33])
-@pytest.mark.parametrize("history", [False, True])
-def test_a_lower_floor_keeps_tiny_gradients(amax, history):
-    e5m2, tiny = ELEMENTS["float8_e5m2"], float(np.finfo(np.float32).tiny)
-    state, spec = delayed.initial_state(DelayedSpec(LENGTH)), DelayedSpec(LENGTH)
-    state |= {"amax_history": jnp.full((LENGTH,), amax if history else 0.0)}
-    scale = delayed.current_scale(state, jnp.float32(amax), e5m2, spec, floor=tiny)
-    assert float(scale[0]) == pytest.approx(amax / 57344)
-    assert float(delayed.current_scale(state, jnp.float32(amax), e5m2, spec)[0]) == 1.0
-
-
 def test_flax_mode_has_no_floor():
     spec = DelayedSpec(LENGTH, amax_init="flax")
     state = delayed.initial_state(spec) | {"amax_history": jnp.full((LENGTH,), 1e-30)}
@@ -291,25 +231,3 @@ def test_a_history_with_nan_forgets_it_in_time():
         state = delayed.advance(state, delayed.observe(state, scale, jnp.float32(amax), spec))
         assert np.isfinite(state["scale"]).all()
     np.testing.assert_array_equal(state["amax_history"], [6.0, 3.0, 4.0, 5.0])
-
-
-@pytest.mark.parametrize(
-    "option", [{"jax_enable_x64": True}, {"jax_numpy_dtype_promotion": "strict"}, {"jax_debug_nans": True}], ids=str
-)
-@pytest.mark.parametrize("mode", ["warmup", "flax"])
-def test_options_of_jax_change_neither_numbers_nor_types(option, mode):
-    spec = DelayedSpec(LENGTH, amax_init=mode)
-
-    def steps():
-        state = delayed.initial_state(spec)
-        for amax in map(jnp.float32, (3.0, 0.0, 7.0)):
-            scale = delayed.current_scale(state, amax, E4M3, spec)
-            seen = delayed.observe(state, scale, amax, spec)
-            state = seen if mode == "flax" else delayed.advance(state, delayed.larger(seen, seen))
-        return state
-
-    expected = jax.jit(lambda: steps())()
-    with configured(option):
-        found = jax.jit(lambda: steps())()
-    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)

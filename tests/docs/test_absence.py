@@ -5,22 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-import types
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant
-from jaxquant import formats
 from jaxquant.audit.health import HealthMonitor
-from jaxquant.config.quant_config import _NOT_HERE
 from jaxquant.config.recipes import RECIPES
 from jaxquant.kernels.quantize import api as quantize_kernel
 from jaxquant.ops.conv import conv_general_dilated
@@ -61,14 +57,6 @@ def no_calibrating_methods() -> None:
     assert [name for name in names if re.search("gptq|awq|smooth|odml", name, re.I)] == []
 
 
-def no_maxtext_fields() -> None:
-    assert {"use_manual_quantization", "te_comm_gemm_overlap"} <= _NOT_HERE.keys()
-    for name in _NOT_HERE:
-        config = types.SimpleNamespace(quantization="fp8", **{name: True})
-        with pytest.raises(NotImplementedError, match=name):
-            jaxquant.QuantConfig.from_any(config)
-
-
 def no_trainer_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert settings["packages"]["find"]["include"] == ["jaxquant", "jaxquant.*"]  # built by tests/scripts/test_wheel.py
@@ -79,34 +67,11 @@ def no_nnx_health() -> None:
         HealthMonitor(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {"quantization": "fp8"}, lambda params, x: x, X)
 
 
-def no_ops_of_libraries() -> None:
-    conv = nn.Conv(4, (3,))
-    x = jax.ShapeDtypeStruct((2, 8, 4), "float32")
-    for backend, title in (("aqt", "AQT"), ("qwix", "Qwix")):
-        config = {"quantization": "int8", "quant_backend": backend}
-        with pytest.raises(ValueError, match=f"{title} has no conv_general_dilated"):
-            jaxquant.maybe_quantize_model(conv, config, x)
-
-
 def no_four_bits_of_qwix_on_cpus() -> None:
     model = jaxquant.maybe_quantize_model(nn.Dense(8), {"quantization": "int4", "quant_backend": "qwix"}, X)
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     with pytest.raises(jax.errors.JaxRuntimeError):
         jax.jit(model.apply).lower(variables, X).compile()
-
-
-def no_conversion_of_mapped_kernels() -> None:
-    model = nn.WeightNorm(nn.Dense(8))
-    variables = model.init(jax.random.key(0), jnp.ones((8, 8)))
-    with pytest.warns(UserWarning, match="the weights of 1 layers stay in float"):
-        converted = jaxquant.convert(variables, {"quantization": "int8w"}, X, model=model)
-    jax.tree.map(np.testing.assert_array_equal, converted["params"], variables["params"])
-
-
-def no_other_packed_matmul() -> None:
-    kernel = formats.pack_array(jnp.ones((32, 8)), "q4_0", axis=0)
-    with pytest.raises(ValueError, match="implementation 'pallas' of this matmul does not exist"):
-        formats.matmul(jnp.ones((8, 32)), kernel, implementation="pallas")
 
 
 def held(test: str) -> Callable[[], None]:
@@ -115,6 +80,12 @@ def held(test: str) -> Callable[[], None]:
     return lambda: (f"def {name}(" in (ROOT / "tests" / file).read_text()) or pytest.fail(test)
 
 
+no_ops_of_libraries = held("docs/test_out_of_reach.py::test_the_message_is_what_a_user_sees")
+no_conversion_of_mapped_kernels = held(
+    "serving/test_convert.py::test_kernels_that_are_not_read_as_they_are_stored_stay_in_float"
+)
+no_other_packed_matmul = held("formats/test_packed_array.py::test_what_does_not_fit_is_refused")
+no_maxtext_fields = held("config/test_quant_config.py::test_maxtext_features_that_are_not_here")
 STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
     ("README.md", "No accelerator has run this code yet", no_chip),
     ("README.md", "It has not run on a chip yet", no_chip),

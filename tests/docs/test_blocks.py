@@ -83,20 +83,6 @@ def _audit(words: list[str]) -> None:
         _train([options.config, *options.overrides])
 
 
-@reads("scripts/bench.py")
-def _bench(words: list[str]) -> None:
-    from scripts.bench import _parse
-
-    _parse(words)
-
-
-@reads("scripts/serve.py")
-def _serve(words: list[str]) -> None:
-    from scripts.serve import _parse
-
-    _parse(words)
-
-
 def _parsed_by(module: str) -> Any:
     """Read a command line with a script's parser, and go no further."""
 
@@ -122,7 +108,7 @@ def _parsed_by(module: str) -> Any:
     return read
 
 
-for _name in ("convert", "evaluate", "compare", "lines"):
+for _name in ("bench", "compare", "convert", "evaluate", "lines", "serve"):
     READ_BY[f"scripts/{_name}.py"] = _parsed_by(f"scripts.{_name}")
 READ_BY["python -m tests.gallery"] = _parsed_by("tests.gallery.__main__")
 

@@ -24,6 +24,7 @@ from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
 from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.safetensors import DTYPES
 from jaxquant.export.vocabulary import byte_vocabulary
+from tests.mutate import mutate_bytes, mutate_json
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
 SHAPE = LlamaShape(320, 32, 32, 1, 2, 1, 16, max_length=16)
@@ -34,6 +35,9 @@ _VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+_KEYS = ("a", "__metadata__", "lm_head.weight")
+
+
 def seeds(folder: Path) -> tuple[Path, bytes]:
     """Write a folder in fp8 blocks, with an index, and a GGUF file; give both."""
     rng = np.random.default_rng(0)
@@ -42,46 +46,6 @@ def seeds(folder: Path) -> tuple[Path, bytes]:
     export(source, folder / "hf", "fp8_block", shard_bytes=30_000)
     export(source, folder / "m.gguf", "gguf_q8_0")
     return folder / "hf", (folder / "m.gguf").read_bytes()
-
-
-def mutate_json(rng: random.Random, value: Any) -> Any:
-    """Return a JSON value with one place changed, removed or added."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key, new = rng.choice(list(value)), dict(value)
-        kind = rng.random()
-        if kind < 0.1:
-            del new[key]
-        elif kind < 0.2:
-            new[rng.choice(["a", "__metadata__", key + "x", "lm_head.weight"])] = new[key]
-        else:
-            new[key] = mutate_json(rng, value[key])
-        return new
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        new = list(value)
-        place = rng.randrange(len(new))
-        new[place] = mutate_json(rng, new[place])
-        return new
-    if type(value) is int and rng.random() < 0.5:
-        return value + rng.choice([-1, 1, -value, value, 2**32])
-    return rng.choice(_VALUES)
-
-
-def mutate_bytes(rng: random.Random, data: bytes, upto: int) -> bytes:
-    """Return bytes with some of the first ``upto`` changed, cut out, put in or the end cut off."""
-    place, kind = rng.randrange(max(1, min(upto, len(data)))), rng.random()
-    if kind < 0.5:
-        new = bytearray(data)
-        for _ in range(rng.choice([1, 1, 2, 8])):
-            new[rng.randrange(max(1, min(upto, len(data))))] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
-        return bytes(new)
-    if kind < 0.65:
-        word = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**32, 2**63, 2**64 - 1, len(data), len(data) + 1]))
-        return data[:place] + word + data[place + 8 :]
-    if kind < 0.8:
-        return data[:place]
-    if kind < 0.9:
-        return data[:place] + data[place + rng.randrange(1, 9) :]
-    return data[:place] + rng.randbytes(rng.randrange(1, 9)) + data[place:]
 
 
 def header_of(data: bytes) -> tuple[Any, bytes]:
@@ -134,11 +98,11 @@ def case(rng: random.Random, folder: Path, files: dict[str, bytes], seed: bytes,
     if name.endswith(".safetensors"):
         if kind < 0.7:
             header, rest = header_of(data)
-            new = with_header(mutate_json(rng, header), rest)
+            new = with_header(mutate_json(rng, header, _VALUES, _KEYS), rest)
         else:
             new = mutate_bytes(rng, data, 8 + struct.unpack("<Q", data[:8])[0])
     elif kind < 0.85:
-        new = json.dumps(mutate_json(rng, json.loads(data))).encode("utf-8", "surrogatepass")
+        new = json.dumps(mutate_json(rng, json.loads(data), _VALUES, _KEYS)).encode("utf-8", "surrogatepass")
     else:
         new = mutate_bytes(rng, data, len(data))
     (folder / name).write_bytes(new)

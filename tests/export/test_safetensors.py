@@ -6,6 +6,7 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxquant.export.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
 
@@ -43,15 +44,14 @@ def test_every_type_comes_back(tmp_path):
 
 
 def test_the_library_reads_it(tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
     writer = SafetensorsWriter(tmp_path / "a", 3, {"format": "pt"})
     arrays = {name: ARRAYS[name] for name in ("F32", "I64", "U8", "F16")}
     for name, array in arrays.items():
         writer.add(name, array)
     writer.close()
-    found = safetensors.load_file(tmp_path / "a")
+    found = load_file(tmp_path / "a")
     assert all(np.array_equal(found[name], array) for name, array in arrays.items())
-    safetensors.save_file({"x": ARRAYS["F32"], "y": ARRAYS["BF16"]}, tmp_path / "b")
+    save_file({"x": ARRAYS["F32"], "y": ARRAYS["BF16"]}, tmp_path / "b")
     file = SafetensorsFile(tmp_path / "b")
     np.testing.assert_array_equal(file["x"], ARRAYS["F32"])
     assert file["y"].dtype == ml_dtypes.bfloat16

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxquant.formats import CODECS, block_parameters, codec
+from jaxquant.formats import CODECS, codec
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
 from jaxquant.formats.packing import pack_codes, unpack_codes
 from tests.formats import ggml_reference
@@ -258,11 +258,6 @@ def test_sizes_are_those_of_the_row(name):
     assert (back.shape, back.dtype) == (x.shape, jnp.float32)
     moved = jax.eval_shape(lambda x: row.encode(x, 1), jax.ShapeDtypeStruct((3, 512, 2), jnp.bfloat16))
     assert {key: part.shape for key, part in moved.items()} == {key: part.shape for key, part in parts.items()}
-
-
-def test_block_parameters_are_ggmls():
-    expected = {"q8_0": (32, 34), "q4_0": (32, 18), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
-    assert {name: tuple(block_parameters(name)) for name in expected} == expected
 
 
 @pytest.mark.parametrize(

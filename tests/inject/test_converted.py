@@ -60,7 +60,6 @@ def test_the_root_layer_has_a_name():
 
 @pytest.mark.parametrize("backend", ["aqt", "qwix"])
 def test_the_root_layer_of_other_backends(backend):
-    pytest.importorskip(backend)
     config = {"quantization": "int8", "quant_backend": backend}
     model = jaxquant.maybe_quantize_model(nn.Dense(4), config, X)
     variables = model.init({"params": jax.random.key(0), "quant": jax.random.key(0)}, X)

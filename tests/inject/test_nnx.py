@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import qwix
 from flax import nnx
 
 import jaxquant
 from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
 from jaxquant.config.recipes import RECIPES
-from tests.inject.test_linen import NATIVE
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
-QWIX = [name for name, row in RECIPES.items() if "qwix" in row.backends and name != "fp4_e2m1"]
 
 
 class Block(nnx.Module):
@@ -85,17 +84,6 @@ def model():
     return nnx.jit(lambda: Model(nnx.Rngs(0)))()
 
 
-@pytest.fixture(scope="module")
-def block():
-    return Block(nnx.Rngs(0))
-
-
-@functools.cache
-def _float_step(model):
-    value, grads = nnx.jit(nnx.value_and_grad(loss))(model, X)
-    return value, pure(grads, nnx.Param)
-
-
 def test_layers_are_found_in_the_order_of_a_call(model):
     paths = [layer.path for layer in linear_layers(model, X)]
     adapters = ["wrapped/lora_a", "wrapped/lora_b", "tuned/lora/lora_a", "tuned/lora/lora_b"]
@@ -115,33 +103,20 @@ def test_layers_are_found_in_the_order_of_a_call(model):
 
 @pytest.mark.parametrize(("quantization", "backend"), [("fp8", "native"), ("int8", "qwix")])
 def test_every_kind_of_layer_trains(quantization, backend, model):
-    check_a_step(model, quantization, backend)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "backend"),
-    [*((string, "native") for string in NATIVE), *((string, "qwix") for string in QWIX)],
-)
-def test_every_recipe_trains(quantization, backend, block):
-    check_a_step(block, quantization, backend)
-
-
-def check_a_step(model, quantization, backend):
-    """Quantize a model: the same parameters, the given model as it was, and a step that comes close to its own."""
+    """The same parameters, the given model as it was, and a step that comes close to its own."""
     before, graph = pure(model, nnx.Param), nnx.graphdef(model)
-    exact = _float_step(model)
+    exact, exact_grads = nnx.jit(nnx.value_and_grad(loss))(model, X)
     quantized = maybe_quantize_model(model, asked(quantization, backend), X)
     assert_same(pure(quantized, nnx.Param), before)
     assert nnx.graphdef(model) == graph, "the given model has changed"
     stateful = RECIPES[quantization].recipe.is_stateful
     assert bool(pure(quantized, state.QuantState)) == stateful
     value, grads = nnx.jit(state.value_and_grad(loss))(quantized, X)
-    four_bits = "4" in quantization.replace("e4m3", "")
-    assert value != exact[0]
-    assert float(value) == pytest.approx(float(exact[0]), rel=0.5 if four_bits else 0.15)
-    ours = pure(grads.params, nnx.Param)
-    cosine = optax.tree.vdot(ours, exact[1]) / (optax.tree.norm(ours) * optax.tree.norm(exact[1]))
-    assert float(cosine) > (0.8 if four_bits else 0.95)
+    assert value != exact
+    assert float(value) == pytest.approx(float(exact), rel=0.15)
+    ours, theirs = pure(grads.params, nnx.Param), pure(exact_grads, nnx.Param)
+    cosine = optax.tree.vdot(ours, theirs) / (optax.tree.norm(ours) * optax.tree.norm(theirs))
+    assert float(cosine) > 0.95
 
 
 class Pair(nnx.Module):
@@ -212,30 +187,8 @@ def test_state_must_be_mapped_with_its_layers(model):
         nnx.vmap(lambda block, x: block(x), in_axes=(axes, None))(quantized.stack, X)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
-def test_a_gradient_without_the_state_is_an_error(model, transform):
-    quantized = maybe_quantize_model(model, asked("fp8"))
-    match = r"layer 'blocks/0/wi' has quant state .* jaxquant\.state\.value_and_grad"
-    with pytest.raises(ValueError, match=match):
-        jax.eval_shape(lambda m: transform(nnx.grad(loss))(m, X), quantized)
-    with state.frozen():
-        jax.eval_shape(lambda m: transform(nnx.grad(loss))(m, X), quantized)
-    with pytest.raises(ValueError, match=match):
-        jax.eval_shape(lambda m: transform(nnx.grad(loss))(m, X), quantized)
-
-
-class Stubborn(nnx.Linear):
-    def __call__(self, x):
-        return x @ self.kernel[...]
-
-
-class Logged(nnx.Linear):
-    def __call__(self, inputs):
-        return super().__call__(inputs)
-
-
-def _linear(kind=nnx.Linear, **fields):
-    return kind(16, 16, rngs=nnx.Rngs(0), **fields)
+def _linear():
+    return nnx.Linear(16, 16, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -248,31 +201,6 @@ def _linear(kind=nnx.Linear, **fields):
 def test_refusals(model, config, inputs, error, message):
     with pytest.raises(error, match=message):
         maybe_quantize_model(model, config, *inputs)
-
-
-def _own(*args, **kwargs):
-    return jax.lax.dot_general(*args, **kwargs)
-
-
-@pytest.mark.parametrize("string", ["int8", "fp8"])
-@pytest.mark.parametrize(
-    "layer",
-    [_linear(Logged), _linear(Stubborn), _linear(dot_general=_own)],
-    ids=["calls its base", "does not use its op", "has an op of its own"],
-)
-def test_a_layer_with_a_way_of_its_own_is_quantized(layer, string):
-    quantized = maybe_quantize_model(layer, asked(string), X)
-    out, exact = quantized(X), layer(X)
-    assert (out != exact).any()
-    np.testing.assert_allclose(out, exact, atol=0.1 * float(jnp.abs(exact).max()))
-    if string == "fp8":
-        grads = nnx.jit(state.grad(loss))(quantized, X)
-        state.advance(quantized, grads)
-        histories = [
-            h for path, h in jax.tree.leaves_with_path(pure(quantized, state.QuantState)) if "hist" in str(path)
-        ]
-        assert len(histories) == 3
-        assert all((history[..., 0] > 0).all() for history in histories)
 
 
 class Coder(nnx.Module):
@@ -365,7 +293,6 @@ def test_an_nnx_model_quantized_twice():
 @pytest.mark.parametrize("string", ["fp8", "int8"])
 def test_qwix_adds_lora_to_a_quantized_model(string):
     """Qwix finds the layer that calls a matmul on Python's stack."""
-    qwix = pytest.importorskip("qwix")
 
     class Model(nnx.Module):
         def __init__(self):

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jaxquant
 from jaxquant import maybe_quantize_model, state
-from jaxquant.core.qtensor import QTensor
+from tests.serving.models import convert_linen, convert_nnx, kernels_of
 
 INT8 = {"quantization": "int8", "quant_backend": "native"}
 FP8 = {"quantization": "fp8", "quant_backend": "native"}
@@ -355,55 +355,7 @@ def test_layers_of_any_author_are_served_as_they_were_trained(string, dtype):
     if OWG in variables:
         seen = jax.jit(jax.grad(lambda v: (trained.apply(v, x) ** 2).sum()))(variables)[OWG]
         variables = {**variables, OWG: state.update(variables[OWG], seen)}
-    served_variables = jaxquant.convert(variables, config, x, model=model)
-    kernels = [leaf for leaf in jax.tree.leaves(served_variables, is_leaf=_is_tensor) if _is_tensor(leaf)]
-    assert len(kernels) == 7
-    served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, x)
-    expected = jax.jit(trained.apply)(variables, x)
-    np.testing.assert_array_equal(jax.jit(served.apply)(served_variables, x), expected)
-
-
-def _is_tensor(leaf):
-    return isinstance(leaf, QTensor)
-
-
-class OneActivation(nn.Module):
-    """Layers that nn.vmap stacks, all of which take one activation: one wide matmul."""
-
-    @nn.compact
-    def __call__(self, x):
-        stack = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3)
-        return stack(8, name="stack")(x)
-
-
-class NNXOneActivation(nnx.Module):
-    def __init__(self, rngs):
-        self.stack = nnx.vmap(lambda rngs: nnx.Linear(16, 8, rngs=rngs), in_axes=0, out_axes=0)(rngs.split(3))
-
-    def __call__(self, x):
-        axes = nnx.StateAxes({state.QuantState: None, ...: 0})  # one state for all
-        return nnx.vmap(lambda layer, x: layer(x), in_axes=(axes, None))(self.stack, x)
-
-
-@pytest.mark.parametrize("string", ["fp8", "fp8_current"])
-def test_layers_that_take_one_activation_are_served_with_their_one_scale(string):
-    config = {"quantization": string, "quant_backend": "native"}
-    model = OneActivation()
-    trained = maybe_quantize_model(model, config, X)
-    variables = trained.init(jax.random.key(1), X)
-    if string == "fp8":
-        variables = jaxquant.calibrate(variables, config, [X], model=model)
-    converted = jaxquant.convert(variables, config, X, model=model)
-    assert converted["params"]["stack"]["kernel"].scale.size == 1
-    served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, X)
-    np.testing.assert_array_equal(jax.jit(served.apply)(converted, X), jax.jit(trained.apply)(variables, X))
-
-    plain = NNXOneActivation(nnx.Rngs(0))
-    trained = jaxquant.calibrate(plain, config, [X]) if string == "fp8" else maybe_quantize_model(plain, config, X)
-    converted = jaxquant.convert(trained, config, X)
-    assert jaxquant.serving.nnx_params(converted)["stack"]["kernel"].scale.size == 1
-    call = nnx.jit(lambda model, x: model(x))
-    np.testing.assert_array_equal(call(converted, X), call(trained, X))
+    assert len(kernels_of(convert_linen(model, config, x, variables)["params"])) == 7
 
 
 class Clipped(nn.Module):
@@ -420,15 +372,10 @@ class Clipped(nn.Module):
 @pytest.mark.parametrize("string", ["fp8", "fp8_current"])
 def test_a_layer_that_is_out_of_reach_is_not_converted(string):
     config, model = {"quantization": string, "quant_backend": "native"}, Clipped()
-    trained = maybe_quantize_model(model, config, X)
-    variables = trained.init(jax.random.key(1), X)
+    variables = maybe_quantize_model(model, config, X).init(jax.random.key(1), X)
     if string == "fp8":
         variables = jaxquant.calibrate(variables, config, [X], model=model)
-    converted = jaxquant.convert(variables, config, X, model=model)
-    kernels = {name: _is_tensor(layer["kernel"]) for name, layer in converted["params"].items()}
-    assert kernels == {"clipped": False, "plain": True}
-    served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, X)
-    np.testing.assert_array_equal(jax.jit(served.apply)(converted, X), jax.jit(trained.apply)(variables, X))
+    assert kernels_of(convert_linen(model, config, X, variables)["params"]) == {"plain/kernel"}
 
 
 class Classifier(nn.Module):
@@ -462,17 +409,7 @@ def test_reports_and_conversion_know_what_the_trace_decided(string, backend):
     assert reports["last"].reason.startswith("output head (no layer follows")
     assert reports["w"].kernel_shape == (16, 4, 8)
 
-    quantized = maybe_quantize_model(model, config, x)
-    variables = quantized.init(jax.random.key(1), x)
-    if string == "fp8":
-        variables = jaxquant.calibrate(variables, config, [x], model=model)
-    converted = jaxquant.convert(variables, config, x, model=model)
-    params = converted["params"]
-    assert isinstance(params["w"], QTensor)
-    assert isinstance(params["first"]["kernel"], QTensor)
-    assert not isinstance(params["last"]["kernel"], QTensor)
-    served = maybe_quantize_model(model, {**config, "checkpoint_is_quantized": True}, x)
-    np.testing.assert_array_equal(jax.jit(served.apply)(converted, x), jax.jit(quantized.apply)(variables, x))
+    assert kernels_of(convert_linen(model, config, x)["params"]) == {"first/kernel", "w"}
 
 
 @pytest.mark.parametrize("with_inputs", [True, False])
@@ -482,10 +419,8 @@ def test_conversion_of_an_nnx_model_knows_what_the_trace_decided(with_inputs):
     quantized = maybe_quantize_model(NNXClassifier(nnx.Rngs(0)), config, x)
     recipes = {report.path: report.recipe for report in jaxquant.describe_layers(NNXClassifier(nnx.Rngs(0)), config, x)}
     assert recipes == {"first": "int8", "last": None}
-    converted = jaxquant.convert(quantized, config, *([x] if with_inputs else []))
-    assert isinstance(converted.last.kernel, nnx.Param)
-    assert not isinstance(converted.first.kernel, nnx.Param)
-    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(converted, x), nnx.jit(lambda m, x: m(x))(quantized, x))
+    converted = convert_nnx(quantized, config, *([x] if with_inputs else []), call=lambda model: model(x))
+    assert kernels_of(jaxquant.serving.nnx_params(converted)) == {"first/kernel"}
 
 
 class NNXOwn(nnx.Module):
@@ -511,18 +446,15 @@ def test_an_nnx_model_of_any_author_is_served_as_it_was_trained(string, backend)
     config = {"quantization": string, "quant_backend": backend}
     plain = NNXOwn(nnx.Rngs(0))
     trained = maybe_quantize_model(plain, config, x) if string != "fp8" else jaxquant.calibrate(plain, config, [x])
-    call = nnx.jit(lambda model, x: model(x))
-    converted = jaxquant.convert(trained, config, x)
+    call = nnx.jit(lambda model: model(x))
+    converted = convert_nnx(trained, config, x, call=call)
     params = jaxquant.serving.nnx_params(converted)
-    tensors = {name for name, value in params.items() if isinstance(value, QTensor)}
-    assert tensors == {"up"}
-    assert all(isinstance(value, QTensor) for value in (*map(params["mixes"].get, "01"), params["down"]["kernel"]))
+    assert kernels_of(params) == {"up", "mixes/0", "mixes/1", "down/kernel"}
     assert converted.same is converted.mixes[0]
-    np.testing.assert_array_equal(call(converted, x), call(trained, x))
 
     empty = nnx.eval_shape(lambda: jaxquant.convert(trained, config, x))
     jaxquant.serving.update_nnx(empty, params)
-    np.testing.assert_array_equal(call(empty, x), call(trained, x))
+    np.testing.assert_array_equal(call(empty), call(trained))
 
 
 class Counted(nn.Module):
@@ -613,8 +545,7 @@ def test_an_input_of_the_shape_of_a_kernel_is_no_weight(backend):
     x = jax.random.normal(jax.random.key(0), (16, 16))
     config = {"quantization": "int8", "quant_backend": backend}
     trained = maybe_quantize_model(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), config, x)
-    converted = jaxquant.convert(trained, config, x)
-    np.testing.assert_array_equal(jax.jit(lambda m, x: m(x))(converted, x), jax.jit(lambda m, x: m(x))(trained, x))
+    convert_nnx(trained, config, x, call=lambda model: model(x))
 
 
 class Wide(nnx.Module):

@@ -1,6 +1,5 @@
 """Mosaic GPU kernels: numbers in the interpreter (jax 0.11 and newer), programs from the compilers of absent chips."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,78 +12,49 @@ import jaxquant
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.fp8_einsum import cases as einsum_cases
 from jaxquant.kernels.fp8_einsum import gpu as einsum_gpu
 from jaxquant.kernels.fp8_einsum import reference
+from jaxquant.kernels.quantize import cases as quantize_cases
 from jaxquant.kernels.quantize import gpu as quantize_gpu
 
 M, N = 128, 256
 interpreted = pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cast:
-    """One call of ``quantize``; ``scale`` is the shape of the scale."""
-
-    dtype: str
-    x_dtype: str = "bfloat16"
-    scale: tuple[int, int] = (1, 1)
-    compute_dtype: str = "float32"
-    noisy: bool = False
-    transposed: bool = False
-
-    def __str__(self) -> str:
-        return "-".join(str(value) for value in dataclasses.astuple(self))
-
-    def run(self, x, scale, seeds, **options):
-        return quantize_gpu.quantize(
-            x,
-            scale,
-            dtype=self.dtype,
-            seeds=seeds if self.noisy else None,
-            transposed=self.transposed,
-            compute_dtype=self.compute_dtype,
-            **options,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """One call of ``matmul``; ``sizes`` are B, M, N, K."""
-
-    sizes: tuple[int, int, int, int]
-    lhs: str
-    rhs: str
-    out_dtype: str = "bfloat16"
-    accumulator: str = "float32"
-    per_channel: bool = False
-
-    def __str__(self) -> str:
-        return "-".join(str(value) for value in dataclasses.astuple(self))
-
-    @property
-    def shapes(self):
-        B, M, N, K = self.sizes
-        return [(B, M, K), (B, N, K), *([(B, M, 1), (B, 1, N)] if self.per_channel else [(1,)])]
-
-    def run(self, function, lhs, rhs, *scales, **options):
-        given = dict(zip(("left", "right") if self.per_channel else ("scale",), scales, strict=True))
-        return function(lhs, rhs, **given, out_dtype=self.out_dtype, accumulator=self.accumulator, **options)
-
-
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 PRODUCTS = (
-    Product((1, 128, 128, 256), E4M3, E4M3, accumulator="bfloat16"),
-    Product((2, 128, 256, 128), "int8", "int8", accumulator="int32", per_channel=True),
-    Product((1, 128, 384, 128), E5M2, E4M3, "float32", per_channel=True),
+    einsum_cases.Case((1, 128, 128, 256), E4M3, E4M3),
+    einsum_cases.Case((2, 128, 256, 128), "int8", "int8", accumulator="int32", per_channel=True),
+    einsum_cases.Case((1, 128, 384, 128), E5M2, E4M3, "float32", "float32", per_channel=True),
 )
+_cast = functools.partial(quantize_cases.Case, (M, N))
 CASTS = (
-    Cast("float8_e4m3fn", transposed=True),
-    Cast("float8_e4m3fn", "float32", (1, N), "bfloat16", noisy=True),
-    Cast("float8_e5m2", "float32", (M, 1), noisy=True, transposed=True),
-    Cast("float8_e5m2", compute_dtype="bfloat16"),
-    Cast("int8", "float32", (1, N), transposed=True),
-    Cast("int8", scale=(M, 1), compute_dtype="bfloat16", noisy=True, transposed=True),
+    _cast(E4M3, transposed=True),
+    _cast(E4M3, "float32", "bfloat16", "column", noisy=True),
+    _cast(E5M2, "float32", scale="row", noisy=True, transposed=True),
+    _cast(E5M2, compute_dtype="bfloat16"),
+    _cast("int8", "float32", scale="column", transposed=True),
+    _cast("int8", scale="row", compute_dtype="bfloat16", noisy=True, transposed=True),
 )
+SCALES = {"tensor": (1, 1), "row": (M, 1), "column": (1, N)}
+
+
+def cast(case, x, scale, seeds, **options):
+    """Call ``quantize`` on one of the casts."""
+    options |= {"transposed": case.transposed, "compute_dtype": case.compute_dtype}
+    return quantize_gpu.quantize(x, scale, dtype=case.dtype, seeds=seeds if case.noisy else None, **options)
+
+
+def shapes_of(case):
+    B, M, N, K = case.sizes
+    return [(B, M, K), (B, N, K), *([(B, M, 1), (B, 1, N)] if case.per_channel else [(1,)])]
+
+
+def product(case, function, lhs, rhs, *scales, **options):
+    """Call ``matmul`` on one of the products."""
+    given = dict(zip(("left", "right") if case.per_channel else ("scale",), scales, strict=True))
+    return function(lhs, rhs, **given, out_dtype=case.out_dtype, accumulator=case.accumulator, **options)
 
 
 def equal_bits(found, expected):
@@ -92,21 +62,21 @@ def equal_bits(found, expected):
 
 
 @interpreted
-@pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_quantize_is_the_cast_of_the_core_to_the_bit(cast):
+@pytest.mark.parametrize("case", CASTS, ids=str)
+def test_quantize_is_the_cast_of_the_core_to_the_bit(case):
     keys = jax.random.split(jax.random.key(0), 3)
     # Some elements beyond the range of every dtype, some below its smallest number.
     x = jax.random.normal(keys[0], (M, N)) * jnp.exp(4 * jax.random.normal(keys[1], (M, N)))
-    x = x.at[0, 0].set(0.0).at[1, 1].set(-1e9).astype(cast.x_dtype)
-    scale = 0.1 * jnp.exp(jax.random.normal(keys[2], cast.scale))
+    x = x.at[0, 0].set(0.0).at[1, 1].set(-1e9).astype(case.x_dtype)
+    scale = 0.1 * jnp.exp(jax.random.normal(keys[2], SCALES[case.scale]))
     key = jax.random.key(5)
     seeds = jax.random.bits(key, (2,), jnp.uint32)
-    spec = TensorSpec(cast.dtype, rounding="stochastic" if cast.noisy else "nearest")
-    expected = quantize_with_scale(x, spec, scale, None, key, cast.compute_dtype).qvalue
-    q, q_t, amax = cast.run(x, scale, seeds, interpret=True)
+    spec = TensorSpec(case.dtype, rounding="stochastic" if case.noisy else "nearest")
+    expected = quantize_with_scale(x, spec, scale, None, key, case.compute_dtype).qvalue
+    q, q_t, amax = cast(case, x, scale, seeds, interpret=True)
     equal_bits(q, expected)
     assert amax == jnp.max(jnp.abs(x)).astype(jnp.float32)
-    assert (q_t is not None) == cast.transposed
+    assert (q_t is not None) == case.transposed
     if q_t is not None:
         equal_bits(q_t, expected.T)
 
@@ -114,7 +84,7 @@ def test_quantize_is_the_cast_of_the_core_to_the_bit(cast):
 @interpreted
 def test_a_nan_shows_in_the_amax():
     x = jnp.ones((M, N), jnp.bfloat16).at[70, 3].set(jnp.nan)
-    assert jnp.isnan(Cast("float8_e4m3fn").run(x, jnp.ones((1, 1)), None, interpret=True)[2])
+    assert jnp.isnan(cast(_cast(E4M3), x, jnp.ones((1, 1)), None, interpret=True)[2])
 
 
 def test_what_quantize_cannot_do_is_refused_by_name():
@@ -134,16 +104,16 @@ def test_what_quantize_cannot_do_is_refused_by_name():
 
 
 @interpreted
-@pytest.mark.parametrize("product", PRODUCTS, ids=str)
-def test_matmul_is_its_reference_to_the_bit(product):
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_matmul_is_its_reference_to_the_bit(case):
     keys = jax.random.split(jax.random.key(0), 4)
-    lhs_shape, rhs_shape, *scale_shapes = product.shapes
-    lhs = jax.random.randint(keys[0], lhs_shape, -3, 4).astype(product.lhs)
-    rhs = jax.random.randint(keys[1], rhs_shape, -3, 4).astype(product.rhs)
+    lhs_shape, rhs_shape, *scale_shapes = shapes_of(case)
+    lhs = jax.random.randint(keys[0], lhs_shape, -3, 4).astype(case.lhs_dtype)
+    rhs = jax.random.randint(keys[1], rhs_shape, -3, 4).astype(case.rhs_dtype)
     scales = [jax.random.uniform(key, shape) for key, shape in zip(keys[2:], scale_shapes, strict=False)]
-    found = product.run(einsum_gpu.matmul, lhs, rhs, *scales, interpret=True)
-    assert found.dtype == product.out_dtype
-    equal_bits(found, product.run(reference.matmul, lhs, rhs, *scales))
+    found = product(case, einsum_gpu.matmul, lhs, rhs, *scales, interpret=True)
+    assert found.dtype == case.out_dtype
+    equal_bits(found, product(case, reference.matmul, lhs, rhs, *scales))
 
 
 def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
@@ -176,18 +146,19 @@ def compiled(step, *shapes, target):
 
 @pytest.mark.aot
 def test_kernels_compile_for_an_absent_h200():
-    products = [each for each in PRODUCTS if mosaic_gpu.NEW or each.lhs == each.rhs]
+    products = [each for each in PRODUCTS if mosaic_gpu.NEW or each.lhs_dtype == each.rhs_dtype]
     casts = CASTS[:2]
     shapes = [
-        [jax.ShapeDtypeStruct((M, N), cast.x_dtype), jax.ShapeDtypeStruct(cast.scale, jnp.float32)] for cast in casts
+        [jax.ShapeDtypeStruct((M, N), each.x_dtype), jax.ShapeDtypeStruct(SCALES[each.scale], jnp.float32)]
+        for each in casts
     ]
-    for product in products:
-        types = [product.lhs, product.rhs, "float32", "float32"]
-        shapes.append([jax.ShapeDtypeStruct(*each) for each in zip(product.shapes, types, strict=False)])
+    for case in products:
+        types = [case.lhs_dtype, case.rhs_dtype, "float32", "float32"]
+        shapes.append([jax.ShapeDtypeStruct(*each) for each in zip(shapes_of(case), types, strict=False)])
 
     def step(shapes, seeds):
-        calls = [functools.partial(cast.run, seeds=seeds) for cast in casts]
-        calls += [functools.partial(product.run, einsum_gpu.matmul) for product in products]
+        calls = [functools.partial(cast, each, seeds=seeds) for each in casts]
+        calls += [functools.partial(product, each, einsum_gpu.matmul) for each in products]
         return [call(*each) for call, each in zip(calls, shapes, strict=True)]
 
     seeds = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -197,4 +168,4 @@ def test_kernels_compile_for_an_absent_h200():
 @pytest.mark.aot
 def test_quantize_compiles_for_an_absent_b200():
     x, scale = jax.ShapeDtypeStruct((M, N), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    assert compiled(functools.partial(CASTS[0].run, seeds=None), x, scale, target="b200") == (1, 0)
+    assert compiled(functools.partial(cast, CASTS[0], seeds=None), x, scale, target="b200") == (1, 0)

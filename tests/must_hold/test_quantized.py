@@ -87,8 +87,8 @@ def test_11_stochastic_rounding_rounds_at_random():
 
 
 def check_parameters() -> None:
-    for name in ("int8", "fp8"):
-        model = jaxquant.maybe_quantize_model(Net(), NATIVE | {"quantization": name}, X)
+    for name, backend in (("int8", "native"), ("fp8", "native"), ("int8", "aqt"), ("fp8_full", "qwix")):
+        model = jaxquant.maybe_quantize_model(Net(), {"quantization": name, "quant_backend": backend}, X)
         params, _ = state.split(jax.jit(model.init)(jax.random.key(1), X))
         expected = jax.jit(Net().init)(jax.random.key(1), X)["params"]
         assert jax.tree.structure(params) == jax.tree.structure(expected)

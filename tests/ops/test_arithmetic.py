@@ -16,25 +16,14 @@ import pytest
 
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.dtypes import element
-from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import dot_general, initial_state
 from jaxquant.ops.operand import quantize_kernel
+from tests.ops.recipes import nearest
 
 M, K, N = 24, 48, 16
 NUMBERS = (((1,), (0,)), ((), ()))
 LEAN = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None and row.recipe.is_lean}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-
-
-def nearest(recipe: Recipe) -> Recipe:
-    """Return the recipe with its output gradient rounded to nearest."""
-    assert isinstance(recipe.dlhs.lhs, TensorSpec)
-    grad = dataclasses.replace(recipe.dlhs.lhs, rounding="nearest")
-    return dataclasses.replace(
-        recipe,
-        dlhs=dataclasses.replace(recipe.dlhs, lhs=grad),
-        drhs=dataclasses.replace(recipe.drhs, rhs=grad),
-    )
 
 
 def operand(seed: int, shape: tuple[int, int], dtype: str) -> np.ndarray:

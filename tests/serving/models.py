@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxquant.config.recipes import RECIPES
+import jaxquant
+from jaxquant.core.qtensor import QTensor
 
 D = 16
 
@@ -65,16 +66,6 @@ class Nnx(nnx.Module):
         return self.logits(self.twice(self.twice(x)))
 
 
-def schemes():
-    """List (string, backend) of the table of recipes, strings of one row once, without the file of intmp."""
-    seen, found = set(), []
-    for string, row in RECIPES.items():
-        if string and string != "intmp" and row.backends and id(row) not in seen:
-            seen.add(id(row))
-            found += [(string, backend) for backend in row.backends]
-    return found
-
-
 def filled(shapes: Any) -> Any:
     """Make variables of these shapes without running a model: normal parameters, and quant state that has seen some.
 
@@ -95,3 +86,36 @@ def filled(shapes: Any) -> Any:
         return jnp.asarray(values, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, QTensor)
+
+
+def kernels_of(params: Any) -> set[str]:
+    """Return the paths of the converted kernels of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_tensor)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if is_tensor(leaf)}
+
+
+def convert_linen(model: nn.Module, config: dict[str, Any], x: Any, variables: Any = None) -> Any:
+    """Convert a model's variables, check that they serve the bits that they trained, and return them.
+
+    Args:
+      variables: those of the quantized model; made of random numbers where none are given.
+    """
+    trained = jaxquant.maybe_quantize_model(model, config, x)
+    if variables is None:
+        variables = filled(jax.eval_shape(trained.init, {"params": jax.random.key(1), "quant": jax.random.key(2)}, x))
+    expected = jax.jit(lambda v: trained.apply(v, x, rngs={"quant": jax.random.key(3)}))(variables)
+    converted = jaxquant.convert(variables, config, x, model=model)
+    serving = jaxquant.maybe_quantize_model(model, {**config, "checkpoint_is_quantized": True}, x)
+    np.testing.assert_array_equal(jax.jit(serving.apply)(converted, x), expected)
+    return converted
+
+
+def convert_nnx(trained: Any, config: dict[str, Any], *x: Any, call: Any) -> Any:
+    """Convert a quantized model, check that it serves the bits of ``call`` that it trained, and return it."""
+    converted, run = jaxquant.convert(trained, config, *x), nnx.jit(call)
+    np.testing.assert_array_equal(run(converted), run(trained))
+    return converted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -28,7 +27,8 @@ from jaxquant.serving import placement
 from jaxquant.serving.checkpoint import load, read_manifest, save
 from jaxquant.serving.leaves import flatten
 from tests import numerics
-from tests.serving.trees import abstract, assert_same, every_kind, quantized
+from tests.lowering import equations
+from tests.serving.trees import abstract, assert_same, contents_of, every_kind, quantized, sign
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"quantization": "int4w", "rules": [{"path": ".*/wo", "recipe": "int8w"}]}
@@ -280,15 +280,12 @@ def test_an_extra_file_is_named(copy: Path):
 
 
 def _signed(change: Callable[[Path, dict[str, Any]], None]) -> Callable[[Path], None]:
-    """Change the manifest's contents and give it a checksum that fits, as a faulty writer would."""
+    """Change the manifest's contents and give it sums that fit, as a faulty writer would."""
 
     def damage(directory: Path) -> None:
-        path = directory / manifests.NAME
-        contents = json.loads(path.read_text())
+        contents = contents_of(directory)
         change(directory, contents)
-        contents["files"] = {n: dataclasses.asdict(file) for n, file in manifests.list_files(directory).items()}
-        contents["checksum"] = manifests._checksum(contents)
-        path.write_text(manifests._dump(contents))
+        sign(directory, contents)
 
     return damage
 
@@ -380,19 +377,11 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_unpacking_makes_no_float(dtype: str):
-    placed = jnp.zeros(()).sharding
-    traced = placement._unpacker(dtype, 63, placed).trace(jax.ShapeDtypeStruct((8, 32), "uint8"))
-
-    def dtypes(jaxpr: Any) -> set[Any]:
-        found = {variable.aval.dtype for equation in jaxpr.eqns for variable in equation.outvars}
-        for equation in jaxpr.eqns:
-            inner = [getattr(value, "jaxpr", value) for value in equation.params.values()]
-            found = found.union(*(dtypes(value) for value in inner if hasattr(value, "eqns")))
-        return found
-
-    found = dtypes(traced.jaxpr.jaxpr)
-    assert jnp.dtype(dtype) in found
-    assert all(jax.dtypes.itemsize_bits(kind) <= 8 for kind in found), found
+    unpacker = placement._unpacker(dtype, 63, jnp.zeros(()).sharding)
+    jaxpr = unpacker.trace(jax.ShapeDtypeStruct((8, 32), "uint8")).jaxpr.jaxpr
+    made = {variable.aval.dtype for eqn in equations(jaxpr) for variable in eqn.outvars}
+    assert jnp.dtype(dtype) in made
+    assert all(jax.dtypes.itemsize_bits(kind) <= 8 for kind in made), made
 
 
 def test_loading_makes_no_float_of_a_kernels_size(tmp_path: Path, monkeypatch):

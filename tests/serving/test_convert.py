@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import flax.linen as nn
 import jax
@@ -13,20 +12,14 @@ import pytest
 from flax import nnx
 
 from jaxquant import calibrate, convert, maybe_quantize_model, serving, state
-from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.serving import convert_each, find_kernels
-from tests.serving.models import D, Linen, Nnx, filled, schemes
+from tests.serving.models import D, Linen, Nnx, convert_linen, convert_nnx, filled, is_tensor
 
-OPTIMIZED = False  # as users compile: test_convert_optimized.py
+OPTIMIZED = False  # every string on every backend: the gallery; as users compile: test_convert_optimized.py
 SERVES = {"checkpoint_is_quantized": True}
 X = jax.random.normal(jax.random.key(0), (2, 5, D))
 RNGS = {"params": jax.random.key(1), "quant": jax.random.key(2)}
 KERNELS = [("layers", "query"), ("layers", "mix"), ("layers", "wo"), ("twice",)]
-
-
-def is_tensor(node):
-    return isinstance(node, QTensor)
 
 
 def at(tree, path):
@@ -44,58 +37,17 @@ def trained(model, config, x):
 def check_linen(string, backend, dtype, axis, **options):
     model, x = Linen(jnp.dtype(dtype), axis), X.astype(dtype)
     config = {"quantization": string, "quant_backend": backend, **options}
-    quantized, variables = trained(model, config, x)
-    expected = jax.jit(lambda v: quantized.apply(v, x, rngs={"quant": jax.random.key(3)}))(variables)
-    converted = convert(variables, config, x, model=model)
-    served = jax.jit(maybe_quantize_model(model, config | SERVES, x).apply)(converted, x)
-    np.testing.assert_array_equal(expected, served)
-    return variables, converted
-
-
-def check_what_is_converted(string, variables, converted):
-    assert set(converted) == {"params"}
-    spec = RECIPES[string].recipe.fwd.rhs
-    for path in KERNELS:
-        layer, before = at(converted["params"], path), at(variables["params"], path)
-        assert layer["kernel"].qvalue.dtype == ("uint8" if spec.codec else spec.dtype)
-        assert layer["kernel"].codec == spec.codec
-        assert layer["kernel"].shape == before["kernel"].shape
-        assert set(layer) - set(before) <= {"input_scale"}
-        assert spec.codec or layer["kernel"].scale.size < before["kernel"].size
-    assert not is_tensor(converted["params"]["logits"]["kernel"])
-
-
-@pytest.mark.parametrize(("string", "backend"), schemes())
-def test_linen_serves_what_it_trained(string, backend):
-    """In bfloat16, and as users compile: ``test_convert_optimized.py``."""
-    if backend != "native":
-        pytest.importorskip(backend)
-    check_what_is_converted(string, *check_linen(string, backend, "float32", 0))
-
-
-@pytest.mark.parametrize(("string", "backend"), [pair for pair in schemes() if pair[1] != "aqt"])
-def test_nnx_serves_what_it_trained(string, backend):
-    dtype = "bfloat16"
-    if backend != "native":
-        pytest.importorskip(backend)
-    x, config = X.astype(dtype), {"quantization": string, "quant_backend": backend}
-    quantized = maybe_quantize_model(Nnx(jnp.dtype(dtype)), config, x)
-    nnx.update(quantized, filled(nnx.to_pure_dict(nnx.state(quantized, state.QuantState))))
-    expected = nnx.jit(lambda model: model(x))(quantized)
-    served = convert(quantized, config, x)
-    np.testing.assert_array_equal(expected, nnx.jit(lambda model: model(x))(served))
-    assert not jax.tree.leaves(nnx.state(served, state.QuantState))
-    floats = [v.shape for v in jax.tree.leaves(nnx.state(served, nnx.Param))]
-    assert (D, D) not in floats
-    assert (3, D, D) not in floats
-    assert jax.tree.leaves(nnx.state(quantized, state.QuantState)) or not RECIPES[string].recipe.is_stateful
+    _, variables = trained(model, config, x)
+    return variables, convert_linen(model, config, x, variables)
 
 
 def test_an_nnx_model_through_the_disk(tmp_path):
     config = {"quantization": "fp8"}
     quantized = maybe_quantize_model(Nnx(), config, X)
     nnx.update(quantized, filled(nnx.to_pure_dict(nnx.state(quantized, state.QuantState))))
-    served = convert(quantized, config, X)
+    served = convert_nnx(quantized, config, X, call=lambda model: model(X))
+    assert not jax.tree.leaves(nnx.state(served, state.QuantState))
+    assert {(D, D), (3, D, D)}.isdisjoint(leaf.shape for leaf in jax.tree.leaves(nnx.state(served, nnx.Param)))
     params = serving.nnx_params(served)
     assert is_tensor(params["layers"]["mix"]["kernel"])
     assert params["layers"]["mix"]["input_scale"].shape == (3, 1, 1, 1)
@@ -155,11 +107,7 @@ def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
     for model in (mapped(D, name="wi"), nn.WeightNorm(nn.Dense(D))):
         variables = jax.jit(model.init)(RNGS, X)
         with pytest.warns(UserWarning, match=r"the weights of 1 layers stay in float .*its weight is .*: mul"):
-            served = convert(variables, config, X, model=model)
-        expected = jax.jit(maybe_quantize_model(model, config, X).apply)(variables, X)
-        np.testing.assert_array_equal(
-            expected, jax.jit(maybe_quantize_model(model, config | SERVES, X).apply)(served, X)
-        )
+            convert_linen(model, config, X, variables)
         with pytest.raises(NotImplementedError, match=r"strict true, and the weights of 1 layers stay in float"):
             convert(variables, config | {"strict": True}, X, model=model)
     rngs = nnx.Rngs(0)
@@ -169,9 +117,7 @@ def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
     ):
         convert(model, config)
     with pytest.warns(UserWarning, match="the weights of 1 layers stay in float"):
-        served = convert(model, config, X)
-    run = nnx.jit(lambda model: model(X))
-    np.testing.assert_array_equal(run(maybe_quantize_model(model, config, X)), run(served))
+        convert_nnx(maybe_quantize_model(model, config, X), config, X, call=lambda model: model(X))
 
 
 def test_a_path_to_write_to_is_not_ignored():
@@ -192,8 +138,6 @@ MIXED = {
 @pytest.mark.parametrize("backend", ["aqt", "native"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mixed_precision_and_tiles(tmp_path, backend, dtype):
-    if backend == "aqt":
-        pytest.importorskip("aqt")
     path = tmp_path / "mixed.json"
     path.write_text(json.dumps(MIXED))
     _, converted = check_linen("intmp", backend, dtype, 0, quant_cfg_path=str(path))
@@ -290,16 +234,6 @@ def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
         assert "layers/wo/kernel" in done
 
 
-def test_a_layer_that_was_never_seen_has_no_static_scale():
-    config = {"quantization": "fp8"}
-    quantized = maybe_quantize_model(Linen(), config, X)
-    variables = jax.jit(quantized.init)(RNGS, X)  # nothing seen
-    with pytest.raises(ValueError, match=r"layer 'layers/query' has no amax history of its input, so 'fp8' has no st"):
-        convert(variables, config, X, model=Linen())
-    with pytest.raises(ValueError, match=r"keeps quant state in '_overwrite_with_gradient', and the variables have no"):
-        convert({"params": variables["params"]}, config, X, model=Linen())
-
-
 def test_calibration_gives_the_scales_of_what_was_seen():
     config = {"quantization": "fp8"}
     model = Linen()
@@ -346,16 +280,6 @@ def test_errors_name_the_layer():
         maybe_quantize_model(Linen(), config | SERVES, X).apply(other, X)
 
 
-def test_bytes_are_those_of_the_format():
-    for string, bits in (("int8", 8), ("int4", 4), ("fp8_e4m3", 8)):
-        config = {"quantization": string, "quant_backend": "native"}
-        _, variables = trained(Linen(), config, X)
-        kernel = convert(variables, config, X, model=Linen())["params"]["twice"]["kernel"]
-        assert jax.dtypes.itemsize_bits(kernel.qvalue.dtype) == bits
-        relative = jnp.linalg.norm(dequantize(kernel) - variables["params"]["twice"]["kernel"]) / math.sqrt(D)
-        assert relative < {8: 0.05, 4: 0.15}[bits]
-
-
 def dense(**options):
     return nn.Dense(D, use_bias=False, **options)
 
@@ -365,10 +289,8 @@ def test_a_kernel_that_was_all_zero_when_it_was_seen_has_its_own_scale():
     quantized, variables = trained(dense(), config, X)
     (op,) = variables["_overwrite_with_gradient"].values()
     op["kernel_amax_history"] = jnp.zeros_like(op["kernel_amax_history"])
-    served = convert(variables, config, X, model=dense())
-    expected = jax.jit(quantized.apply)(variables, X)
-    np.testing.assert_array_equal(expected, jax.jit(maybe_quantize_model(dense(), config | SERVES, X).apply)(served, X))
-    assert jnp.abs(expected).max() > 0
+    convert_linen(dense(), config, X, variables)
+    assert jnp.abs(quantized.apply(variables, X)).max() > 0
 
 
 def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
@@ -379,11 +301,7 @@ def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     ):
         convert(variables, config, X.astype(jnp.bfloat16), model=model)
     for model, x in ((dense(param_dtype=jnp.bfloat16), X), (dense(dtype=jnp.bfloat16), X), (dense(), X)):
-        expected = jax.jit(maybe_quantize_model(model, config, x).apply)(variables, x)
-        served = convert(variables, config, x, model=model)
-        np.testing.assert_array_equal(
-            expected, jax.jit(maybe_quantize_model(model, config | SERVES, x).apply)(served, x)
-        )
+        convert_linen(model, config, x, variables)
 
 
 def test_an_nnx_kernel_is_converted_in_the_dtype_that_a_call_reads_it_in():
@@ -423,25 +341,6 @@ def test_other_collections_stay():
     assert jnp.isfinite(maybe_quantize_model(Normed(), config | SERVES, X).apply(served, X)).all()
 
 
-class Stubborn(nn.Dense):
-    @nn.compact
-    def __call__(self, inputs):
-        return inputs @ self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features))
-
-
-def test_a_layer_that_does_not_use_its_op_is_converted_too():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Stubborn(D, name="wi")(x)
-
-    variables, config = jax.jit(Model().init)(RNGS, X), {"quantization": "int8w"}
-    served = convert(variables, config, X, model=Model())
-    assert is_tensor(served["params"]["wi"]["kernel"])
-    expected = jax.jit(maybe_quantize_model(Model(), config, X).apply)(variables, X)
-    np.testing.assert_array_equal(expected, jax.jit(maybe_quantize_model(Model(), config | SERVES, X).apply)(served, X))
-
-
 def test_what_does_not_fit_a_recipe_is_refused():
     config = {"quantization": "fp8"}
     _, variables = trained(dense(), config, X)
@@ -449,7 +348,6 @@ def test_what_does_not_fit_a_recipe_is_refused():
     current = {"quantization": "fp8_current"}
     with pytest.raises(ValueError, match=r"root layer has a converted kernel of .* with an input_scale, and 'fp8_cur"):
         maybe_quantize_model(dense(), current | SERVES, X).apply(served, X)
-    pytest.importorskip("qwix")
     exact = nnx.Linear(D, D, precision="highest", rngs=nnx.Rngs(0))
     served = convert(exact, {"quantization": "int8", "quant_backend": "qwix"}, X)
     with pytest.raises(NotImplementedError, match=r"precision .*HIGHEST of a contraction is dropped by Qwix; "):

@@ -1,21 +1,31 @@
 """The served model to the bits of the trained one as users compile them, one recipe of each kind, in bfloat16.
 
-All recipes on all backends, compiled with little optimization: ``test_convert.py``.
+All recipes on all backends, compiled with little optimization: the gallery.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.serving.models import schemes
-from tests.serving.test_convert import check_linen, check_what_is_converted
+from jaxquant.config.recipes import RECIPES
+from tests.gallery.rows import schemes
+from tests.serving.models import is_tensor
+from tests.serving.test_convert import KERNELS, at, check_linen
 
 OPTIMIZED = True
-STRINGS = ("int8", "fp8", "fp8_current", "int4w", "aqt_fp8_full")
+STRINGS = ("int8", "fp8", "fp8_current", "int4w", "ggml_q4_0", "aqt_fp8_full")
 
 
 @pytest.mark.parametrize(("string", "backend"), [pair for pair in schemes() if pair[0] in STRINGS])
 def test_linen_serves_what_it_trained(string, backend):
-    if backend != "native":
-        pytest.importorskip(backend)
-    check_what_is_converted(string, *check_linen(string, backend, "bfloat16", 1))
+    variables, converted = check_linen(string, backend, "bfloat16", 1)
+    assert set(converted) == {"params"}
+    spec = RECIPES[string].recipe.fwd.rhs
+    for path in KERNELS:
+        layer, before = at(converted["params"], path), at(variables["params"], path)
+        assert layer["kernel"].qvalue.dtype == ("uint8" if spec.codec else spec.dtype)
+        assert layer["kernel"].codec == spec.codec
+        assert layer["kernel"].shape == before["kernel"].shape
+        assert set(layer) - set(before) <= {"input_scale"}
+        assert spec.codec or layer["kernel"].scale.size < before["kernel"].size
+    assert not is_tensor(converted["params"]["logits"]["kernel"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -18,7 +17,8 @@ import pytest
 from jaxquant.serving import manifest as manifests
 from jaxquant.serving.checkpoint import load, save
 from jaxquant.serving.manifest import read_manifest
-from tests.serving.trees import quantized
+from tests.mutate import mutate_json
+from tests.serving.trees import contents_of, quantized, sign
 
 LIMIT_S = 2.0
 TREE = {"mlp": {"kernel": quantized("int8", (4, 6), (1, 6))}, "norm": {"scale": jnp.ones(5)}}
@@ -34,18 +34,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "copy"))
-
-
-def sign(directory: Path, contents: dict[str, Any], sum_files: bool = True) -> None:
-    """Write a manifest with sums that fit."""
-    if sum_files:
-        contents["files"] = {n: dataclasses.asdict(file) for n, file in manifests.list_files(directory).items()}
-    contents["checksum"] = manifests._checksum(contents)
-    (directory / manifests.NAME).write_text(manifests._dump(contents))
-
-
-def contents_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / manifests.NAME).read_text())
 
 
 def refused(call: Callable[[], Any], *names: str) -> None:
@@ -193,26 +181,14 @@ def test_a_manifest_that_is_a_pipe_or_too_large_is_not_read(copy: Path, monkeypa
 ODD = [None, True, -1, 0, 10**12, 1e308, "", "x", "object", [], [[]], [-1], {}, {"a": 1}, "\0", "../x", ["x"] * 50]
 
 
-def mutate(rng: random.Random, node: Any) -> Any:
-    """Return a JSON value with one thing in it changed."""
-    if isinstance(node, dict) and node and rng.random() < 0.9:
-        key = rng.choice(sorted(node))
-        if rng.random() < 0.1:
-            return {k: v for k, v in node.items() if k != key}
-        return node | {key: mutate(rng, node[key])}
-    if isinstance(node, list) and node and rng.random() < 0.9:
-        place = rng.randrange(len(node))
-        return [mutate(rng, value) if i == place else value for i, value in enumerate(node)]
-    return rng.choice(ODD)
-
-
 def test_mutated_manifests_are_read_or_refused(copy: Path):
     """Signed anew, so that nothing but the checks of the contents is in the way."""
     rng = random.Random(0)
     whole = contents_of(copy)
     read = 0
     for _ in range(300):
-        contents = mutate(rng, {name: value for name, value in whole.items() if name != "checksum"})
+        contents = {name: value for name, value in whole.items() if name != "checksum"}
+        contents = mutate_json(rng, contents, ODD)
         if not isinstance(contents, dict):
             continue
         sign(copy, contents, sum_files=False)

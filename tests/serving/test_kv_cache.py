@@ -10,7 +10,6 @@ import pytest
 from jaxquant import QuantConfig
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import SPECS, append, empty, nbytes, read
-from tests.numerics import KV_CACHE_ERROR, KV_CACHE_RATIO
 
 B, S, H, D = 2, 12, 3, 8
 FORMATS = [("", "dkv"), *((dtype, axis) for dtype in SPECS for axis in ("dkv", "heads_and_dkv"))]
@@ -29,14 +28,6 @@ def make(quantization, length: int = S, width: int = D, heads: int = H, **option
 def assert_same_bits(ours, theirs):
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), ours, theirs)
-
-
-@pytest.mark.parametrize("dtype", KV_CACHE_ERROR)
-def test_relative_error_on_normal_numbers(dtype):
-    x = normal(B, 512, 4, 64)
-    back, _ = read(append(make((dtype, "dkv"), 512, 64, 4), x, x, 0), "float32")
-    ratio = np.linalg.norm(back - x) / np.linalg.norm(x) / KV_CACHE_ERROR[dtype]
-    assert KV_CACHE_RATIO[0] < ratio < KV_CACHE_RATIO[1]
 
 
 @pytest.mark.parametrize("inputs", ["float32", "bfloat16"])

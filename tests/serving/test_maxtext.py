@@ -55,117 +55,72 @@ def replaced(quantized: dict[str, Any], params: dict[str, Any]) -> dict[str, str
     return {op.split("/qrhs")[0]: "/".join(key.key for key in path) for op, path in paths.items()}
 
 
-# Path of each op with the shape of its tensor, shapes of the parameters, and which parameter each op replaces.
-EXPERTS = {f"moe/{name}": (4, 8, 6) for name in ("wi_0", "wi_1")} | {"moe/wo": (4, 6, 8)}
-BIASES = {"moe/wi_0_bias": (4, 6), "moe/wi_1_bias": (4, 6), "moe/wo_bias": (4, 8)}
-GATE = {"moe/gate/kernel": (8, 4), "moe/gate/bias": (4,)}
-CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str]]] = {
-    "dense": (
-        {"wi/AqtDotGeneral_0": (8, 6)},
-        {"wi/kernel": (8, 6)},
-        {"wi/AqtDotGeneral_0": "wi/kernel"},
-    ),
-    "dense with a bias": (
-        {"wi/AqtDotGeneral_0": (8, 6)},
-        {"wi/bias": (6,), "wi/kernel": (8, 6)},
-        {"wi/AqtDotGeneral_0": "wi/kernel"},
-    ),
+Shape = tuple[int, ...]
+
+
+def experts(op: str, *names: str) -> list[tuple[str, str, Shape]]:
+    shapes = (4, 8, 6), (4, 8, 6), (4, 6, 8)
+    return [(f"moe/{op}_{i}", f"moe/{name}", shapes[i]) for i, name in enumerate(names)]
+
+
+BIASES: dict[str, Shape] = {"moe/wi_0_bias": (4, 6), "moe/wi_1_bias": (4, 6), "moe/wo_bias": (4, 8)}
+NATIVE = ("a", "DotGeneral"), ("b", "Fp8DirectDotGeneralOp"), ("c", "NANOOFp8DotGeneralOp"), ("d", "Fp8Einsum")
+# Each op, the parameter that it replaces and its shape; then the shapes of the other parameters.
+CASES: dict[str, tuple[list[tuple[str, str, Shape]], dict[str, Shape]]] = {
+    "dense with a bias": ([("wi/AqtDotGeneral_0", "wi/kernel", (8, 6))], {"wi/bias": (6,)}),
     "an einsum of AQT, with its dot_general inside": (
-        {"moe/AqtEinsum_0/AqtDotGeneral_0": (8, 6), "moe/AqtEinsum_1/AqtDotGeneral_0": (6, 8)},
-        {"moe/wi": (8, 6), "moe/wo": (6, 8)},
-        {"moe/AqtEinsum_0/AqtDotGeneral_0": "moe/wi", "moe/AqtEinsum_1/AqtDotGeneral_0": "moe/wo"},
+        [(f"moe/AqtEinsum_{i}/AqtDotGeneral_0", f"moe/{name}", (8, 6)) for i, name in enumerate(("wi", "wo"))],
+        {},
     ),
-    "a bias of the kernel's size": (
-        {"wi/AqtDotGeneral_0": (1, 6)},
-        {"wi/bias": (6,), "wi/kernel": (1, 6)},
-        {"wi/AqtDotGeneral_0": "wi/kernel"},
-    ),
-    "tiled": (
-        {"attention/query/AqtDotGeneral_0": (2, 4, 4, 6)},
-        {"attention/query/kernel": (8, 4, 6)},
-        {"attention/query/AqtDotGeneral_0": "attention/query/kernel"},
-    ),
-    "experts with biases": (
-        {"moe/AqtEinsum_0": (4, 8, 6), "moe/AqtEinsum_1": (4, 8, 6), "moe/AqtEinsum_2": (4, 6, 8)},
-        EXPERTS | BIASES,
-        {f"moe/AqtEinsum_{i}": f"moe/{name}" for i, name in enumerate(("wi_0", "wi_1", "wo"))},
-    ),
+    "a bias of the kernel's size": ([("wi/AqtDotGeneral_0", "wi/kernel", (1, 6))], {"wi/bias": (6,)}),
+    "tiled": ([("attention/query/AqtDotGeneral_0", "attention/query/kernel", (8, 4, 6))], {}),
     "experts whose gate has its own path": (
-        {f"moe/AqtEinsum_{i}": (4, 8, 6) for i in range(2)}
-        | {"moe/AqtEinsum_2": (4, 6, 8), "moe/gate/AqtDotGeneral_0": (8, 4)},
-        EXPERTS | BIASES | GATE,
-        {f"moe/AqtEinsum_{i}": f"moe/{name}" for i, name in enumerate(("wi_0", "wi_1", "wo"))}
-        | {"moe/gate/AqtDotGeneral_0": "moe/gate/kernel"},
+        [*experts("AqtEinsum", "wi_0", "wi_1", "wo"), ("moe/gate/AqtDotGeneral_0", "moe/gate/kernel", (8, 4))],
+        BIASES | {"moe/gate/bias": (4,)},
     ),
-    "experts whose names are in another order": (
-        {"moe/Einsum_0": (4, 8, 6), "moe/Einsum_1": (4, 8, 6), "moe/Einsum_2": (4, 6, 8)},
-        {"moe/down": (4, 6, 8), "moe/gate": (4, 8, 6), "moe/up": (4, 8, 6)},
-        {f"moe/Einsum_{i}": f"moe/{name}" for i, name in enumerate(("gate", "up", "down"))},
-    ),
-    "experts with a scale each": (
-        {"moe/AqtEinsum_0": (4, 8, 6)},
-        {"moe/per_expert_scale": (4,), "moe/wi_0": (4, 8, 6)},
-        {"moe/AqtEinsum_0": "moe/wi_0"},
-    ),
-    "einsums whose numbers have two digits": (
-        {f"moe/AqtEinsum_{i}": (8, 6) for i in range(12)},
-        {f"moe/w_{i}": (8, 6) for i in range(12)},
-        {f"moe/AqtEinsum_{i}": f"moe/w_{i}" for i in range(12)},
-    ),
+    "experts whose names are in another order": (experts("Einsum", "gate", "up", "down"), {}),
+    "experts with a scale each": (experts("AqtEinsum", "wi_0"), {"moe/per_expert_scale": (4,)}),
+    "einsums whose numbers have two digits": ([(f"moe/AqtEinsum_{i}", f"moe/w_{i}", (8, 6)) for i in range(12)], {}),
     "native names": (
-        {
-            "moe/Einsum_0": (4, 8, 6),
-            "moe/Einsum_1": (4, 8, 6),
-            "moe/Einsum_2": (4, 6, 8),
-            "a/DotGeneral_0": (8, 2),
-            "b/Fp8DirectDotGeneralOp_0": (8, 2),
-            "c/NANOOFp8DotGeneralOp_0": (8, 2),
-            "d/Fp8Einsum_0": (8, 2),
-        },
-        EXPERTS | BIASES | {f"{name}/kernel": (8, 2) for name in "abcd"} | {f"{name}/bias": (2,) for name in "abcd"},
-        {f"moe/Einsum_{i}": f"moe/{name}" for i, name in enumerate(("wi_0", "wi_1", "wo"))}
-        | {
-            "a/DotGeneral_0": "a/kernel",
-            "b/Fp8DirectDotGeneralOp_0": "b/kernel",
-            "c/NANOOFp8DotGeneralOp_0": "c/kernel",
-            "d/Fp8Einsum_0": "d/kernel",
-        },
+        [
+            *experts("Einsum", "wi_0", "wi_1", "wo"),
+            *((f"{layer}/{op}_0", f"{layer}/kernel", (8, 2)) for layer, op in NATIVE),
+        ],
+        BIASES | {f"{layer}/bias": (2,) for layer, _ in NATIVE},
     ),
     "scanned layers": (
-        {"layers/wi/AqtDotGeneral_0": (3, 8, 6), "layers/wo/AqtDotGeneral_0": (3, 6, 8)},
-        {"layers/wi/kernel": (8, 3, 6), "layers/wo/kernel": (6, 3, 8), "layers/norm/scale": (8, 3)},
-        {
-            "layers/wi/AqtDotGeneral_0": "layers/wi/kernel",
-            "layers/wo/AqtDotGeneral_0": "layers/wo/kernel",
-        },
+        [(f"layers/{name}/AqtDotGeneral_0", f"layers/{name}/kernel", (8, 3, 6)) for name in ("wi", "wo")],
+        {"layers/norm/scale": (8, 3)},
     ),
     "layers of one shape": (
-        {f"layers_{i}/wi/AqtDotGeneral_0": (8, 6) for i in (10, 2, 1)},
-        {f"layers_{i}/wi/kernel": (8, 6) for i in (1, 2, 10)},
-        {f"layers_{i}/wi/AqtDotGeneral_0": f"layers_{i}/wi/kernel" for i in (1, 2, 10)},
+        [(f"layers_{i}/wi/AqtDotGeneral_0", f"layers_{i}/wi/kernel", (8, 6)) for i in (10, 2, 1)],
+        {},
     ),
-    "a kernel at the root": (
-        {"AqtEinsum_0": (8, 6)},
-        {"kernel": (8, 6), "norm/scale": (48,)},
-        {"AqtEinsum_0": "kernel"},
-    ),
+    "a kernel at the root": ([("AqtEinsum_0", "kernel", (8, 6))], {"norm/scale": (48,)}),
 }
+STORED: dict[str, Shape] = {"tiled": (2, 4, 4, 6), "scanned layers": (3, 8, 6)}
+"""Shapes of tensors that are not those of their parameters."""
+
+
+def trees(case: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Return the tensors and the parameters by their paths, and which parameter each op replaces."""
+    pairs, others = CASES[case]
+    quantized = {f"{op}/qrhs/frozen": tensor(*STORED.get(case, shape)) for op, _, shape in pairs}
+    params = {path: param(*shape) for path, shape in ({path: shape for _, path, shape in pairs} | others).items()}
+    return quantized, params, {op: path for op, path, _ in pairs}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_tensor_finds_its_parameter(case: str):
-    ops, shapes, expected = CASES[case]
-    quantized = {f"{path}/qrhs/frozen": tensor(*shape) for path, shape in ops.items()}
-    assert replaced(quantized, {path: param(*shape) for path, shape in shapes.items()}) == expected
+    quantized, params, expected = trees(case)
+    assert replaced(quantized, params) == expected
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_has_a_tensor_goes_and_all_else_stays(case: str):
-    ops, shapes, expected = CASES[case]
-    quantized = nested({f"{path}/qrhs/frozen": tensor(*shape) for path, shape in ops.items()})
-    more = {"decoder_norm/scale": param(8), "logits_dense/kernel": param(8, 6)}
-    params = {path: param(*shape) for path, shape in shapes.items()} | more
-    kept = remove_quantized_params(nested(params), quantized)
+    quantized, params, expected = trees(case)
+    params |= {"decoder_norm/scale": param(8), "logits_dense/kernel": param(8, 6)}
+    kept = remove_quantized_params(nested(params), nested(quantized))
     gone = set(expected.values())
     assert flat(kept) == {path: value for path, value in params.items() if path not in gone}
     for path in gone:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import numpy as np
 
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.qtensor import QTensor
+from jaxquant.serving import manifest as manifests
 
 
 def quantized(
@@ -68,3 +72,16 @@ def assert_same(found: Any, expected: Any) -> None:
         assert isinstance(one, jax.Array), where
         assert (one.dtype, one.shape) == (other.dtype, other.shape), where
         assert raw_bytes(one) == raw_bytes(other), where
+
+
+def sign(directory: Path, contents: dict[str, Any], sum_files: bool = True) -> None:
+    """Write a manifest with sums that fit."""
+    if sum_files:
+        contents["files"] = {n: dataclasses.asdict(file) for n, file in manifests.list_files(directory).items()}
+    contents["checksum"] = manifests._checksum(contents)
+    (directory / manifests.NAME).write_text(manifests._dump(contents))
+
+
+def contents_of(directory: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint."""
+    return json.loads((directory / manifests.NAME).read_text())

@@ -25,11 +25,6 @@ class Net(nnx.Module):
         return self.layers[0](x) * self.scale
 
 
-class Twice(Net):
-    def __call__(self, x):
-        return self.layers[0](x) + self.layers[0](9 * x)
-
-
 def loss(model, x):
     return (model(x) ** 2).sum()
 
@@ -52,30 +47,6 @@ def setup(kind=Net, config=FP8):
     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
 
-def rolled(history, amax):
-    """Roll by −1 and put the amax in slot 0, in plain Python."""
-    return [amax, *history[2:], history[0]]
-
-
-def test_state_advances_through_optimizer_steps_as_a_plain_loop_says():
-    model, optimizer = setup()
-    assert not any(
-        "dot_general" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(optimizer.opt_state)
-    )
-    jitted = nnx.jit(step)
-    inputs, kernels = [0.0] * LENGTH, [0.0] * LENGTH
-    for x in [*XS, *XS]:
-        past, amax = max(inputs), float(jnp.abs(x).max())
-        kernel = float(jnp.abs(model.layers[0].kernel[...]).max())
-        jitted(model, optimizer, x)
-        inputs, kernels = rolled(inputs, amax), rolled(kernels, kernel)
-        new = op_state(model)
-        np.testing.assert_array_equal(new["input_amax_history"], np.float32(inputs))
-        np.testing.assert_array_equal(new["kernel_amax_history"], np.float32(kernels))
-        np.testing.assert_array_equal(new["input_scale"], np.float32([past]) * np.float32(1 / 448) if past else [1.0])
-        assert not new["input_amax_bins"].any()
-
-
 def test_what_reads_the_same_names_advances_the_same():
     """nnx.DiffState by hand, auxiliary output and key arguments give the gradients of the helper."""
     model, _ = setup()
@@ -91,25 +62,6 @@ def test_what_reads_the_same_names_advances_the_same():
     for grads in (by_hand, with_aux, both):
         assert jax.tree.structure(grads) == jax.tree.structure(expected)
         jax.tree.map(np.testing.assert_array_equal, grads, expected)
-
-
-@pytest.mark.parametrize("how", ["twice", "vmap", "sum"])
-def test_several_uses_record_the_maximum(how):
-    model, optimizer = setup(Twice if how == "twice" else Net)
-    if how == "twice":
-        grads, true = state.grad(loss)(model, XS[0]), float(jnp.abs(9 * XS[0]).max())
-    else:
-        true = max(float(jnp.abs(x).max()) for x in XS)
-        if how == "vmap":
-            mapped = nnx.vmap(loss, in_axes=(None, 0))
-            grads = state.grad(lambda model, xs: mapped(model, xs).sum())(model, jnp.stack(XS))
-        else:
-            each = [state.grad(loss)(model, x) for x in XS]
-            grads = jax.tree.map(lambda *leaves: sum(leaves), *each)
-    state.apply_gradients(model, optimizer, grads)
-    history = op_state(model)["input_amax_history"]
-    assert history[0] == np.float32(true)
-    assert not history[1:].any()
 
 
 def test_only_the_factors_of_a_tuned_model_are_trained():
@@ -173,27 +125,6 @@ def test_training_some_layers_advances_the_state_of_all():
     np.testing.assert_array_equal(model.layers[1].kernel[...], kernels[1])
     recorded = [float(layer.dot_general.input_amax_history[0]) for layer in model.layers]
     assert recorded == [float(jnp.abs(XS[0]).max()), float(jnp.abs(hidden).max())]
-
-
-TRANSFORMATIONS = {
-    "sgd": optax.sgd(0.1),
-    "adamw and clipping": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-    "lion": optax.lion(1e-3),
-    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2),
-}
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_plain_update_is_an_error_that_names_the_right_one(name, jitted):
-    model, _ = setup()
-    optimizer = nnx.Optimizer(model, TRANSFORMATIONS[name], wrt=nnx.Param)
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    take = state.grad(loss)
-    grads = (nnx.jit(take) if jitted else take)(model, XS[0])
-    with pytest.raises(ValueError, match=r"these gradients are for jaxquant\.state\.apply_gradients"):
-        optimizer.update(model, grads)
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
 
 
 def test_a_gradient_taken_by_hand_is_asked_what_becomes_of_the_state():

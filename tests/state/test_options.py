@@ -32,9 +32,9 @@ def configured(options):
             jax.config.update(name, value)
 
 
-def linen():
+def linen(config=CONFIG):
     """Two micro-batches and an update, three times."""
-    model = maybe_quantize_model(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), CONFIG, X)
+    model = maybe_quantize_model(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), config, X)
     variables = model.init(jax.random.key(0), X)
     optimizer = state.Optimizer(optax.sgd(1e-2))
     opt_state = optimizer.init(variables)
@@ -48,6 +48,10 @@ def linen():
     for factor in (1, 9, 0.1):
         variables, opt_state = step(variables, opt_state, X * np.float32(factor))
     return variables
+
+
+def in_flax_mode():
+    return linen(CONFIG | {"amax_init": "flax"})
 
 
 def of_nnx():
@@ -66,11 +70,11 @@ def of_nnx():
 
 @pytest.fixture(scope="module")
 def expected():
-    return {run: run() for run in (linen, of_nnx)}
+    return {run: run() for run in (linen, in_flax_mode, of_nnx)}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
-@pytest.mark.parametrize("run", [linen, of_nnx])
+@pytest.mark.parametrize("run", [linen, in_flax_mode, of_nnx])
 def test_a_training_step_is_the_same_under_options_of_jax(run, options, expected):
     with configured(options):
         found = run()

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import RECIPES, maybe_quantize_model, state
 from jaxquant.core import delayed
+from jaxquant.core.quant_state import flat
 from jaxquant.ops import initial_state
 
-FIELDS = initial_state(RECIPES["fp8"].recipe)
-VARIABLES = {f"{tensor}_{field}": value for tensor, fields in FIELDS.items() for field, value in fields.items()}
+VARIABLES = flat(initial_state(RECIPES["fp8"].recipe))
 TRAINED = {
     "dense": {"Fp8DirectDotGeneralOp_0": {**VARIABLES, "input_amax_history": jnp.arange(1024.0) / 7}},
     "layers": {"op": jax.tree.map(lambda leaf: jnp.stack([leaf, 3 * leaf]), VARIABLES)},

@@ -10,22 +10,11 @@ import pytest
 
 from jaxquant import state
 from jaxquant.config.recipes import RECIPES
+from jaxquant.core.quant_state import flat, nested
 from jaxquant.ops import dot_general, initial_state
 
 RECIPE = RECIPES["fp8"].recipe
 NUMBERS = (((1,), (0,)), ((), ()))
-
-
-def flat(quant):
-    return {f"{tensor}_{field}": value for tensor, fields in quant.items() for field, value in fields.items()}
-
-
-def nested(quant):
-    out = {}
-    for name, value in quant.items():
-        tensor = next(t for t in ("input", "kernel", "output_grad") if name.startswith(t))
-        out.setdefault(tensor, {})[name.removeprefix(tensor + "_")] = value
-    return out
 
 
 def loss(quant, xs, w, weights):
@@ -36,41 +25,6 @@ def loss(quant, xs, w, weights):
 XS = [jax.random.normal(jax.random.key(i), (4, 8)) * scale for i, scale in enumerate((1.0, 9.0, 0.1))]
 W = jax.random.normal(jax.random.key(9), (8, 8))
 START = flat(initial_state(RECIPE))
-
-
-def test_one_use_records_exactly():
-    seen = jax.grad(loss)(START, XS[:1], W, [1.0])
-    new = state.update(START, seen)
-    assert float(new["input_amax_history"][0]) == float(jnp.abs(XS[0]).max())
-    assert float(new["kernel_amax_history"][0]) == float(jnp.abs(W).max())
-    assert not new["input_amax_bins"].any()
-    again = state.update(new, jax.grad(loss)(new, XS[1:2], W, [1.0]))
-    assert float(again["input_scale"][0]) == pytest.approx(float(jnp.abs(XS[0]).max()) / 448)
-
-
-@pytest.mark.parametrize("how", ["one graph", "sum", "mean", "weighted"])
-def test_several_uses_record_the_maximum(how):
-    if how == "one graph":
-        seen = jax.grad(loss)(START, XS, W, [1.0] * 3)
-    else:
-        each = [jax.grad(loss)(START, [x], W, [1.0]) for x in XS]
-        factors = {"sum": [1, 1, 1], "mean": [1 / 3] * 3, "weighted": [0.7, 0.1, 0.2]}[how]
-        seen = jax.tree.map(lambda *leaves: sum(f * leaf for f, leaf in zip(factors, leaves, strict=True)), *each)
-    new = state.update(START, seen)
-    true = max(float(jnp.abs(x).max()) for x in XS)
-    assert float(new["input_amax_history"][0]) == true
-    assert float(new["input_amax_history"][1:].max()) == 0
-    assert new["input_amax_history"].shape == START["input_amax_history"].shape
-
-
-def test_no_use_and_a_non_finite_amax_keep_the_state():
-    new = state.update(START, jax.grad(loss)(START, XS[:1], W, [1.0]))
-    kept = state.update(new, jax.tree.map(jnp.zeros_like, new))
-    for name, value in new.items():
-        np.testing.assert_array_equal(kept[name], value)
-    poisoned = state.update(new, jax.grad(loss)(new, [XS[0].at[0, 0].set(jnp.inf)], W, [1.0]))
-    np.testing.assert_array_equal(poisoned["input_amax_history"], new["input_amax_history"])
-    assert float(poisoned["kernel_amax_history"][0]) == float(jnp.abs(W).max())
 
 
 def test_layers_of_a_scan_are_read_one_by_one():

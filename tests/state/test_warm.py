@@ -12,6 +12,7 @@ import pytest
 from jaxquant import state as quant_state
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core import delayed
+from jaxquant.core.quant_state import flat, nested
 from jaxquant.ops.dot_general import dot_general, initial_state
 from jaxquant.ops.operand import quantize_operand
 
@@ -20,20 +21,6 @@ assert RECIPE is not None
 DIMS = (((1,), (0,)), ((), ()))
 X = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16)
 KERNELS = {name: jax.random.normal(jax.random.key(n), (16, 16)) / 4 for n, name in enumerate(("first", "second"))}
-
-
-def flat(state):
-    return {f"{tensor}_{field}": value for tensor, fields in state.items() for field, value in fields.items()}
-
-
-def nested(tree):
-    found = {}
-    for name, value in tree.items():
-        tensor, field = next(
-            (name.removesuffix(f"_{f}"), f) for f in delayed.initial_state(RECIPE.delayed) if name.endswith(f)
-        )
-        found.setdefault(tensor, {})[field] = value
-    return found
 
 
 def fresh():

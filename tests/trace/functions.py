@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 import jaxquant
+from tests.lowering import equations
 
 FP8 = {"quantization": "fp8", "quant_backend": "native"}
 CURRENT = {"quantization": "fp8_current", "quant_backend": "native"}
@@ -26,30 +28,16 @@ def layers(fn, params, *args, config=CURRENT):
 
 def primitives(jaxpr):
     """The names of all primitives of a jaxpr, those of the programs in it too."""
-    found = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn.primitive.name)
-        for value in eqn.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    found += primitives(inner)
-    return found
+    return [eqn.primitive.name for eqn in equations(jaxpr)]
 
 
 def float8_dots(fn, *args):
     """How many contractions of a function's trace have two float8 operands."""
+    dots = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name == "dot_general"]
+    return sum(all(str(atom.aval.dtype).startswith("float8") for atom in eqn.invars) for eqn in dots)
 
-    def count(jaxpr):
-        total = 0
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                total += all(str(atom.aval.dtype).startswith("float8") for atom in eqn.invars)
-            for value in eqn.params.values():
-                for item in value if isinstance(value, (tuple, list)) else (value,):
-                    inner = getattr(item, "jaxpr", item)
-                    if hasattr(inner, "eqns"):
-                        total += count(inner)
-        return total
 
-    return count(jax.make_jaxpr(fn)(*args).jaxpr)
+def assert_same_bits(first, second):
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for (path, a), b in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64), jax.tree_util.keystr(path))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxquant
 from jaxquant.config.quant_config import QuantConfig
@@ -18,9 +14,6 @@ from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 from tests.serving import models
 from tests.trace.functions import CURRENT, FP8, normal, shape
-from tests.trace.test_bits import assert_same_bits
-
-X = (2, 4, models.D)
 
 
 def is_kernel(leaf):
@@ -42,69 +35,6 @@ def served(fn, config, params, *args, state=None):
         *(np.asarray(jax.jit(q)(*given, *args), np.float32) for given in ((params, state), (converted, {})))
     )
     return q, converted
-
-
-@pytest.mark.parametrize(
-    ("string", "axis", "dtype"),
-    [("fp8", 0, jnp.bfloat16), ("int8", 1, jnp.float32), ("fp8_block", 1, jnp.bfloat16)],
-)
-def test_linen(string, axis, dtype):
-    """Scanned layers, an einsum over heads and a layer used twice: as trained, and as ``jaxquant.convert`` has it."""
-    model, x = models.Linen(dtype, axis), normal(3, *X).astype(dtype)
-    config = {"quantization": string, "quant_backend": "native"}
-    params = models.filled(jax.eval_shape(model.init, jax.random.key(0), x))["params"]
-    fn = lambda params, x: model.apply({"params": params}, x)  # noqa: E731
-    q, converted = served(fn, config, params, x)
-    assert {path.count("kernel") for path in kernels(converted)} == {1}
-    assert len(kernels(converted)) == 4
-    text = str(jax.make_jaxpr(lambda x: q(converted, {}, x))(x))
-    assert "f32[3,16,2,8]" not in text, "a float kernel was made"
-
-
-class Scanned(nn.Module):
-    """Two layers, stacked along the second axis of their kernel."""
-
-    @nn.compact
-    def __call__(self, x):
-        def body(layer, x, _):
-            return layer(x), None
-
-        axes = {"params": 1, "_overwrite_with_gradient": 0}
-        scan = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)
-        return scan(nn.Dense(8, dtype=jnp.bfloat16, use_bias=False, name="layers"), x, None)[0]
-
-
-@pytest.mark.parametrize("string", ["fp8", "int4w"])
-def test_the_kernels_are_those_of_convert(string):
-    """Same qvalues and scales as the conversion of the injected model, and same outputs."""
-    model, x = Scanned(), normal(3, 4, 8).astype(jnp.bfloat16)
-    config = {"quantization": string, "quant_backend": "native"}
-    injected = jaxquant.maybe_quantize_model(model, config, x)
-    variables = models.filled(jax.eval_shape(injected.init, jax.random.key(0), x))
-    other = jaxquant.convert(variables, config, x, model=model)
-    q = jaxquant.quantize(lambda params, x: model.apply({"params": params}, x), config)
-    state = jax.eval_shape(q.init, variables["params"], x)
-    state = _like(state, variables.get("_overwrite_with_gradient", {}))
-    own = q.convert(variables["params"], state, x)
-    for path, kernel in kernels(own).items():
-        theirs = functools.reduce(lambda node, key: node[key], path[2:-2].split("']['"), other["params"])
-        assert_same_bits(kernel.tensor.parts, theirs.parts)
-    reader_config = config | {"checkpoint_is_quantized": True}
-    reader = jaxquant.maybe_quantize_model(model, reader_config, x)
-    out = jax.jit(q)(own, {}, x)
-    np.testing.assert_array_equal(np.asarray(jax.jit(reader.apply)(other, x), float), np.asarray(out, float))
-    strict = jaxquant.quantize(lambda params, x: model.apply({"params": params}, x), reader_config)
-    np.testing.assert_array_equal(np.asarray(jax.jit(strict)(own, {}, x), float), np.asarray(out, float))
-    with pytest.raises(ValueError, match=r"layer .* has a float kernel and checkpoint_is_quantized true asks for one"):
-        strict(variables["params"], state, x)
-
-
-def _like(state, linen):
-    """Fill state of a traced function from that of Linen, whose op modules have names of their own."""
-    flat = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(linen):
-        flat["/".join(part.key for part in path if not part.key[0].isupper())] = leaf
-    return jax.tree_util.tree_map_with_path(lambda path, _: flat["/".join(part.key for part in path)], state)
 
 
 def test_gradients_with_respect_to_inputs():
@@ -307,13 +237,3 @@ def test_shapes_alone():
     converted = jax.eval_shape(q.convert, p, jax.eval_shape(q.init, p, x), x)
     assert converted["w"].tensor.qvalue.dtype == jnp.float8_e4m3fn
     assert jax.eval_shape(q, converted, {}, x).shape == (2, 4)
-
-
-def test_shard_map():
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    inner = lambda w, x: jax.lax.psum(x @ w, "x")  # noqa: E731
-    fn = lambda p, x: jax.shard_map(inner, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P())(p["w"], x)  # noqa: E731
-    p, x = {"w": normal(0, 8, 4)}, normal(1, 2, 8)
-    converted = jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT).convert(p, {}, x)
-    q = jaxquant.quantize(fn, CURRENT)
-    np.testing.assert_array_equal(jax.jit(q)(converted, {}, x), jax.jit(q)(p, {}, x))

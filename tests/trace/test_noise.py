@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jaxquant
-from jaxquant.backends import RANDOM_STREAM
 from jaxquant.trace import contract
 from tests.trace.functions import normal
 
@@ -52,76 +50,16 @@ def block(p, x):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_around_a_layer_does_not_change_its_noise(backend):
     def gradient(way, key):
-        q = jaxquant.quantize(lambda p, x: way(block)(p, way(block)(p, x)) @ p["c"]["kernel"], config(backend))
+        def fn(p, x):
+            x, _ = jax.lax.scan(lambda x, _: (way(block)(p, x), None), way(block)(p, x), None, length=2)
+            return x @ p["c"]["kernel"]
+
+        q = jaxquant.quantize(fn, config(backend))
         return jax.grad(lambda p: jnp.sum(q(p, {}, X, key=key) ** 2))(PARAMS)
 
     ways = dict(WAYS) if backend == "native" else {name: way for name, way in WAYS.items() if name != "shard_map"}
     grads = jax.jit(lambda key: {name: gradient(way, key) for name, way in ways.items()})(KEY)
     assert_all_alike(grads)
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        hidden = checkpoint_name(nn.relu(nn.Dense(8, name="a")(x)), "hidden")
-        return nn.relu(nn.Dense(8, name="b")(hidden)), None
-
-
-class Model(nn.Module):
-    kind: object
-
-    @nn.compact
-    def __call__(self, x):
-        x, _ = self.kind(name="block")(x)
-        stack = nn.scan(self.kind, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        return nn.Dense(8, name="c")(stack(name="stack")(x, None)[0])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_linen(backend):
-    kinds = {"as it is": Block, "remat": nn.remat(Block), "names that are saved": nn.remat(Block, policy=NAMED)}
-    models = {name: jaxquant.maybe_quantize_model(Model(kind), config(backend)) for name, kind in kinds.items()}
-    variables = Model(Block).init(jax.random.key(0), X)
-
-    def gradient(model, key):
-        return jax.grad(lambda v: jnp.sum(model.apply(v, X, rngs={RANDOM_STREAM: key}) ** 2))(variables)
-
-    assert_all_alike(jax.jit(lambda key: {name: gradient(model, key) for name, model in models.items()})(KEY))
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.a, self.b = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.relu(self.b(checkpoint_name(nnx.relu(self.a(x)), "hidden")))
-
-
-class NnxModel(nnx.Module):
-    def __init__(self, way, rngs):
-        self.block, self.way = NnxBlock(rngs), way
-
-    def __call__(self, x):
-        return self.way(lambda block, x: block(x))(self.block, x)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nnx(backend):
-    ways = {
-        "as it is": lambda fn: fn,
-        "jit": nnx.jit,
-        "remat": nnx.remat,
-        "names": functools.partial(nnx.remat, policy=NAMED),
-    }
-    models = {
-        name: jaxquant.maybe_quantize_model(NnxModel(way, nnx.Rngs(0)), config(backend)) for name, way in ways.items()
-    }
-
-    @nnx.jit
-    def gradients(models):
-        return {name: nnx.grad(lambda m: jnp.sum(m(X) ** 2))(model) for name, model in models.items()}
-
-    assert_all_alike({name: nnx.to_pure_dict(grad) for name, grad in gradients(models).items()})
 
 
 def test_each_use_of_a_weight_and_each_step_of_a_scan_draws_its_own(monkeypatch):

@@ -5,17 +5,13 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import pytest
-from flax import nnx
 
-import jaxquant
-from tests.trace.functions import CURRENT, layers, shape
+from tests.trace.functions import layers, shape
 
 IDS = shape(2, 6, dtype="int32")
 X = shape(2, 6, 8)
 QUANTIZED = "fp8_current"
 HEAD = "output head (no layer follows"
-ROUTER = "router (its result is ranked)"
 
 
 def linen(model, loss, *args, rngs=()):
@@ -24,11 +20,6 @@ def linen(model, loss, *args, rngs=()):
     params = jax.eval_shape(lambda: model.init(keys, *(jnp.zeros(x.shape, x.dtype) for x in args)))["params"]
     rest = {name: key for name, key in keys.items() if name != "params"}
     return layers(lambda p, *args: loss(model.apply({"params": p}, *args, rngs=rest)), params, *args)
-
-
-def of_nnx(make, loss, *args):
-    graph, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-    return layers(lambda p, *args: loss(nnx.merge(graph, p, rest)(*args)), params, *args)
 
 
 def cross_entropy(logits):
@@ -41,82 +32,6 @@ def quantized_and(found, **others):
         assert found.pop(path.replace("__", "/")).startswith(reason)
     assert set(found.values()) == {QUANTIZED}
     return sorted(found)
-
-
-class Decoder(nn.Module):
-    """A head that has no head's name."""
-
-    @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(16, 8, name="embed")(ids)
-        x = x + nn.Dense(8, name="mlp")(nn.relu(nn.Dense(16, name="wi")(x)))
-        return nn.Dense(16, name="logitdense")(nn.LayerNorm()(x))
-
-
-def test_a_head_under_another_name():
-    assert quantized_and(linen(Decoder(), cross_entropy, IDS), logitdense=HEAD) == ["mlp", "wi"]
-
-
-class Classifier(nnx.Module):
-    """Layers called linear1 and linear2 inside, and a classifier on the first token; a patch convolution."""
-
-    def __init__(self, rngs):
-        self.patches = nnx.Conv(3, 8, (4, 4), (4, 4), rngs=rngs)
-        self.linear1, self.linear2 = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
-        self.classifier = nnx.Linear(8, 5, rngs=rngs)
-
-    def __call__(self, image):
-        x = self.patches(image)
-        x = x.reshape(len(x), -1, 8)
-        return self.classifier((x + self.linear2(nnx.gelu(self.linear1(x))))[:, 0])
-
-
-@pytest.mark.parametrize(
-    "loss", [cross_entropy, lambda logits: jnp.argmax(logits, -1), lambda logits: jax.nn.softmax(logits / 30)]
-)
-def test_a_classifier_and_an_inner_layer_of_a_heads_name(loss):
-    found = of_nnx(lambda: Classifier(nnx.Rngs(0)), loss, shape(2, 8, 8, 3))
-    assert quantized_and(found, classifier=HEAD) == ["linear1", "linear2", "patches"]
-
-
-class Router(nn.Module):
-    """Gates from a layer called dense, of which the best are taken."""
-
-    @nn.compact
-    def __call__(self, x):
-        logits = nn.Dense(4, use_bias=False, name="dense")(x)
-        noise = 0.1 * jax.random.normal(self.make_rng("gating"), logits.shape)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits + noise), 2)
-        return jnp.einsum("...k,...ke->...e", weights, jax.nn.one_hot(chosen, 4))
-
-
-class Expert(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(x)))
-
-
-class Experts(nn.Module):
-    """Experts under a vmap of the module, between dispatch and combine einsums of data alone."""
-
-    @nn.compact
-    def __call__(self, x):
-        gates = Router(name="Router")(x)
-        inputs = jnp.einsum("bte,btd->ebtd", (gates > 0).astype(x.dtype), x)
-        experts = nn.vmap(Expert, variable_axes={"params": 0}, split_rngs={"params": True})
-        out = jnp.einsum("bte,ebtd->btd", gates, experts(name="Mlp")(inputs))
-        return nn.Dense(5, name="output_projection")(out.mean(1))
-
-
-def test_experts_under_vmap_and_a_router_called_dense():
-    found = linen(Experts(), cross_entropy, X, rngs=("gating",))
-    assert quantized_and(found, Router__dense=ROUTER, output_projection=HEAD) == ["Mlp/down", "Mlp/up"]
-    fn = lambda p, x: Experts().apply({"params": p}, x, rngs={"gating": jax.random.key(0)})  # noqa: E731
-    params = jax.eval_shape(
-        lambda: Experts().init({"params": jax.random.key(0), "gating": jax.random.key(0)}, jnp.zeros(X.shape))
-    )["params"]
-    report = jaxquant.quantize(fn, CURRENT).report(params, X)
-    assert {row.path: row.batch for row in report if row.path.startswith("Mlp")} == {"Mlp/up": (4,), "Mlp/down": (4,)}
 
 
 class Einsum(nn.Module):

@@ -204,11 +204,6 @@ def test_what_does_not_run_is_refused(config, error, text):
         jaxquant.quantize(encode, config).init(PARAMS, X)
 
 
-def test_a_function_without_layers_is_refused_with_its_reasons():
-    with pytest.raises(ValueError, match=r"'fp8' would quantize no matmul of this function .*derivative"):
-        jaxquant.quantize(lambda p, x: jax.grad(lambda x: jnp.sum(encode(p, x)))(x), FP8).init(PARAMS, X)
-
-
 def test_a_bare_qtensor_is_refused():
     kernel = QTensor(jnp.ones((8, 8), jnp.int8), jnp.ones((1, 8)))
     with pytest.raises(TypeError, match="QTensor, which does not say the float dtype"):
@@ -220,22 +215,6 @@ def test_a_derivative_taken_around_is_no_derivative_inside():
     q = jaxquant.quantize(decode, CURRENT)
     loss = lambda p, x: jnp.sum(q(p, {}, x))  # noqa: E731
     assert float8_dots(jax.grad(jax.checkpoint(jax.jit(loss))), PARAMS, X) >= 3
-
-
-def test_vectors_and_results_dtype():
-    for fn, x in (
-        (lambda p, x: x @ p["w"], shape(8)),
-        (lambda p, x: x @ p["w"][0], X),
-        (lambda p, x: p["w"] @ x, shape(8)),
-    ):
-        params = {"w": SQUARE}
-        q = jaxquant.quantize(fn, FP8)
-        expected = jax.eval_shape(fn, params, x)
-        assert jax.eval_shape(q, params, jax.eval_shape(q.init, params, x), x) == expected
-    for dtype in ("bfloat16", "float16"):
-        p = {"w": shape(8, 8, dtype=dtype)}
-        out = jax.eval_shape(jaxquant.quantize(lambda p, x: x @ p["w"], CURRENT), p, {}, shape(6, 8, dtype=dtype))
-        assert out.dtype == dtype
 
 
 def test_signature_and_keyword_arguments():

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxquant
 from jaxquant import state as quant_state
 from jaxquant.audit.cost import saved_for_backward
 from jaxquant.backends.native_backend import NativeBackend
-from jaxquant.trace.analysis import programs
 from jaxquant.trace.quantize import QuantizedFunction
-from tests.trace.functions import FP8, normal, shape
-from tests.trace.test_bits import assert_same_bits
+from tests.lowering import equations
+from tests.trace.functions import FP8, assert_same_bits, normal, shape
 
 STRINGS = "fp8", "fp8_current", "fp8_full", "int8", "int8_delayed"
 EACH = {"quantization": "fp8", "quant_backend": "native"} | {
@@ -35,74 +32,38 @@ def mix(projections):
 
 def attend(params, x):
     y = jnp.tanh(x)
-    return y + mix([y @ params[name] for name in NAMES])
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        y = jnp.tanh(x)
-        return y + mix([nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16, name=name)(y) for name in NAMES])
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        for name in NAMES:
-            setattr(self, name, nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs))
-
-    def __call__(self, x):
-        y = jnp.tanh(x)
-        return y + mix([getattr(self, name)(y) for name in NAMES])
-
-
-def parameters():
-    return {name: normal(n, WIDTH, WIDTH) / 4 for n, name in enumerate(NAMES)}
-
-
-def plain(x):
-    fn, params = jaxquant.quantize(attend, EACH), parameters()
-    return lambda p, s: fn(p, s, x, key=jax.random.key(3)), params, fn.init(params, x)
-
-
-def linen(x):
-    model = jaxquant.maybe_quantize_model(Linen(), EACH, x)
-    params, state = quant_state.split(model.init(jax.random.key(0), x))
-    rngs = {"quant": jax.random.key(3)}
-    return lambda p, s: model.apply(quant_state.merge(p, s), x, rngs=rngs), params, state
-
-
-def of_nnx(x):
-    model = jaxquant.maybe_quantize_model(Nnx(nnx.Rngs(0)), EACH, x)
-    graph, params, state = nnx.split(model, nnx.Param, quant_state.QuantState)
-    return lambda p, s: nnx.merge(graph, p, s)(x), params, state
-
-
-def gradients(face, x):
-    """The loss, the gradients of parameters and state, and the casts of the forward pass."""
-    call, params, state = face(x)
-    with quant_state.by_hand():
-        taken = jax.jit(jax.value_and_grad(lambda p, s: jnp.mean(call(p, s).astype(jnp.float32) ** 2), argnums=(0, 1)))
-        return taken(params, state), casts(jax.make_jaxpr(call)(params, state).jaxpr)
+    return y + mix([y @ params[name].astype(y.dtype) for name in NAMES])
 
 
 def casts(jaxpr) -> int:
     """How many tensors a program casts to int8 or float8, those of the programs in it too."""
-    own = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
-    count = len([eqn for eqn in own if str(eqn.outvars[0].aval.dtype).startswith(("int8", "float8"))])
-    return count + sum(casts(inner) for eqn in jaxpr.eqns for inner in programs(eqn.params))
+    made = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name == "convert_element_type"]
+    return sum(str(aval.dtype).startswith(("int8", "float8")) for aval in made)
 
 
 def share_nothing(monkeypatch):
     monkeypatch.setattr(NativeBackend, "can_share", lambda self, recipe: False)
 
 
-@pytest.mark.parametrize("face", [plain, linen, of_nnx])
-def test_bits_are_those_of_a_cast_for_each_layer(face, monkeypatch):
-    x = normal(99, TOKENS, WIDTH).astype(jnp.bfloat16 if face is linen else jnp.float32)
-    shared, count = gradients(face, x)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_are_those_of_a_cast_for_each_layer(dtype, monkeypatch):
+    params = {name: normal(n, WIDTH, WIDTH) / 4 for n, name in enumerate(NAMES)}
+    x = normal(99, TOKENS, WIDTH).astype(dtype)
+
+    def gradients():
+        """The loss, the gradients of parameters and state, and the casts of the forward pass."""
+        fn = jaxquant.quantize(attend, EACH)
+        state = fn.init(params, x)
+        call = lambda p, s: fn(p, s, x, key=jax.random.key(3))  # noqa: E731
+        loss = lambda p, s: jnp.mean(call(p, s).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, state), casts(
+            jax.make_jaxpr(call)(params, state).jaxpr
+        )
+
+    shared, count = gradients()
     share_nothing(monkeypatch)
-    alone, other = gradients(face, x)
-    assert_same_bits(jax.tree.leaves(shared), jax.tree.leaves(alone))
+    alone, other = gradients()
+    assert_same_bits(shared, alone)
     assert (count, other) == (3 * len(STRINGS), 4 * len(STRINGS))
 
 

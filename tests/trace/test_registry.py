@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -141,17 +140,6 @@ def test_a_converted_kernel_runs_in_it():
     converted = quantized.convert(P, {}, X)
     assert {type(leaf["kernel"]).__name__ for leaf in converted.values()} == {"ConvertedKernel"}
     assert np.array_equal(quantized(converted, {}, X), quantized(P, {}, X))
-
-
-def test_in_a_linen_model():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = own_dense(x, self.param("kernel", nn.initializers.lecun_normal(), (8, 8)), 1.0)
-            return nn.Dense(4, name="last")(jnp.asarray(x))
-
-    register_function(own_dense)
-    assert {row.recipe for row in jaxquant.describe_layers(Model(), FP8, X)} == {"fp8"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import jaxquant
 from jaxquant import ops
 from jaxquant.config.recipes import lookup
 from jaxquant.core.qtensor import ConvertedKernel
+from tests.lowering import equations
 from tests.trace.functions import CURRENT, FP8, float8_dots, normal, primitives, shape
 
 X = shape(6, 8)
@@ -47,19 +48,10 @@ def scanned(p, x):
 def test_scan_stays_one_scan():
     jaxpr, dots = trace(scanned, STACK, X, config=FP8)
     assert dots == 2
-    (scan,) = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "scan"]
+    (scan,) = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "scan"]
     assert (scan.params["length"], scan.params["reverse"], scan.params["unroll"]) == (3, True, 3)
     assert [(x.shape, x.dtype) for x in jaxpr.out_avals] == [((6, 8), np.float32), ((3, 8), np.float32)]
     assert gradients(lambda p, x: scanned(p, x)[0], STACK, X) == 6
-
-
-def inner_equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                    yield from inner_equations(getattr(item, "jaxpr", item))
 
 
 def test_remat_keeps_its_policy():
@@ -70,7 +62,7 @@ def test_remat_keeps_its_policy():
 
     jaxpr, dots = trace(fn, STACK, X)
     assert dots == 1
-    (remat,) = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name in ("checkpoint", "remat2")]
+    (remat,) = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name in ("checkpoint", "remat2")]
     assert remat.params["policy"] is policy
     assert remat.params["prevent_cse"] is False
 
@@ -85,20 +77,6 @@ def test_cond_while_and_fori():
     jaxpr, dots = trace(fn, STACK, X, config=FP8)
     assert dots == 4
     assert {"cond", "while", "scan"} <= set(primitives(jaxpr.jaxpr))
-
-
-def test_a_branch_that_is_not_taken_keeps_its_state():
-    def fn(p, x):
-        return jax.lax.cond(x[0, 0] > 0, lambda: x @ p["a"]["kernel"], lambda: x @ p["b"]["kernel"])
-
-    p = {"a": {"kernel": normal(0, 8, 8)}, "b": {"kernel": normal(1, 8, 8)}}
-    x = jnp.abs(normal(2, 6, 8))
-    q = jaxquant.quantize(fn, FP8)
-    state = q.init(p, x)
-    seen = jax.jit(jax.grad(lambda s: jnp.sum(q(p, s, x))))(state)
-    new = jaxquant.state.update(state, seen)
-    assert new["a"]["input_amax_history"][0] == jnp.max(x)
-    assert all(np.array_equal(new["b"][name], state["b"][name]) for name in state["b"])
 
 
 def test_equal_calls_of_a_jit_are_traced_once():
@@ -133,7 +111,7 @@ def test_shardings_of_an_inner_jit_are_kept():
     fn = lambda p, x: jax.jit(lambda x: x @ p["w"], in_shardings=place, out_shardings=place)(x)  # noqa: E731
     jaxpr, dots = trace(fn, {"w": shape(8, 8)}, X)
     assert dots == 1
-    jits = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.params.get("out_shardings") == (place,)]
+    jits = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.params.get("out_shardings") == (place,)]
     assert [eqn.params["in_shardings"].count(place) for eqn in jits] == [1]
 
 
@@ -158,18 +136,6 @@ def test_shard_map(is_inside):
     ]
     for one, other in zip(*map(jax.tree.leaves, steps), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_weights_that_a_shard_map_splits_along_experts_or_layers_are_named():
-    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
-    sharded = lambda fn: jax.shard_map(fn, mesh=mesh, in_specs=(P("d"), P()), out_specs=P(None), check_vma=False)  # noqa: E731
-    experts = lambda p, x: sharded(lambda w, x: jnp.einsum("edf,ed->ef", w, x[:3]))(p["w"], x) @ p["v"]  # noqa: E731
-    layers = lambda p, x: sharded(lambda w, x: jax.lax.scan(lambda h, w: (h @ w, None), x, w)[0])(p["w"], x) @ p["v"]  # noqa: E731
-    p = {"w": shape(6, 8, 8), "v": shape(8, 8)}
-    for fn, reason in ((experts, "has batch axes and is split"), (layers, "stack of layers is split")):
-        (row,) = jaxquant.quantize(fn, CURRENT).report(p, X).out_of_reach
-        assert row.path == "w"
-        assert reason in row.reason
 
 
 def test_weight_first_and_batch_axes_anywhere_are_what_the_op_computes():
@@ -197,22 +163,6 @@ def test_experts_record_their_own_amax():
     np.testing.assert_array_equal(new["experts"]["input_amax_history"][:, 0], jnp.max(jnp.abs(x), (1, 2)))
 
 
-def test_one_weight_in_a_loop_records_the_largest_amax():
-    def rnn(p, xs):
-        return jax.lax.scan(lambda h, x: ((y := jnp.tanh((x + h) @ p["cell"]["kernel"])), y), jnp.zeros(8), xs)[1]
-
-    p, xs = {"cell": {"kernel": normal(0, 8, 8)}}, normal(1, 5, 8)
-    q = jaxquant.quantize(rnn, FP8)
-    state = q.init(p, xs)
-    new = jaxquant.state.update(state, jax.jit(jax.grad(lambda s: jnp.sum(q(p, s, xs) ** 2)))(state))
-    outputs = q(p, state, xs)
-    inputs = xs + jnp.concatenate([jnp.zeros((1, 8)), outputs[:-1]])
-    # Quantized outputs of step t are the inputs of step t + 1; the largest of five amaxes, rounded up to a bin.
-    amax, largest = new["cell"]["input_amax_history"][0], jnp.max(jnp.abs(inputs))
-    assert new["cell"]["input_scale"].shape == (1,)
-    assert largest <= amax <= largest * 1.125
-
-
 def test_others_layers_are_reached_without_edits():
     class Network(nn.Module):
         @nn.compact
@@ -228,83 +178,6 @@ def test_others_layers_are_reached_without_edits():
     cell = {f"LSTMCell_0/{name}" for name in ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho")}
     attention = {f"attention/{name}" for name in ("query", "key", "value", "out")}
     assert {row.path for row in rows} == cell | attention | {"dense"}
-
-
-def test_a_key_reaches_stochastic_rounding_alone():
-    fn = lambda p, x: jax.lax.scan(lambda h, w: (h @ w, None), x, p["w"]["kernel"])[0] @ p["v"]["kernel"]  # noqa: E731
-    stochastic = jaxquant.quantize(fn, {"quantization": "int8", "quant_backend": "native"})
-    nearest = jaxquant.quantize(fn, CURRENT)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    folds = [
-        primitives(jax.make_jaxpr(lambda p, x, key, q=q: q(p, {}, x, key=key))(STACK, X, key).jaxpr)
-        for q in (stochastic, nearest)
-    ]
-    assert "random_fold_in" in folds[0]
-    assert "random_split" in folds[0]
-    assert "random_fold_in" not in folds[1]
-
-
-def test_ragged_dots_are_layers_with_state_for_each_group():
-    def fn(p, x, sizes):
-        hidden = jax.nn.relu(jax.lax.ragged_dot(x, p["moe"]["wi"], sizes))
-        return jax.lax.ragged_dot(hidden, p["moe"]["wo"], sizes, preferred_element_type=jnp.float32)
-
-    p = {"moe": {"wi": shape(3, 8, 5), "wo": shape(3, 5, 8)}}
-    sizes = shape(3, dtype="int32")
-    q = jaxquant.quantize(fn, FP8)
-    assert [(row.path, row.batch, row.recipe) for row in q.report(p, X, sizes)] == [
-        ("moe/wi", (3,), "fp8"),
-        ("moe/wo", (3,), "fp8"),
-    ]
-    state = jax.eval_shape(q.init, p, X, sizes)
-    assert state["moe"]["wi"]["input_amax_history"].shape == (3, 1024)
-    jaxpr = jax.make_jaxpr(q)(p, state, X, sizes)
-    dots = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "ragged_dot_general"]
-    assert [[str(atom.aval.dtype) for atom in eqn.invars[:2]] for eqn in dots] == [["float8_e4m3fn"] * 2] * 2
-
-
-def test_unusual_ragged_dots_are_named():
-    from_numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    sizes = jnp.array([2, 4])
-    fn = lambda p, x: jax.lax.ragged_dot_general(x, p["w"], sizes, from_numbers).sum(0) @ p["v"]  # noqa: E731
-    (row,) = jaxquant.quantize(fn, CURRENT).report({"w": shape(6, 4), "v": shape(4, 4)}, X).out_of_reach
-    assert "other dimensions than those of jax.lax.ragged_dot" in row.reason
-
-
-def test_convolutions_are_layers():
-    class Network(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.relu(nn.Conv(4, (3, 3), strides=2, name="stem")(x))
-            return nn.Conv(4, (3,), feature_group_count=4, name="depthwise")(x.reshape(2, -1, 4))
-
-    model, x = Network(), shape(2, 6, 6, 3)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
-    fn = lambda p, x: model.apply({"params": p}, x)  # noqa: E731
-    q = jaxquant.quantize(fn, FP8)
-    assert [(row.path, row.recipe) for row in q.report(params, x)] == [("stem", "fp8"), ("depthwise", "fp8")]
-    jaxpr = jax.make_jaxpr(q)(params, jax.eval_shape(q.init, params, x), x)
-    convs = [eqn for eqn in inner_equations(jaxpr.jaxpr) if eqn.primitive.name == "conv_general_dilated"]
-    assert [[str(atom.aval.dtype) for atom in eqn.invars] for eqn in convs] == [["float8_e4m3fn"] * 2] * 2
-
-
-def test_an_operation_that_does_not_run_a_recipe_says_so():
-    config = {"quantization": "fp8_block"}
-    fn = lambda p, x: jax.lax.conv(x[None, None], p["c"], (1, 1), "SAME")[0, 0] @ p["d"]  # noqa: E731
-    p = {"c": shape(1, 1, 3, 3), "d": shape(8, 8)}
-    rows = jaxquant.quantize(fn, config).report(p, X)
-    assert [(row.path, row.recipe, row.is_out_of_reach) for row in rows] == [
-        ("c", None, True),
-        ("d", "fp8_block", False),
-    ]
-    assert (
-        "quantized per channel again for the backward pass, which conv_general_dilated does not run"
-        in rows.rows[0].reason
-    )
-    with pytest.raises(NotImplementedError, match="strict true"):
-        jaxquant.quantize(fn, config | {"strict": True}).init(p, X)
-    with pytest.raises(NotImplementedError, match="rule 'c' at 'c': recipe 'fp8_block' has"):
-        jaxquant.quantize(fn, config | {"rules": [{"path": "c", "recipe": "fp8_block"}]}).init(p, X)
 
 
 @pytest.mark.parametrize("check", [True, False])
