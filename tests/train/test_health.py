@@ -22,8 +22,8 @@ from tests.train.conftest import STEPS, quantized, read_losses, train
 from train.checkpoint import write_config
 from train.data import make_iterators
 from train.health import FILE, Health, HealthLog, build_health, find_faults, sampled_sequences, worst
-from train.health_report import health_maps
 from train.metrics import Metrics
+from train.report import health_maps
 from train.runs import load_run
 from train.sharding import AXES
 from train.step import build
@@ -238,9 +238,9 @@ def test_an_infinite_number_is_null_in_the_files_and_the_page_reads_them(tiny, t
     run = load_run(tmp_path, "run")
     assert run.train == {1: 2.0}
     assert math.isnan(run.held_out[1])
-    (drawn,) = health_maps([run])
-    assert drawn["maps"]["input"]["amax"]["values"] == [[1.0], [None]]
-    assert "sqnr" not in drawn["maps"]["kernel"]
+    drawn = {about.partition(",")[0]: figure for about, figure in health_maps(run).items()}
+    assert [*map(list, drawn["Amax"].data[0].z)] == [[0.0], [None]]
+    assert "SQNR" not in drawn
 
 
 def strict(line: str) -> Any:
