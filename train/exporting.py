@@ -94,7 +94,7 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
     decoder = model_config(config, tokenizer.vocab_size)
     shape = llama_shape(decoder, config.sequence_length)
     found, tensors = places(config, shape), shape.tensors()
-    check_parameters(leaves_by_path(stored.params), found)
+    check_parameters(leaves_by_path(stored.shapes["params"]), found)
 
     def read(name: str) -> np.ndarray:
         module = name.removesuffix(".weight")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.core.trees import map_by_path
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of
 from train.config import TrainConfig
@@ -138,15 +139,14 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
 def _read_run(folder: Path, stored: Parameters, abstract: dict[str, Any]) -> dict[str, Any]:
     """Read a checkpoint's part that ``abstract`` describes, onto the default device."""
 
-    def load(path: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaf = stored.leaves.get(name)
-        if leaf is None or leaf.shape != wanted.shape:
-            what = "none" if leaf is None else f"shape {leaf.shape}"
+    def load(path: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        found = stored.stores.get(path)
+        if found is None or found.shape != wanted.shape:
+            what = "none" if found is None else f"shape {found.shape}"
             raise ValueError(
-                f"checkpoint {stored.step} of {folder} has no {name} of shape {wanted.shape}, got {what}; it is not "
+                f"checkpoint {stored.step} of {folder} has no {path} of shape {wanted.shape}, got {what}; it is not "
                 "one of the run's config.yml"
             )
-        return jnp.asarray(leaf.read())
+        return jnp.asarray(stored.read(path))
 
-    return jax.tree_util.tree_map_with_path(load, abstract)
+    return map_by_path(load, abstract)

@@ -34,7 +34,7 @@ def quiet(text):
 
 def parameters(folder):
     stored = open_parameters(folder, say=quiet)
-    return stored.step, {path: leaf.read() for path, leaf in leaves_by_path(stored.params).items()}
+    return stored.step, {path: stored.read(f"params/{path}") for path in leaves_by_path(stored.shapes["params"])}
 
 
 def data_of(run):
