@@ -25,11 +25,10 @@ from train import processes, sums
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
 from train.config import TrainConfig
 from train.data import BadPosition, Data, make_iterators
-from train.diagnose import explain_non_finite
-from train.finite import FiniteCheck
+from train.diagnose import FiniteCheck, explain_non_finite
 from train.health import Health, HealthLog, build_health
 from train.lock import Busy, RunLock
-from train.metrics import Metrics, note_changes
+from train.metrics import Metrics
 from train.sharding import BATCH
 from train.step import (
     Batch,
@@ -128,9 +127,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
             say(f"resumed {run_dir} at step {int(state.step)}")
         elif (found := check(state)) is not None:
             raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
+        changes = checkpoints.changes if restored else changes
         if processes.is_main():
-            changes = checkpoints.changes if restored else changes
-            note_changes(run_dir, int(state.step), changes, say)
             # A checkpoint and config.yml change together, so that they never contradict each other.
             before = {name: value for name, (value, _) in changes.items()} if restored else {}
             write_config(run_dir, dataclasses.replace(config, **before))
@@ -146,7 +144,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
 
     def train() -> None:
         with opened:
-            _train(program, data, state, checkpoints, run_dir, layers, health, check)
+            _train(program, data, state, checkpoints, run_dir, layers, health, check, changes)
 
     return train
 
@@ -197,6 +195,7 @@ def _train(
     layers: list[dict[str, Any]],
     health: Health | None,
     check: FiniteCheck,
+    changes: dict[str, tuple[Any, Any]],
 ) -> None:
     config = program.config
     healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
@@ -205,7 +204,8 @@ def _train(
     agreed = False
     first = int(state.step)
     with _writing(run_dir, checkpoints), Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
-        health_log = HealthLog(health, run_dir, metrics, first) if health else None
+        metrics.changed(first, changes)
+        health_log = HealthLog(health, metrics) if health else None
 
         def settle() -> None:
             """Read the pending step's metrics, which waits for it."""

@@ -166,7 +166,7 @@ def test_equal_folder_names_are_told_apart_by_path(tmp_path):
         (lambda run: (run / "metrics.jsonl").write_text('{"loss": 1.0}'), "line 1 is not a metrics line"),
         (lambda run: (run / "config.yml").unlink(), "has no config.yml"),
         (lambda run: (run / "health.jsonl").write_text('{"step": 5}\n'), "health.jsonl, line 1 is not a health line"),
-        (lambda run: (run / "summary.json").write_text("{"), "summary.json is not JSON"),
+        (lambda run: (run / "summary.json").write_text("{"), "summary.json is not what was written"),
         (lambda run: (run / "summary.json").write_text("[1]"), "summary.json holds list, not a summary"),
     ],
 )
