@@ -29,8 +29,7 @@ from train.frameworks import make_model
 from train.model import Decoder, DecoderConfig
 from train.origin import sums_of_files
 from train.parameters import Parameters, open_parameters
-from train.step import model_config
-from train.tokenizer import open_tokenizer
+from train.step import decoder_of
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
@@ -147,9 +146,7 @@ def convert_run(
             f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too; "
             "to keep a field, give it as key=value"
         )
-    tokenizer = open_tokenizer(config.tokenizer_path)
-    shape = model_config(config, tokenizer.vocab_size)
-    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    _, shape, tokens = decoder_of(config)
     shapes = quantization_state.merge(stored.shapes["params"], stored.shapes["quant_state"])
     state: dict[tuple[str, ...], Any] = {}
     if _needs_calibration(layers, _as_trained(trained), shape, tokens):
@@ -167,11 +164,16 @@ def convert_run(
 
     tree = _converted(sites, read, shapes, shape, say)
     served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    extra = {"train": to_mapping(served), "step": stored.step, "files": sums_of_files(served)}
-    serving.save(out, tree, quantization_of(served), extra=extra)
+    save_served(out, tree, served, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
     return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
+
+
+def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> None:
+    """Write converted parameters as a checkpoint that knows the configuration and the step they are of."""
+    extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
+    serving.save(out, tree, quantization_of(config), extra=extra)
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:

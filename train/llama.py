@@ -86,6 +86,14 @@ def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
     return found
 
 
+def modules_by_path(config: TrainConfig, shape: LlamaShape) -> dict[str, list[str]]:
+    """Return the modules of a Llama that make up each parameter, layer by layer where layers are stacked."""
+    found: dict[str, list[str]] = {}
+    for module, place in places(config, shape).items():
+        found.setdefault(place.path, []).append(module)
+    return found
+
+
 def check_parameters(paths: Iterable[str], found: dict[str, Place]) -> None:
     """Refuse a model with parameters that a Llama has not, or without one that it has.
 

@@ -22,6 +22,7 @@ from train.frameworks import Model, make_model
 from train.model import DecoderConfig, cross_entropy, head_chunks
 from train.optimizer import learning_rate_schedule, make_optimizer
 from train.sharding import BATCH, make_mesh, state_shardings
+from train.tokenizer import Tokenizer, open_tokenizer
 
 Batch = Mapping[str, Any]
 """``inputs``, ``targets``, ``segment_ids`` (0 is padding) and ``positions``, int32 [batch, sequence]."""
@@ -82,6 +83,13 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
         platform = mesh.devices.flat[0].platform
         attention = choose(config.attention, platform, config.head_dim, config.sequence_length, config.dtype)
     return DecoderConfig(vocab_size=rows, activation_sharding=sharding, attention=attention, **values)
+
+
+def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array]:
+    """Return the tokenizer and the decoder's shape of a run, and example tokens of one sequence."""
+    tokenizer = open_tokenizer(config.tokenizer_path)
+    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    return tokenizer, model_config(config, tokenizer.vocab_size), tokens
 
 
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
