@@ -93,7 +93,7 @@ def silent_flips(folder: Path, count: int, seed: int, everywhere: bool = True) -
         try:
             sums.check_sums(folder)
             silent.append(f"{path.relative_to(folder)} bit {bit}")
-        except sums.Damaged:
+        except ValueError:
             pass
         flip(path, bit)
     return silent
@@ -120,7 +120,7 @@ def test_no_flipped_bit_is_silent(run: Path):
     for path in files_of(folder):
         if path.stat().st_size:
             flip(path, 8 * (path.stat().st_size // 2) + 1)
-            with pytest.raises(sums.Damaged, match=path.name):
+            with pytest.raises(ValueError, match=path.name):
                 sums.check_sums(folder)
             flip(path, 8 * (path.stat().st_size // 2) + 1)
     assert silent_flips(folder, 20, seed=0) == []
@@ -215,7 +215,7 @@ def test_files_are_summed_in_shares(run: Path):
     for share in range(3):
         try:
             sums.check_sums(folder, share, 3)
-        except sums.Damaged:
+        except ValueError:
             found.append(share)
     assert len(found) == 1
 
