@@ -97,30 +97,6 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 10)
 
 
-UNREADABLE: dict[str, Callable[[Path], Any]] = {
-    "tree gone": lambda folder: (folder / "state/_METADATA").unlink(),
-    "tree cut": lambda folder: _cut(folder / "state/_METADATA"),
-    "index gone": lambda folder: (folder / "state/manifest.ocdbt").unlink(),
-    "index cut": lambda folder: _cut(folder / "state/manifest.ocdbt"),
-    "state gone": lambda folder: shutil.rmtree(folder / "state"),
-    "all but the folder gone": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
-}
-
-
-@pytest.mark.parametrize("damage", UNREADABLE)
-def test_a_checkpoint_that_does_not_open_is_passed_over_or_named(finished: Any, tmp_path: Path, damage: str):
-    run = Path(shutil.copytree(finished(""), tmp_path / "run"))
-    UNREADABLE[damage](run / f"checkpoints/{STEPS}")
-    said: list[str] = []
-    assert open_parameters(run, say=said.append).step == STEPS - 3
-    assert said[0].startswith(f"checkpoint {STEPS} in {run}")
-    with pytest.raises(ValueError, match=f"checkpoint {STEPS} in .* does not open"):
-        open_parameters(run, step=STEPS)
-    UNREADABLE[damage](run / f"checkpoints/{STEPS - 3}")
-    with pytest.raises(ValueError, match=rf"none of the checkpoints \[{STEPS - 3}, {STEPS}\]"):
-        open_parameters(run, say=said.append)
-
-
 @pytest.mark.parametrize("damage", [_cut, Path.unlink, lambda path: os.truncate(path, 0)])
 def test_a_leaf_that_cannot_be_read_is_named(finished: Any, tmp_path: Path, damage: Callable[[Path], Any]):
     run = Path(shutil.copytree(finished(""), tmp_path / "run"))
