@@ -15,6 +15,7 @@ import yaml
 from jaxquant import state as quantization_state
 from jaxquant.core.typed import to_mapping
 from jaxquant.serving.arrays import save_args_of
+from jaxquant.serving.placement import first_line
 from train import origin, processes, quiet, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
@@ -267,12 +268,6 @@ def reason_of(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the class of an error and the beginning of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _stored(state: TrainState) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from etils import epath
 
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
-from train.checkpoint import first_line
+from jaxquant.serving.placement import first_line
 from train.config import TrainConfig
 from train.origin import config_of
 from train.sums import check_sums

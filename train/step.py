@@ -19,7 +19,7 @@ from jaxquant.config.recipes import strings_reading
 from train.attention import Kind, choose
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
-from train.model import DecoderConfig, cross_entropy, head_chunks
+from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
 from train.sharding import BATCH, make_mesh, state_shardings
 from train.tokenizer import Tokenizer, open_tokenizer
@@ -141,7 +141,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
     ) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
-        if apply is model.apply and head_chunks(decoder, config.sequence_length) > 1:
+        if apply is model.apply:  # else somebody looks inside, and wants all logits
             losses = apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
             return _outside_padding(losses, batch)
         return token_losses(apply(params, quant_state, *inputs, rngs={"quant": key}), batch)
