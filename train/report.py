@@ -239,5 +239,5 @@ def _cells(layer: dict[str, Any] | None) -> str:
 
 def kind_of(dtypes: str) -> str:
     """Return what of a coverage's words for a matmul its colour shows: ``int``, ``low`` (small floats) or ``float``."""
-    operands = re.search(r"\b(int|float)\w+ ×", dtypes)
-    return "float" if operands is None else {"int": "int", "float": "low"}[operands[1]]
+    operands = re.search(r"\b(int|float)\w* × (int|float)", dtypes)
+    return "float" if operands is None else "int" if operands[1] == operands[2] == "int" else "low"

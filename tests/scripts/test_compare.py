@@ -122,7 +122,7 @@ def test_what_was_not_finite_has_a_map_and_no_colour(tmp_path):
 
 def test_a_matmul_with_one_float_operand_is_coloured_as_float():
     assert kind_of("int8 × int8") == kind_of("float, int8 × int8") == "int"
-    assert kind_of("float8_e5m2 × float8_e4m3fn") == "low"
+    assert kind_of("float8_e5m2 × float8_e4m3fn") == kind_of("int4 × float8_e4m3fn") == "low"
     assert kind_of("float (float8_e4m3fn dequantized)") == kind_of("float") == kind_of("") == "float"
 
 
