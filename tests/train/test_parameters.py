@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from jaxquant.serving.arrays import CHUNK_BYTES, save_args
@@ -23,7 +21,7 @@ from jaxquant.state import strip_bins
 from tests.train.conftest import ROOT, STEPS
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
-from train.parameters import Parameters, open_parameters
+from train.parameters import open_parameters
 from train.step import TrainState, build
 
 MIB = 2**20
@@ -179,18 +177,3 @@ def test_layers_are_read_in_less_memory_than_the_checkpoint(tmp_path: Path, tiny
     assert found["chunk"] == [1, 8, 2**18]
     assert not found["fits"], "the limit does not bite"
     assert found["sums"] == np.asarray(params["kernel"], np.float64).sum((1, 2)).tolist()
-
-
-def test_a_checkpoint_in_whole_leaves_opens_and_is_bounded_by_its_largest(
-    tmp_path: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch
-):
-    """Runs saved before there were chunks: a leaf of 96 MiB is one chunk, which a layer costs twice."""
-    monkeypatch.setattr("train.checkpoint.save_args_of", lambda tree: jax.tree.map(lambda _: ocp.SaveArgs(), tree))
-    params = _stacked(layers=4, mib=24)
-    _save(tmp_path, tiny, params)
-    parameters: Parameters = open_parameters(tmp_path)
-    leaf = parameters.stores["params/kernel"]
-    assert leaf.chunk_layout.read_chunk.shape == leaf.shape
-    assert math.prod(leaf.shape) * 4 == 96 * MIB
-    np.testing.assert_array_equal(parameters.read("params/kernel", 2), params["kernel"][2])
-    assert _read_under_limit(tmp_path, spare=64 * MIB).returncode != 0
