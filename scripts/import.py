@@ -37,13 +37,7 @@ def _import(words: argparse.Namespace) -> int:
     check_devices()
     changes, run = parse_overrides(words.changes), import_to_serve if words.serve else import_to_run
     with transfer_report.progress("importing") as progress:
-        made = run(
-            words.checkpoint,
-            words.out,
-            changes,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-            progress=progress,
-        )
+        made = run(words.checkpoint, words.out, changes, progress)
     transfer_report.show(made.rows)
     seconds = time.perf_counter() - began
     print(f"{words.out}: {seconds:.1f} s, peak memory {peak_resident_bytes() / 1e6:.0f} MB.")

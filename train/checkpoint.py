@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import re
@@ -13,21 +12,13 @@ from typing import Any
 import orbax.checkpoint as ocp
 import yaml
 
+from jaxquant import state as quantization_state
 from jaxquant.core.typed import to_mapping
 from jaxquant.serving.arrays import save_args_of
+from jaxquant.serving.placement import first_line
 from train import origin, processes, quiet, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
-from train.stored import from_stored, to_stored
-
-
-def _is_unreadable(error: Exception) -> bool:
-    """Whether this is how orbax reports a step whose files are missing, cut short or garbled.
-
-    Metadata fail with ValueError, KeyError or TypeError, missing files with OSError, and an array whose bytes cannot
-    be read with a bare ``Exception``. Anything else (out of memory, a failing device) is no fault of the files.
-    """
-    return isinstance(error, (ValueError, KeyError, TypeError, OSError)) or type(error) is Exception
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
@@ -120,14 +111,14 @@ class Checkpoints:
         if not self._folder.is_dir():
             raise SaveFailed(f"{self._folder} is gone")
         self._saving = step
-        stored = to_stored(state)
+        stored = _stored(state)
         with _failures():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
                     state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
-                    data=ocp.args.JsonSave(_to_json(data_state) | origin.record(self._config)),
+                    data=ocp.args.JsonSave({"value": data_state} | origin.record(self._config)),
                 ),
                 force=True,
             )
@@ -225,19 +216,22 @@ class Checkpoints:
         damage = None
         try:
             sums.check_sums(folder, *processes.share())
-        except (sums.Damaged, OSError) as error:
+        except (ValueError, OSError) as error:
             damage = str(error)
         if not processes.all_agree(damage is None):  # loading is done together, or not at all
             return None, damage
         try:
-            shapes = ocp.args.StandardRestore(to_stored(abstract))
+            shapes = ocp.args.StandardRestore(_stored(abstract))
             found = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
-            state, data_state = from_stored(found["state"], abstract), _from_json(found["data"])
+            state, data_state = TrainState(**found["state"]), found["data"]["value"]
+            whole = quantization_state.with_bins(state.quant_state, abstract.quant_state)
         except Exception as error:
-            if not _is_unreadable(error):
+            # Orbax reports metadata with ValueError, KeyError or TypeError, missing files with OSError, and an array
+            # that cannot be read with a bare Exception. Anything else (out of memory) is no fault of the files.
+            if not isinstance(error, (ValueError, KeyError, TypeError, OSError)) and type(error) is not Exception:
                 raise
             return None, first_line(error)
-        return (state, data_state), None
+        return (state._replace(quant_state=whole), data_state), None
 
     def _discard(self, steps: list[int], say: Any) -> None:
         for step in steps if processes.is_main() else ():
@@ -276,17 +270,6 @@ def reason_of(error: OSError) -> str:
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
-def first_line(error: Exception) -> str:
-    """Return the class of an error and the beginning of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def _to_json(data_state: Any) -> dict[str, Any]:
-    if isinstance(data_state, bytes):
-        return {"base64": base64.b64encode(data_state).decode()}
-    return {"value": data_state}
-
-
-def _from_json(stored: dict[str, Any]) -> Any:
-    return base64.b64decode(stored["base64"]) if "base64" in stored else stored["value"]
+def _stored(state: TrainState) -> dict[str, Any]:
+    """Return what is written of a state, of arrays or their shapes: the bins of quant state are zeros between steps."""
+    return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}

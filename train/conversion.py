@@ -21,15 +21,15 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.inject.model import choose_recipes
+from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
 from train.model import Decoder, DecoderConfig
 from train.origin import sums_of_files
-from train.parameters import Leaf, Parameters, open_parameters
-from train.step import model_config
-from train.tokenizer import open_tokenizer
+from train.parameters import Parameters, open_parameters
+from train.step import decoder_of
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
@@ -146,10 +146,8 @@ def convert_run(
             f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too; "
             "to keep a field, give it as key=value"
         )
-    tokenizer = open_tokenizer(config.tokenizer_path)
-    shape = model_config(config, tokenizer.vocab_size)
-    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
-    shapes = _shapes(stored)
+    _, shape, tokens = decoder_of(config)
+    shapes = quantization_state.merge(stored.shapes["params"], stored.shapes["quant_state"])
     state: dict[tuple[str, ...], Any] = {}
     if _needs_calibration(layers, _as_trained(trained), shape, tokens):
         found = calibrate_run(stored, layers, shape, calibration_batches, say)
@@ -166,11 +164,16 @@ def convert_run(
 
     tree = _converted(sites, read, shapes, shape, say)
     served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    extra = {"train": to_mapping(served), "step": stored.step, "files": sums_of_files(served)}
-    serving.save(out, tree, quantization_of(served), extra=extra)
+    save_served(out, tree, served, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
     return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
+
+
+def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> None:
+    """Write converted parameters as a checkpoint that knows the configuration and the step they are of."""
+    extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
+    serving.save(out, tree, quantization_of(config), extra=extra)
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:
@@ -189,7 +192,7 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
         params, quant_state = make_model(linen, shape, tokens).init(jax.random.key(0))
         variables = quantization_state.merge(params, quant_state)
         found = serving.convert(variables, trained, tokens, model=decoder)["params"]
-        return _as_read(found, shape)
+        return map_by_path(lambda path, leaf: _as_read(path, leaf, shape), found, lambda x: isinstance(x, QTensor))
 
     return jax.eval_shape(make)
 
@@ -197,46 +200,17 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
 def _converted(
     sites: Mapping[str, LayerKernel], read: Any, shapes: Any, shape: DecoderConfig, say: Say
 ) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    count = len(jax.tree.leaves(shapes["params"]))
-    done = itertools.count(1)
-    for path, leaf in serving.convert_each(
-        sites, read, shapes, lambda name: say(f"converted {next(done)} of {count}: {name}")
-    ):
-        inner = tree
-        for name in path[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[path[-1]] = leaf if isinstance(leaf, QTensor) else _as_read_leaf(path, leaf, shape)
-    return tree
+    count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
+    note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
+    found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
+    return unflatten({path: _as_read(path, leaf, shape) for path, leaf in found})
 
 
-def _as_read(params: Any, shape: DecoderConfig) -> Any:
-    def read(path: str, leaf: Any) -> Any:
-        return leaf if _is_tensor(leaf) else _as_read_leaf(tuple(path.split("/")), leaf, shape)
-
-    return map_by_path(read, params, is_leaf=_is_tensor)
-
-
-def _as_read_leaf(path: tuple[str, ...], leaf: Any, shape: DecoderConfig) -> Any:
+def _as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
     """Cast what the decoder reads in its own dtype; a norm's scale it reads in float32."""
-    if path[-1] not in ("embedding", "kernel"):
+    if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel"):
         return leaf
     return leaf.astype(ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else shape.dtype)
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, QTensor)
-
-
-def _shapes(stored: Parameters) -> dict[str, Any]:
-    """Return a run's variables as shapes."""
-
-    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-
-    is_leaf = lambda x: isinstance(x, Leaf)  # noqa: E731
-    params = jax.tree.map(shape, stored.params, is_leaf=is_leaf)
-    return quantization_state.merge(params, jax.tree.map(shape, stored.quant_state, is_leaf=is_leaf))
 
 
 def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> bool:
@@ -248,7 +222,7 @@ def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: Decoder
 
 def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:
     """Calibrate quant state for a run's float parameters, all of which are in memory meanwhile."""
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf.read()), stored.params, is_leaf=lambda x: isinstance(x, Leaf))
+    params = map_by_path(lambda path, _: jnp.asarray(stored.read(f"params/{path}")), stored.shapes["params"])
     data = make_iterators(dataclasses.replace(config, eval_batches=batches), config.batch_size)
 
     def inputs() -> Iterator[tuple[Any, ...]]:

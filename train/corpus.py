@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
+import itertools
 from array import array
-from collections.abc import Iterator
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from train.sources import Document, Source, open_source
 from train.tokenizer import Tokenizer, open_tokenizer
 
 HELD_OUT_SHARE = 0.05
 _TEXTS_AT_ONCE = 256
-_CHARS_AT_ONCE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +57,7 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
     source = open_source(dataset, path, field)
     flat, starts, digests = _tokenize(source, tokenizer)
     if len(starts) == 1:
-        raise ValueError(f"dataset {source.label} is empty: none of its {source.files} files holds any text")
+        raise ValueError(f"dataset {source.label} is empty: none of its {len(source.files)} files holds any text")
     distinct = np.unique(digests)
     if len(distinct) < 2:
         raise ValueError(
@@ -75,7 +71,7 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
     for part in (flat, starts, held_out):
         fingerprint.update(np.ascontiguousarray(part).data)
     description = (
-        f"{source.label}: {source.files:,} files, {len(flat):,} {tokenizer.label} tokens (vocabulary "
+        f"{source.label}: {len(source.files):,} files, {len(flat):,} {tokenizer.label} tokens (vocabulary "
         f"{tokenizer.vocab_size:,}), train {len(train):,} documents {lengths[train].sum():,} tokens, held out "
         f"{len(held_out):,} documents {lengths[held_out].sum():,} tokens"
     )
@@ -88,36 +84,14 @@ def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndar
     """Tokenize into one growing buffer. Documents of fewer than two tokens predict nothing and are left out."""
     flat, starts, digests = bytearray(), array("q", [0]), array("Q")
     item = np.dtype(tokenizer.dtype).itemsize
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeRemainingColumn(),
-    )
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"tokenizing {source.files:,} files", total=source.total)
-        for documents in _batches(source.documents()):
-            texts = [document.text for document in documents]
-            for document, tokens in zip(documents, tokenizer.encode(texts), strict=True):
-                if len(tokens) >= 2:
-                    flat += tokens.data
-                    starts.append(len(flat) // item)
-                    digests.append(_digest(document))
-            progress.advance(task, sum(document.read for document in documents))
+    documents = source.documents()
+    while some := list(itertools.islice(documents, _TEXTS_AT_ONCE)):
+        for document, tokens in zip(some, tokenizer.encode([document.text for document in some]), strict=True):
+            if len(tokens) >= 2:
+                flat += tokens.data
+                starts.append(len(flat) // item)
+                digests.append(_digest(document))
     return np.frombuffer(flat, tokenizer.dtype), np.frombuffer(starts, np.int64), np.frombuffer(digests, np.uint64)
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    pending, chars = [], 0
-    for document in documents:
-        pending.append(document)
-        chars += len(document.text)
-        if len(pending) == _TEXTS_AT_ONCE or chars >= _CHARS_AT_ONCE:
-            yield pending
-            pending, chars = [], 0
-    if pending:
-        yield pending
 
 
 def _digest(document: Document) -> int:

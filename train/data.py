@@ -54,14 +54,10 @@ class TrainIterator:
           BadPosition: it is no position, as where its file is damaged.
           ValueError: the position is one of another stream, with what differs.
         """
-        if not isinstance(state, dict) or not isinstance(state.get("stream", {}), dict):
-            raise BadPosition(f"data position is {type(state).__name__}, not one of this iterator")
-        missing = {"stream", "position"} - set(state)
-        if missing:
-            raise BadPosition(
-                f"data position has no {' and no '.join(sorted(missing))}; it is not one of this iterator"
-            )
-        saved = state["stream"]
+        try:
+            saved, position = dict(state["stream"]), state["position"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadPosition(f"data position is not one of this iterator ({type(error).__name__}: {error})") from None
         names = [name for name in {**self._identity, **saved} if saved.get(name) != self._identity.get(name)]
         if names:
             raise ValueError(
@@ -69,10 +65,10 @@ class TrainIterator:
                 + ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
                 + "; restore these or start a new run"
             )
-        if _kinds(state["position"]) != _kinds(self._iterator.get_state()):
+        if _kinds(position) != _kinds(self._iterator.get_state()):
             raise BadPosition("data position is not of the kind that this iterator has")
         try:
-            self._iterator.set_state(copy.deepcopy(state["position"]))
+            self._iterator.set_state(copy.deepcopy(position))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise BadPosition(f"data position is refused by the iterator ({type(error).__name__}: {error})") from None
 
@@ -129,13 +125,23 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     corpus = load_corpus(config.dataset, config.dataset_path, config.dataset_text_field, config.tokenizer_path)
     chunks = Chunks(corpus, corpus.train, config.sequence_length)
     _check_size(chunks, batch_size, config, corpus)
-    layout = _Layout(batch_size, config.sequence_length, config.packing, corpus.pad)
     # Grain's shuffle of epoch e is seeded with seed + e: spread the seeds, or run 1 would be run 0 an epoch later.
     seed = int(np.random.SeedSequence(config.data_seed).generate_state(1)[0])
-    shuffled = grain.MapDataset.source(chunks).shuffle(seed=seed)
-    held_out = grain.MapDataset.source(Chunks(corpus, corpus.held_out, config.sequence_length)).shuffle(
-        seed=_HELD_OUT_SEED
-    )
+    held_out = Chunks(corpus, corpus.held_out, config.sequence_length)
+
+    def batches(chunks: grain.MapDataset, shuffle_seed: int | None) -> grain.IterDataset:
+        packed = grain.experimental.FirstFitPackIterDataset(
+            # The corpus is in memory: threads would only cost, and the order of reading is the order of the stream.
+            chunks.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+            length_struct=dict.fromkeys(("inputs", "targets"), config.sequence_length),
+            padding_struct=dict.fromkeys(("inputs", "targets"), corpus.pad),
+            num_packing_bins=max(_OPEN_ROWS, batch_size),
+            max_sequences_per_bin=None if config.packing else 1,
+            shuffle_bins=shuffle_seed is not None,
+            seed=shuffle_seed or 0,
+        )
+        return packed.batch(batch_size).map(lambda packed: _finish(packed, batch_size, corpus.pad))
+
     identity = {
         "corpus": corpus.fingerprint,
         "sequence_length": config.sequence_length,
@@ -144,10 +150,10 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
         "data_seed": config.data_seed,
     }
     return Data(
-        TrainIterator(layout.apply(shuffled.repeat(), seed), identity),
+        TrainIterator(batches(grain.MapDataset.source(chunks).shuffle(seed=seed).repeat(), seed), identity),
         corpus.vocab_size,
         corpus.description,
-        layout.apply(held_out, None),
+        batches(grain.MapDataset.source(held_out).shuffle(seed=_HELD_OUT_SEED), None),
         config.eval_batches,
     )
 
@@ -177,42 +183,16 @@ class Chunks:
         return {"inputs": piece[:-1], "targets": piece[1:]}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """How chunks become batches: rows of S places, ``rows`` of them a batch."""
-
-    rows: int
-    sequence_length: int
-    packing: bool
-    pad: int
-
-    def apply(self, chunks: grain.MapDataset, shuffle_seed: int | None) -> grain.IterDataset:
-        packed = grain.experimental.FirstFitPackIterDataset(
-            # The corpus is in memory: threads would only cost, and the order of reading is the order of the stream.
-            chunks.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            length_struct={"inputs": self.sequence_length, "targets": self.sequence_length},
-            padding_struct={"inputs": self.pad, "targets": self.pad},
-            num_packing_bins=max(_OPEN_ROWS, self.rows),
-            max_sequences_per_bin=None if self.packing else 1,
-            shuffle_bins=shuffle_seed is not None,
-            seed=shuffle_seed or 0,
-        )
-        return packed.batch(self.rows).map(self._finish)
-
-    def _finish(self, packed: Batch) -> Batch:
-        segment_ids = packed["inputs_segment_ids"]
-        batch = {
-            "inputs": packed["inputs"],
-            "targets": packed["targets"],
-            "segment_ids": segment_ids,
-            "positions": packed["inputs_positions"],
-        }
-        missing = self.rows - len(segment_ids)  # Only ever in the last held-out batch.
-        if missing:
-            fill = {"inputs": self.pad, "targets": self.pad}
-            widths = ((0, missing), (0, 0))
-            batch = {name: np.pad(value, widths, constant_values=fill.get(name, 0)) for name, value in batch.items()}
-        return batch
+def _finish(packed: Batch, rows: int, pad: int) -> Batch:
+    """Name the arrays of a batch as the step does, and fill up the last held-out one with rows of padding."""
+    names = {"inputs": "inputs", "targets": "targets", "segment_ids": "inputs_segment_ids"}
+    batch = {name: packed[of_grain] for name, of_grain in (names | {"positions": "inputs_positions"}).items()}
+    missing = rows - len(batch["inputs"])
+    fill = {"inputs": pad, "targets": pad}
+    return {
+        name: np.pad(x, ((0, missing), (0, 0)), constant_values=fill.get(name, 0)) if missing else x
+        for name, x in batch.items()
+    }
 
 
 def _check_size(chunks: Chunks, rows: int, config: TrainConfig, corpus: Corpus) -> None:

@@ -1,10 +1,10 @@
-"""Find the layer where a non-finite loss began."""
+"""Name the first array of a training state, or of a step, that is not finite, with its layer."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant import state as quantization_state
-from jaxquant.core.trees import leaves_by_path, map_by_path
+from jaxquant.core.trees import leaves_by_path
 from train import processes
 from train.model import EXECUTION_ORDER
 from train.step import Batch, Program, TrainState
@@ -23,6 +23,28 @@ Finding = tuple[str, int | None, float]
 
 STACK = "layers"
 """The module whose arrays hold all layers, one behind the other."""
+
+
+class FiniteCheck:
+    """Names the first array of a state that is not finite; reads every array once, where it lies."""
+
+    def __init__(self, program: Program):
+        self._amaxes = jax.jit(_amaxes, out_shardings=program.replicated)
+
+    def __call__(self, state: TrainState) -> str | None:
+        """Return path, and layer where layers are stacked, of the first; parameters come first. None if all is finite.
+
+        It waits for the state.
+        """
+        parts = {part: getattr(state, part) for part in ("params", "quant_state", "opt_state")}
+        found = (each for part, tree in parts.items() for each in _findings(self._amaxes(tree), f"{part}/"))
+        return next((_place(each) for each in found if not np.isfinite(each[2])), None)
+
+    def timed(self, state: TrainState) -> tuple[str | None, float]:
+        """Check, and return the seconds of it, too: the wait for the step that made the state is not among them."""
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        return self(state), time.perf_counter() - began
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:
@@ -36,98 +58,74 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
       batch: of the failing step.
       key: of the failing step's random streams.
     """
-    findings = list(_forward(program, state, batch, key))
-    text = _first(findings, "output")
-    if text:
-        return text
 
-    @_jit(program)
-    def gradient_amaxes(state: TrainState, batch: Batch) -> Any:
-        with quantization_state.frozen():  # nothing is trained any more
-            return _amaxes(jax.grad(program.loss)(state.params, state.quant_state, batch, key))
-
-    found = _findings(processes.in_order(gradient_amaxes(state, dict(batch))), lambda path: path)
-    gradients = sorted(found, key=lambda f: _rank(f[0], f[1]), reverse=True)
-    text = _first(gradients, "gradient")
-    return text or "every layer's output and gradient is finite by itself; their sum or norm overflows"
-
-
-def _forward(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> list[Finding]:
-    @_jit(program)
-    def output_amaxes(state: TrainState, batch: Batch) -> Any:
+    def outputs(state: TrainState, batch: Batch) -> Any:
         _, kept = program.model.linen.apply(
             quantization_state.merge(state.params, state.quant_state),
-            batch["inputs"],
-            batch["segment_ids"],
-            batch["positions"],
+            *(batch[name] for name in ("inputs", "segment_ids", "positions")),
             rngs={"quant": key},
             capture_intermediates=lambda module, method: isinstance(module, nn.Module) and method == "__call__",
             mutable=["intermediates"],
         )
-        return _amaxes(kept["intermediates"])
+        return kept["intermediates"]
 
-    amaxes = processes.in_order(output_amaxes(state, dict(batch)))
-    found = _findings(amaxes, lambda path: re.sub(r"/?__call__(/[0-9]+)*$", "", path) or "logits")
+    def gradients(state: TrainState, batch: Batch) -> Any:
+        with quantization_state.frozen():  # nothing is trained any more
+            return jax.grad(program.loss)(state.params, state.quant_state, batch, key)
+
+    def sorted_amaxes(function: Callable[..., Any], backwards: bool) -> list[Finding]:
+        run = jax.jit(lambda *inputs: _amaxes(function(*inputs)), out_shardings=program.replicated)
+        return sorted(_findings(run(state, dict(batch))), key=_rank, reverse=backwards)
+
     # Modules that quantization puts inside a layer are left out: the layer is what is asked for.
-    known = (f for f in found if (f[0] if f[1] is None else f[0].partition("/")[2] or "layers") in EXECUTION_ORDER)
-    return sorted(known, key=lambda finding: _rank(finding[0], finding[1]))
+    modules = [each for each in sorted_amaxes(outputs, False) if (_inside(each) or STACK) in EXECUTION_ORDER]
+    for what, found in (("output", modules), ("gradient", sorted_amaxes(gradients, True))):
+        for index, each in enumerate(found):
+            if not np.isfinite(each[2]):
+                before = f" (before it {_place(found[index - 1])}, amax {found[index - 1][2]:.4g})" if index else ""
+                return f"the first non-finite {what} is that of {_place(each)}, amax {each[2]}{before}"
+    return "every layer's output and gradient is finite by itself; their sum or norm overflows"
 
 
-def _jit(program: Program) -> Callable[[Callable[..., Any]], Any]:
-    """Jit a function whose small results every process reads."""
-    return partial(jax.jit, out_shardings=program.replicated)
+def _amaxes(tree: Any) -> dict[str, jax.Array]:
+    """Reduce each floating array in a tree to its amax, one per layer where layers are stacked, NaN where one is."""
+
+    def reduce(path: str, x: jax.Array) -> jax.Array:
+        axes = tuple(range(int(STACK in path.split("/") and x.ndim > 0), x.ndim))
+        # XLA's vectorized maximum on CPU loses a NaN.
+        amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axes).astype(jnp.float32)
+        return jnp.where(jnp.isnan(x).any(axis=axes), jnp.nan, amax)
+
+    leaves = leaves_by_path(tree).items()
+    return {path: reduce(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
-def _amaxes(tree: Any) -> Any:
-    """Reduce each floating array in a tree to its amax, one per layer where layers are stacked; drop the others."""
-
-    def reduce(path: str, leaf: jax.Array) -> jax.Array | None:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return None
-        return _amax(leaf, axis=tuple(range(1, leaf.ndim)) if path.split("/")[0] == STACK else None)
-
-    return map_by_path(reduce, tree)
-
-
-def _findings(amaxes: Any, name: Callable[[str], str]) -> Iterable[Finding]:
-    for path, leaf in leaves_by_path(amaxes).items():
-        full = name(path)
-        module = full.split("/")[0]
-        if module == STACK:
-            yield from ((full, layer, float(amax)) for layer, amax in enumerate(np.asarray(leaf)))
+def _findings(amaxes: dict[str, jax.Array], prefix: str = "") -> Iterable[Finding]:
+    for path, amax in jax.device_get(processes.in_order(amaxes)).items():
+        name = prefix + (re.sub(r"/?__call__(/[0-9]+)*$", "", path) or "logits")
+        if amax.ndim:
+            yield from ((name, layer, float(each)) for layer, each in enumerate(amax))
         else:
-            layer = int(module.removeprefix("layers_")) if module.startswith("layers_") else None
-            yield full, layer, float(leaf)
+            number = re.match(r"layers_(\d+)", name)
+            yield name, int(number[1]) if number else None, float(amax)
 
 
-def _amax(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
-    """Return the largest magnitude, NaN where there is a NaN: XLA's vectorized maximum on CPU loses it."""
-    amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axis).astype(jnp.float32)
-    return jnp.where(jnp.isnan(x).any(axis=axis), jnp.nan, amax)
+def _inside(finding: Finding) -> str:
+    """Return the path inside its layer, or of what is in none."""
+    path, layer, _ = finding
+    return path if layer is None else path.partition("/")[2]
 
 
-def _rank(path: str, layer: int | None) -> tuple[int, int, int]:
+def _rank(finding: Finding) -> tuple[int, int, int]:
     """Place a path in execution order: before the layers, layer by layer, after them."""
-    head, _, inside = path.partition("/")
-    if layer is None:
-        place = EXECUTION_ORDER.index(head) if head in EXECUTION_ORDER else len(EXECUTION_ORDER)
-        return (0, 0, place) if head == EXECUTION_ORDER[0] else (2, 0, place)
-    known = [i for i, name in enumerate(EXECUTION_ORDER) if inside == name or inside.startswith(name + "/")]
+    known = [name for name in EXECUTION_ORDER if f"{_inside(finding)}/".startswith(f"{name}/")]
     # The longest match is the module itself; a path that nothing matches is the layer's own output.
-    best = max(known, key=lambda i: len(EXECUTION_ORDER[i]), default=EXECUTION_ORDER.index("layers"))
-    return 1, layer, best
+    place = EXECUTION_ORDER.index(max(known, key=len, default=STACK))
+    if finding[1] is None:
+        return (0 if place == 0 else 2), 0, place
+    return 1, finding[1], place
 
 
-def _first(findings: list[Finding], what: str) -> str | None:
-    for index, (path, layer, amax) in enumerate(findings):
-        if not np.isfinite(amax):
-            text = f"the first non-finite {what} is that of {_place(path, layer)}, amax {amax}"
-            if index:
-                before, layer_before, amax_before = findings[index - 1]
-                text += f" (before it {_place(before, layer_before)}, amax {amax_before:.4g})"
-            return text
-    return None
-
-
-def _place(path: str, layer: int | None) -> str:
+def _place(finding: Finding) -> str:
+    path, layer, _ = finding
     return path if layer is None else f"{path}, layer {layer}"

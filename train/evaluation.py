@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ from train.step import token_losses
 Row = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Contender:
+class Contender(NamedTuple):
     """A model under evaluation: a name and what ``open_served`` opened."""
 
     name: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,12 +18,12 @@ from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, Row, Source, Vocabulary, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from train.config import TrainConfig
-from train.conversion import calibrate_run
+from train.conversion import calibrate_run, quantization_of
 from train.llama import Place, check_parameters, llama_shape, packed_to_hf, places, to_hf
 from train.origin import check_files
 from train.parameters import Parameters, open_parameters
-from train.step import model_config
-from train.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from train.step import decoder_of
+from train.tokenizer import Tokenizer
 
 CALIBRATION_BATCHES = 8
 _HISTORY = "input_amax_history"
@@ -90,11 +88,10 @@ def open_source(
 def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], None]) -> Source:
     stored = open_parameters(folder, step, say)
     config = stored.config
-    tokenizer = open_tokenizer(config.tokenizer_path)
-    decoder = model_config(config, tokenizer.vocab_size)
+    tokenizer, decoder, _ = decoder_of(config)
     shape = llama_shape(decoder, config.sequence_length)
     found, tensors = places(config, shape), shape.tensors()
-    check_parameters(leaves_by_path(stored.params), found)
+    check_parameters(leaves_by_path(stored.shapes["params"]), found)
 
     def read(name: str) -> np.ndarray:
         module = name.removesuffix(".weight")
@@ -103,22 +100,16 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
         return to_hf(array, module, tensors[name])
 
     amax = _measure(stored, config, decoder, found, batches, say) if batches else {}
-    return Source(shape, read, vocabulary_of(tokenizer, config, shape.vocab_size), amax)
+    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), amax)
 
 
 def _measure(
     stored: Parameters, config: TrainConfig, decoder: Any, found: Mapping[str, Place], batches: int, say: Any
 ) -> dict[str, float]:
     """Measure the largest magnitude of the input of each linear layer on held-out text, the parameters in float."""
-    plain = {
-        "quantization": "fp8",
-        "quant_backend": "native",
-        "rules": (),
-        "framework": "linen",
-        "remat_policy": "none",
-    }
-    fields = {field.name for field in dataclasses.fields(config) if field.init}
-    calibrated = build(TrainConfig, {**_without_quantization(config, fields), **plain})
+    plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
+    fields = to_mapping(config) | plain | {"framework": "linen", "remat_policy": "none"}
+    calibrated: TrainConfig = build(TrainConfig, fields)
     state = leaves_by_path(calibrate_run(stored, calibrated, decoder, batches, say))
     amax = {}
     for module, place in found.items():
@@ -130,17 +121,12 @@ def _measure(
     return amax
 
 
-def _without_quantization(config: TrainConfig, fields: set[str]) -> dict[str, Any]:
-    of_quantization = {field.name for field in dataclasses.fields(QuantConfig)}
-    return {name: value for name, value in to_mapping(config).items() if name in fields - of_quantization}
-
-
 def _of_converted(folder: Path) -> Source:
     found = serving.load(folder)
     check_files(folder, found.extra["train"], found.extra.get("files", {}))
     config: TrainConfig = build(TrainConfig, found.extra["train"])
-    tokenizer = open_tokenizer(config.tokenizer_path)
-    shape = llama_shape(model_config(config, tokenizer.vocab_size), config.sequence_length)
+    tokenizer, decoder, _ = decoder_of(config)
+    shape = llama_shape(decoder, config.sequence_length)
     where, tensors = places(config, shape), shape.tensors()
     leaves = leaves_by_path(found.params, is_leaf=lambda node: isinstance(node, QTensor))
     leaves = {path: leaf for path, leaf in leaves.items() if not path.endswith("/input_scale")}
@@ -163,26 +149,12 @@ def _of_converted(folder: Path) -> Source:
         leaf = at(module)
         return packed_to_hf(leaf, tensors[f"{module}.weight"]) if isinstance(leaf, QTensor) and leaf.codec else None
 
-    return Source(shape, read, vocabulary_of(tokenizer, config, shape.vocab_size), {}, packed)
+    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), {}, packed)
 
 
-@functools.singledispatch
-def vocabulary_of(tokenizer: Tokenizer, config: TrainConfig, size: int) -> Vocabulary:
-    """Return a tokenizer on its way into files.
-
-    Args:
-      tokenizer: that the run was trained with.
-      config: of the run.
-      size: rows of the embedding.
-
-    Raises:
-      ValueError: bytes that do not fit.
-    """
+def _vocabulary(tokenizer: Tokenizer, config: TrainConfig, size: int) -> Vocabulary:
+    """Return a tokenizer on its way into files, for an embedding of ``size`` rows."""
+    if not config.tokenizer_path:
+        return byte_vocabulary(size)
     data = json.loads(Path(config.tokenizer_path).read_bytes())
-    bos, eos = getattr(tokenizer, "bos", None), tokenizer.eos
-    return of_tokenizer_json(data, bos, eos, tokenizer.pad)
-
-
-@vocabulary_of.register
-def _(tokenizer: ByteTokenizer, config: TrainConfig, size: int) -> Vocabulary:
-    return byte_vocabulary(size)
+    return of_tokenizer_json(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)

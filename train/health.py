@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,13 +21,11 @@ from jaxquant.audit.health import HealthMonitor, HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
 from jaxquant.core.quant_state import TENSORS
-from train import sums
 from train.config import TrainConfig
-from train.metrics import Metrics, truncate_metrics
+from train.metrics import Metrics
 from train.sharding import BATCH
 from train.step import Batch, Program, TrainState, example_inputs
 
-FILE = "health.jsonl"
 SHARE = 8
 """One in so many sequences of a batch is measured, where ``health_sequences`` does not say."""
 
@@ -129,37 +126,23 @@ class HealthLog:
 
     Args:
       health: the pass.
-      run_dir: where ``health.jsonl`` goes on; lines after ``first_step`` are dropped.
-      metrics: takes the worst values and the lines.
-      first_step: from which the run goes on.
+      metrics: takes the rows, the worst values and the lines.
     """
 
-    def __init__(self, health: Health, run_dir: Path, metrics: Metrics, first_step: int):
+    def __init__(self, health: Health, metrics: Metrics):
         self._health, self._metrics = health, metrics
-        self._path = run_dir / FILE
-        self._is_writer = jax.process_index() == 0
-        if self._is_writer:
-            truncate_metrics(self._path, first_step, metrics.say)
         self._told: set[tuple[int, str]] = set()
 
     def write(self, step: int, values: dict[str, jax.Array]) -> None:
-        """Write a pass, which waits for it.
-
-        Args:
-          step: that it was made at.
-          values: what ``Health.measure`` returned.
-        """
+        """Write what ``Health.measure`` returned of a step, which waits for it."""
         table = {name: np.asarray(value) for name, value in values.items()}
-        if self._is_writer:
-            with self._path.open("a") as file:
-                file.write(sums.signed(to_json(step, self._health, table)) + "\n")
-        self._metrics.health(step, worst(table))
+        self._metrics.health(to_json(step, self._health, table), worst(table))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
         self._told.update(place for place, _ in found)
         for _, text in found[:_LINES]:
             self._metrics.say(f"health, step {step}: {text}")
         if len(found) > _LINES:
-            self._metrics.say(f"health, step {step}: {len(found) - _LINES} more tensors like these, see {self._path}")
+            self._metrics.say(f"health, step {step}: {len(found) - _LINES} more tensors like these, see health.jsonl")
 
 
 def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from jaxquant.core.qtensor import INPUT_SCALE, QTensor, dequantize, make_qtensor
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
-from jaxquant.core.typed import to_mapping
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
 from jaxquant.export.layouts import check_finite
 from jaxquant.serving.leaves import unflatten
@@ -31,14 +30,12 @@ from jaxquant.state import merge
 from jaxquant.trace.kernels import LayerKernel
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
-from train.conversion import of_layers, quantization_of
+from train.conversion import of_layers, save_served
 from train.data import make_iterators
 from train.frameworks import make_model
-from train.llama import config_fields, from_hf, places
+from train.llama import config_fields, from_hf, modules_by_path
 from train.model import Decoder
-from train.origin import sums_of_files
-from train.step import build, model_config
-from train.tokenizer import open_tokenizer
+from train.step import build, decoder_of
 
 _SQNR_OF_COPY = float("inf")
 
@@ -92,9 +89,7 @@ def import_to_run(
     checkpoint: str | Path,
     run_dir: str | Path,
     changes: Mapping[str, Any] | None = None,
-    *,
-    say: Callable[[str], None] = print,
-    progress: Callable[[Row], None] | None = None,
+    progress: Callable[[Row], object] = lambda row: None,
 ) -> Imported:
     """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
 
@@ -104,27 +99,29 @@ def import_to_run(
       checkpoint: GGUF file, or Hugging Face folder.
       run_dir: folder of the run; it must not exist.
       changes: fields of ``TrainConfig``: data, optimizer, and the quantization to train with.
-      say: told how far it is.
       progress: called with each tensor.
 
     Raises:
       FileNotFoundError, FileExistsError: no such checkpoint, or the run is there.
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
-    checkpoint, run_dir = Path(checkpoint), Path(run_dir)
+    checkpoint, run_dir, changes = Path(checkpoint), Path(run_dir), dict(changes or {})
     if run_dir.exists():
         raise FileExistsError(f"{run_dir} exists; choose another folder or remove it")
     source, _ = open_checkpoint(checkpoint)
     try:
         run_dir.mkdir(parents=True)
-        tokenizer = _copy_tokenizer(checkpoint, run_dir, changes or {})
-        config = imported_config(source.shape, checkpoint, tokenizer, {**(changes or {}), "run_dir": str(run_dir)})
+        tokenizer = None if "tokenizer_path" in changes else _tokenizer_of(checkpoint)
+        if tokenizer is not None:
+            tokenizer = Path(shutil.copyfile(tokenizer, run_dir.absolute() / "tokenizer.json"))
+        config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         rows: list[Row] = []
-        params = float_parameters(source, program.config, program.abstract_state.params, rows.append, progress)
+        note = lambda row: (rows.append(row), progress(row))  # noqa: E731
+        params = float_parameters(source, program.config, program.abstract_state.params, note)
         state = program.init()._replace(params=params)
-        with Checkpoints(run_dir, program.config, say) as checkpoints:
+        with Checkpoints(run_dir, program.config) as checkpoints:
             checkpoints.save(0, state, data.train.get_state())
         write_config(run_dir, program.config)
     except BaseException:
@@ -133,12 +130,13 @@ def import_to_run(
     return Imported(program.config, tuple(rows))
 
 
+def _tokenizer_of(checkpoint: Path) -> Path | None:
+    beside = checkpoint.absolute() / "tokenizer.json"
+    return beside if beside.is_file() else None
+
+
 def float_parameters(
-    source: Source,
-    config: TrainConfig,
-    shapes: Any,
-    note: Callable[[Row], object] = lambda row: None,
-    progress: Callable[[Row], None] | None = None,
+    source: Source, config: TrainConfig, shapes: Any, note: Callable[[Row], object] = lambda row: None
 ) -> dict[str, Any]:
     """Return a model's float32 parameters, each placed as its shape says.
 
@@ -146,23 +144,20 @@ def float_parameters(
       source: the model.
       config: of the decoder.
       shapes: of its parameters.
-      note, progress: called with each tensor.
+      note: called with each tensor.
 
     Raises:
       ValueError: a parameter that the model has nothing for.
     """
     wanted, leaves = leaves_by_path(shapes), {}
-    for path, parts in _by_path(config, source.shape).items():
+    for path, modules in modules_by_path(config, source.shape).items():
         leaf = wanted[path]
         array = np.empty(leaf.shape, np.float32)
-        for module, layer in parts:
-            at = ... if layer is None else layer
+        for index, module in enumerate(modules):
+            at = index if path.startswith("layers/") else ...
             value = source.read(f"{module}.weight")
             array[at] = from_hf(value, module, array[at].shape)
-            row = Row(f"{module}.weight", "float32", value.shape, value.nbytes, _SQNR_OF_COPY)
-            note(row)
-            if progress is not None:
-                progress(row)
+            note(Row(f"{module}.weight", "float32", value.shape, value.nbytes, _SQNR_OF_COPY))
         leaves[path] = jax.device_put(array, leaf.sharding)
     if missing := sorted(wanted.keys() - leaves.keys()):
         raise ValueError(f"the checkpoint has nothing for the parameter {missing[0]}")
@@ -173,9 +168,7 @@ def import_to_serve(
     checkpoint: str | Path,
     out: str | Path,
     changes: Mapping[str, Any] | None = None,
-    *,
-    say: Callable[[str], None] = print,
-    progress: Callable[[Row], None] | None = None,
+    progress: Callable[[Row], object] = lambda row: None,
 ) -> Imported:
     """Write a converted checkpoint that serves, of a checkpoint of others.
 
@@ -185,7 +178,7 @@ def import_to_serve(
     converted from the decoded float.
 
     Args:
-      checkpoint, say, progress: as for ``import_to_run``.
+      checkpoint, progress: as for ``import_to_run``.
       out: folder to write; it must not exist.
       changes: fields of ``TrainConfig``, such as ``quantization`` and ``dtype``.
 
@@ -199,33 +192,34 @@ def import_to_serve(
     source, folder = open_checkpoint(checkpoint)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
-    beside = checkpoint / "tokenizer.json" if checkpoint.is_dir() else None
-    tokenizer_path = beside.absolute() if beside is not None and beside.is_file() else None
-    config = imported_config(source.shape, checkpoint, tokenizer_path, {**changes, "remat_policy": "none"})
-    tokenizer = open_tokenizer(config.tokenizer_path)
-    decoder = model_config(config, tokenizer.vocab_size)
-    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    changes |= {"remat_policy": "none"}
+    config = imported_config(source.shape, checkpoint, _tokenizer_of(checkpoint), changes)
+    _, decoder, tokens = decoder_of(config)
     layers = of_layers(config)
     linen = make_model(dataclasses.replace(layers, framework="linen", checkpoint_is_quantized=False), decoder, tokens)
     shapes = jax.eval_shape(lambda: merge(*linen.init(jax.random.key(0))))
     sites = serving.find_kernels(Decoder(decoder), layers, shapes, tokens)
-    by_path, rows, tree = _by_path(config, source.shape), [], {}
+    by_path, rows, tree = modules_by_path(config, source.shape), [], {}
     for path, leaf in leaves_by_path(shapes["params"]).items():
         layer = sites.get(path.removesuffix("/kernel")) if path.endswith("/kernel") else None
-        parts, is_stacked = [], by_path[path][0][1] is not None
-        for module, _ in by_path[path]:
-            part, scale, row = _served(source, folder, module, layer, leaf.shape, is_stacked, decoder.dtype)
-            parts.append((part, scale))
-            rows.append(row)
-            if progress is not None:
-                progress(row)
-        places = (path, f"{path.rpartition('/')[0]}/{INPUT_SCALE}")
-        for place, each in zip(places, zip(*parts, strict=True), strict=True):
+        is_stacked = path.startswith("layers/")
+        parts, scales = [], []
+        for module in by_path[path]:
+            own = leaf.shape[1:] if is_stacked else leaf.shape
+            part, kind, sqnr = _served(source, folder, module, layer, own, decoder.dtype)
+            parts.append(part)
+            scales.append(None if layer is None else _input_scale(source, module, layer))
+            size, nbytes = (
+                source.shape.tensors()[f"{module}.weight"],
+                sum(each.nbytes for each in jax.tree.leaves(part)),
+            )
+            rows.append(Row(f"{module}.weight", kind, size, nbytes, sqnr))
+            progress(rows[-1])
+        for place, each in ((path, parts), (f"{path.rpartition('/')[0]}/{INPUT_SCALE}", scales)):
             if each[0] is not None:
-                tree[place] = _stack(list(each)) if is_stacked else each[0]
+                tree[place] = _stack(each) if is_stacked else each[0]
     served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    extra = {"train": to_mapping(served), "step": 0, "files": sums_of_files(served)}
-    serving.save(out, unflatten(tree), quantization_of(served), extra=extra)
+    save_served(out, unflatten(tree), served, step=0)
     return Imported(served, tuple(rows))
 
 
@@ -272,33 +266,20 @@ def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
 
 
 def _served(
-    source: Source,
-    folder: HfFolder | None,
-    module: str,
-    layer: LayerKernel | None,
-    shape: tuple[int, ...],
-    is_stacked: bool,
-    dtype: str,
-) -> tuple[Any, np.ndarray | None, Row]:
-    """Return a parameter of one layer as it is served, in host memory, and the static scale of the layer's input."""
-    size = source.shape.tensors()[f"{module}.weight"]
-    own = shape[1:] if is_stacked else shape
+    source: Source, folder: HfFolder | None, module: str, layer: LayerKernel | None, shape: tuple[int, ...], dtype: str
+) -> tuple[Any, str, float]:
+    """Return a parameter of one layer as it is served, in host memory, what it is in, and its SQNR."""
     if layer is None:
-        array = from_hf(source.read(f"{module}.weight"), module, own)
+        array = from_hf(source.read(f"{module}.weight"), module, shape)
         kind = "float32" if array.ndim == 1 or dtype == "float32" else dtype
-        array = array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32)
-        return array, None, Row(f"{module}.weight", kind, size, array.nbytes, _SQNR_OF_COPY)
+        return array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32), kind, _SQNR_OF_COPY
     spec = layer.recipe.resolve("fwd", "rhs")
     assert spec is not None
-    scale = _input_scale(source, module, layer)
-    kept = _kept(source, folder, module, spec, own, layer.axes)
+    kept = _kept(source, folder, module, spec, shape, layer.axes)
     if kept is not None:
-        nbytes = sum(part.nbytes for part in kept.parts.values())
-        return kept, scale, Row(f"{module}.weight", f"{spec.codec or spec.dtype}, kept", size, nbytes, _SQNR_OF_COPY)
-    array = from_hf(source.read(f"{module}.weight"), module, own)
-    tensor = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0])
-    nbytes = sum(part.nbytes for part in tensor.parts.values())
-    return tensor, scale, Row(f"{module}.weight", layer.recipe.name, size, nbytes, float("nan"))
+        return kept, f"{spec.codec or spec.dtype}, kept", _SQNR_OF_COPY
+    array = from_hf(source.read(f"{module}.weight"), module, shape)
+    return jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name, float("nan")
 
 
 def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:
@@ -369,25 +350,7 @@ def _check_same(tensor: QTensor, expected: np.ndarray, module: str, shape: tuple
 
 def _stack(parts: list[Any]) -> Any:
     """Stack the layers of a parameter; a quantized one knows of the axis."""
-    if not isinstance(parts[0], QTensor):
-        return np.stack(parts)
     whole = jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
-    block = None if whole.block is None else (0, *whole.block)
-    return QTensor.of_parts(whole.parts, block, whole.codec)
-
-
-def _by_path(config: TrainConfig, shape: LlamaShape) -> dict[str, list[tuple[str, int | None]]]:
-    """Return the modules that make up each parameter, with their layer."""
-    found: dict[str, list[tuple[str, int | None]]] = {}
-    for module, place in places(config, shape).items():
-        found.setdefault(place.path, []).append((module, place.layer))
-    return found
-
-
-def _copy_tokenizer(checkpoint: Path, run_dir: Path, changes: Mapping[str, Any]) -> Path | None:
-    beside = checkpoint / "tokenizer.json" if checkpoint.is_dir() else None
-    if beside is None or not beside.is_file() or "tokenizer_path" in changes:
-        return None
-    target = run_dir.absolute() / "tokenizer.json"
-    shutil.copyfile(beside, target)
-    return target
+    if not isinstance(whole, QTensor):
+        return whole
+    return QTensor.of_parts(whole.parts, None if whole.block is None else (0, *whole.block), whole.codec)

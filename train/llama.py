@@ -35,6 +35,14 @@ _WHOLE = {
 }
 
 
+_FIELDS = {
+    **{"vocab_size": "vocab_size", "emb_dim": "hidden", "mlp_dim": "intermediate", "num_layers": "layers"},
+    **{"num_query_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "rope_theta": "rope_theta"},
+    **{"norm_epsilon": "norm_epsilon", "logits_via_embedding": "tied"},
+}
+"""Fields of the decoder's shape and those of a Llama that they are."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a tensor lies in the parameters: the path of its array, and its layer where layers are stacked."""
@@ -45,35 +53,12 @@ class Place:
 
 def llama_shape(shape: DecoderConfig, max_length: int) -> LlamaShape:
     """Return the shape of the Llama that a decoder is."""
-    return LlamaShape(
-        shape.vocab_size,
-        shape.emb_dim,
-        shape.mlp_dim,
-        shape.num_layers,
-        shape.num_query_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.rope_theta,
-        shape.norm_epsilon,
-        shape.logits_via_embedding,
-        max_length,
-    )
+    return LlamaShape(**{theirs: getattr(shape, ours) for ours, theirs in _FIELDS.items()}, max_length=max_length)
 
 
 def config_fields(shape: LlamaShape) -> dict[str, Any]:
     """Return the fields of ``TrainConfig`` that make a decoder of a Llama's shape."""
-    return {
-        "vocab_size": shape.vocab_size,
-        "emb_dim": shape.hidden,
-        "mlp_dim": shape.intermediate,
-        "num_layers": shape.layers,
-        "num_query_heads": shape.heads,
-        "num_kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rope_theta": shape.rope_theta,
-        "norm_epsilon": shape.norm_epsilon,
-        "logits_via_embedding": shape.tied,
-    }
+    return {ours: getattr(shape, theirs) for ours, theirs in _FIELDS.items()}
 
 
 def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
@@ -83,6 +68,14 @@ def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
         for path, name in _LAYER.items():
             place = Place(f"layers/{path}", index) if config.scan_layers else Place(f"layers_{index}/{path}")
             found[f"model.layers.{index}.{name}"] = place
+    return found
+
+
+def modules_by_path(config: TrainConfig, shape: LlamaShape) -> dict[str, list[str]]:
+    """Return the modules of a Llama that make up each parameter, layer by layer where layers are stacked."""
+    found: dict[str, list[str]] = {}
+    for module, place in places(config, shape).items():
+        found.setdefault(place.path, []).append(module)
     return found
 
 

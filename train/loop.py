@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -20,16 +20,15 @@ import numpy as np
 from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import of_trace
 from jaxquant.core.trees import tree_bytes
-from jaxquant.ops.implementation import choices_made
+from jaxquant.ops.implementation import Choice, choices_made
 from train import processes, sums
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
 from train.config import TrainConfig
 from train.data import BadPosition, Data, make_iterators
-from train.diagnose import explain_non_finite
-from train.finite import FiniteCheck
+from train.diagnose import FiniteCheck, explain_non_finite
 from train.health import Health, HealthLog, build_health
 from train.lock import Busy, RunLock
-from train.metrics import Metrics, note_changes
+from train.metrics import Metrics
 from train.sharding import BATCH
 from train.step import (
     Batch,
@@ -41,6 +40,10 @@ from train.step import (
 )
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "aqtp", "numpy")
+
+
+Changes = dict[str, tuple[Any, Any]]
+"""Field -> its value before and now, of those in which a run goes on otherwise."""
 
 
 class Diverged(RuntimeError):
@@ -107,11 +110,9 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         program = build(config, data.vocab_size)
         config = program.config
         check_config(run_dir, config)
-        reports = program.model.layers
-        coverage = of_trace(check_step(program, next(data.held_out())), layers=reports)
+        coverage = of_trace(check_step(program, next(data.held_out())), layers=program.model.layers)
         if config.strict:
             coverage.check()
-        layers = [dataclasses.asdict(report) for report in reports]
         health = build_health(program) if config.health_every else None
         processes.wait_for_all("configuration read")
         if processes.is_main():
@@ -120,48 +121,25 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         changes = check_config(run_dir, config)  # once more: nobody else writes from here on
         say(coverage.text())
         say(f"data: {data.description}")
-        check = FiniteCheck(program)
         checkpoints = stack.enter_context(Checkpoints(run_dir, config, say))
-        restored = checkpoints.restore(program.abstract_state, say, lambda *found: _unusable(data, check, *found))
-        state = restored[0] if restored else _initial(program)
-        if restored:
-            say(f"resumed {run_dir} at step {int(state.step)}")
-        elif (found := check(state)) is not None:
-            raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
+        run = _Run(run_dir, program, data, checkpoints, health, FiniteCheck(program))
+        changes = run.start(changes, say)
         if processes.is_main():
-            changes = checkpoints.changes if restored else changes
-            note_changes(run_dir, int(state.step), changes, say)
-            # A checkpoint and config.yml change together, so that they never contradict each other.
-            before = {name: value for name, (value, _) in changes.items()} if restored else {}
-            write_config(run_dir, dataclasses.replace(config, **before))
             (run_dir / "coverage.json").write_text(sums.signed(json.loads(coverage.to_json()), 1) + "\n")
         processes.wait_for_all("configuration written")
-        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        low = [layer for layer in layers if layer["recipe"] is not None]
+        count = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+        low = [layer for layer in program.model.layers if layer.recipe is not None]
         say(
-            f"model: {count:,} parameters, {len(low)} of {len(layers)} linear layers quantized"
+            f"model: {count:,} parameters, {len(low)} of {len(program.model.layers)} linear layers quantized"
             f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
         )
         opened = stack.pop_all()  # they stay open: the training function closes them
 
     def train() -> None:
-        with opened:
-            _train(program, data, state, checkpoints, run_dir, layers, health, check)
+        with opened, _writing(run_dir, checkpoints):
+            run.train(changes)
 
     return train
-
-
-def _initial(program: Program) -> TrainState:
-    try:
-        return processes.in_order(jax.block_until_ready(program.init()))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        size = tree_bytes(program.abstract_state)
-        raise ValueError(
-            f"parameters and optimizer state of {size:,} bytes do not fit into the memory of {_devices()}; "
-            "make the model smaller, or spread it over more devices with mesh_fsdp"
-        ) from None
 
 
 def _own(lock: RunLock, run_dir: Path, say: Callable[[str], None]) -> None:
@@ -176,112 +154,165 @@ def _own(lock: RunLock, run_dir: Path, say: Callable[[str], None]) -> None:
         raise refusal or Busy(f"run {run_dir} is being written by another run; see the first process")
 
 
-def _unusable(data: Data, check: FiniteCheck, state: TrainState, data_state: Any) -> str | None:
-    """Return why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
-    found = check(state)
-    if found is not None:
-        return f"{found} is not finite"
-    try:
-        data.train.set_state(data_state)
-    except BadPosition as error:
-        return str(error)
-    return None
+@dataclasses.dataclass
+class _Run:
+    """A run: what it was built of, and the state that it has reached."""
 
+    run_dir: Path
+    program: Program
+    data: Data
+    checkpoints: Checkpoints
+    health: Health | None
+    check: FiniteCheck
+    state: TrainState = dataclasses.field(init=False)
+    pending: _Pending | None = dataclasses.field(init=False, default=None)
+    agreed: bool = dataclasses.field(init=False, default=False)  # by all processes, to stop
 
-def _train(
-    program: Program,
-    data: Data,
-    state: TrainState,
-    checkpoints: Checkpoints,
-    run_dir: Path,
-    layers: list[dict[str, Any]],
-    health: Health | None,
-    check: FiniteCheck,
-) -> None:
-    config = program.config
-    healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
-    stop_anywhere = processes.Flag(program.mesh)
-    pending: _Pending | None = None
-    agreed = False
-    first = int(state.step)
-    with _writing(run_dir, checkpoints), Metrics(run_dir, config, first) as metrics, StopRequest() as stop:
-        health_log = HealthLog(health, run_dir, metrics, first) if health else None
+    def start(self, changes: Changes, say: Callable[[str], None]) -> Changes:
+        """Go on from the newest checkpoint, or begin, and write config.yml; return the fields that changed."""
+        restored = self.checkpoints.restore(self.program.abstract_state, say, self._unusable)
+        self.state = restored[0] if restored else _initial(self.program)
+        if restored:
+            say(f"resumed {self.run_dir} at step {int(self.state.step)}")
+            changes = self.checkpoints.changes
+        elif (found := self.check(self.state)) is not None:
+            raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
+        if processes.is_main():
+            # A checkpoint and config.yml change together, so that they never contradict each other.
+            before = {name: value for name, (value, _) in changes.items()} if restored else {}
+            write_config(self.run_dir, dataclasses.replace(self.program.config, **before))
+        return changes
 
-        def settle() -> None:
-            """Read the pending step's metrics, which waits for it."""
-            nonlocal pending, agreed
-            if pending is None:
+    def _unusable(self, state: TrainState, data_state: Any) -> str | None:
+        """Return why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
+        if (found := self.check(state)) is not None:
+            return f"{found} is not finite"
+        try:
+            self.data.train.set_state(data_state)
+        except BadPosition as error:
+            return str(error)
+        return None
+
+    def train(self, changes: Changes) -> None:
+        """Train to the last step, or until somebody asks to stop."""
+        config, first = self.program.config, int(self.state.step)
+        with Metrics(self.run_dir, config, first) as metrics, StopRequest() as stop:
+            metrics.changed(first, changes)
+            held_out = self._steps(metrics, stop, first)
+            self.checkpoints.wait()
+            if held_out is None:
+                by = self._reason(metrics, stop) or "a signal to another process"
+                step = int(self.state.step)
+                metrics.say(f"stopped by {by} after step {step}, saved; the same command goes on from there")
                 return
-            if health_log and pending.health:
-                health_log.write(pending.step, pending.health)
-            values = {name: float(value) for name, value in pending.metrics.items()}
-            if not values["healthy"]:
-                _diverged(program, state, pending, values, checkpoints, check)
-            metrics.step(pending.step, values)
-            agreed = agreed or bool(pending.stop)
-            pending = None
+            _check_held_out(held_out, config.steps, self.checkpoints)
+            summary = _summary(self.program, self.data, self.state) | metrics.timing() | {"held_out_loss": held_out}
+            if processes.is_main():
+                (self.run_dir / "summary.json").write_text(sums.signed(summary, 1) + "\n")
+            metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {self.run_dir}")
 
-        def reason() -> str | None:
-            """Why this process asks to stop."""
-            return stop.signal or ("a closed output" if metrics.is_unheard else None)
-
-        def stopping() -> bool:
-            """Whether to stop. Several processes stop together, where the answer of an earlier step is known to all."""
-            return agreed if jax.process_count() > 1 else reason() is not None
-
-        batch: Batch = {}
+    def _steps(self, metrics: Metrics, stop: StopRequest, first: int) -> float | None:
+        """Make the steps that are left; return the last held-out loss, or None where the run is to stop before."""
+        program, config = self.program, self.program.config
+        healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
+        stop_anywhere = processes.Flag(program.mesh)
+        health_log = HealthLog(self.health, metrics) if self.health else None
         warms = program.mesh.devices.flat[0].platform != "cpu" or config.implementation == "pallas"
-        saved = 0
-        held_out = _held_out(program, data, state) if first >= config.steps else None
+        held_out = _held_out(program, self.data, self.state) if first >= config.steps else None
         for step in range(first + 1, config.steps + 1):
-            before = data.train.get_state()
-            batch = next(data.train)
-            placed = processes.place(program.mesh, BATCH, batch)
+            before = self.data.train.get_state()
+            batch = processes.place(program.mesh, BATCH, next(self.data.train))
             # Before the step, which takes the state for its own.
-            due = _due(step, config.health_every)
-            measured = processes.in_order(health.measure(state, placed)) if health and due else None
-            state, values = processes.in_order(program.step(state, placed, healthy))
+            due = self.health is not None and _due(step, config.health_every)
+            measured = processes.in_order(self.health.measure(self.state, batch)) if self.health and due else None
+            self.state, values = processes.in_order(program.step(self.state, batch, healthy))
             healthy = values["healthy"]
-            asked = stop_anywhere.ask(reason() is not None)
-            settle()
-            pending = _Pending(step, values, placed, before, asked, measured)
+            asked = stop_anywhere.ask(self._reason(metrics, stop) is not None)
+            self._settle(metrics, health_log)
+            self.pending = _Pending(step, values, batch, before, asked, measured)
             if warms and (step == first + 1 or _due(step, config.eval_every)):
                 # From here on no cast waits for its own amax: one more compilation, which a CPU would not earn back,
                 # but without which no cast is a kernel's.
-                state = state._replace(quant_state=quantization_state.warm(state.quant_state))
+                self.state = self.state._replace(quant_state=quantization_state.warm(self.state.quant_state))
             last = step == config.steps
             if config.implementation == "pallas" and (step == first + 2 or (last and step == first + 1)):
-                metrics.say(_implementations())
-            saving = last or _due(step, config.checkpoint_every) or stopping()
+                metrics.say(_implementations(config))
+            # Several processes stop together, where the answer of an earlier step is known to all.
+            stops = self.agreed if jax.process_count() > 1 else self._reason(metrics, stop) is not None
+            saving = last or stops or _due(step, config.checkpoint_every)
             if saving:
-                settle()
-                found, seconds = check.timed(state)
+                self._settle(metrics, health_log)
+                found, seconds = self.check.timed(self.state)
                 if found is not None:
-                    raise Diverged(f"after step {step} {found} is not finite; {_kept(checkpoints)}")
+                    raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
                 metrics.finite_check(step, seconds)
             if last or _due(step, config.eval_every):
-                settle()
-                held_out = _held_out(program, data, state)
+                self._settle(metrics, health_log)
+                held_out = _held_out(program, self.data, self.state)
                 metrics.held_out(step, held_out)
                 metrics.pause()
             if last:
-                _check_held_out(held_out, step, checkpoints)
+                _check_held_out(held_out, step, self.checkpoints)
             if saving:
-                checkpoints.save(step, state, data.train.get_state())
-                saved = step
+                self.checkpoints.save(step, self.state, self.data.train.get_state())
                 metrics.pause()
-            if saved == step and stopping() and not last:
-                checkpoints.wait()
-                by = reason() or "a signal to another process"
-                metrics.say(f"stopped by {by} after step {step}, saved; the same command goes on from there")
-                return
-        checkpoints.wait()
-        _check_held_out(held_out, config.steps, checkpoints)
-        batch = batch or next(data.train)
-        summary = _summary(program, data, state, batch, layers) | metrics.timing() | {"held_out_loss": held_out}
-        if processes.is_main():
-            (run_dir / "summary.json").write_text(sums.signed(summary, 1) + "\n")
-        metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {run_dir}")
+            if stops and not last:
+                return None
+        return held_out
+
+    @staticmethod
+    def _reason(metrics: Metrics, stop: StopRequest) -> str | None:
+        """Return why this process asks to stop."""
+        return stop.signal or ("a closed output" if metrics.is_unheard else None)
+
+    def _settle(self, metrics: Metrics, health_log: HealthLog | None) -> None:
+        """Read the pending step's metrics, which waits for it."""
+        pending = self.pending
+        if pending is None:
+            return
+        if health_log and pending.health:
+            health_log.write(pending.step, pending.health)
+        values = {name: float(value) for name, value in pending.metrics.items()}
+        if not values["healthy"]:
+            self._diverged(pending, values)
+        metrics.step(pending.step, values)
+        self.agreed = self.agreed or bool(pending.stop)
+        self.pending = None
+
+    def _diverged(self, failed: _Pending, values: dict[str, float]) -> NoReturn:
+        """Save the last good state, where there is one, and raise with what went first.
+
+        A step whose loss or gradient norm is not finite leaves the state that it started from. One that overflows in
+        the update itself has overwritten it.
+        """
+        what = next((name for name in ("loss", "grad_norm") if not math.isfinite(values[name])), None)
+        broken = self.check(self.state)
+        if what is None or broken is not None:
+            where = f"{broken} is not finite" if broken else "a sum in it overflows"
+            raise Diverged(
+                f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}; "
+                f"{_kept(self.checkpoints)}"
+            )
+        good = int(self.state.step)
+        self.checkpoints.save(good, self.state, failed.data_state)
+        self.checkpoints.wait()
+        key = jax.random.fold_in(jax.random.key(self.program.config.seed), good)
+        where = explain_non_finite(self.program, self.state, failed.batch, key)
+        name = "loss" if what == "loss" else "gradient norm"
+        raise Diverged(f"step {failed.step}: {name} is {values[what]}; {where}; {_kept(self.checkpoints)}")
+
+
+def _initial(program: Program) -> TrainState:
+    try:
+        return processes.in_order(jax.block_until_ready(program.init()))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        size = tree_bytes(program.abstract_state)
+        raise ValueError(
+            f"parameters and optimizer state of {size:,} bytes do not fit into the memory of {_devices()}; "
+            "make the model smaller, or spread it over more devices with mesh_fsdp"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -323,38 +354,7 @@ def _held_out(program: Program, data: Data, state: TrainState) -> float:
     return float(sum(total for total, _ in parts)) / float(sum(count for _, count in parts))
 
 
-def _diverged(
-    program: Program,
-    state: TrainState,
-    failed: _Pending,
-    values: dict[str, float],
-    checkpoints: Checkpoints,
-    check: FiniteCheck,
-) -> None:
-    """Save the last good state, where there is one, and raise with what went first.
-
-    A step whose loss or gradient norm is not finite leaves the state that it started from. One that overflows in the
-    update itself has overwritten it.
-    """
-    what = next((name for name in ("loss", "grad_norm") if not math.isfinite(values[name])), None)
-    broken = check(state)
-    if what is None or broken is not None:
-        where = f"{broken} is not finite" if broken else "a sum in it overflows"
-        raise Diverged(
-            f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}; {_kept(checkpoints)}"
-        )
-    good = int(state.step)
-    checkpoints.save(good, state, failed.data_state)
-    checkpoints.wait()
-    key = jax.random.fold_in(jax.random.key(program.config.seed), good)
-    where = explain_non_finite(program, state, failed.batch, key)
-    name = "loss" if what == "loss" else "gradient norm"
-    raise Diverged(f"step {failed.step}: {name} is {values[what]}; {where}; {_kept(checkpoints)}")
-
-
-def _summary(
-    program: Program, data: Data, state: TrainState, batch: Batch, layers: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
     config = program.config
     return {
         "steps": config.steps,
@@ -362,12 +362,11 @@ def _summary(
         "backend": config.resolved_backend or "",
         "parameter_bytes": tree_bytes(state.params),
         "quant_state_bytes": tree_bytes(state.quant_state),
-        "saved_activation_bytes": saved_activation_bytes(program, {k: np.asarray(v) for k, v in batch.items()}),
-        "layers": layers,
+        "saved_activation_bytes": saved_activation_bytes(program, next(data.held_out())),
+        "layers": [dataclasses.asdict(layer) for layer in program.model.layers],
         "implementations": [
             {"piece": piece, "implementation": choice.name, "reason": choice.reason}
-            for piece, choice in (choices_made() if config.implementation == "pallas" else ())
-            if choice.asks_for_pallas
+            for piece, choice in _choices(config)
         ],
         "data": data.description,
         "versions": {"python": platform.python_version()} | versions(),
@@ -375,9 +374,15 @@ def _summary(
     }
 
 
-def _implementations() -> str:
+def _choices(config: TrainConfig) -> list[tuple[str, Choice]]:
+    """Return what computes casts and matmuls where kernels were asked for."""
+    made = choices_made() if config.implementation == "pallas" else []
+    return [(piece, choice) for piece, choice in made if choice.asks_for_pallas]
+
+
+def _implementations(config: TrainConfig) -> str:
     """Describe what computes casts and matmuls where kernels were asked for, and where XLA does instead, why."""
-    made = [(piece, choice) for piece, choice in choices_made() if choice.asks_for_pallas]
+    made = _choices(config)
     reasons = sorted({f"{piece}: xla, {choice.reason}" for piece, choice in made if choice.name == "xla"})
     kernels = sorted({piece for piece, choice in made if choice.name == "pallas"})
     return "; ".join([f"kernels (pallas): {', '.join(kernels) or 'none'}", *reasons])

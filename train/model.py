@@ -100,24 +100,6 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
 
-def cached_mask(
-    tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None, cache: KVCache
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return the mask [batch, 1, query, place] of tokens that look at a cache, their positions, and what is no padding.
-
-    Place t of a cache holds the token at position t, and a query looks at its own place and those before it. What an
-    earlier text or padding may have left lies behind.
-
-    Raises:
-      ValueError: no positions, which a cache does not know.
-    """
-    if positions is None:
-        raise ValueError("positions of tokens that go into a KV cache must be given; [batch, tokens], from 0")
-    places = jnp.arange(cache.length)
-    mask = positions[:, None, :, None] >= places[None, None, None, :]
-    return mask, positions, None if segment_ids is None else segment_ids != 0
-
-
 class Cached(NamedTuple):
     """A cache on its way through the layers.
 
@@ -171,9 +153,19 @@ def masks(
     positions: jax.Array | None,
     cache: KVCache | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return who may look at whom (``visibility``), positions and, with a cache, which tokens are written to it."""
+    """Return who may look at whom (``visibility``), positions and, with a cache, which tokens are written to it.
+
+    Place t of a cache holds the token at position t, and a query looks at its own place and those before it. What an
+    earlier text or padding may have left lies behind.
+
+    Raises:
+      ValueError: no positions, which a cache does not know.
+    """
     if cache is not None:
-        return cached_mask(tokens, segment_ids, positions, cache)
+        if positions is None:
+            raise ValueError("positions of tokens that go into a KV cache must be given; [batch, tokens], from 0")
+        mask = positions[:, None, :, None] >= jnp.arange(cache.length)[None, None, None, :]
+        return mask, positions, None if segment_ids is None else segment_ids != 0
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return visibility(c.attention, tokens, segment_ids), positions, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -129,10 +130,7 @@ class Decoder(nnx.Module):
         c = self.config
         mask, positions, valid = masks(c, tokens, segment_ids, positions, cache)
         x = constrain(self.token_embedder(tokens), c)
-        if cache is not None:
-            x, cache = self._cached_layers(x, mask, positions, cache, valid)
-        else:
-            x = self._layers(x, mask, positions)
+        x, cache = self._layers(x, mask, positions, cache, valid)
         x = self.decoder_norm(x)
         if targets is not None:
             return self._losses(x, targets)
@@ -156,42 +154,30 @@ class Decoder(nnx.Module):
         items = in_chunks(x, n), in_chunks(targets, n)
         return from_chunks(jax.lax.scan(lambda _, item: (None, step(state, item)), None, items)[1])
 
-    def _layers(self, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+    def _layers(
+        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cache: KVCache | None, valid: jax.Array | None
+    ) -> tuple[jax.Array, KVCache | None]:
         c = self.config
 
-        def apply(graph: Any, x: jax.Array, state: Any) -> jax.Array:
-            return nnx.merge(graph, state)(x, mask, positions)[0]
+        def body(graph: Any, carry: Any, state: Any, index: Any) -> Any:
+            x, cache = carry
+            cached = None if cache is None else Cached(cache, valid, index)
+            x, cached = nnx.merge(graph, state)(x, mask, positions, cached)
+            return x, None if cached is None else cached.cache
 
-        def run(layer: Any, x: jax.Array, scan: bool) -> jax.Array:
+        def run(layer: Any, carry: Any, index: Any, scan: bool) -> Any:
             graph, state = nnx.split(layer)
-            body = lambda x, state: apply(graph, x, state)  # noqa: E731
-            if c.remat_policy != "none":
-                body = jax.checkpoint(body, policy=REMAT_POLICIES[c.remat_policy], prevent_cse=not scan)
+            step = functools.partial(body, graph)
+            if c.remat_policy != "none" and cache is None:
+                step = jax.checkpoint(step, policy=REMAT_POLICIES[c.remat_policy], prevent_cse=not scan)
             if not scan:
-                return body(x, state)
-            return jax.lax.scan(lambda x, state: (body(x, state), None), x, state)[0]
-
-        if c.scan_layers:
-            return run(self.layers, x, scan=True)
-        for index in range(c.num_layers):
-            x = run(getattr(self, f"layers_{index}"), x, scan=False)
-        return x
-
-    def _cached_layers(
-        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cache: KVCache, valid: jax.Array | None
-    ) -> tuple[jax.Array, KVCache]:
-        c = self.config
-
-        def run(layer: Any, carry: tuple[jax.Array, KVCache], index: Any) -> tuple[jax.Array, KVCache]:
-            x, cached = layer(carry[0], mask, positions, Cached(carry[1], valid, index))
-            return x, cached.cache
-
-        carry = x, cache
-        if c.scan_layers:
-            graph, states = nnx.split(self.layers)
+                return step(carry, state, index)
             # The cache is carried, and not scanned over: a layer then writes its few tokens in place.
-            body = lambda carry, item: (run(nnx.merge(graph, item[0]), carry, item[1]), None)  # noqa: E731
-            return jax.lax.scan(body, carry, (states, jnp.arange(c.num_layers)))[0]
+            return jax.lax.scan(lambda carry, item: (step(carry, *item), None), carry, (state, index))[0]
+
+        if c.scan_layers:
+            return run(self.layers, (x, cache), jnp.arange(c.num_layers), scan=True)
+        carry = x, cache
         for index in range(c.num_layers):
-            carry = run(getattr(self, f"layers_{index}"), carry, index)
+            carry = run(getattr(self, f"layers_{index}"), carry, index, scan=False)
         return carry

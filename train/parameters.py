@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -15,7 +16,7 @@ from etils import epath
 
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
-from train.checkpoint import first_line
+from jaxquant.serving.placement import first_line
 from train.config import TrainConfig
 from train.origin import config_of
 from train.sums import check_sums
@@ -25,94 +26,34 @@ KINDS = ("params", "quant_state")
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One stored array, not read yet.
-
-    Attributes:
-      path: "params/…" or "quant_state/…", the keys joined by "/".
-      shape, dtype: of the array; the dtype by name.
-      chunk_shape: what is read at least, whatever is asked for.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-    _store: ts.TensorStore = dataclasses.field(repr=False, compare=False)
-    _folder: Path = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self._store.dtype.numpy_dtype).itemsize
-
-    def read(self, *index: int | slice) -> np.ndarray:
-        """Read the array, or the part of it that an index of its leading axes names: ``read(3)``, ``read(slice(4))``.
-
-        Raises:
-          IndexError: more axes than there are, or an index out of range.
-          ValueError: a slice with a step, or files that cannot be read.
-        """
-        if len(index) > self.ndim:
-            raise IndexError(f"{self.path} has shape {self.shape}, and an index of {len(index)} axes was given")
-        spans = tuple(self._span(axis, part) for axis, part in enumerate(index))
-        try:
-            return np.asarray(self._store[spans].read().result() if spans else self._store.read().result())
-        except (ValueError, OSError) as error:
-            raise ValueError(
-                f"{self.path} in {self._folder} cannot be read ({first_line(error)}); use another step of the run"
-            ) from error
-
-    def _span(self, axis: int, part: int | slice) -> int | slice:
-        size = self.shape[axis]
-        if isinstance(part, slice):
-            start, stop, step = part.indices(size)
-            if step != 1:
-                raise ValueError(f"{self.path} is read in slices without a step, got a step of {step}")
-            return slice(start, max(start, stop))
-        if not -size <= part < size:
-            raise IndexError(f"{self.path} has {size} along axis {axis}, index {part} is out of range")
-        return part % size
-
-
-@dataclasses.dataclass(frozen=True)
 class Parameters:
     """What a checkpoint of a run holds for the model.
 
     Attributes:
       step: of the checkpoint.
       config: that made it.
-      params, quant_state: the trees of the training state, with a ``Leaf`` for each array.
+      shapes: the trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
+      stores: "params/..." or "quant_state/..." -> the array, not read yet.
     """
 
     step: int
     config: TrainConfig
-    params: dict[str, Any]
-    quant_state: dict[str, Any]
+    shapes: dict[str, Any]
+    stores: dict[str, ts.TensorStore] = dataclasses.field(repr=False)
+    _folder: Path = dataclasses.field(repr=False)
 
-    @property
-    def leaves(self) -> dict[str, Leaf]:
-        """Path -> leaf, of both trees."""
-        return leaves_by_path({kind: getattr(self, kind) for kind in KINDS})
-
-    def read(self, path: str, *index: int | slice) -> np.ndarray:
-        """Read one leaf, or the part of it that an index of its leading axes names.
-
-        Args:
-          path: of the leaf, "params/…" or "quant_state/…".
-          index: as ``Leaf.read`` takes it.
+    def read(self, path: str, *index: int) -> np.ndarray:
+        """Read one array, or the part of it that an index of its leading axes names.
 
         Raises:
-          KeyError: no such leaf.
-          IndexError, ValueError: see ``Leaf.read``.
+          ValueError: files that cannot be read.
         """
-        leaves = self.leaves
-        if path not in leaves:
-            raise KeyError(f"step {self.step} has no leaf {path!r}; it has {', '.join(leaves)}")
-        return leaves[path].read(*index)
+        try:
+            return np.asarray(self.stores[path][index].read().result())
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step of the run"
+            ) from error
 
 
 def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[[str], Any] = print) -> Parameters:
@@ -138,22 +79,21 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
         raise ValueError(
             f"run {run_dir} has no checkpoint; let it save one, or give a folder that `python -m train` wrote"
         )
-    if step is not None:
-        if step not in steps:
-            raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-        trees = _open(folder, step, say)
-        return Parameters(step, config_of(run_dir, step), **trees)
-    for newest in reversed(steps):
+    if step not in (None, *steps):
+        raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    for number in reversed(steps) if step is None else [step]:
         try:
-            trees = _open(folder, newest, say)
+            shapes, stores = _open(folder, number)
         except ValueError as error:
+            if step is not None:
+                raise
             say(f"{error}; trying the one before it")
         else:
-            return Parameters(newest, config_of(run_dir, newest), **trees)
+            return Parameters(number, config_of(run_dir, number), shapes, stores, folder / str(number) / "state")
     raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
 
 
-def _open(folder: Path, step: int, say: Callable[[str], Any]) -> dict[str, Any]:
+def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
     state = folder / str(step) / "state"
     try:
         check_sums(folder / str(step))
@@ -161,12 +101,13 @@ def _open(folder: Path, step: int, say: Callable[[str], Any]) -> dict[str, Any]:
         if not list_arrays(state):
             raise ValueError(f"there are no arrays in {state}")
         tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
-        return map_by_path(lambda path, node: _leaf(state, path, node), {kind: tree[kind] for kind in KINDS})
+        trees = {kind: tree[kind] for kind in KINDS}
+        stores = {path: open_array(state, node.name, chunks_at_once=1) for path, node in leaves_by_path(trees).items()}
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
+    return map_by_path(lambda path, _: _shape(stores[path]), trees), stores
 
 
-def _leaf(state: Path, path: str, metadata: Any) -> Leaf:
-    store = open_array(state, metadata.name, chunks_at_once=1)
-    chunk: Any = store.chunk_layout.read_chunk.shape
-    return Leaf(path, *shape_and_dtype(store), tuple(chunk or ()), store, state)
+def _shape(store: ts.TensorStore) -> jax.ShapeDtypeStruct:
+    shape, dtype = shape_and_dtype(store)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

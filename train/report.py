@@ -1,25 +1,36 @@
-"""The comparison of runs as one HTML page that needs nothing else: numbers, curves, bytes, dtypes of the layers."""
+"""The comparison of runs as one HTML page that needs nothing else: numbers, curves, bytes, dtypes and health."""
 
 from __future__ import annotations
 
 import html
-import json
 import math
-from collections.abc import Callable, Sequence
+import re
+import string
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+import plotly.graph_objects as go
+from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
 
-from jaxquant.core.matmul_dtypes import MatmulDtypes
-from train.health_report import STATISTICS, health_maps
+from jaxquant.core.quant_state import TENSORS
 from train.runs import Run, differing_fields, find_baseline
 
 MATMULS = ("fwd", "dlhs", "drhs")
 BYTES = {
-    "parameter_bytes": "Parameters",
-    "quant_state_bytes": "Quant state",
-    "saved_activation_bytes": "Saved for backward, one micro-batch",
+    "parameter_bytes": "Parameters, as trained, quant state apart",
+    "quant_state_bytes": "Quant state: scales, amax histories, masks",
+    "saved_activation_bytes": "Activations kept for the backward pass of one micro-batch",
+}
+HEALTH = {  # title, what is bad, colours from harmless to bad, whether these are of the logarithm
+    "sqnr": ("SQNR, dB", "under 20 in eight bits, under 10 in four, or falling", "OrRd_r", False),
+    "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True),
+    "flushed": ("Flushed to zero", "growing in output gradients; those are lost", "OrRd", True),
+    "amax": ("Amax", "a row that grows step by step, or jumps; what follows may overflow", "Blues", True),
+    "scale": ("Scale, the largest", "a jump; small elements are flushed then", "Blues", True),
+    "nonfinite": ("Not finite", "any; it began in the layer that has them first", "OrRd", True),
 }
 
 
@@ -41,6 +52,10 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     ]
 
 
+def _or_dash(value: float | None, pattern: str) -> str:
+    return "–" if value is None else pattern.format(value)
+
+
 def notes(runs: Sequence[Run]) -> list[str]:
     """Describe what limits the comparison."""
     found = [f"{run.note}." for run in runs if run.note]
@@ -49,7 +64,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     if fields := differing_fields(runs):
         found.append(f"The runs differ in more than quantization: {', '.join(fields)}.")
     if unfinished := [run.name for run in runs if not run.is_finished]:
-        found.append(f"Not finished: {', '.join(unfinished)}; bytes and layers are known at the end of a run.")
+        found.append(f"Not finished: {', '.join(unfinished)}; bytes are known at the end of a run.")
     return found
 
 
@@ -60,207 +75,169 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
       runs: in the order of the table's rows.
       title: of the page.
     """
-    fill = {
-        "TITLE": html.escape(title),
-        "SUBTITLE": html.escape(_subtitle(runs)),
-        "NOTES": "".join(f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)),
-        "SUMMARY": _summary_table(runs),
-        "LAYERS": _layer_table([run for run in runs if run.summary.get("layers")]),
-        "COVERAGE": _coverage_table([run for run in runs if run.coverage]),
-        "HEALTH": _health_sections(),
-        "CHARTS": _script_data(charts(runs)),
-        "HEALTH_MAPS": _script_data({"runs": health_maps(runs), "statistics": STATISTICS}),
-        "PLOTLY": get_plotlyjs().replace("</script", "<\\/script"),
-    }
-    page = resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8")
-    head, *parts = page.split("<!--")
-    # One pass over the template: what is filled in (plotly's source, a path) may itself look like a placeholder.
-    return head + "".join(fill[name] + rest for name, rest in (part.split("-->", 1) for part in parts))
-
-
-def _script_data(data: Any) -> str:
-    return json.dumps(data).replace("<", "\\u003c")
-
-
-def _health_sections() -> str:
-    return "".join(
-        f"<section class='half health'><h2>{about['title']}</h2><p class=about>{about['about']}</p>"
-        f"<div class=map data-statistic={name}></div></section>"
-        for name, about in STATISTICS.items()
-    )
-
-
-def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return every chart as plain data: where it goes, titles and traces; the page adds light and dark colours."""
-    baseline = find_baseline(runs)
-    quantized = [run for run in runs if run is not baseline]
-    colour = {run.name: index for index, run in enumerate(quantized)}
-
-    def style(run: Run) -> dict[str, Any]:
-        return {
-            "name": html.escape(run.name),
-            "run": -1 if run is baseline else colour[run.name],
-            "legendgroup": run.name,
-        }
-
-    def line(run: Run, points: dict[int, float], **more: Any) -> dict[str, Any]:
-        steps = sorted(points)
-        values = [points[step] if math.isfinite(points[step]) else None for step in steps]
-        return {"type": "scatter", "x": steps, "y": values, **style(run), **more}
-
-    def curves(at: str, traces: list[dict[str, Any]], y: dict[str, Any]) -> dict[str, Any]:
-        return {"at": at, "traces": traces, "x": {"title": "step"}, "y": y, "legend": True}
-
-    def bars(at: str, values: list[float | None], text: list[str], unit: str) -> dict[str, Any]:
-        traces = [
-            {"type": "bar", "orientation": "h", "x": [v], "y": [html.escape(run.name)], "text": [t], **style(run)}
-            for run, v, t in zip(runs, values, text, strict=True)
-            if v is not None
-        ]
-        return {"at": at, "traces": traces, "x": {"title": unit}, "y": {}}
-
-    loss = {"title": "loss (nats per token)"}
-    found = [
-        curves("train-loss", [line(run, run.smoothed(), mode="lines") for run in runs], loss),
-        curves("held-out-loss", [line(run, run.held_out, mode="lines+markers") for run in runs], loss),
+    rows = comparison_rows(runs)
+    sections = [
+        *(f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)),
+        _section("Summary", _table([list(rows[0]), *([*row.values()] for row in rows)])),
+        *(_section(about, _html(figure)) for about, figure in charts(runs).items()),
+        *(_section(about, _html(figure)) for run in runs for about, figure in health_maps(run).items()),
+        _section(
+            "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
+            "layers of a scan and recomputation",
+            _coverage_table([run for run in runs if run.coverage]),
+        ),
     ]
+    page = string.Template(resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8"))
+    words = {"title": html.escape(title), "subtitle": html.escape(_subtitle(runs))}
+    return page.substitute(words, plotly=get_plotlyjs(), sections="".join(sections))
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    summaries = [run.summary for run in runs if run.is_finished]
+    words = {f"{word}" for each in summaries for word in (each.get("devices"), each.get("data")) if word}
+    versions = {f"jax {each['versions']['jax']}" for each in summaries if "versions" in each}
+    return " · ".join([f"{len(runs)} runs", *sorted(versions), *sorted(words)])
+
+
+def _section(about: str, body: str) -> str:
+    title, _, more = about.partition(": ")
+    return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(more)}</p>{body}</section>"
+
+
+def _html(figure: go.Figure) -> str:
+    figure.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+
+
+def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
+    """Return the charts by what they show: losses, gaps, step times and bytes."""
+    baseline = find_baseline(runs)
+    colours = {
+        run.name: "gray" if run is baseline else qualitative.D3[number % len(qualitative.D3)]
+        for number, run in enumerate(runs)
+    }
+
+    def curves(unit: str, points: Sequence[tuple[Run, dict[int, float], dict[str, Any]]]) -> go.Figure:
+        figure = go.Figure(layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified"})
+        for run, values, more in points:
+            y = [value if math.isfinite(value) else None for value in values.values()]
+            name, line = html.escape(run.name), {"color": colours[run.name]}
+            figure.add_scatter(x=[*values], y=y, name=name, legendgroup=name, line=line, **more)
+        return figure
+
+    def bars(unit: str, values: Sequence[float | None]) -> go.Figure:
+        known = [(run, value) for run, value in zip(runs, values, strict=True) if value is not None]
+        figure = go.Figure(layout={"xaxis_title": unit, "yaxis_autorange": "reversed", "height": 90 + 40 * len(known)})
+        names, marks = [html.escape(run.name) for run, _ in known], {"color": [colours[run.name] for run, _ in known]}
+        return figure.add_bar(
+            x=[v for _, v in known], y=names, orientation="h", marker=marks, texttemplate="%{x:,.4~g}"
+        )
+
+    dots, faint = {"mode": "lines+markers"}, {"mode": "lines", "opacity": 0.4, "showlegend": False}
+    loss = "loss (nats per token)"
+    found = {
+        "Training loss: smoothed, each step weighs a tenth": curves(
+            loss, [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
+        ),
+        "Held-out loss: on text that is never trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
+    }
     if baseline is not None and len(runs) > 1:
-        traces = []
-        for run in quantized:
-            smooth = _gaps(run.smoothed(), baseline.smoothed())
-            traces.append(line(run, smooth, mode="lines", opacity=0.5, showlegend=False))
-            traces.append(line(run, _gaps(run.held_out, baseline.held_out), mode="lines+markers"))
-        found.append(curves("gap", traces, {"title": "excess loss (%)", "zero": True, "ticksuffix": " %"}))
-    times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
-    ratios = [_or_dash(run.time_ratio(baseline), " · {:.2f}×").replace("–", "") for run in runs]
-    labels = [f"{time:.0f} ms{ratio}" if time else "" for time, ratio in zip(times, ratios, strict=True)]
-    found.append(bars("step-time", times, labels, "milliseconds"))
-    for key in BYTES:
-        counts: list[float | None] = [run.summary.get(key) for run in runs]
-        unit, size = _unit(max((count for count in counts if count is not None), default=0))
-        values = [count if count is None else count / size for count in counts]
-        text = ["" if value is None else f"{value:,.2f} {unit}" for value in values]
-        found.append(bars(key, values, text, unit))
-    return found
+        others = [run for run in runs if run is not baseline]
+        smooth = [(run, _gaps(run.smoothed(), baseline.smoothed()), faint) for run in others]
+        held_out = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
+        found["Gap to the unquantized run: held-out loss with dots, smoothed training loss faint"] = curves(
+            "excess loss (%)", [*smooth, *held_out]
+        )
+    found["Step time: median of a training step"] = bars(
+        "milliseconds", [run.step_time_s and 1000 * run.step_time_s for run in runs]
+    )
+    sizes = {about: [run.summary.get(key) for run in runs] for key, about in BYTES.items()}
+    return found | {about: bars("bytes", values) for about, values in sizes.items()}
 
 
 def _gaps(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
     return {step: 100 * (loss / reference[step] - 1) for step, loss in losses.items() if step in reference}
 
 
-def _unit(largest: float) -> tuple[str, int]:
-    return next((pair for pair in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if largest >= pair[1]), ("bytes", 1))
+def health_maps(run: Run) -> dict[str, go.Figure]:
+    """Return the health of a run by what it shows: a map of each statistic and tensor, layers down, steps across.
+
+    A number that is not finite has no colour, a statistic without numbers no map.
+    """
+    found: dict[str, go.Figure] = {}
+    for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
+        maps = {
+            tensor: [
+                [_number(row[tensor][statistic][layer]) for row in run.health]
+                for layer in range(len(run.health[0]["layers"]))
+            ]
+            for tensor in TENSORS
+        }
+        known = [value for values in maps.values() for line in values for value in line if value is not None]
+        if not known or (statistic == "nonfinite" and not any(known)):
+            continue
+        names, steps = _labels(run.health[0]["layers"]), [str(row["step"]) for row in run.health]
+        floor = min((value for value in known if value > 0), default=1) / 10  # a zero's colour, of the logarithm
+        figure = make_subplots(1, len(TENSORS), shared_yaxes=True, subplot_titles=[*TENSORS])
+        for place, values in enumerate(maps.values(), 1):
+            z = [[v if v is None or not is_log else math.log10(max(v, floor)) for v in line] for line in values]
+            hover = "%{y}<br>step %{x}: %{text}<extra></extra>"
+            heat = go.Heatmap(x=steps, y=names, z=z, text=values, coloraxis="coloraxis", hovertemplate=hover)
+            figure.add_trace(heat, 1, place)
+        unit = f"log<sub>10</sub> {title}" if is_log else title
+        figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit})
+        figure.update_yaxes(autorange="reversed")
+        about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences a batch: bad is {bad}"
+        found[about] = figure
+    return found
 
 
-def _or_dash(value: float | None, pattern: str) -> str:
-    return "–" if value is None else pattern.format(value)
+def _labels(names: Sequence[str]) -> list[str]:
+    """Shorten "layers/mlp/wo, layer 3" to "3 mlp/wo" where no two names fall together."""
+    short = []
+    for name in names:
+        path, _, index = name.partition(", layer ")
+        short.append(f"{index} {path.partition('/')[2] or path}" if index else path)
+    return short if len(set(short)) == len(short) else list(names)
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
-    versions = [run.summary.get("versions", {}).get("jax") for run in runs]
-    devices = {run.summary["devices"] for run in runs if run.summary.get("devices")}
-    words = [f"{len(runs)} runs", *sorted(devices)]
-    if any(versions):
-        words.append("jax " + ", ".join(sorted({version for version in versions if version})))
-    data = {run.summary["data"] for run in runs if run.summary.get("data")}
-    return " · ".join([*words, *sorted(data)])
+def _number(value: float | None) -> float | None:
+    # Four digits: a page of a large model holds a million of these.
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
-def _cells(cells: Sequence[str], tag: str = "td") -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-
-
-def _summary_table(runs: Sequence[Run]) -> str:
-    rows = comparison_rows(runs)
-    body = "".join(f"<tr>{_cells([*row.values()])}</tr>" for row in rows)
-    return f"<table class=summary><thead><tr>{_cells([*rows[0]], 'th')}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _layer_table(runs: Sequence[Run]) -> str:
-    """Build the table of what the configuration of each finished run makes of its layers."""
-    if not runs:
-        return "<p class=note>No finished run, so no layers.</p>"
-    layers = [{layer["path"]: layer for layer in run.summary["layers"]} for run in runs]
-    shapes = {path: layer["kernel_shape"] for found in reversed(layers) for path, layer in found.items()}
-
-    def lead(path: str) -> list[str]:
-        return [path, " × ".join(map(str, shapes[path]))]
-
-    return _runs_table(runs, layers, ("layer", "kernel"), lead, MATMULS, _layer_cells)
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead>{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
 
 
 def _coverage_table(runs: Sequence[Run]) -> str:
-    """Build the table of what the traced step of each run multiplies; runs without a ``coverage.json`` are left out."""
-    if not runs:
-        return "<p class=note>No run here has a coverage.json.</p>"
+    """Build the table of what the traced step of each run multiplies, one row a module."""
     layers = [{layer["path"]: layer for layer in run.coverage["layers"]} for run in runs]
-    totals = "".join(f"<td colspan=4 class='first float'>{html.escape(run.coverage['summary'])}</td>" for run in runs)
-    return _runs_table(
-        runs,
-        layers,
-        ("module",),
-        lambda path: [path or "(no module)"],
-        (*MATMULS, "times"),
-        _coverage_cells,
-        f"<tr><td>total</td>{totals}</tr>",
+    columns = (*MATMULS, "times")
+    names = "".join(f"<th colspan={len(columns)}>{html.escape(run.name)}</th>" for run in runs)
+    heads = "".join(f"<th>{name}</th>" for name in columns) * len(runs)
+    body = "".join(
+        f"<tr><td>{html.escape(path or '(no module)')}</td>{''.join(_cells(each.get(path)) for each in layers)}</tr>"
+        for path in dict.fromkeys(path for each in layers for path in each)
     )
-
-
-def _runs_table(
-    runs: Sequence[Run],
-    layers: Sequence[dict[str, dict[str, Any]]],
-    heads: Sequence[str],
-    lead: Callable[[str], list[str]],
-    columns: Sequence[str],
-    cells: Callable[[dict[str, Any]], list[str]],
-    last: str = "",
-) -> str:
-    """Build a table with one row a path and ``columns`` for each run.
-
-    Args:
-      runs: in order.
-      layers: path -> what a run has there, a run each.
-      heads, lead: titles of the columns before those of runs, and their texts for a path.
-      columns: of each run.
-      cells: makes the cells of a run from what it has.
-      last: row below the others.
-    """
-
-    def row(path: str) -> str:
-        name, *more = lead(path)
-        missing = f"<td colspan={len(columns)} class='first missing'>not in this run</td>"
-        found = "".join("".join(cells(of_run[path])) if path in of_run else missing for of_run in layers)
-        return f"<tr><td class=path>{html.escape(name)}</td>{_cells(more)}{found}</tr>"
-
-    paths = dict.fromkeys(path for of_run in layers for path in of_run)
-    titles = "".join(f"<th rowspan=2>{head}</th>" for head in heads)
-    names = "".join(f"<th colspan={len(columns)} class=first>{html.escape(run.name)}</th>" for run in runs)
-    subheads = "".join(f"<th class='{'first' if name == 'fwd' else ''}'>{name}</th>" for name in columns) * len(runs)
+    total = "".join(f"<td colspan={len(columns)}>{html.escape(run.coverage['summary'])}</td>" for run in runs)
     return (
-        f"<table class=layers><thead><tr>{titles}{names}</tr><tr>{subheads}</tr></thead>"
-        f"<tbody>{''.join(map(row, paths))}{last}</tbody></table>"
+        f"<table><thead><tr><th rowspan=2>module</th>{names}</tr><tr>{heads}</tr></thead>{body}"
+        f"<tr><td>total</td>{total}</tr></table>"
     )
 
 
-def _layer_cells(layer: dict[str, Any]) -> list[str]:
-    if layer.get("recipe") is None:
-        return [_float_cell(layer.get("reason") or "not quantized")]
-    dtypes = {name: MatmulDtypes.from_json(layer["dtypes"].get(name)) for name in MATMULS}
-    return [_dtype_cell(str(each), [each], name) for name, each in dtypes.items()]
-
-
-def _coverage_cells(layer: dict[str, Any]) -> list[str]:
+def _cells(layer: dict[str, Any] | None) -> str:
+    if layer is None:
+        return "<td colspan=4>not in this run</td>"
     times = f"<td>{html.escape(str(layer['times']))}</td>"
     if all(layer[name] in ("float", "") for name in MATMULS):
-        return [_float_cell(layer["reason"]), times]
-    dtypes = {name: [MatmulDtypes.from_json(each) for each in layer["dtypes"].get(name, ())] for name in MATMULS}
-    return [*(_dtype_cell(layer[name], dtypes[name], name) for name in MATMULS), times]
+        return f"<td colspan=3>float <small>{html.escape(layer['reason'])}</small></td>{times}"
+    return "".join(f"<td class={kind_of(layer[name])}>{html.escape(layer[name])}</td>" for name in MATMULS) + times
 
 
-def _float_cell(reason: str) -> str:
-    return f"<td colspan=3 class='first float'>float<small>{html.escape(reason)}</small></td>"
-
-
-def _dtype_cell(text: str, dtypes: Sequence[MatmulDtypes], matmul: str) -> str:
-    kind = next((each.kind for each in dtypes if each.is_low), "float")
-    return f"<td class='{kind}{' first' if matmul == 'fwd' else ''}'>{html.escape(text)}</td>"
+def kind_of(dtypes: str) -> str:
+    """Return what of a coverage's words for a matmul its colour shows: ``int``, ``low`` (small floats) or ``float``."""
+    operands = re.search(r"\b(int|float)\w* × (int|float)", dtypes)
+    return "float" if operands is None else "int" if operands[1] == operands[2] == "int" else "low"

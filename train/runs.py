@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ WARM_STEPS = 2
 
 SMOOTHING = 0.9
 """Weight of the past in a smoothed training loss."""
+
+
+_HEALTH = ("step", "sequences", "layers")  # what a line of health.jsonl has at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,11 @@ class Run:
         return means
 
 
+def warm_median(times: Sequence[float]) -> float | None:
+    """Return the median of what was measured of steps, without those that compile; None where there is none."""
+    return statistics.median(times[WARM_STEPS:] or times) if times else None
+
+
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Read run folders, in order.
 
@@ -119,8 +127,7 @@ def load_run(folder: Path, name: str) -> Run:
     if not config.is_file():
         raise ValueError(f"run folder {folder} has no config.yml; give a folder that `python -m train` wrote")
     summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
-    timed = times[WARM_STEPS:] or times
-    median = summary.get("step_time_s") or (statistics.median(timed) if timed else None)
+    median = summary.get("step_time_s") or warm_median(times)
     health = _read_health(folder / "health.jsonl")
     fields = load_yaml(config)
     steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
@@ -129,49 +136,37 @@ def load_run(folder: Path, name: str) -> Run:
 
 
 def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[float]]:
-    train: dict[int, float] = {}
-    held_out: dict[int, float] = {}
-    times: list[float] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = sums.read_signed(line)
-            step = int(row["step"])
-            if "loss" in row:
-                train[step] = _number(row["loss"])
-            if "held_out_loss" in row:
-                held_out[step] = _number(row["held_out_loss"])
-            if row.get("step_time_s") is not None:
-                times.append(float(row["step_time_s"]))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise ValueError(
-                f"{path}, line {number} is not a metrics line: {_shown(line)}; resume the run, or delete that line"
-            ) from None
+    train, held_out, times = {}, {}, []
+
+    def take(row: dict[str, Any]) -> None:
+        step = int(row["step"])
+        for name, losses in (("loss", train), ("held_out_loss", held_out)):
+            if name in row:  # null is a number that was not finite
+                losses[step] = math.nan if row[name] is None else float(row[name])
+        if row.get("step_time_s") is not None:
+            times.append(float(row["step_time_s"]))
+
+    _read_lines(path, "metrics", take)
     return train, held_out, times
 
 
-def _shown(line: bytes) -> str:
-    return repr(line[:60].decode(errors="backslashreplace"))
-
-
-def _number(value: float | None) -> float:
-    """Read a number back; null is one that was not finite."""
-    return math.nan if value is None else float(value)
-
-
 def _read_health(path: Path) -> tuple[dict[str, Any], ...]:
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
-        try:
-            row = sums.read_signed(line)
-            _ = row["step"], row["sequences"], row["layers"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError(
-                f"{path}, line {number} is not a health line: {_shown(line)}; resume the run, or delete that line"
-            ) from None
-        rows.append(row)
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        _read_lines(path, "health", lambda row: rows.append(row | {name: row[name] for name in _HEALTH}))
     return tuple(rows)
+
+
+def _read_lines(path: Path, kind: str, take: Callable[[dict[str, Any]], object]) -> None:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            if line.strip():
+                take(sums.read_signed(line))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            shown = repr(line[:60].decode(errors="backslashreplace"))
+            raise ValueError(
+                f"{path}, line {number} is not a {kind} line: {shown}; resume the run, or delete that line"
+            ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -179,12 +174,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         summary = sums.read_signed(path.read_bytes(), indent=1)
-    except sums.Damaged:
-        raise ValueError(
-            f"{path} has changed since it was written; start the run again, which writes it anew"
-        ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); start the run again, which writes it anew") from None
+        raise ValueError(
+            f"{path} is not what was written ({error}); start the run again, which writes it anew"
+        ) from None
     if not isinstance(summary, dict):
         raise ValueError(f"{path} holds {type(summary).__name__}, not a summary; start the run again")
     return summary

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
+from jaxquant.core.trees import map_by_path
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of
 from train.config import TrainConfig
@@ -22,8 +23,8 @@ from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
 from train.origin import check_files
 from train.parameters import Parameters, open_parameters
-from train.step import model_config
-from train.tokenizer import Tokenizer, open_tokenizer
+from train.step import decoder_of
+from train.tokenizer import Tokenizer
 
 SERVING_FIELDS = ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path")
 """Fields of a config that say how a model is served, and that its layers do not read."""
@@ -102,9 +103,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
     fields = to_mapping(opened.config) | {"remat_policy": "none"} | dict(overrides or {})
     config: TrainConfig = build(TrainConfig, fields)
-    tokenizer = open_tokenizer(config.tokenizer_path)
-    shape = model_config(config, tokenizer.vocab_size)
-    example = jnp.zeros((1, config.sequence_length), jnp.int32)
+    tokenizer, shape, example = decoder_of(config)
     model = make_model(of_layers(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
     stored = {"params": params, "quant_state": quantization_state.strip_bins(quant_state)}
@@ -126,10 +125,8 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
         raise ValueError(f"{folder} holds no step and config of a training run; convert the run anew")
     config: TrainConfig = build(TrainConfig, {**train, **(overrides or {})})
     check_files(folder, train, manifest.extra.get("files", {}))
-    tokenizer = open_tokenizer(config.tokenizer_path)
-    shape = model_config(config, tokenizer.vocab_size)
+    tokenizer, shape, example = decoder_of(config)
     plain = of_layers(config)
-    example = jnp.zeros((1, config.sequence_length), jnp.int32)
     found = serving.load(folder, like=converted_shapes(plain, shape, example))
     model = make_model(plain, shape, example)
     return Served(model, found.params, {}, tokenizer, config, shape, step)
@@ -138,15 +135,14 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
 def _read_run(folder: Path, stored: Parameters, abstract: dict[str, Any]) -> dict[str, Any]:
     """Read a checkpoint's part that ``abstract`` describes, onto the default device."""
 
-    def load(path: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaf = stored.leaves.get(name)
-        if leaf is None or leaf.shape != wanted.shape:
-            what = "none" if leaf is None else f"shape {leaf.shape}"
+    def load(path: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        found = stored.stores.get(path)
+        if found is None or found.shape != wanted.shape:
+            what = "none" if found is None else f"shape {found.shape}"
             raise ValueError(
-                f"checkpoint {stored.step} of {folder} has no {name} of shape {wanted.shape}, got {what}; it is not "
+                f"checkpoint {stored.step} of {folder} has no {path} of shape {wanted.shape}, got {what}; it is not "
                 "one of the run's config.yml"
             )
-        return jnp.asarray(leaf.read())
+        return jnp.asarray(stored.read(path))
 
-    return jax.tree_util.tree_map_with_path(load, abstract)
+    return map_by_path(load, abstract)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import json
 import os
 import stat
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
+
+from rich.console import Console
+from rich.progress import track
 
 from jaxquant.config.loader import check_ordinary
 
@@ -28,19 +32,11 @@ _PART_CHARS = 16384
 _PARTS = 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Document:
-    """One text of a corpus.
-
-    Attributes:
-      text: the text; always encodable as UTF-8.
-      name: what the split is drawn on when the file decides, else None and the text itself decides.
-      read: how far the source has come with this document, in the units of ``Source.total``.
-    """
+class Document(NamedTuple):
+    """One text of a corpus, always encodable as UTF-8, and what the split is drawn on where the file decides."""
 
     text: str
-    name: str | None
-    read: int
+    name: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +45,28 @@ class Source:
 
     Attributes:
       label: what it is, for messages: ``text at /data/books``.
-      files: how many files it reads.
-      total: the sum of ``Document.read`` (bytes, or rows of Parquet).
-      documents: starts a pass over the documents, always in the same order.
+      files: in the order in which they are read.
+      read: file -> its documents.
     """
 
     label: str
-    files: int
-    total: int
-    documents: Callable[[], Iterator[Document]]
+    files: list[Path]
+    read: Callable[[Path], Iterator[Document]]
+
+    def documents(self) -> Iterator[Document]:
+        """Pass over the documents; on a terminal a line counts the files.
+
+        Raises:
+          ValueError: naming a file that cannot be read or is not what it should be.
+        """
+        console = Console(file=sys.stderr)
+        about, silent = f"tokenizing {len(self.files):,} files", not console.is_terminal
+        for file in track(self.files, about, console=console, transient=True, disable=silent):
+            try:
+                check_ordinary(file)
+                yield from self.read(file)
+            except OSError as error:
+                _unreadable(file, error)
 
 
 def open_source(dataset: str, path: str, field: str) -> Source:
@@ -71,7 +80,7 @@ def open_source(dataset: str, path: str, field: str) -> Source:
     Raises:
       ValueError: a path that is missing, unreadable, superfluous or has no files of the kind.
     """
-    if dataset not in _WITH_FIELDS and field != "text":
+    if dataset in ("stdlib", "text") and field != "text":
         raise ValueError(f"dataset_text_field {field!r} is not read by dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
         if path:
@@ -81,7 +90,13 @@ def open_source(dataset: str, path: str, field: str) -> Source:
         return _stdlib()
     if not path:
         raise ValueError(f"dataset {dataset!r} needs dataset_path, a file or a folder; got an empty one")
-    return _SOURCES[dataset](Path(path), field)
+    readers = {
+        "text": lambda: _parts if Path(path).is_file() else _whole,
+        "jsonl": lambda: functools.partial(_json_lines, field=field),
+        "parquet": lambda: _parquet_rows(field),
+    }
+    read = readers[dataset]()
+    return Source(f"{dataset} at {Path(path)}", _files(Path(path), dataset), read)
 
 
 def _stdlib() -> Source:
@@ -97,52 +112,33 @@ def _stdlib() -> Source:
         )
 
     def read(file: Path) -> Iterator[Document]:
-        yield _document(_read_text(file), file.relative_to(root).as_posix())
+        yield Document(_read_text(file), file.relative_to(root).as_posix())
 
-    return _source(f"stdlib at {root}", files, read)
-
-
-def _text(path: Path, field: str) -> Source:
-    del field
-
-    def whole(file: Path) -> Iterator[Document]:
-        yield _document(_read_text(file))
-
-    def parts(file: Path) -> Iterator[Document]:
-        text = _read_text(file)
-        size = min(_PART_CHARS, len(text) // _PARTS)
-        start = end = 0
-        for line in text.splitlines(keepends=True):
-            end += len(line)
-            if end - start >= size:
-                yield _document(text[start:end])
-                start = end
-        if start < end:
-            yield _document(text[start:end])
-
-    return _source(f"text at {path}", _files(path, "text", ""), parts if path.is_file() else whole)
+    return Source(f"stdlib at {root}", files, read)
 
 
-def _jsonl(path: Path, field: str) -> Source:
-    def read(file: Path) -> Iterator[Document]:
-        try:
-            with file.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield Document(_json_text(line, f"{file} line {number}", field), None, len(line))
-        except OSError as error:
-            _unreadable(file, error)
-
-    return _source(f"jsonl at {path}", _files(path, "jsonl", ".jsonl"), read)
+def _whole(file: Path) -> Iterator[Document]:
+    yield Document(_read_text(file))
 
 
-def _source(label: str, files: list[Path], read: Callable[[Path], Iterator[Document]]) -> Source:
-    """Return the source that reads its files one after another, measured in bytes."""
-    return Source(label, len(files), _total_size(files), lambda: itertools.chain.from_iterable(map(read, files)))
+def _parts(file: Path) -> Iterator[Document]:
+    text = _read_text(file)
+    size = min(_PART_CHARS, len(text) // _PARTS)
+    start = end = 0
+    for line in text.splitlines(keepends=True):
+        end += len(line)
+        if end - start >= size:
+            yield Document(text[start:end])
+            start = end
+    if start < end:
+        yield Document(text[start:end])
 
 
-def _document(text: str, name: str | None = None) -> Document:
-    return Document(text, name, len(text.encode()))
+def _json_lines(file: Path, field: str) -> Iterator[Document]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield Document(_json_text(line, f"{file} line {number}", field))
 
 
 def _json_text(line: bytes, place: str, field: str) -> str:
@@ -163,48 +159,30 @@ def _json_text(line: bytes, place: str, field: str) -> str:
     return _encodable(record[field], f"{place} key {field!r}")
 
 
-def _parquet(path: Path, field: str) -> Source:
+def _parquet_rows(field: str) -> Callable[[Path], Iterator[Document]]:
     try:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise ValueError("dataset 'parquet' needs pyarrow, which is not installed; pip install pyarrow") from None
-    files = _files(path, "parquet", ".parquet")
-
-    def opened(file: Path) -> Any:
-        try:
-            table = parquet.ParquetFile(file)
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from None
-        except OSError as error:
-            _unreadable(file, error)
-        if field not in table.schema_arrow.names:
-            names = ", ".join(map(repr, table.schema_arrow.names)) or "none"
-            table.close()
-            raise ValueError(f"{file} has no column {field!r}; set dataset_text_field to one of {names}")
-        return table
 
     def read(file: Path) -> Iterator[Document]:
         row = 0
-        with opened(file) as table:
-            try:
+        try:
+            with parquet.ParquetFile(file) as table:
+                names = table.schema_arrow.names
+                if field not in names:
+                    one_of = ", ".join(map(repr, names)) or "none"
+                    raise ValueError(f"{file} has no column {field!r}; set dataset_text_field to one of {one_of}")
                 for batch in table.iter_batches(batch_size=1024, columns=[field]):
                     for value in batch.column(0).to_pylist():
                         row += 1
-                        yield Document(_encodable(value, f"{file} row {row} column {field!r}"), None, 1)
-            except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
-                raise ValueError(f"{file} is damaged after row {row}: {str(error).splitlines()[0]}") from None
+                        yield Document(_encodable(value, f"{file} row {row} column {field!r}"))
+        except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{file} is not a Parquet file, or damaged after row {row}: {reason}") from None
 
-    source = _source(f"parquet at {path}", files, read)  # which refuses what is no file
-    rows = 0
-    for file in files:
-        with opened(file) as table:
-            rows += table.metadata.num_rows
-    return dataclasses.replace(source, total=rows)
-
-
-_SOURCES: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "text": _text, "jsonl": _jsonl, "parquet": _parquet}
-_WITH_FIELDS = ("jsonl", "parquet")
+    return read
 
 
 def read_bytes(file: Path, option: str = "") -> bytes:
@@ -229,7 +207,7 @@ def _unreadable(file: Path, error: OSError, option: str = "") -> NoReturn:
 
 def _read_text(file: Path) -> str:
     try:
-        return read_bytes(file).decode()
+        return file.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{str(file)!r} is not UTF-8 text: {error.reason} at byte {error.start}; convert it or take it out"
@@ -246,15 +224,15 @@ def _encodable(value: object, place: str) -> str:
     return value
 
 
-def _files(path: Path, dataset: str, suffix: str) -> list[Path]:
+def _files(path: Path, dataset: str) -> list[Path]:
     """List the files of a path in an order that does not depend on the file system."""
     try:
-        is_folder = stat.S_ISDIR(path.stat().st_mode)
+        check_ordinary(path, "dataset_path")
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return [path]
     except OSError as error:
         _unreadable(path, error, "dataset_path")
-    if not is_folder:
-        check_ordinary(path, "dataset_path")
-        return [path]
+    suffix = "" if dataset == "text" else f".{dataset}"
     files = [file for file in _walk(path) if file.name.endswith(suffix)]
     if not files:
         kind = f"*{suffix} files" if suffix else "files"
@@ -278,14 +256,3 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _total_size(files: list[Path]) -> int:
-    total = 0
-    for file in files:
-        try:
-            check_ordinary(file)
-            total += file.stat().st_size
-        except OSError as error:
-            _unreadable(file, error)
-    return total

@@ -19,9 +19,10 @@ from jaxquant.config.recipes import lookup
 from train.attention import Kind, choose
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
-from train.model import DecoderConfig, cross_entropy, head_chunks
+from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
 from train.sharding import BATCH, make_mesh, state_shardings
+from train.tokenizer import Tokenizer, open_tokenizer
 
 Batch = Mapping[str, Any]
 """``inputs``, ``targets``, ``segment_ids`` (0 is padding) and ``positions``, int32 [batch, sequence]."""
@@ -84,6 +85,13 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
     return DecoderConfig(vocab_size=rows, activation_sharding=sharding, attention=attention, **values)
 
 
+def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array]:
+    """Return the tokenizer and the decoder's shape of a run, and example tokens of one sequence."""
+    tokenizer = open_tokenizer(config.tokenizer_path)
+    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    return tokenizer, model_config(config, tokenizer.vocab_size), tokens
+
+
 def token_losses(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Return the sum of the cross-entropies of the targets outside padding, and their number."""
     return _outside_padding(cross_entropy(logits, batch["targets"]), batch)
@@ -133,7 +141,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
     ) -> tuple[jax.Array, jax.Array]:
         inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
-        if apply is model.apply and head_chunks(decoder, config.sequence_length) > 1:
+        if apply is model.apply:  # else somebody looks inside, and wants all logits
             losses = apply(params, quant_state, *inputs, rngs={"quant": key}, targets=batch["targets"])
             return _outside_padding(losses, batch)
         return token_losses(apply(params, quant_state, *inputs, rngs={"quant": key}), batch)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxquant.export.sums import sha256_of
+from jaxquant.serving.validation import list_ordinary
 
 NAME = "sums.json"
 FORMAT = "jaxquant-checkpoint-sums"
@@ -23,10 +24,6 @@ _CRC = "crc32"
 
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
-
-
-class Damaged(ValueError):
-    """Files of a checkpoint, or a line of a run, that are not what was written."""
 
 
 def signed(row: Mapping[str, Any], indent: int | None = None) -> str:
@@ -39,12 +36,11 @@ def read_signed(text: bytes, indent: int | None = None) -> Any:
     """Read what ``signed`` wrote, and JSON of before it did.
 
     Raises:
-      Damaged: it is not what was written.
-      ValueError, RecursionError: it is no JSON.
+      ValueError, RecursionError: it is not what was written, or no JSON.
     """
     row = json.loads(text)
     if isinstance(row, dict) and row.pop(_CRC, None) is not None and text.strip() != signed(row, indent).encode():
-        raise Damaged(f"its {_CRC} is that of another text")
+        raise ValueError(f"its {_CRC} is that of another text")
     return row
 
 
@@ -71,34 +67,28 @@ def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
       share, shares: one in so many files is read; names and sizes of all are compared.
 
     Raises:
-      Damaged: naming the first file that is missing, another, or not the checkpoint's.
+      ValueError: naming the first file that is missing, another, or not the checkpoint's.
     """
     if not (folder / NAME).is_file():
-        raise Damaged(f"{folder / NAME} is gone{READ_BY}")
+        raise ValueError(f"{folder / NAME} is gone{READ_BY}")
     files = _read(folder)
     found = _names(folder)
     for name in sorted(files.keys() - set(found)):
-        raise Damaged(f"{folder / name} is gone")
+        raise ValueError(f"{folder / name} is gone")
     for name in sorted(set(found) - files.keys() - set(LATE)):
-        raise Damaged(f"{folder / name} is no file of the checkpoint")
+        raise ValueError(f"{folder / name} is no file of the checkpoint")
     for name, (size, _) in files.items():
         if (folder / name).stat().st_size != size:
-            raise Damaged(f"{folder / name} has {(folder / name).stat().st_size} bytes, {size} were written")
+            raise ValueError(f"{folder / name} has {(folder / name).stat().st_size} bytes, {size} were written")
     mine = sorted(files)[share::shares]
     for name, (_, digest) in _sum(folder, mine).items():
         if digest != files[name][1]:
-            raise Damaged(f"{folder / name} has changed since it was written, its SHA-256 is another")
+            raise ValueError(f"{folder / name} has changed since it was written, its SHA-256 is another")
 
 
 def _names(folder: Path) -> list[str]:
     """Return the files below a folder; a link or a device is damage."""
-    found = []
-    for path in folder.rglob("*"):
-        if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            raise Damaged(f"{path} is no ordinary file")
-        if path.is_file():
-            found.append(path.relative_to(folder).as_posix())
-    return sorted(name for name in found if name not in (NAME, f"{NAME}.partial"))
+    return [name for name in list_ordinary(folder) if name not in (NAME, f"{NAME}.partial")]
 
 
 def _sum(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -126,7 +116,7 @@ def _read(folder: Path) -> dict[str, tuple[int, str]]:
         text = (folder / NAME).read_bytes().decode()
         files = {name: (size, digest) for name, (size, digest) in json.loads(text)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{folder / NAME} is not the sums of a checkpoint ({type(error).__name__})") from None
+        raise ValueError(f"{folder / NAME} is not the sums of a checkpoint ({type(error).__name__})") from None
     if text != _dump(files):  # every byte counts, also where it would mean the same
-        raise Damaged(f"{folder / NAME} does not match its own checksum")
+        raise ValueError(f"{folder / NAME} does not match its own checksum")
     return files

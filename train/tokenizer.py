@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,26 +18,46 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
-class Tokenizer(Protocol):
-    """Turns texts into arrays of token numbers, with the beginning and the end of the text marked where it can."""
+class Tokenizer:
+    """Turns texts into arrays of token numbers, with the beginning and the end of the text marked where it can.
+
+    Attributes:
+      label: what messages call it.
+      vocab_size: a multiple of 64, above every token.
+      bos, eos: tokens that mark the beginning and the end; None for no mark.
+      pad: the token that fills a row.
+      dtype: of the arrays.
+    """
 
     label: str
     vocab_size: int
+    bos: int | None
+    eos: int | None
     pad: int
+    dtype: type[np.uint16] | type[np.uint32]
 
-    @property
-    def eos(self) -> int | None: ...
-    @property
-    def dtype(self) -> type[np.uint16] | type[np.uint32]: ...
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode whole texts; an empty one has no tokens and no marks."""
+        first, last = (np.array([] if mark is None else [mark], self.dtype) for mark in (self.bos, self.eos))
+        return [
+            np.concatenate([first, np.asarray(tokens, self.dtype), last]) if len(tokens) else np.empty(0, self.dtype)
+            for tokens in self._encode(texts)
+        ]
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Encode the beginning of a text: as ``encode``, without the end."""
+        tokens = self.encode([text])[0]
+        return tokens if self.eos is None else tokens[:-1]
 
-    def encode_prompt(self, text: str) -> np.ndarray: ...
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; marks, padding and numbers beyond the vocabulary are left out."""
+        raise NotImplementedError
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def _encode(self, texts: Sequence[str]) -> Iterable[Any]:
+        raise NotImplementedError
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes 0..255, then bos 256, eos 257, pad 258; the vocabulary is padded to 320."""
 
     label = "byte"
@@ -45,26 +65,15 @@ class ByteTokenizer:
     vocab_size = 320
     dtype = np.uint16
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = []
-        for text in texts:
-            data = np.frombuffer(text.encode(), np.uint8)
-            tokens = np.empty(len(data) + 2, self.dtype) if len(data) else np.empty(0, self.dtype)
-            if len(data):
-                tokens[0], tokens[1:-1], tokens[-1] = self.bos, data, self.eos
-            encoded.append(tokens)
-        return encoded
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """Encode the beginning of a text: as ``encode``, without the end."""
-        return self.encode([text])[0][:-1]
+    def _encode(self, texts: Sequence[str]) -> Iterable[Any]:
+        return (np.frombuffer(text.encode(), np.uint8) for text in texts)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; marks and padding are left out, and what is not UTF-8 becomes U+FFFD."""
+        """Turn tokens into text; what is not UTF-8 becomes U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
     Beginning and end are added where the file has a token of one of ``BOS_NAMES``, ``EOS_NAMES``; a truncation or
@@ -104,21 +113,10 @@ class FileTokenizer:
         numbers = (self._tokenizer.token_to_id(name) for name in names)
         return next((number for number in numbers if number is not None), None)
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        first = [] if self.bos is None else [self.bos]
-        last = [] if self.eos is None else [self.eos]
-        return [
-            np.array(first + encoding.ids + last if encoding.ids else [], self.dtype)
-            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """Encode the beginning of a text: as ``encode``, without the end."""
-        tokens = self.encode([text])[0]
-        return tokens if self.eos is None else tokens[:-1]
+    def _encode(self, texts: Sequence[str]) -> Iterable[Any]:
+        return (each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; marks, padding and numbers beyond the vocabulary are left out."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
 

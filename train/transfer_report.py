@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jaxquant import terminal
@@ -19,33 +17,24 @@ from jaxquant.export import Row
 
 @contextmanager
 def progress(verb: str) -> Iterator[Any]:
-    """Return a function to call with each row; on a terminal a line counts along."""
-    with Progress(
-        TextColumn(verb),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tensor]}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as shown:
-        task = shown.add_task(verb, total=None, tensor="")
-        yield lambda row: shown.update(task, advance=1, tensor=row.tensor)
+    """Return a function to call with each row; a terminal shows the tensor at hand."""
+    with Console(stderr=True).status(verb) as shown:
+        yield lambda row: shown.update(f"{verb} {row.tensor}")
 
 
-def grouped(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+def _grouped(rows: Sequence[Row]) -> list[Row]:
     """Merge the rows of layers that are alike: their count goes into the name, bytes add up, the worst SQNR stays."""
     merged: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         name = re.sub(r"\.\d+\.", ".*.", row.tensor)
         merged.setdefault((name, row.format, row.shape), []).append(row)
     return [
-        (
-            key[0] if len(group) == 1 else f"{key[0]} ({len(group)})",
-            group[0]._replace(bytes=sum(row.bytes for row in group), sqnr=min(row.sqnr for row in group)),
+        group[0]._replace(
+            tensor=group[0].tensor if len(group) == 1 else f"{name} ({len(group)})",
+            bytes=sum(row.bytes for row in group),
+            sqnr=min(row.sqnr for row in group),
         )
-        for key, group in merged.items()
+        for (name, *_), group in merged.items()
     ]
 
 
@@ -54,9 +43,9 @@ def show(rows: Sequence[Row]) -> None:
     table = Table()
     for name in ("tensor", "format", "shape", "bytes", "SQNR dB"):
         table.add_column(name, justify="left" if name in ("tensor", "format") else "right", no_wrap=True)
-    for name, row in grouped(rows):
+    for row in _grouped(rows):
         ratio = "exact" if row.sqnr == math.inf else "" if math.isnan(row.sqnr) else f"{row.sqnr:.1f}"
-        table.add_row(name, row.format, " x ".join(map(str, row.shape)), f"{row.bytes:,}", ratio)
+        table.add_row(row.tensor, row.format, " x ".join(map(str, row.shape)), f"{row.bytes:,}", ratio)
     total = sum(row.bytes for row in rows)
     table.add_section()
     table.add_row(f"{len(rows)} tensors", "", "", f"{total:,}", "")

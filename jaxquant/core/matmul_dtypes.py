@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from typing import Any
 
-from jaxquant.core.dtypes import ELEMENTS, element
+from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.recipe import Matmul, Recipe, Side
-from jaxquant.core.typed import build
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,13 +45,6 @@ class MatmulDtypes:
         """Both dtypes of a low-precision matmul, () for a float one."""
         return (self.lhs.dtype, self.rhs.dtype) if self.is_low else ()
 
-    @property
-    def kind(self) -> str:
-        """Which arithmetic multiplies: "int", "low" for floats of at most 8 bits, or "float"."""
-        if not self.is_low:
-            return "float"
-        return "int" if all(element(dtype).kind == "int" for dtype in self.elements) else "low"
-
     def __str__(self) -> str:
         """Spell it "int8 × int8", "float (int8 dequantized)" or "float"."""
         if self.is_low:
@@ -75,18 +65,6 @@ class MatmulDtypes:
         if lhs is not None and rhs is not None:
             return cls(OperandDtype(lhs), OperandDtype(rhs))
         return cls(OperandDtype(rounded_to=lhs), OperandDtype(rounded_to=rhs))
-
-    @classmethod
-    def from_json(cls, data: Any) -> MatmulDtypes:
-        """Read what ``dataclasses.asdict`` made of one.
-
-        Raises:
-          ValueError: it is something else.
-        """
-        with contextlib.suppress(TypeError, ValueError):
-            if dataclasses.asdict(found := build(cls, data)) == data:
-                return found
-        raise ValueError(f"{data!r} does not give the dtypes of a matmul; write the file anew")
 
 
 def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:

@@ -61,8 +61,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 def fingerprint(run: Path) -> tuple[dict[int, float], str]:
     """Return all losses of a run, and a sum of the bits of its last parameters and quant state."""
     stored, digest = open_parameters(run, say=lambda text: None), hashlib.sha256()
-    for path in sorted(stored.leaves):
-        digest.update(path.encode() + np.asarray(stored.leaves[path].read()).tobytes())
+    for path in sorted(stored.stores):
+        digest.update(path.encode() + stored.read(path).tobytes())
     return read_losses(run), f"step {stored.step} {digest.hexdigest()}"
 
 
@@ -132,8 +132,8 @@ def _served(folder: Path) -> tuple[Any, list[str]]:
     """Read what evaluate, convert, export and serve read of a run."""
     said: list[str] = []
     stored = open_parameters(folder / "run", say=said.append)
-    leaves = stored.leaves
-    return (stored.step, stored.config, sorted(leaves), _digest(leaves[path].read() for path in sorted(leaves))), said
+    paths = sorted(stored.stores)
+    return (stored.step, stored.config, paths, _digest(map(stored.read, paths))), said
 
 
 def _resumed(folder: Path, config: TrainConfig | None = None) -> tuple[Any, list[str]]:

@@ -27,15 +27,15 @@ def data_bytes() -> int:
 def main(run_dir: str, path: str, spare: int) -> None:
     parameters = open_parameters(run_dir)
     parameters.read("params/small")  # what tensorstore starts up with is there before the measure
-    leaf = parameters.leaves[path]
+    leaf = parameters.stores[path]
     limit = data_bytes() + spare
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    sums = [float(leaf.read(index).astype(np.float64).sum()) for index in range(leaf.shape[0])]
+    sums = [float(parameters.read(path, index).astype(np.float64).sum()) for index in range(leaf.shape[0])]
     try:
-        fits = bool(np.ones(leaf.shape, leaf.dtype).any())
+        fits = bool(np.ones(leaf.shape, np.float32).any())
     except MemoryError:
         fits = False
-    print(json.dumps({"sums": sums, "leaf": leaf.nbytes, "chunk": leaf.chunk_shape, "fits": fits}))
+    print(json.dumps({"sums": sums, "leaf": 4 * leaf.size, "chunk": leaf.chunk_layout.read_chunk.shape, "fits": fits}))
 
 
 if __name__ == "__main__":

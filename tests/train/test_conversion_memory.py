@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.serving import MEMORY_MODEL, write_untrained
 from jaxquant import serving
+from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build
 from tests.train.conftest import ROOT
 from train.config import TrainConfig
@@ -22,7 +23,8 @@ STACK_KIB = 1024
 READ_ALL = """
 import sys
 from train.parameters import open_parameters
-kept = {path: leaf.read() for path, leaf in open_parameters(sys.argv[1]).leaves.items()}
+stored = open_parameters(sys.argv[1])
+kept = {path: stored.read(path) for path in stored.stores}
 print(sum(array.nbytes for array in kept.values()))
 """
 
@@ -39,7 +41,7 @@ def test_a_checkpoint_above_the_limit_is_converted_under_it(tmp_path: Path):
     """The limit is below the float parameters, which are a third of what the checkpoint holds."""
     run, out = tmp_path / "run", tmp_path / "out"
     write_untrained(run, build(TrainConfig, MEMORY_MODEL | {"run_dir": str(run)}))
-    floats = sum(leaf.nbytes for leaf in open_parameters(run).leaves.values())
+    floats = tree_bytes(open_parameters(run).shapes)
     assert floats > 1024 * LIMIT_KIB
     assert _limited("-c", READ_ALL, str(run)).returncode != 0, "the limit does not bite"
 

@@ -222,7 +222,7 @@ def test_state_of_another_stream_is_refused(letters):
     changed = make_iterators(config, 4)
     with pytest.raises(ValueError, match=r"belongs to another stream: corpus was [0-9a-f]{32} and is [0-9a-f]{32};"):
         changed.train.set_state(state)
-    with pytest.raises(ValueError, match="data position has no position and no stream"):
+    with pytest.raises(ValueError, match="data position is not one of this iterator"):
         changed.train.set_state({"step": 3})
 
 
@@ -504,7 +504,7 @@ def test_bad_parquet(tmp_path):
     refuse(f"^{tmp_path}/a.parquet has no column 'text'; set dataset_text_field to one of 'body', 'id'$", **fields)
     refuse(f"^{tmp_path}/a.parquet row 1 column 'id' must be text, got int", **fields, dataset_text_field="id")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is not")
-    refuse(f"^{tmp_path}/a.parquet is not a Parquet file: ", **fields)
+    refuse(f"^{tmp_path}/a.parquet is not a Parquet file, or damaged after row 0: ", **fields)
 
 
 def test_damaged_parquet(tmp_path):
@@ -512,7 +512,7 @@ def test_damaged_parquet(tmp_path):
     data = bytearray(path.read_bytes())
     data[4:200] = bytes(196)
     path.write_bytes(data)
-    refuse(f"^{path} is damaged after row 0: ", dataset="parquet", dataset_path=str(path))
+    refuse(f"^{path} is not a Parquet file, or damaged after row 0: ", dataset="parquet", dataset_path=str(path))
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,6 @@ def test_data_that_is_no_file_is_refused(dataset: str, where: str, tmp_path: Pat
     os.mkfifo(pipe)
     path = pipe if where == "itself" else tmp_path
     with pytest.raises(ValueError, match=rf"pipe.{dataset}' is a pipe, not a file"):
-        open_source(dataset, str(path), "text")
+        list(open_source(dataset, str(path), "text").documents())
     with pytest.raises(ValueError, match=r"dataset_path '/dev/zero' is a device, not a file"):
         open_source(dataset, "/dev/zero", "text")

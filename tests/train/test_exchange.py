@@ -34,7 +34,7 @@ def quiet(text):
 
 def parameters(folder):
     stored = open_parameters(folder, say=quiet)
-    return stored.step, {path: leaf.read() for path, leaf in leaves_by_path(stored.params).items()}
+    return stored.step, {path: stored.read(f"params/{path}") for path in leaves_by_path(stored.shapes["params"])}
 
 
 def data_of(run):
@@ -47,7 +47,7 @@ def data_of(run):
 def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     export_run(run, tmp_path / "hf", "hf", dtype="float32", shard_bytes=30_000, say=quiet)
     before = parameters(run)[1]
-    made = import_to_run(tmp_path / "hf", tmp_path / "again", data_of(run) | {"quantization": "ggml_q8_0"}, say=quiet)
+    made = import_to_run(tmp_path / "hf", tmp_path / "again", data_of(run) | {"quantization": "ggml_q8_0"})
     step, after = parameters(tmp_path / "again")
     assert step == 0
     assert (made.config.quantization, Path(made.config.tokenizer_path).name) == ("ggml_q8_0", "tokenizer.json")
@@ -59,12 +59,12 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     assert tokens.encode_prompt("é a\n").tolist() == [256, 0xC3, 0xA9, 32, 97, 10]
     assert tokens.decode([0xC3, 0xA9, 32, 97, 10]) == "é a\n"
     with pytest.raises(FileExistsError, match="exists; choose another folder"):
-        import_to_run(tmp_path / "hf", tmp_path / "again", say=quiet)
+        import_to_run(tmp_path / "hf", tmp_path / "again")
 
 
 def test_fp8_blocks_are_served_as_they_are(run, tmp_path):
     export_run(run, tmp_path / "hf", "fp8_block", say=quiet)
-    made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS, say=quiet)
+    made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS)
     assert made.config.quantization == "fp8_block"
     kernel = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)["layers/mlp/wi_0/kernel"]
     read = HfFolder(tmp_path / "hf")
@@ -91,8 +91,8 @@ def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, strin
     if string != "fp8":
         fields = FIELDS if asked else FIELDS | {"quantization": "fp8"}
         with pytest.raises(ValueError, match=refused):
-            import_to_serve(tmp_path / "hf", tmp_path / "served", fields, say=quiet)
-    made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS | asked, say=quiet)
+            import_to_serve(tmp_path / "hf", tmp_path / "served", fields)
+    made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS | asked)
     assert made.config.quantization == string
     read, served = HfFolder(tmp_path / "hf"), open_served(tmp_path / "served").params
     leaves = leaves_by_path(served, is_leaf=is_tensor)
@@ -114,7 +114,7 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
     string = "ggml_q4_0"
     convert_run(run, tmp_path / "served", {"quantization": string}, say=quiet)
     export_run(tmp_path / "served", tmp_path / "m.gguf", f"gguf_{string.removeprefix('ggml_')}", say=quiet)
-    made = import_to_serve(tmp_path / "m.gguf", tmp_path / "again", FIELDS, say=quiet)
+    made = import_to_serve(tmp_path / "m.gguf", tmp_path / "again", FIELDS)
     assert made.config.quantization == string
     here, there = (
         leaves_by_path(serving.load(tmp_path / name).params, is_leaf=is_tensor) for name in ("served", "again")

@@ -21,13 +21,14 @@ from tests.numerics import TRAIN_SUMMATION_ORDER
 from tests.train.conftest import STEPS, quantized, read_losses, train
 from train.checkpoint import write_config
 from train.data import make_iterators
-from train.health import FILE, Health, HealthLog, build_health, find_faults, sampled_sequences, worst
-from train.health_report import health_maps
+from train.health import Health, HealthLog, build_health, find_faults, sampled_sequences, worst
 from train.metrics import Metrics
+from train.report import health_maps
 from train.runs import load_run
 from train.sharding import AXES
 from train.step import build
 
+FILE = "health.jsonl"
 DTYPES = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
 
 
@@ -184,21 +185,21 @@ class _Said:
     def say(self, text):
         self.lines.append(text)
 
-    def health(self, step, values):
-        self.rows.append((step, values))
+    def health(self, row, values):
+        self.rows.append((row, values))
 
 
-def test_a_tensor_is_named_once_and_the_rest_is_counted(tmp_path):
+def test_a_tensor_is_named_once_and_the_rest_is_counted():
     said: Any = _Said()
-    log = HealthLog(Health(ROWS, 1, lambda state, batch: {}), tmp_path, said, first_step=0)
+    log = HealthLog(Health(ROWS, 1, lambda state, batch: {}), said)
     wrong: Any = table(sqnr={(row, place): 1.0 + place for row in range(2) for place in range(3)})
     log.write(5, wrong)
     assert len(said.lines) == 4
     assert said.lines[0].startswith("health, step 5: layers/wo, layer 0, input (float8_e4m3fn): SQNR 1.0 dB")
-    assert said.lines[3] == f"health, step 5: 3 more tensors like these, see {tmp_path / FILE}"
+    assert said.lines[3] == f"health, step 5: 3 more tensors like these, see {FILE}"
     log.write(10, wrong)
     assert len(said.lines) == 4
-    assert [step for step, _ in said.rows] == [5, 10]
+    assert [row["step"] for row, _ in said.rows] == [5, 10]
     assert said.rows[0][1] == {
         "lowest_sqnr_db": 1.0,
         "largest_saturated": 0,
@@ -207,13 +208,13 @@ def test_a_tensor_is_named_once_and_the_rest_is_counted(tmp_path):
     }
 
 
-def test_a_float_run_has_amaxes_and_nothing_to_warn_of(tmp_path):
+def test_a_float_run_has_amaxes_and_nothing_to_warn_of():
     unknown = dict.fromkeys(((row, place) for row in range(2) for place in range(3)), math.nan)
     values: Any = table(scale=unknown, saturated=unknown, flushed=unknown, sqnr=unknown)
     said: Any = _Said()
     rows = tuple(dataclasses.replace(row, dtypes=dict.fromkeys(TENSORS)) for row in ROWS)
-    HealthLog(Health(rows, 1, lambda state, batch: {}), tmp_path, said, first_step=0).write(1, values)
-    (line,) = rows_of(tmp_path)
+    HealthLog(Health(rows, 1, lambda state, batch: {}), said).write(1, values)
+    ((line, _),) = said.rows
     assert line["kernel"]["amax"] == [1.0, 1.0]
     assert line["kernel"]["sqnr"] == [None, None]
     assert said.lines == []
@@ -224,9 +225,9 @@ def test_an_infinite_number_is_null_in_the_files_and_the_page_reads_them(tiny, t
     """A kernel of ones has no rounding error at all, and a broken tensor an infinite amax."""
     places = [(row, place) for row in range(2) for place in range(3)]
     values: Any = table(sqnr=dict.fromkeys(places, math.inf), amax={(1, 0): math.inf}, nonfinite={(1, 0): 0.5})
-    config = dataclasses.replace(tiny, run_dir=str(tmp_path))
+    config = dataclasses.replace(tiny, run_dir=str(tmp_path), health_every=1)
     with Metrics(tmp_path, config, 0) as metrics:
-        HealthLog(Health(ROWS, 1, lambda state, batch: {}), tmp_path, metrics, first_step=0).write(1, values)
+        HealthLog(Health(ROWS, 1, lambda state, batch: {}), metrics).write(1, values)
         metrics.held_out(1, math.nan)
         metrics.step(1, {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 1.0})
     lines = [strict(line) for name in (FILE, "metrics.jsonl") for line in (tmp_path / name).read_text().splitlines()]
@@ -238,9 +239,9 @@ def test_an_infinite_number_is_null_in_the_files_and_the_page_reads_them(tiny, t
     run = load_run(tmp_path, "run")
     assert run.train == {1: 2.0}
     assert math.isnan(run.held_out[1])
-    (drawn,) = health_maps([run])
-    assert drawn["maps"]["input"]["amax"]["values"] == [[1.0], [None]]
-    assert "sqnr" not in drawn["maps"]["kernel"]
+    drawn = {about.partition(",")[0]: figure for about, figure in health_maps(run).items()}
+    assert [*map(list, drawn["Amax"].data[0].z)] == [[0.0], [None]]
+    assert "SQNR" not in drawn
 
 
 def strict(line: str) -> Any:

@@ -18,7 +18,7 @@ from train import metrics
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.finite import FiniteCheck
+from train.diagnose import FiniteCheck
 from train.loop import Diverged
 from train.step import Program, TrainState, build
 
@@ -103,7 +103,9 @@ def test_a_state_that_is_not_finite_is_not_saved(copy: Path, tiny: TrainConfig, 
     assert not (copy / f"checkpoints/{STEPS + 1}").exists()
 
 
-def test_a_checkpoint_that_is_not_finite_is_passed_over_and_the_rate_can_be_changed(copy: Path, tiny: TrainConfig):
+def test_a_checkpoint_that_is_not_finite_is_passed_over_and_the_rate_can_be_changed(
+    copy: Path, tiny: TrainConfig, capsys: pytest.CaptureFixture[str]
+):
     """One of before this was checked; and the run goes on from the one before it, with less of everything."""
     program = build(tiny, 320)
     with Checkpoints(copy, tiny) as checkpoints:
@@ -117,7 +119,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over_and_the_rate_can_be_chan
         line.startswith(f"checkpoint {STEPS + 1} does not load (params/layers/mlp/wo/kernel, layer 1 is not finite)")
         for line in said
     )
-    assert f"learning_rate is 0.001 from step {STEPS + 1} on, it was 0.01" in said
+    assert f"learning_rate is 0.001 from step {STEPS + 1} on, it was 0.01\n" in capsys.readouterr().out
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))
     lines = read_lines(copy)
     changed = {"learning_rate": [0.01, 1e-3], "weight_decay": [0.1, 0.0], "gradient_clipping_threshold": [1.0, 0.0]}
