@@ -99,7 +99,7 @@ def contract(
         lhs, rhs = (side if isinstance(side, QTensor) else _unscaled(side) for side in (lhs, rhs))
         product = functools.partial(_product, out_dtype=out_dtype, accumulator=accumulator or "float32")
         more = {"precision": precision, "out_sharding": out_sharding}
-        return _few_rows(functools.partial(product, **more), lhs, rhs, dims)
+        return _one_row(functools.partial(product, **more), lhs, rhs, dims)
 
     axes = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
     kept = {"out_dtype": out_dtype, "accumulator": accumulator_dtype(accumulator, out_dtype)}
@@ -121,9 +121,8 @@ def contract(
     )
 
 
-FEW_ROWS = 8
-"""Rows of a float operand up to which the tiles of the other are multiplied each by itself, and to which GPUs and TPUs
-are given zeros: less has no matmul of its own there, and is computed element by element."""
+SMALL = 2**20
+"""Elements below which a weight is multiplied with a single row as fast as with two."""
 
 
 def dequantized_dtype(
@@ -134,8 +133,9 @@ def dequantized_dtype(
     Two float operands, and what has no elements apart from its scales, are float matmuls. So are tiles: a matmul that
     scaled each tile's sum would store as many results as there are tiles, and no library has one. Two operands in tiles
     become bfloat16 where that is the result's dtype or their scales have eight bits, which is exact; else float32.
-    Their outer scales multiply the product. A float operand of few rows is multiplied tile by tile: the results are
-    small, and the weight is read once.
+    Their outer scales multiply the product. A float operand is multiplied tile by tile as long as the tiles' float32
+    sums take no more bytes than a bfloat16 weight, up to half as many rows as a tile has elements: the weight is read
+    once, as it is stored.
 
     Args:
       lhs, rhs, dims, out_dtype, shards: as ``contract`` takes them.
@@ -152,7 +152,7 @@ def dequantized_dtype(
     if len(tensors) == 1:
         x, free = arrays[0], dims.rhs_free if isinstance(lhs, QTensor) else dims.lhs_free
         rows = math.prod(x.shape[axis] for axis in free)
-        is_after = all(count == 1 or (size > 1 and rows <= FEW_ROWS) for count, size in tiles)
+        is_after = all(count == 1 or 2 * rows <= size for count, size in tiles)
         return None if is_after and not has_codec and tensors[0][0].zero_point is None else x.dtype.name
     is_float = all(jnp.issubdtype(side.qvalue.dtype, jnp.floating) for side, _ in tensors)
     if not has_codec and not (is_float and any(count > shards for count, _ in tiles)):
@@ -177,19 +177,21 @@ def _unscaled(x: Array) -> QTensor:
     return QTensor(x, jnp.ones((1,) * x.ndim, jnp.float32))
 
 
-def _few_rows(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
-    """Multiply with fewer rows than GPUs and TPUs have a matmul for: there, rows of zeros are added."""
-    rows = math.prod(lhs.shape[axis] for axis in dims.lhs_free)
-    is_few = 0 < rows < FEW_ROWS and not dims.lhs_batch and rhs.qvalue.dtype.itemsize == 1
-    if not is_few or not is_whole(lhs.qvalue):
+def _one_row(product: Callable[..., Array], lhs: QTensor, rhs: QTensor, dims: Dimensions) -> Array:
+    """Multiply a single row with a row of zeros below it: GPUs and TPUs have no matmul for one, and take up to 25 times
+    as long element by element (``benchmarks/few-rows.md``). With a small weight that is no matter."""
+    contract, free = dims.lhs_contract, dims.lhs_free
+    is_one = not dims.lhs_batch and all(lhs.shape[axis] == 1 for axis in free)
+    is_light = rhs.qvalue.dtype.itemsize > 1 or rhs.qvalue.size < SMALL
+    if not is_one or is_light or not is_whole(lhs.qvalue):
         return product(lhs, rhs, dims)
-    order, sizes = (*dims.lhs_free, *dims.lhs_contract), [lhs.shape[axis] for axis in dims.lhs_contract]
-    inner = Dimensions(tuple(range(1, len(order))), dims.rhs_contract, (), (), 1 + len(sizes), dims.rhs_ndim)
+    inner = Dimensions(tuple(range(1, 1 + len(contract))), dims.rhs_contract, (), (), 1 + len(contract), dims.rhs_ndim)
 
     def padded(x: Array, rhs: QTensor) -> Array:
-        x = jnp.pad(x.transpose(order).reshape(rows, *sizes), [(0, FEW_ROWS - rows)] + [(0, 0)] * len(sizes))
-        out = jax.lax.optimization_barrier(product(_unscaled(jax.lax.optimization_barrier(x)), rhs, inner))
-        return out[:rows].reshape(*(lhs.shape[axis] for axis in dims.lhs_free), *out.shape[1:])
+        x = x.transpose((*free, *contract)).reshape(1, *(x.shape[axis] for axis in contract))
+        x = jax.lax.optimization_barrier(jnp.pad(x, [(0, 1)] + [(0, 0)] * len(contract)))
+        out = jax.lax.optimization_barrier(product(_unscaled(x), rhs, inner))[:1]
+        return out.reshape((1,) * len(free) + out.shape[1:])
 
     plain = lambda x, rhs: product(_unscaled(x), rhs, dims)  # noqa: E731
     return jax.lax.platform_dependent(lhs.qvalue, rhs, cpu=plain, default=padded)

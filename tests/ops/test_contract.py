@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -9,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import dot_general
-from jaxquant.ops.contract import FEW_ROWS, contract, dequantized_dtype
+from jaxquant.ops.contract import contract, dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions
 from tests import numerics
 
@@ -22,6 +24,16 @@ DIMS = Dimensions((1,), (0,), (), (), 2, 2)
 NUMBERS = (((1,), (0,)), ((), ()))
 MX = TensorSpec("float8_e4m3fn", "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
 INT4 = TensorSpec("int4", "per_tile", tile_size=32)
+LONE = {
+    "int8w": TensorSpec("int8"),
+    "int4w": TensorSpec("int4"),
+    "int4 tiles": INT4,
+    "fp8": TensorSpec("float8_e4m3fn"),
+    "fp8 blocks": TensorSpec("float8_e4m3fn", "per_block", tile_size=32, free_size=32),
+    "mxfp4": dataclasses.replace(MX, dtype="float4_e2m1fn"),
+    "nvfp4": RECIPES["quartet2"].recipe.fwd.rhs,
+}
+"""Weights that a float activation meets."""
 
 
 def operands(rows=M, dtype=jnp.bfloat16):
@@ -85,28 +97,47 @@ def test_no_step_of_a_block_recipe_holds_a_result_a_tile(name):
     assert max(sizes(step, x, w)) <= max(M * K, K * N, M * N) * 1.01
 
 
-@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
 @pytest.mark.parametrize("spec", [TensorSpec("int8"), TensorSpec("float8_e4m3fn"), INT4, MX], ids=str)
 def test_a_lone_weight_is_scaled_after_the_product(rows, spec):
-    """The qvalues are exact in bfloat16, so the product of few rows, or with channels, is rounded once."""
+    """The qvalues are exact in bfloat16: with channels, or half as many rows as a tile, it is rounded once."""
     x, w = operands(rows)
     weight = quantize(w, spec, (0,))
     found = exact(contract(x, weight, DIMS, out_dtype="bfloat16"))
-    expected, is_after = exact(x) @ exact(weight), spec.tile_size is None or rows <= FEW_ROWS
+    expected, is_after = exact(x) @ exact(weight), spec.tile_size is None or 2 * rows <= spec.tile_size
     assert (dequantized_dtype(x, weight, DIMS, "bfloat16") is None) == is_after
     rounded = numerics.dot_bound(exact(x), exact(weight), numerics.FLOAT32_EPS if is_after else numerics.BFLOAT16_EPS)
     assert np.all(np.abs(found - expected) <= rounded + numerics.BFLOAT16_EPS * np.abs(expected))
 
 
-def test_few_rows_are_padded_where_matmuls_want_eight_and_only_there():
-    x, w = operands(3)
-    weight = quantize(w, TensorSpec("int8"), (0,))
-    product = jax.jit(lambda x, w: contract(x, w, DIMS, out_dtype="bfloat16"))
-    texts = {each: product.trace(x, weight).lower(lowering_platforms=(each,)).as_text() for each in ("cpu", "tpu")}
-    assert "tensor<8x256xbf16>" in texts["tpu"]
-    assert "8x256" not in texts["cpu"]
-    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 5, 0), (0, 0, 0)])
-    np.testing.assert_array_equal(product(padded, weight)[:3], product(x, weight))
+@pytest.mark.parametrize(
+    ("shape", "contracted"),
+    [((1, K), (1,)), ((1, 1, K), (2,)), ((K,), (0,)), ((1, 16, 1, 16), (1, 3)), ((16, 1, 16), (2, 0))],
+    ids=str,
+)
+def test_a_single_row_is_one_of_two_where_matmuls_want_two(shape, contracted, monkeypatch):
+    """On GPUs and TPUs alone, whatever axes it has; its elements here are integers, so that sums are exact."""
+    x = jnp.round(4 * jax.random.normal(jax.random.key(0), shape)).astype("bfloat16")
+    sizes = tuple(shape[axis] for axis in contracted)
+    weight = quantize(operands()[1].reshape(*sizes, N), TensorSpec("int8"), tuple(range(len(sizes))))
+    dims = Dimensions(contracted, tuple(range(len(sizes))), (), (), len(shape), len(sizes) + 1)
+    two = f"tensor<{'x'.join(map(str, (2, *sizes)))}xbf16>"
+
+    def product():
+        return jax.jit(lambda x, w: contract(x, w, dims, out_dtype="bfloat16"))
+
+    def text(platform):
+        return product().trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
+
+    assert two not in text("tpu")  # the weight is small
+    monkeypatch.setattr("jaxquant.ops.contract.SMALL", 0)
+    assert two in text("tpu")
+    assert two not in text("cpu")
+    plain = product()(x, weight)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, cpu, default: default(*given))
+    padded = product()(x, weight)
+    assert padded.shape == plain.shape
+    np.testing.assert_array_equal(padded, plain)
 
 
 def test_rows_of_several_axes_are_few_together():
@@ -114,7 +145,34 @@ def test_rows_of_several_axes_are_few_together():
     weight, dims = quantize(w, INT4, (0,)), Dimensions((2,), (0,), (), (), 3, 2)
     found = contract(x.reshape(2, 2, K), weight, dims, out_dtype="bfloat16")
     np.testing.assert_array_equal(found.reshape(4, N), contract(x, weight, DIMS, out_dtype="bfloat16"))
-    assert dequantized_dtype(jnp.zeros((5, 2, K)), weight, dims, "bfloat16") == "float32"
+    assert dequantized_dtype(jnp.zeros((5, 4, K)), weight, dims, "bfloat16") == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spec", [*LONE.values()], ids=[*LONE])
+def test_a_served_row_has_the_bits_of_a_trained_one(spec, dtype, monkeypatch):
+    """With any number of rows: one, up to half a tile, more. Also where a single row is made two."""
+    x, w = (each.astype(dtype) for each in operands(64))
+    recipe = Recipe("lone", fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
+    kernel = ConvertedKernel(jax.jit(lambda w: quantize(w, spec, (0,)))(w), dtype)
+    run = jax.jit(lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe))
+    for is_padded in (False, True):
+        for rows in (1,) if is_padded else (0, 1, 4, 7, 8, 9, 64):
+            np.testing.assert_array_equal(run(x[:rows], kernel), run(x[:rows], w))
+        jax.clear_caches()
+        monkeypatch.setattr("jaxquant.ops.contract.SMALL", 0)
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, cpu, default: default(*given))
+
+
+def test_a_row_is_answered_alike_alone_and_among_half_a_tile_of_others():
+    """So a chunk of a prompt is answered as its tokens one by one, but for the order in which products are added."""
+    x, w = operands(16)
+    for spec in (TensorSpec("int8"), INT4, MX):
+        weight = quantize(w, spec, (0,))
+        together = exact(contract(x, weight, DIMS, out_dtype="bfloat16"))
+        alone = np.concatenate([exact(contract(row[None], weight, DIMS, out_dtype="bfloat16")) for row in x])
+        bound = numerics.dot_bound(exact(x), exact(weight), numerics.FLOAT32_EPS)
+        assert np.all(np.abs(together - alone) <= 2 * bound + numerics.BFLOAT16_EPS * np.abs(alone))
 
 
 def test_channels_of_the_free_axes_are_not_tiles():
