@@ -1,7 +1,8 @@
-"""``python -m benchmarks libraries|published|kernels``: what the compilers of absent chips make of several programs.
+"""``python -m benchmarks libraries|published|kernels|rows``: what the compilers of absent chips make of programs.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
-``kernels`` the hand-written kernels. Each prints a table and writes it to ``--out`` as JSON and markdown.
+``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips.
+Each prints a table and writes it to ``--out`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from jaxquant.aot.topology import environment, require_compiler
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("libraries", "published", "kernels"))
+    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows"))
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
+    parser.add_argument(
+        "--before", default="", metavar="FOLDER", help="of rows: a checkout whose decoding to price too"
+    )
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
-    run = {"libraries": _libraries, "published": _published, "kernels": _kernels}[options.what]
+    run = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}[options.what]
 
     def compare() -> int:
         require_compiler(chip(options.target))
@@ -43,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.run(compare, also=(RuntimeError,), interrupted="interrupted")
 
 
-Table = tuple[str, list[dict[str, Any]], str]
+ROOT = Path(__file__).parents[1]
+Table = tuple[str, Any, str]
 """Text, rows and the stem of the files' names."""
 
 
@@ -70,10 +75,35 @@ def _kernels(options: argparse.Namespace) -> Table:
     return text, rows, f"kernels-{options.target}"
 
 
-def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None) -> Any:
-    """Run a module in a process of its own, whose environment the compilers of absent chips need."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", *words]
-    done = subprocess.run(command, env=environment() | dict(variables or {}), capture_output=True, text=True)
+def _rows(options: argparse.Namespace) -> Table:
+    require_compiler(chip("v6e"))
+    rows = {"products": _run("few_rows", ["products", *options.only]), "decoding": []}
+    for when, folder in (("before", options.before), ("now", str(ROOT))):
+        found = _run("few_rows", ["decoding", *options.only], root=folder) if folder else []
+        rows["decoding"] += [{"code": when} | row for row in found]
+    products, decoding = (report.table(rows[part]) for part in ("products", "decoding"))
+    lines = [
+        "# Few rows against a weight of 4096 by 14336",
+        "",
+        *products,
+        "",
+        "# A step of decoding",
+        "",
+        *decoding,
+        "",
+    ]
+    return "\n".join(lines), rows, "few-rows"
+
+
+def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, root: str = "") -> Any:
+    """Run a module in a process of its own, whose environment the compilers of absent chips need.
+
+    With ``root``, another checkout, the module's file imports what that has.
+    """
+    where = [f"{ROOT}/benchmarks/{module}.py"] if root else ["-m", f"benchmarks.{module}"]
+    more = {**(variables or {}), **({"PYTHONPATH": root} if root else {})}
+    command = [sys.executable, *where, *words]
+    done = subprocess.run(command, env=environment() | more, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"benchmarks.{module} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
