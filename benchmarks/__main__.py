@@ -1,7 +1,8 @@
-"""``python -m benchmarks libraries|published|kernels``: what the compilers of absent chips make of several programs.
+"""``python -m benchmarks libraries|published|kernels|strings``: what the compilers of absent chips make of programs.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
-``kernels`` the hand-written kernels. Each prints a table and writes it to ``--out`` as JSON and markdown.
+``kernels`` the hand-written kernels, ``strings`` every config string for five chips. Each prints a table and writes it
+to ``--out`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import strings
 from benchmarks.published import MISSING
 from benchmarks.schedules import gpu_dump, tpu_dump
 from jaxquant import terminal
@@ -22,21 +24,23 @@ from jaxquant.aot import report
 from jaxquant.aot.__main__ import print_and_write
 from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.topology import environment, require_compiler
+from jaxquant.config.recipes import RECIPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("libraries", "published", "kernels"))
+    parser.add_argument("what", choices=("libraries", "published", "kernels", "strings"))
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
-    run = {"libraries": _libraries, "published": _published, "kernels": _kernels}[options.what]
+    run = {"libraries": _libraries, "published": _published, "kernels": _kernels, "strings": _strings}[options.what]
 
     def compare() -> int:
-        require_compiler(chip(options.target))
+        for target in strings.CHIPS if options.what == "strings" else [options.target]:
+            require_compiler(chip(target))
         text, rows, stem = run(options)
         return print_and_write(text, json.dumps(rows, indent=1) + "\n", options.out, stem)
 
@@ -59,6 +63,18 @@ def _published(options: argparse.Namespace) -> Table:
     missing = [{"anchor": who, "published": ratio, "not compiled here": what} for who, ratio, what in MISSING]
     text = "\n".join(["# Predicted and published ratios", "", *report.table(rows), "", *report.table(missing)])
     return text + "\n", rows, "audit-anchors"
+
+
+def _strings(options: argparse.Namespace) -> Table:
+    cells = {target: _run("strings", [target, *options.only]) for target in strings.CHIPS}
+    refused = sorted({cell for column in cells.values() for cell in column.values() if cell.startswith("refused: ")})
+    rows = [
+        {"quantization": string, "backend": RECIPES[string].auto} | {chip: cells[chip][string] for chip in cells}
+        for string in cells[strings.CHIPS[0]]
+    ]
+    short = [{key: value.partition(":")[0] for key, value in row.items()} for row in rows]
+    lines = ["# Every config string, compiled for five chips", "", strings.__doc__ or "", *report.table(short), ""]
+    return "\n".join([*lines, *refused]) + "\n", rows, "strings-chips"
 
 
 def _kernels(options: argparse.Namespace) -> Table:
