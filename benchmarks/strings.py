@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from benchmarks.compare_libraries import Entry, measure
 from jaxquant.config.recipes import RECIPES
 
-CHIPS = ("h200", "b200", "v5e", "v6e", "v7x")
 STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(RECIPES.values())[:n]]
 """Config strings, those of one recipe once."""
 
@@ -22,13 +21,13 @@ def cell(string: str, target: str) -> str:
 
     Args:
       string: one of ``STRINGS``.
-      target: chip, one of ``CHIPS``.
+      target: chip, one of ``CHIPS`` of ``jaxquant.aot``.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler failed.
     """
     config = {"quantization": string} if string else {}
-    file = {"quant_cfg_path": "configs/intmp/dense_llm_subchannel.json"} if string == "intmp" else {}
+    file = {"quant_cfg_path": "configs/intmp/int8_weight_only.json"} if string == "intmp" else {}
     try:
         program, _ = measure(Entry(string, config | file), target, 256, 256, 512)
     except NotImplementedError as refused:
