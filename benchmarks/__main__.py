@@ -1,7 +1,8 @@
-"""``python -m benchmarks libraries|published|kernels|rows``: what the compilers of absent chips make of programs.
+"""``python -m benchmarks libraries|published|kernels|rows|strings``: what compilers of absent chips make of programs.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
-``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips.
+``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips,
+``strings`` every config string, which adds a column to the table that is there.
 Each prints a table and writes it to ``--out`` as JSON and markdown.
 """
 
@@ -23,12 +24,13 @@ from jaxquant.aot import report
 from jaxquant.aot.__main__ import print_and_write
 from jaxquant.aot.chips import CHIPS, chip
 from jaxquant.aot.topology import environment, require_compiler
+from jaxquant.config.recipes import RECIPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows"))
+    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows", "strings"))
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
-    run = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}[options.what]
+    commands = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}
+    run = (commands | {"strings": _strings})[options.what]
 
     def compare() -> int:
         require_compiler(chip(options.target))
@@ -64,6 +67,27 @@ def _published(options: argparse.Namespace) -> Table:
     missing = [{"anchor": who, "published": ratio, "not compiled here": what} for who, ratio, what in MISSING]
     text = "\n".join(["# Predicted and published ratios", "", *report.table(rows), "", *report.table(missing)])
     return text + "\n", rows, "audit-anchors"
+
+
+def _strings(options: argparse.Namespace) -> Table:
+    file = Path(options.out or ".") / "strings-chips.json"
+    rows = json.loads(file.read_text()) if options.out and file.exists() else []  # with the columns of other chips
+    known = {row["quantization"]: row for row in rows}
+    cells = _run("strings", [options.target, *options.only])
+    for string, cell in cells.items():
+        row = known.setdefault(string, {"quantization": string, "backend": RECIPES[string].auto})
+        row[options.target] = cell
+    return strings_text(list(known.values())), list(known.values()), "strings-chips"
+
+
+def strings_text(rows: list[dict[str, str]]) -> str:
+    """Write the table of strings and chips; refusals stand in full below it."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    short = [{key: row.get(key, "").partition(":")[0] for key in columns} for row in rows]
+    refused = sorted({cell for row in rows for cell in row.values() if cell.startswith("refused: ")})
+    title = "# Every config string, compiled for chips that are not here"
+    notes = "An MLP step on the automatic backend, and what its matmuls became; an empty cell was not compiled yet."
+    return "\n".join([title, "", notes, "", *report.table(short), "", *(f"- {each}" for each in refused)]) + "\n"
 
 
 def _kernels(options: argparse.Namespace) -> Table:

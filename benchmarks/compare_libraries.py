@@ -156,17 +156,19 @@ def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...
     return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def measure(entry: Entry, target: str, tokens: int = 4096) -> tuple[Program, str]:
+def measure(
+    entry: Entry, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
+) -> tuple[Program, str]:
     """Compile an entry for a chip that is not here, and return what the compiler made of it, and its text.
 
     Args:
       entry: what to compile.
       target: chip, one of ``CHIPS``.
-      tokens: rows of x.
+      tokens, width, hidden: as ``step`` takes them.
     """
     mesh = Mesh(devices(chip(target))[:1], ("x",))
     where = NamedSharding(mesh, PartitionSpec())
-    function, shapes = step(entry, tokens)
+    function, shapes = step(entry, tokens, width, hidden)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
     text = jax.jit(function).lower(*placed).compile().as_text()
     assert text is not None

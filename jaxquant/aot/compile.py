@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxquant.aot.chips import chip
+from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.kernels import BLOCK_CALLS
 from jaxquant.aot.report import Audit, from_json
 from jaxquant.aot.topology import environment, require_compiler
 
@@ -44,7 +46,8 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     described = chip(target)
     require_compiler(described, "flatbuffers")  # which jax.export writes with
     jitted = step if hasattr(step, "lower") else jax.jit(step)
-    leaves, tree = jax.tree.flatten(shapes)
+    leaves, tree = jax.tree.flatten(jax.tree.map(functools.partial(_placed, on=described), shapes))
+    shapes = jax.tree.unflatten(tree, leaves)
     lowered = jitted.trace(*shapes)
     donated = [index for index, info in enumerate(jax.tree.leaves(lowered.args_info)) if info.donated]
 
@@ -70,7 +73,16 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         return _run_worker(request | {"target": target, "topology": topology}, folder)
 
 
-_KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstraint")
+_KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstraint", BLOCK_CALLS[0])
+
+
+def _placed(leaf: Any, on: Chip) -> Any:
+    """Return a shape on one absent GPU, whose kind its type then names, unless it says where it lies."""
+    if on.gpu is None or isinstance(getattr(leaf, "sharding", None), NamedSharding):
+        return leaf
+    device = AbstractDevice(device_kind=on.name, num_cores=on.gpu[0], platform="gpu")
+    place = NamedSharding(AbstractMesh((1,), ("device",), abstract_device=device), PartitionSpec())
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def audit_program(

@@ -15,6 +15,9 @@ from jaxquant.aot.hlo import Array, Instruction
 MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
 """Library calls that are one matrix product; ``program.read_program`` reads what they contract."""
 
+BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
+"""Matrix products of blocks with scales of their own, as asked for and as made; they contract the last axes."""
+
 _MOVES = (r"__cub\$.*", "TopK", "PadToStatic", "SliceToDynamic", r"__gpu\$.*")
 _NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMD.*", "AssumeGatherIndicesInBound", "annotate.*")
 

@@ -11,7 +11,7 @@ from jaxquant.aot.program import Matmul, Program
 
 _NOISE = re.compile(
     r"^(jit\(\w+\)|call_exported|closed_call|checkpoint|rematted_computation|remat|while|body|cond|dot_general|transpose"
-    r"|convert_element_type|dlhs|drhs|\w*\(?jvp\(.*\)+|transpose\(jvp\(.*\)+)$"
+    r"|block_scaled_dot|convert_element_type|dlhs|drhs|\w*\(?jvp\(.*\)+|transpose\(jvp\(.*\)+)$"
 )
 
 

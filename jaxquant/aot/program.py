@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from jaxquant.aot import kernels
 from jaxquant.aot.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
-from jaxquant.aot.kernels import MATMUL_CALLS, Kernel
+from jaxquant.aot.kernels import BLOCK_CALLS, MATMUL_CALLS, Kernel
 from jaxquant.aot.links import members
 
 BIG = 1e6
@@ -70,8 +70,9 @@ class Matmul:
 
     @property
     def dtypes(self) -> str:
-        """Operand dtypes in one word: ``s8``, or ``f8e4m3fn×f8e5m2`` where they differ."""
-        return self.lhs.dtype if self.lhs.dtype == self.rhs.dtype else f"{self.lhs.dtype}×{self.rhs.dtype}"
+        """Operand dtypes: ``s8``, ``f8e4m3fn×f8e5m2`` where they differ, ``… in blocks`` where the chip scales them."""
+        words = self.lhs.dtype if self.lhs.dtype == self.rhs.dtype else f"{self.lhs.dtype}×{self.rhs.dtype}"
+        return f"{words} in blocks" if self.kind in BLOCK_CALLS else words
 
     @property
     def bits(self) -> int:
@@ -256,7 +257,7 @@ def _join(prefix: str | None, name: str) -> str:
 
 def _matmuls(module: Module, computation: Computation, instruction: Instruction, path: str, times: int) -> list[Matmul]:
     """List the matmuls that an instruction is or holds."""
-    if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in MATMUL_CALLS:
+    if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in MATMUL_CALLS + BLOCK_CALLS:
         return [_matmul(computation, instruction, path, times)]
     inside = _inside(module, instruction, path)
     return [matmul for inner, each, name in inside for matmul in _matmuls(module, inner, each, name, times)]
@@ -280,6 +281,8 @@ def _matmul(computation: Computation, instruction: Instruction, path: str, times
 
 def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     """Size of what is summed over."""
+    if instruction.target in BLOCK_CALLS:
+        return lhs.shape[-1]
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', instruction.rest)
     if found:
         return math.prod(lhs.shape[int(axis.strip(' "'))] for axis in found[1].split(",") if axis.strip())

@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 
 from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import KERNEL_PREFIX
+from jaxquant.ops import block_scaled
 from jaxquant.ops.gradients import REVERSE_ONLY
 from jaxquant.ops.layouts import KEEP
 from jaxquant.trace.analysis import open_jaxpr, programs, scan_counts
@@ -255,8 +256,8 @@ class _Walk:
         if not inner and not eqn.effects:
             for out in outs:
                 self._known(out)
-        if name in CONTRACTIONS:
-            self._note(eqn, name, inputs, outs[0], place)
+        if name in CONTRACTIONS or name == block_scaled.NAME:
+            self._note(eqn, name if name in CONTRACTIONS else "dot_general", inputs, outs[0], place)
         elif inner:
             self._condition(outs, [each.out for each in self.found[before:]])
         self._keep(eqn, inputs, outs)

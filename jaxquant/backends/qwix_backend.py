@@ -8,9 +8,13 @@ from typing import Any
 import jax
 
 from jaxquant.backends import qwix, qwix_serving
-from jaxquant.backends.base import LibraryBackend
+from jaxquant.backends.base import Given, LibraryBackend
+from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
 from jaxquant.backends.qwix_config import HONOURS, ragged_lack, to_qwix
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.sharding import device_kind_of, platform_of
+from jaxquant.ops.dimensions import Product
 
 Array = jax.Array
 
@@ -44,6 +48,16 @@ class QwixBackend(LibraryBackend):
     def lacks(self, operation: str, recipe: Recipe) -> str:
         """Explain why Qwix does not run an operation; see ``LibraryBackend.lacks``."""
         return ragged_lack(recipe) if operation == "ragged_dot_general" else super().lacks(operation, recipe)
+
+    def contract(
+        self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
+    ) -> Array:
+        """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
+        specs = [spec for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)]
+        if platform_of(lhs) == "gpu" and any(spec.dtype == "float4_e2m1fn" for spec in specs):
+            what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"
+            raise refuse("Qwix", given.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
+        return super().contract(lhs, rhs, product, given, group_sizes)
 
 
 BACKEND = QwixBackend("qwix")

@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.sharding import broadcastable, merge_axes, over_devices, split_axes
+from jaxquant.core.sharding import (
+    broadcastable,
+    explicit_sharding,
+    merge_axes,
+    over_devices,
+    platform_of,
+    split_axes,
+)
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -104,8 +111,12 @@ def reduce_blocks(x: Array, block: Shape, reduction: Callable[..., Array], colle
         if (n == 1 and x.shape[axis] != 0) or axis in tiled:
             axes.append(position)
         position += 1
-    statistic = reduction(split_axes(padded, tiled), axis=tuple(axes)) if x.size else jnp.zeros(counts, x.dtype)
-    statistic = statistic.reshape(counts)
+    split, is_turned = _split(padded, tiled)
+    if is_turned:
+        rows = split.ndim - 4
+        axes = [axis for axis in axes if axis < rows] + [rows, rows + 2] * (rows in axes) + [rows + 3]
+    statistic = reduction(split, axis=tuple(axes), keepdims=True) if x.size else jnp.zeros(counts, x.dtype)
+    statistic = (_rows_together(statistic) if is_turned and x.size else statistic).reshape(counts)
     return statistic if collective is None else over_devices(collective, statistic, x)
 
 
@@ -137,6 +148,34 @@ def apply_blocks(operation: Callable[..., Array], x: Array, scale: Array, block:
     expanded: list[int] = []
     for axis, n in enumerate(scale.shape):
         expanded += [n, 1] if axis in counts else [n]
-    split = split_axes(padded, counts)
-    result = merge_axes(operation(split, broadcastable(scale.reshape(expanded), split)), padded)
+    split, is_turned = _split(padded, counts)
+    scale = scale.reshape(expanded)
+    result = operation(split, _rows_apart(scale) if is_turned else broadcastable(scale, split))
+    result = merge_axes(_rows_together(result) if is_turned else result, padded)
     return result if padded is x else jax.lax.slice(result, (0,) * x.ndim, x.shape)
+
+
+# -- on TPUs, with vectors of 8 rows of 128 elements, blocks are cut where the compiler fuses what is done to them -----
+# Else it writes out every broadcast scale in float32, and reads a tensor three times for its amaxes.
+
+
+def _split(x: Array, counts: dict[int, int]) -> tuple[Array, bool]:
+    """Split axes into blocks and their insides; on TPUs, tell whether rows stand apart (``_rows_apart``)."""
+    split = split_axes(x, counts)
+    if not counts or platform_of(x) != "tpu" or explicit_sharding(x) is not None:
+        return split, False
+    is_turned = x.ndim > 1 and x.ndim - 1 in counts and split.shape[-1] == 128 and split.shape[-3] % 8 == 0
+    return jax.lax.optimization_barrier(_rows_apart(split) if is_turned else split), is_turned
+
+
+def _rows_apart(x: Array) -> Array:
+    """Cut rows of blocks into eights, each block's eight rows side by side: (…, r, n, 128) → (…, r / 8, n, 8, 128)."""
+    *outer, rows, count, inner = x.shape
+    part = 1 if rows == 1 else 8
+    return x.reshape(*outer, rows // part, part, count, inner).swapaxes(-3, -2)
+
+
+def _rows_together(x: Array) -> Array:
+    """Undo ``_rows_apart``."""
+    *outer, eights, count, part, inner = x.shape
+    return x.swapaxes(-3, -2).reshape(*outer, eights * part, count, inner)

@@ -16,7 +16,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import Part, saturating_cast, stochastic_cast
-from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, absolute, floor_scale
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, floor_scale, largest
 from jaxquant.core.sharding import over_devices
 
 Array = jax.Array
@@ -47,7 +47,7 @@ def quantize_micro(
     assert micro is not None
     if spec.draws and key is None:
         raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
-    amax = reduce_blocks(absolute(x), block, jnp.max).astype(jnp.float32)
+    amax = reduce_blocks(x, block, largest).astype(jnp.float32)
     real, outer = _real_scales(amax, x, kind.bound / micro.headroom, micro.scale_bound, spec.reciprocal)
     even = None if is_even(x.shape, block) else block
 
@@ -55,9 +55,9 @@ def quantize_micro(
         code = saturating_cast(real * factor, _CODE)
         step = jnp.where(code == 0, 1.0, code.astype(jnp.float32)) * outer
         if spec.reciprocal:
-            scaled = apply_blocks(jnp.multiply, x.astype(jnp.float32), jnp.minimum(1 / step, _LARGEST), even)
+            scaled = apply_blocks(lambda x, s: x.astype(jnp.float32) * s, x, jnp.minimum(1 / step, _LARGEST), even)
         else:
-            scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), step, even)
+            scaled = apply_blocks(lambda x, s: x.astype(jnp.float32) / s, x, step, even)
         is_random = spec.rounding == "stochastic"
         elements = stochastic_cast(scaled, kind, key, part) if is_random else saturating_cast(scaled, kind)  # pyright: ignore[reportArgumentType]
         return QTensor(elements, code, None, outer, even), scaled

@@ -264,7 +264,7 @@ def dequantize(tensor: QTensor, dtype: str = "float32") -> Float[Array, "*shape"
     """Return ``(qvalue − zero_point) · scale``, computed in float32 and rounded once to ``dtype``."""
     if tensor.codec is not None:
         return ENCODINGS[tensor.codec].decode_tensor(tensor).astype(dtype)
-    values, block = tensor.qvalue.astype(jnp.float32), tensor.blocks
+    values, block = tensor.qvalue, tensor.blocks
     if tensor.zero_point is not None:
-        values = apply_blocks(jnp.subtract, values, tensor.zero_point.astype(jnp.float32), block)
-    return apply_blocks(jnp.multiply, values, tensor.full_scale(), block).astype(dtype)
+        values = apply_blocks(jnp.subtract, values.astype(jnp.float32), tensor.zero_point.astype(jnp.float32), block)
+    return apply_blocks(lambda x, s: (x.astype(jnp.float32) * s).astype(dtype), values, tensor.full_scale(), block)

@@ -16,7 +16,7 @@ from jaxquant.core.micro import quantize_micro
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import Part, asymmetric_cast, saturating_cast, stochastic_cast
-from jaxquant.core.scales import SMALLEST_SCALE, absolute, floor_scale, power_of_two_below, scale_of_amax
+from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, largest, power_of_two_below, scale_of_amax
 
 
 class Scales(NamedTuple):
@@ -61,7 +61,7 @@ def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, flo
     elif calibration.method == "rms":
         low, high = None, _root_mean_square(x, block, whole) * calibration.factor
     else:
-        high = reduce_blocks(absolute(x), block, jnp.max, highest).astype(jnp.float32)
+        high = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
         low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
         if spec.amax_bound is not None:
@@ -77,7 +77,7 @@ def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, flo
 def _root_mean_square(x: jax.Array, block: Shape, whole: bool) -> jax.Array:
     """Compute the root mean square of each block, in units of a power of two near its amax: no square overflows."""
     highest, mean = (jax.lax.pmax, jax.lax.pmean) if whole else (None, None)
-    amax = reduce_blocks(absolute(x), block, jnp.max, highest).astype(jnp.float32)
+    amax = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
     unit = power_of_two_below(amax)  # it costs no bit
     scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
     squares = reduce_blocks(jnp.square(scaled), block, jnp.mean, mean)
@@ -131,9 +131,9 @@ def quantize_with_scale(
         divisor = jnp.where(divisor > 0, divisor, 1.0)  # a block that rounds to the scale 0 is zeros
     divisor = divisor.astype(compute_dtype)
     if spec.reciprocal:
-        scaled = apply_blocks(jnp.multiply, x.astype(compute_dtype), 1 / divisor, block)
+        scaled = apply_blocks(lambda x, s: x.astype(compute_dtype) * s, x, 1 / divisor, block)
     else:
-        scaled = apply_blocks(jnp.divide, x.astype(compute_dtype), divisor, block)
+        scaled = apply_blocks(lambda x, s: x.astype(compute_dtype) / s, x, divisor, block)
     if zero_point is not None:
         if block is not None:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ def absolute(x: Array) -> Array:
     H200's write two copies of every weight.
     """
     return _absolute.bind(x)
+
+
+def largest(x: Array, **axes: Any) -> Array:
+    """Return the largest magnitude along axes, as ``jnp.max`` takes them, with NaN as ``absolute`` shows it."""
+    return jnp.max(absolute(x), **axes)
 
 
 def _absolute_on_cpu(x: Array) -> Array:

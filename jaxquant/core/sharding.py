@@ -46,6 +46,13 @@ def platform_of(x: Array) -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def device_kind_of(*arrays: Array) -> str:
+    """Return what computes arrays, as devices name their kind ("NVIDIA B200"): of their mesh, which may be absent."""
+    meshes = (jax.typeof(x).sharding.mesh.abstract_device for x in arrays)
+    device = next(filter(None, meshes), None) or jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(device, "device_kind", str(device))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where an operand lies, as its type says it. Hashable, so that it can be static in a jit."""

@@ -20,6 +20,7 @@ from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
+from jaxquant.ops import block_scaled
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import choose_implementation, settle
 from jaxquant.ops.layouts import contraction_last
@@ -82,18 +83,17 @@ def contract(
     choose_implementation("dot_general", implementation)
     is_low = isinstance(lhs, QTensor) and isinstance(rhs, QTensor)
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
-        outer = functools.reduce(jnp.multiply, _outer_scales(lhs, rhs)) if is_low and _outer_scales(lhs, rhs) else None
-        lhs, rhs = (_inner(side, dtype, outer is None) for side in (lhs, rhs))
+        scales = _outer_scales(lhs, rhs)
+        outer = functools.reduce(jnp.multiply, scales) if scales else None
         # A float matmul adds in float32 and rounds once, whichever it returns.
         asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
-        out = float_dot(
-            lhs,
-            rhs,
-            dims.numbers,
-            precision=precision,
-            preferred_element_type=accumulator_dtype(asked, out_dtype if outer is None else "float32"),
-            out_sharding=out_sharding,
-        )
+        returned = accumulator_dtype(asked, out_dtype if outer is None else "float32")
+        if isinstance(lhs, QTensor) and isinstance(rhs, QTensor) and block_scaled.is_native(lhs, rhs, dims):
+            out = block_scaled.multiply(lhs, rhs, dims, returned)
+        else:
+            left, right = (_inner(side, dtype, outer is None) for side in (lhs, rhs))
+            more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
+            out = float_dot(left, right, dims.numbers, **more)
         return (out if outer is None else out * outer.reshape(())).astype(out_dtype)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         lhs, rhs = (side if isinstance(side, QTensor) else _unscaled(side) for side in (lhs, rhs))

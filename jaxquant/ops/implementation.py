@@ -11,6 +11,9 @@ Implementation = Literal["xla", "pallas"]
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"dot_general": ("xla", "pallas"), "quantize": ("xla", "pallas")}
 """Implementations of each piece, the one that runs everywhere first."""
 
+BLOCKS = "matmul of blocks"
+"""A piece that the chip decides: ``cudnn``'s block-scaled matmul, or ``xla``'s of dequantized operands."""
+
 
 _REFUSED = "pallas was asked for; "
 
@@ -75,4 +78,15 @@ def settle(piece: str, implementation: str | None, refusal: Callable[[], str | N
     if choice.name == "pallas" and (why := refusal()) is not None:
         choice = Choice("xla", f"{_REFUSED}{why}")
     _made[piece, choice] = None
+    return choice
+
+
+def settle_blocks(refusal: str | None) -> Choice:
+    """Choose what multiplies two operands in blocks, and note it for ``choices_made``.
+
+    Args:
+      refusal: why the chip's own matmul of blocks does not, None where it does.
+    """
+    choice = Choice("cudnn", "the chip multiplies these blocks") if refusal is None else Choice("xla", refusal)
+    _made[BLOCKS, choice] = None
     return choice

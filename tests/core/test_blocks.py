@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.core import blocks
 from jaxquant.core.blocks import block_shape, scale_shape
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.qtensor import QTensor, dequantize, make_qtensor
@@ -215,3 +216,25 @@ def test_a_qtensor_keeps_its_layout_through_transformations():
     assert jax.tree.structure(again) == jax.tree.structure(one)
     made = make_qtensor(**one.parts, block=(128, 128))
     np.testing.assert_array_equal(dequantize(made), dequantize(one))
+
+
+@pytest.mark.parametrize("shape", [(16, 256), (4, 16, 384), (24, 100), (256,)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("float8_e4m3fn", "per_tile", tile_size=128),
+        TensorSpec("float8_e4m3fn", "per_block", tile_size=128, free_size=8),
+        TensorSpec("int8", "per_tile", tile_size=32),
+    ],
+    ids=["1x128", "blocks", "1x32"],
+)
+def test_blocks_cut_for_tpus_have_the_bits_of_any_other(monkeypatch, spec, shape):
+    x = jax.random.normal(jax.random.key(0), shape) * jnp.logspace(-3, 3, shape[-1])
+    for axis in range(len(shape)):
+        found = []
+        for platform in ("cpu", "tpu"):
+            monkeypatch.setattr(blocks, "platform_of", lambda x, platform=platform: platform)
+            tensor = quantize(x, spec, (axis,))
+            found.append([*tensor.parts.values(), dequantize(tensor, "bfloat16")])
+        for left, right in zip(*found, strict=True):
+            np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))

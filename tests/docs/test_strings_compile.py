@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from flax import linen as nn
 
 import jaxquant
+from benchmarks.__main__ import main, strings_text
+from benchmarks.strings import STRINGS
 from tests.docs.test_blocks import ROOT
 
 CHIPS = {"H100": "h100", "H200": "h200", "B200": "b200", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "v7x"}
@@ -70,3 +73,23 @@ def test_gpus_have_no_matmul_of_four_bits(target: str):
     widened = audit(["int4"], target).outcome.fell_back
     assert widened
     assert all(each.endswith(": s32") for each in widened)
+
+
+def committed() -> dict[str, dict[str, str]]:
+    """Return the rows of the committed table of strings and chips, by string."""
+    rows = json.loads((ROOT / "benchmarks/strings-chips.json").read_text())
+    return {row["quantization"]: row for row in rows}
+
+
+def test_the_committed_table_has_every_string_and_is_written_from_its_rows():
+    rows = committed()
+    assert list(rows) == STRINGS
+    assert (ROOT / "benchmarks/strings-chips.md").read_text() == strings_text(list(rows.values()))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("target", "strings"), [("h200", ["fp4"]), ("b200", ["mxfp8", "fp4"]), ("v6e", ["int8"])])
+def test_a_sample_of_the_committed_table_is_what_the_compilers_say(tmp_path, target: str, strings: list[str]):
+    assert main(["strings", "--target", target, "--out", str(tmp_path), "--only", *strings]) == 0
+    found = json.loads((tmp_path / "strings-chips.json").read_text())
+    assert {row["quantization"]: row[target] for row in found} == {name: committed()[name][target] for name in strings}

@@ -85,7 +85,7 @@ def test_blocks_with_float32_scales_lose_a_bfloat16_rounding_and_no_more():
         assert np.linalg.norm(found - expected) <= most * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "mxfp4", "nvfp4", "te_nvfp4_no_rht"])
 def test_no_step_of_a_block_recipe_holds_a_result_a_tile(name):
     x, w = operands()
     recipe = RECIPES[name].recipe

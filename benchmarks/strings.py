@@ -1,0 +1,44 @@
+"""Every config string on its automatic backend, compiled for chips that are not here, or refused by name.
+
+The function is ``compare_libraries``'s MLP step at 256 tokens and widths 256 → 512 → 256.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from benchmarks.compare_libraries import Entry, measure
+from jaxquant.config.recipes import RECIPES
+
+STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(RECIPES.values())[:n]]
+"""Config strings, those of one recipe once."""
+
+
+def cell(string: str, target: str) -> str:
+    """Return what the matmuls of a string's step became, or the sentence that refuses it.
+
+    Args:
+      string: one of ``STRINGS``.
+      target: chip, one of ``CHIPS`` of ``jaxquant.aot``.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler failed.
+    """
+    config = {"quantization": string} if string else {}
+    file = {"quant_cfg_path": "configs/intmp/int8_weight_only.json"} if string == "intmp" else {}
+    try:
+        program, _ = measure(Entry(string, config | file), target, 256, 256, 512)
+    except NotImplementedError as refused:
+        return f"refused: {refused}"
+    return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
+
+
+def cells(target: str, only: Sequence[str] = ()) -> dict[str, str]:
+    """Return the cells of a chip by string; of ``only`` some strings, where given."""
+    return {string: cell(string, target) for string in STRINGS if not only or string in only}
+
+
+if __name__ == "__main__":
+    print(json.dumps(cells(sys.argv[1], sys.argv[2:])))

@@ -1,0 +1,128 @@
+"""block_scaled: the product of two operands in blocks, by a GPU's own instruction for them.
+
+XLA makes cuDNN's block-scaled matmul of the custom call below (``jax.nn.scaled_matmul``'s) on GPUs of compute
+capability 10. Elsewhere it dequantizes the operands in more passes than ``contract`` does, so it is taken there alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jaxquant.core.blocks import spread
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.sharding import device_kind_of
+from jaxquant.kernels.platforms import cut_refusal
+from jaxquant.kernels.varying import vary_alike
+from jaxquant.ops.dimensions import Dimensions
+from jaxquant.ops.implementation import settle_blocks
+
+Array = jax.Array
+CAPABILITY_10 = re.compile(r"\bG?B[123]00\b")
+"""Kinds of devices that are GPUs of compute capability 10, as they name themselves."""
+
+SIZES = {("float8_e4m3fn", "float8_e8m0fnu"): 32, ("float4_e2m1fn", "float8_e4m3fn"): 16}
+"""Elements and scales that the instruction has -> how many elements share a scale (MXFP8, NVFP4)."""
+
+
+def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
+    """Return why the instruction does not compute a contraction, in words; None where it does.
+
+    It sums exact products in float32, as the float matmul of the dequantized operands does.
+
+    Args:
+      lhs, rhs, dims: as ``contract`` takes them.
+    """
+    kinds = {(side.qvalue.dtype.name, "" if side.codec else side.scale.dtype.name) for side in (lhs, rhs)}
+    size = SIZES.get(next(iter(kinds))) if len(kinds) == 1 else None
+    if size is None:
+        return "no chip multiplies these elements with scales of this dtype"
+    if not CAPABILITY_10.search(device_kind_of(lhs.qvalue, rhs.qvalue)):
+        return "the chip has no block-scaled matmul"
+    for side, axes in ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract)):
+        if side.blocks[axes[-1]] % size or side.shape[axes[-1]] % size or not side.qvalue.size:
+            return f"the last contraction axis is not cut into blocks of {size}"
+    return cut_refusal(lhs.qvalue, rhs.qvalue)
+
+
+def is_native(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> bool:
+    """Check whether the instruction computes a contraction, and note the choice; see ``refusal``."""
+    return settle_blocks(refusal(lhs, rhs, dims)).name == "cudnn"
+
+
+def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str) -> Array:
+    """Multiply qvalues and the scales of their blocks; the outer scales are the caller's.
+
+    Args:
+      lhs, rhs, dims: what ``refusal`` does not refuse.
+      out_dtype: dtype of the result.
+    """
+    size = SIZES[lhs.qvalue.dtype.name, lhs.scale.dtype.name]
+    x, x_scale = _rows(lhs, dims.lhs_batch, dims.lhs_free, dims.lhs_contract, size)
+    w, w_scale = _rows(rhs, dims.rhs_batch, dims.rhs_free, dims.rhs_contract, size)
+    operands = vary_alike(x, w, x_scale, w_scale)[0]
+    out = _scaled_dot.bind(*operands, dimension_numbers=_NUMBERS, out_dtype=out_dtype)
+    batch, free = [lhs.shape[axis] for axis in dims.lhs_batch], [lhs.shape[axis] for axis in dims.lhs_free]
+    return out.reshape(*batch, *free, *(rhs.shape[axis] for axis in dims.rhs_free))
+
+
+def _rows(
+    side: QTensor, batch: tuple[int, ...], free: tuple[int, ...], contracted: tuple[int, ...], size: int
+) -> tuple[Array, Array]:
+    """Return qvalues as (batch, free, contracted), and a scale for each ``size`` of the contracted ones."""
+    scale, order = side.scale, (*batch, *free, *contracted)
+    for axis, n in enumerate(side.shape):
+        step = size if axis == contracted[-1] else 1
+        if scale.shape[axis] != n // step:
+            scale = spread(scale, axis, n // step, side.blocks[axis] // step)
+    shape = [math.prod(side.shape[axis] for axis in axes) for axes in (batch, free, contracted)]
+    counts = (*shape[:2], shape[2] // size)
+    return side.qvalue.transpose(order).reshape(shape), scale.transpose(order).reshape(counts)
+
+
+# -- the primitive: (batch, rows, contracted), (batch, columns, contracted), scales of both -> (batch, rows, columns) --
+
+
+_NUMBERS = (((2,), (2,)), ((0,), (0,)))
+
+
+def _emulated(x: Array, w: Array, x_scale: Array, w_scale: Array, *, dimension_numbers: Any, out_dtype: str) -> Array:
+    left, right = (dequantize(QTensor(*side), "bfloat16") for side in ((x, x_scale), (w, w_scale)))  # exact
+    return jax.lax.dot_general(left, right, dimension_numbers, preferred_element_type=out_dtype)
+
+
+def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
+    n = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    whole = [
+        jnp.broadcast_to(x, (n, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    out = _scaled_dot.bind(*(x.reshape(-1, *x.shape[2:]) for x in whole), **params)
+    return out.reshape(n, -1, *out.shape[1:]), 0
+
+
+def _lower(context: Any, *operands: Any, out_dtype: str, **_: Any) -> Any:
+    kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[out_dtype]
+    dims = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": kind}
+    config = json.dumps({"scaled_dot_backend_config": dims})
+    return jax.ffi.ffi_lowering("__op$block_scaled_dot", api_version=2, backend_config=config)(context, *operands)
+
+
+NAME = "block_scaled_dot"
+"""Name of the primitive."""
+
+_scaled_dot = Primitive(NAME)
+_scaled_dot.def_impl(jax.jit(_scaled_dot.bind, static_argnames=("dimension_numbers", "out_dtype")))
+_scaled_dot.def_abstract_eval(
+    lambda x, w, *_, out_dtype, **__: x.update(shape=(*x.shape[:2], w.shape[1]), dtype=jnp.dtype(out_dtype))
+)
+batching.primitive_batchers[_scaled_dot] = _batch
+mlir.register_lowering(_scaled_dot, mlir.lower_fun(_emulated, multiple_results=False))
+mlir.register_lowering(_scaled_dot, _lower, platform="cuda")

@@ -1,0 +1,169 @@
+"""block_scaled: the product of blocks by a chip's own instruction, which chip has it, and that it is the recipe's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import jaxquant
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.ops import block_scaled, dot_general
+from jaxquant.ops.dimensions import Dimensions
+from jaxquant.ops.implementation import BLOCKS, Choice, choices_made
+from tests import numerics
+
+NUMBERS = (((1,), (0,)), ((), ()))
+DIMS = Dimensions((1,), (0,), (), (), 2, 2)
+MX = TensorSpec("float8_e4m3fn", "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
+SQUARE = dataclasses.replace(MX, granularity="per_block", free_size=32)
+COARSE = dataclasses.replace(MX, granularity="per_block", tile_size=128, free_size=128)
+NV = RECIPES["nvfp4"].recipe
+
+
+def on(kind, *shape, dtype="bfloat16", axes=AxisType.Auto, spec=None, size=1):
+    """Return the shape of an array that lies on GPUs of a kind which is not here."""
+    device = AbstractDevice(device_kind=kind, num_cores=148, platform="gpu")
+    mesh = AbstractMesh((size,), ("x",), axis_types=(axes,), abstract_device=device)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+
+
+def primitives(jaxpr, *names):
+    """Count the equations of a program that are one of the primitives, by name."""
+    found, todo = dict.fromkeys(names, 0), [jaxpr]
+    while todo:
+        for eqn in todo.pop().eqns:
+            if eqn.primitive.name in names:
+                found[eqn.primitive.name] += 1
+            todo += jax.extend.core.jaxprs_in_params(eqn.params)
+    return found
+
+
+def matmuls(function, *shapes):
+    found = primitives(jax.jit(function).trace(*shapes).jaxpr.jaxpr, "dot_general", block_scaled.NAME)
+    return found["dot_general"], found[block_scaled.NAME]
+
+
+def gradients(name):
+    def loss(x, w):
+        y = dot_general(x, w, NUMBERS, recipe=RECIPES[name].recipe, key=jax.random.key(0))
+        return jnp.square(y.astype("float32")).sum()
+
+    return jax.grad(loss, argnums=(0, 1))
+
+
+@pytest.mark.parametrize("weight", [MX, SQUARE, COARSE], ids=["1x32", "32x32", "128x128"])
+def test_the_product_is_that_of_the_dequantized_blocks(weight):
+    keys = jax.random.split(jax.random.key(0))
+    x, w = jax.random.normal(keys[0], (3, 8, 256)), jax.random.normal(keys[1], (256, 160)) * jnp.logspace(-3, 3, 160)
+    left, right = quantize(x, MX, (2,)), quantize(w, weight, (0,))
+    dims = Dimensions((2,), (0,), (), (), 3, 2)
+    found = np.asarray(block_scaled.multiply(left, right, dims, "float32"), np.float64)
+    a, b = (np.asarray(dequantize(side), np.float64) for side in (left, right))
+    assert np.all(np.abs(found - a @ b) <= numerics.dot_bound(a.reshape(24, 256), b).reshape(found.shape))
+
+
+def test_the_product_of_nvfp4_leaves_the_outer_scales_to_the_caller():
+    keys = jax.random.split(jax.random.key(0))
+    x, w = jax.random.normal(keys[0], (16, 128)), jax.random.normal(keys[1], (128, 48))
+    left, right = quantize(x, NV.fwd.lhs, (1,)), quantize(w, NV.fwd.rhs, (0,))
+    found = np.asarray(block_scaled.multiply(left, right, DIMS, "float32"), np.float64)
+    a, b = (np.asarray(dequantize(dataclasses.replace(side, outer_scale=None)), np.float64) for side in (left, right))
+    assert np.all(np.abs(found - a @ b) <= numerics.dot_bound(a, b))
+
+
+def test_a_mapped_product_is_the_products_of_its_elements():
+    keys = jax.random.split(jax.random.key(0))
+    x, w = jax.random.normal(keys[0], (3, 8, 64)), jax.random.normal(keys[1], (64, 32))
+    right = quantize(w, MX, (0,))
+    one = lambda x: block_scaled.multiply(quantize(x, MX, (1,)), right, DIMS, "float32")  # noqa: E731
+    np.testing.assert_array_equal(jax.vmap(one)(x), jnp.stack([one(each) for each in x]))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "te_nvfp4_no_rht", "quartet2", "tetrajet_v2"])
+def test_all_three_matmuls_are_the_chips_own_on_blackwell_and_float_elsewhere(name):
+    step = gradients(name)
+    rotations = matmuls(step, on("NVIDIA H200", 128, 256), on("NVIDIA H200", 256, 128, dtype="float32"))[0] - 3
+    for kind in ("NVIDIA B200", "NVIDIA GB300"):
+        assert matmuls(step, on(kind, 128, 256), on(kind, 256, 128, dtype="float32")) == (rotations, 3)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "fp8_current", "int8"])
+def test_what_the_instruction_does_not_have_stays_as_it_is(name):
+    shapes = (256, 256), (256, 256)
+    counts = [
+        matmuls(gradients(name), *(on(kind, *each) for each in shapes)) for kind in ("NVIDIA H200", "NVIDIA B200")
+    ]
+    assert counts[0] == counts[1]
+    assert counts[0][1] == 0
+
+
+def test_the_served_forward_takes_the_arithmetic_of_the_training_forward():
+    recipe = RECIPES["mxfp8"].recipe
+    x, w = on("NVIDIA B200", 8, 64), on("NVIDIA B200", 64, 128, dtype="float32")
+
+    def served(x, w):
+        weight = ConvertedKernel(quantize(w, recipe.fwd.rhs, (0,)), "float32")
+        return dot_general(x, weight, NUMBERS, recipe=recipe)
+
+    assert matmuls(served, x, w) == matmuls(lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe), x, w) == (0, 1)
+
+
+def test_where_a_compiler_may_cut_the_operands_the_product_stays_float():
+    step = gradients("mxfp8")
+    assert matmuls(step, on("NVIDIA B200", 128, 64, size=8), on("NVIDIA B200", 64, 128, size=8)) == (3, 0)
+    place = {"axes": AxisType.Explicit, "spec": PartitionSpec(None, None)}
+    explicit = [on("NVIDIA B200", *each, **place) for each in ((128, 64), (64, 128))]
+    assert matmuls(step, *explicit) == (3, 0)
+
+
+def test_a_contraction_that_is_not_cut_into_whole_blocks_is_refused_with_a_reason():
+    spec = dataclasses.replace(MX, tile_size=16)
+
+    def refusal(x):
+        return block_scaled.refusal(quantize(x, spec, (1,)), quantize(x, spec, (0,)), DIMS) or ""
+
+    reasons = []
+    jax.jit(lambda x: reasons.append(refusal(x))).trace(on("NVIDIA B200", 64, 64))
+    jax.jit(lambda x: reasons.append(refusal(x))).trace(on("NVIDIA H200", 64, 64))
+    assert reasons == ["the last contraction axis is not cut into blocks of 32", "the chip has no block-scaled matmul"]
+
+
+def test_the_choice_is_noted():
+    step = gradients("mxfp8")
+    jax.jit(step).trace(on("NVIDIA B200", 64, 96), on("NVIDIA B200", 96, 64))
+    assert (BLOCKS, Choice("cudnn", "the chip multiplies these blocks")) in choices_made()
+
+
+def test_a_gpu_is_given_the_call_that_its_compiler_knows():
+    product = jax.jit(lambda x, w: dot_general(x, w, NUMBERS, recipe=RECIPES["mxfp8"].recipe))
+    shapes = on("NVIDIA B200", 64, 64), on("NVIDIA B200", 64, 64)
+    text = product.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "__op$block_scaled_dot" in line]
+    assert (
+        "(tensor<1x64x64xf8E4M3FN>, tensor<1x64x64xf8E4M3FN>, tensor<1x64x2xf8E8M0FNU>, tensor<1x64x2xf8E8M0FNU>)"
+        in call
+    )
+    assert "dequantize_type\\22: \\22BF16" in call
+
+
+def test_coverage_sees_the_chips_own_matmuls():
+    x = on("NVIDIA B200", 8, 64, dtype="float32")
+    model = jaxquant.maybe_quantize_model(nn.Dense(64), {"quantization": "mxfp8"}, jnp.ones(x.shape))
+    params = jax.tree.map(
+        lambda leaf: on("NVIDIA B200", *leaf.shape, dtype=leaf.dtype),
+        jax.eval_shape(model.init, jax.random.key(0), jnp.ones(x.shape)),
+    )
+    loss = lambda params, x: jnp.square(model.apply(params, x)).sum()  # noqa: E731
+    rows = jaxquant.coverage(jax.grad(loss, argnums=(0, 1)), params, x).rows
+    assert [row.matmul for row in rows] == ["fwd", "dlhs", "drhs"]
+    assert {str(side) for row in rows for side in (row.dtypes.lhs, row.dtypes.rhs)} == {"float8_e4m3fn"}
