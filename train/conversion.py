@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -161,8 +162,7 @@ def convert_run(
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
         if path in state:
             return np.asarray(state[path])[index]
-        kind = "params" if path[0] == "params" else "quant_state"
-        return stored.read("/".join((kind, *path[1:])), *index)
+        return _read(stored, path, index)
 
     tree = _converted(sites, read, shapes, shape, say)
     served = dataclasses.replace(config, checkpoint_is_quantized=True)
@@ -171,6 +171,30 @@ def convert_run(
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
     return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
+
+
+def _read(stored: Parameters, path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
+    """Read a variable of a run, by its path in the variables."""
+    return stored.read("/".join(("params" if path[0] == "params" else "quant_state", *path[1:])), *index)
+
+
+def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:
+    """Return what converts each kernel that a run quantizes, by its layer's path: index of stacked layers -> kernel.
+
+    Args:
+      stored: the run's checkpoint.
+      shape: of the decoder.
+    """
+    config = _as_trained(stored.config)
+    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    sites = serving.find_kernels(Decoder(shape), config, _shapes(stored), tokens)
+
+    def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
+        kernel = jnp.asarray(_read(stored, ("params", *layer.name), index))
+        states = jax.tree.map(lambda leaf: jnp.asarray(_read(stored, leaf.path, index)), list(layer.states))
+        return jax.tree.map(np.asarray, layer.convert(kernel, states)[0])
+
+    return {path: functools.partial(convert, layer) for path, layer in sites.items()}
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:

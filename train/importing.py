@@ -236,7 +236,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
       ValueError: there is none; names those that keep the weights.
     """
     names, kept = list(source.shape.linears()), []
-    if folder is None and (tensor := source.packed(names[0])) is not None:
+    if folder is None and (tensor := source.quantized(names[0])) is not None:
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
     if len(specs) == 1 and (spec := specs.pop()) is not None:
@@ -320,7 +320,7 @@ def _kept(
 ) -> QTensor | None:
     """Return a layer's weight with the checkpoint's own values, None where the recipe has another format."""
     if spec.codec is not None:
-        tensor = source.packed(module)
+        tensor = source.quantized(module)
         if tensor is None or tensor.codec != spec.codec:
             return None
         block = tuple(size if axis in axes else 1 for axis, size in enumerate(shape))

@@ -29,6 +29,7 @@ FOLDERS = tuple(SCHEMES)
 FLOORS = {
     "hf": 50, "ct_fp8_dynamic": 31, "ct_fp8_static": 30, "ct_int8": 41, "ct_w4a16": 18.3, "ct_nvfp4": 19.7,
     "ct_mxfp4": 18.0, "fp8_block": 31, "fbgemm_fp8": 31, "modelopt_fp8": 30, "modelopt_nvfp4": 19.7,
+    "ct_nvfp4a16": 19.7,
 }  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"
 
@@ -93,6 +94,7 @@ def test_max_reads_what_it_supports(written):
         ("ct_fp8_static", ".weight_scale"),
         ("ct_fp8_static", ".input_scale"),
         ("ct_nvfp4", ".weight_global_scale"),
+        ("ct_nvfp4a16", ".weight_global_scale"),
         ("ct_nvfp4", ".input_global_scale"),
         ("modelopt_fp8", ".weight_scale"),
         ("modelopt_fp8", ".input_scale"),
@@ -174,8 +176,8 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
     if kind != "F16":
         # What is read and written again keeps its bytes: no second rounding.
         export(back, tmp_path / "again.gguf", f"gguf_{kind.lower()}")
-        assert back.packed(Q).shape == (256, 256)
-        np.testing.assert_array_equal(np.asarray(dequantize(back.packed(Q))), back.weight(Q))
+        assert back.quantized(Q).shape == (256, 256)
+        np.testing.assert_array_equal(np.asarray(dequantize(back.quantized(Q))), back.weight(Q))
         again = gguf.GGUFReader(tmp_path / "again.gguf")
         assert all(np.array_equal(tensor.data, names[tensor.name].data) for tensor in again.tensors)
 
