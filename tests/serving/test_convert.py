@@ -17,6 +17,7 @@ from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.serving import convert_each, find_kernels
 from tests.serving.models import D, Linen, Nnx, filled, schemes
+from tests.serving.trees import abstract, assert_same
 
 OPTIMIZED = False  # as users compile: test_convert_optimized.py
 SERVES = {"checkpoint_is_quantized": True}
@@ -354,6 +355,22 @@ def test_bytes_are_those_of_the_format():
         assert jax.dtypes.itemsize_bits(kernel.qvalue.dtype) == bits
         relative = jnp.linalg.norm(dequantize(kernel) - variables["params"]["twice"]["kernel"]) / math.sqrt(D)
         assert relative < {8: 0.05, 4: 0.15}[bits]
+
+
+@pytest.mark.parametrize(
+    ("string", "options"),
+    [("nvfp4", {}), ("nvfp4", {"four_over_six": True}), ("quartet2", {"four_over_six": True}), ("nvfp4w", {})],
+)
+def test_stacked_layers_with_outer_scales_go_through_the_disk(tmp_path, string, options):
+    """Each layer of the scan has an outer scale of its own, which is stored beside the scales of its blocks."""
+    _, converted = check_linen(string, "native", "bfloat16", 1, **options)
+    kernels = converted["params"]["layers"]["wo"]["kernel"], converted["params"]["twice"]["kernel"]
+    assert [kernel.outer_scale.shape for kernel in kernels] == [(1, 3, 1), (1, 1)]
+    assert len(set(np.asarray(kernels[0].outer_scale).ravel())) == 3
+    serving.save(tmp_path / "served", converted["params"], {"quantization": string})
+    assert_same(serving.load(tmp_path / "served", like=abstract(converted["params"])).params, converted["params"])
+    leaves = {leaf.path: leaf for leaf in serving.read_manifest(tmp_path / "served").leaves}
+    assert leaves["layers/wo/kernel"].outer_shape == (1, 3, 1)
 
 
 def dense(**options):
