@@ -342,11 +342,18 @@ def _kept(
     counts, scale = scale_shape(shape, block), layer.scale.astype(spec.scale_dtype)
     if layer.zero_point is not None or not fits or math.prod(counts) != math.prod(grid):
         return None
-    if not np.array_equal(scale.astype(np.float32), layer.scale):
+    outer = None
+    if layer.levels is not None:  # a product of both, where the checkpoint may divide by a reciprocal
+        scale, outer = layer.levels
+        layer = dataclasses.replace(layer, scale=scale.astype(np.float32) * outer)
+    elif not np.array_equal(scale.astype(np.float32), layer.scale):
+        return None
+    if (outer is not None) != spec.outer_scale:
         return None
     tensor = make_qtensor(
         from_hf(layer.elements.astype(spec.dtype, copy=False), module, shape),  # pyright: ignore[reportArgumentType]
         np.ascontiguousarray(np.broadcast_to(scale, grid).T).reshape(counts),  # pyright: ignore[reportArgumentType]
+        outer_scale=None if outer is None else outer.reshape((1,) * len(shape)),  # pyright: ignore[reportArgumentType]
         block=block,
     )
     _check_same(tensor, check_finite(layer.decode(), f"{module}.weight"), module, shape)
