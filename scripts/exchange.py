@@ -25,6 +25,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant import terminal
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import dequantize
+from jaxquant.core.quantize import quantize
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
@@ -124,8 +127,11 @@ def rounded_inputs(folder: HfFolder) -> Inputs | None:
     return inputs
 
 
-def transformers_logits(folder: Path) -> Logits:
-    """Return the same of transformers, which decompresses a quantized folder and quantizes inputs as it says."""
+def load_transformers(folder: Path) -> tuple[Logits, Callable[[str], np.ndarray]]:
+    """Return the same of transformers, which decompresses a quantized folder and quantizes inputs as it says.
+
+    The second function returns the weight of a linear layer as transformers holds it then.
+    """
     import torch
     import transformers
 
@@ -139,7 +145,7 @@ def transformers_logits(folder: Path) -> Logits:
         with torch.no_grad():
             return model(torch.tensor(tokens[None].astype(np.int64))).logits[0].float().numpy()
 
-    return logits
+    return logits, lambda module: model.get_submodule(module).weight.detach().float().numpy()
 
 
 def llama_cpp_logits(path: Path) -> Logits:
@@ -217,6 +223,58 @@ def decompressed(folder: Path) -> float:
     return worst
 
 
+def trained_weights(source: Source, weight: Callable[[str], np.ndarray]) -> str:
+    """Count the weights that a library holds which are not what the training forward multiplied, bit for bit.
+
+    Args:
+      source: the run, quantized as it was trained.
+      weight: of the library, by the name of a linear layer.
+    """
+    total, differ = 0, {"float32": 0, "bfloat16": 0}
+    for module in source.shape.linears():
+        tensor = source.quantized(module)
+        if tensor is None:
+            return "not trained in this format"
+        ours, theirs = np.asarray(dequantize(tensor)), weight(module)
+        total += ours.size
+        differ["float32"] += int(np.sum(ours != theirs))
+        differ["bfloat16"] += int(np.sum(ours.astype(ml_dtypes.bfloat16) != theirs.astype(ml_dtypes.bfloat16)))
+    return f"{differ['float32']:,} of {total:,} in float32, {differ['bfloat16']:,} in bfloat16"
+
+
+def quantizers() -> list[str]:
+    """Compare elements and scales of N(0, 1) under the strings of weights with those of compressed-tensors."""
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+
+    args = {"type": "float", "symmetric": True}
+    e4m3, bytes_ = torch.float8_e4m3fn, torch.uint8
+    cases = {
+        "nvfp4w": args | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": e4m3},
+        "mxfp4w": args | {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": bytes_},
+        "fp8_blockw": args | {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
+    }
+    weight, lines = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32), []
+    for string, fields in cases.items():
+        recipe, theirs = RECIPES[string].recipe, torch.from_numpy(weight)
+        assert recipe is not None
+        ours = jax.jit(lambda x, spec=recipe.fwd.rhs: quantize(x, spec, (1,)))(weight)
+        block = ours.blocks
+        blocks = theirs.reshape(1024 // block[0], block[0], 1024 // block[1], block[1])
+        outer = generate_gparam(theirs.min(), theirs.max()) if ours.outer_scale is not None else None
+        given = QuantizationArgs(**fields)
+        scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), given, outer)
+        codes = their_quantize(x=theirs, scale=scale, zero_point=None, args=given, global_scale=outer).float().numpy()
+        counts = np.asarray(ours.scale).astype(np.float32) != scale.float().numpy()
+        differs = np.asarray(ours.qvalue).astype(np.float32) != codes
+        under_same = int(np.sum(differs & ~np.kron(counts, np.ones(block, bool))))
+        shares = [f"{np.sum(each):,} of {each.size:,}" for each in (counts, differs)]
+        lines.append(f"| {string} | {' | '.join(shares)} | {under_same:,} |")
+    return lines
+
+
 def _bfloat16(source: Source, tensor: str) -> np.ndarray:
     weight = source.read(tensor)
     is_linear = tensor.removesuffix(".weight") in source.shape.linears()
@@ -225,10 +283,10 @@ def _bfloat16(source: Source, tensor: str) -> np.ndarray:
 
 def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
     export(source, folder, name, dtype="float32")
-    files, theirs = HfFolder(folder), transformers_logits(folder)
+    files, (theirs, weight) = HfFolder(folder), load_transformers(folder)
     inputs = rounded_inputs(files) if name.startswith("ct_") else None
     decoded = files.source()
-    if name == "ct_nvfp4":  # which compressed-tensors decompresses to bfloat16
+    if name.startswith("ct_nvfp4"):  # which compressed-tensors decompresses to bfloat16
         decoded = dataclasses.replace(decoded, read=lambda tensor: _bfloat16(files.source(), tensor))
     ours = our_logits(decoded, inputs)
     delta = max(relative(theirs(text), ours(text)) for text in texts)
@@ -244,7 +302,8 @@ def compare_folder(source: Source, name: str, folder: Path, texts: Sequence[np.n
     if inputs is not None:
         note += f"; inputs quantized on both sides, {perplexity(our_logits(decoded), texts):.4f} with float ones"
     is_good = abs(b / a - 1) < PERPLEXITY_BOUND if inputs is not None else delta < LOGIT_BOUND
-    return {**row, "greedy": "", "note": note, "ok": is_good}
+    row = {**row, "greedy": "", "not as trained": trained_weights(source, weight)}
+    return {**row, "note": note, "ok": is_good}
 
 
 def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -265,6 +324,7 @@ def compare_gguf(source: Source, name: str, path: Path, texts: Sequence[np.ndarr
         "theirs": f"{b:.4f}",
         "differs": f"{100 * (b / a - 1):+.3f} %",
         "greedy": same,
+        "not as trained": "",
         "note": "",
         "ok": is_good,
     }
@@ -276,10 +336,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="folder of a run whose contractions are multiples of 256")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="F", help="default: all that are loaded here")
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="held-out sequences (default: %(default)s)")
+    parser.add_argument("--quantizers", action="store_true", help="compare quantizers with compressed-tensors', too")
     parser.add_argument("--out", default="benchmarks/exchange.md", help="(default: %(default)s)")
     words = parser.parse_args(arguments)
     terminal.accept_all_characters()
-    loaded = [name for name in FORMATS if name.startswith(("hf", "ct_", "gguf_"))]
+    loaded = [name for name in FORMATS if name.startswith(("hf", "ct_", "fp8_block", "gguf_"))]
     rows = []
     try:
         config = _config(words.run)
@@ -294,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _write(Path(words.out), rows, words.texts)
+    _write(Path(words.out), rows, words.texts, quantizers() if words.quantizers else [])
     return 0 if all(row["ok"] for row in rows) else 1
 
 
@@ -305,7 +366,7 @@ def _config(run: str) -> TrainConfig:
     return build(TrainConfig, load_yaml(Path(run) / "config.yml"))
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int) -> None:
+def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int, quantizers: Sequence[str]) -> None:
     versions = []
     for name in PACKAGES:
         try:
@@ -319,7 +380,8 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int) -> None:
         f"held-out sequences of {LENGTH} tokens against our decoder in float32 with the weights decoded from the same "
         f"files; greedy is a completion of {NEW} tokens. Bounds: float and weight-only folders "
         f"{LOGIT_BOUND:g} of the logits' rms; perplexity {100 * PERPLEXITY_BOUND:g} % elsewhere (llama.cpp, and "
-        f"folders whose inputs are quantized when they run: ours are then quantized as the loader does). F16 "
+        f"folders whose inputs are quantized when they run: ours are then quantized as the loader does). Not as "
+        f"trained are weights of the loader that the training forward did not multiply, bit for bit. F16 "
         f"completions part at most where two logits lie within {F16_BOUND:g} of their rms.",
         "",
         f"{datetime.date.today().isoformat()}, {', '.join(versions)}.",
@@ -328,6 +390,16 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int) -> None:
     names = list(rows[0])
     lines += [f"| {' | '.join(names)} |", "| " + " | ".join("---" for _ in names) + " |"]
     lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows]
+    if quantizers:
+        names = "| string | scales that differ | elements that differ | of them under equal scales |"
+        lines += [
+            "",
+            "Quantizers of N(0, 1), ours and compressed-tensors':",
+            "",
+            names,
+            "| --- | --- | --- | --- |",
+            *quantizers,
+        ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -45,6 +45,12 @@ def stochastic_mean_bound(ulp: float, n: int) -> float:
 # Two seeds of ours differ by up to 14 % in the gradients of int8, whose rounding is stochastic, and by 8 % otherwise.
 BAND_RTOL = 0.15
 
+# compressed-tensors divides scales by the stored g = fl(1 / o), where training multiplies by o: 1 / g is off by half an
+# ulp, the quotient and the product with o by another half each, and so are their products with an element.
+RECIPROCAL = 5 * 2.0**-24
+# A quotient rounds by half an ulp, by a reciprocal by two halves; the values around it round by a half each.
+LAST_BITS = 4 * 2.0**-24
+
 # An integer matmul is exact; its two scales (one division each) and the two products with them round once each.
 INTEGER_MATMUL_NULP = 4
 

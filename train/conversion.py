@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -147,7 +148,7 @@ def convert_run(
             "to keep a field, give it as key=value"
         )
     _, shape, tokens = decoder_of(config)
-    shapes = quantization_state.merge(stored.shapes["params"], stored.shapes["quant_state"])
+    shapes = stored.variables
     state: dict[tuple[str, ...], Any] = {}
     if _needs_calibration(layers, _as_trained(trained), shape, tokens):
         found = calibrate_run(stored, layers, shape, calibration_batches, say)
@@ -159,8 +160,7 @@ def convert_run(
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
         if path in state:
             return np.asarray(state[path])[index]
-        kind = "params" if path[0] == "params" else "quant_state"
-        return stored.read("/".join((kind, *path[1:])), *index)
+        return _read(stored, path, index)
 
     tree = _converted(sites, read, shapes, shape, say)
     served = dataclasses.replace(config, checkpoint_is_quantized=True)
@@ -174,6 +174,29 @@ def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> None:
     """Write converted parameters as a checkpoint that knows the configuration and the step they are of."""
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
     serving.save(out, tree, quantization_of(config), extra=extra)
+
+
+def _read(stored: Parameters, path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
+    """Read a variable of a run, by its path in the variables."""
+    return stored.read("/".join(("params" if path[0] == "params" else "quant_state", *path[1:])), *index)
+
+
+def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:
+    """Return what converts each kernel that a run quantizes, by its layer's path: index of stacked layers -> kernel.
+
+    Args:
+      stored: the run's checkpoint.
+      shape: of the decoder.
+    """
+    config = _as_trained(stored.config)
+    sites = serving.find_kernels(Decoder(shape), config, stored.variables, decoder_of(config)[2])
+
+    def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
+        kernel = jnp.asarray(_read(stored, ("params", *layer.name), index))
+        states = jax.tree.map(lambda leaf: jnp.asarray(_read(stored, leaf.path, index)), list(layer.states))
+        return jax.tree.map(np.asarray, layer.convert(kernel, states)[0])
+
+    return {path: functools.partial(convert, layer) for path, layer in sites.items()}
 
 
 def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> Any:

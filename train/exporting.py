@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +19,8 @@ from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, Row, Source, Vocabulary, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from train.config import TrainConfig
-from train.conversion import calibrate_run, quantization_of
-from train.llama import Place, check_parameters, llama_shape, packed_to_hf, places, to_hf
+from train.conversion import calibrate_run, quantization_of, trained_kernels
+from train.llama import Place, check_parameters, llama_shape, places, quantized_to_hf, to_hf
 from train.origin import check_files
 from train.parameters import Parameters, open_parameters
 from train.step import decoder_of
@@ -99,8 +100,17 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
         array = stored.read(f"params/{place.path}", *(() if place.layer is None else (place.layer,)))
         return to_hf(array, module, tensors[name])
 
+    kernels = functools.cache(lambda: trained_kernels(stored, decoder))
+
+    def quantized(module: str) -> QTensor | None:
+        place = found[module]
+        convert = kernels().get(place.path.removesuffix("/kernel"))
+        if convert is None:
+            return None
+        return quantized_to_hf(convert(() if place.layer is None else (place.layer,)), tensors[f"{module}.weight"])
+
     amax = _measure(stored, config, decoder, found, batches, say) if batches else {}
-    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), amax)
+    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), amax, quantized)
 
 
 def _measure(
@@ -145,11 +155,11 @@ def _of_converted(folder: Path) -> Source:
         array = dequantize(leaf) if isinstance(leaf, QTensor) else leaf
         return to_hf(np.asarray(array, np.float32), module, tensors[name])
 
-    def packed(module: str) -> QTensor | None:
+    def quantized(module: str) -> QTensor | None:
         leaf = at(module)
-        return packed_to_hf(leaf, tensors[f"{module}.weight"]) if isinstance(leaf, QTensor) and leaf.codec else None
+        return quantized_to_hf(leaf, tensors[f"{module}.weight"]) if isinstance(leaf, QTensor) else None
 
-    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), {}, packed)
+    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), {}, quantized)
 
 
 def _vocabulary(tokenizer: Tokenizer, config: TrainConfig, size: int) -> Vocabulary:

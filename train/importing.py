@@ -230,7 +230,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
       ValueError: there is none; names those that keep the weights.
     """
     names, kept = list(source.shape.linears()), []
-    if folder is None and (tensor := source.packed(names[0])) is not None:
+    if folder is None and (tensor := source.quantized(names[0])) is not None:
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
     if len(specs) == 1 and (spec := specs.pop()) is not None:
@@ -301,7 +301,7 @@ def _kept(
 ) -> QTensor | None:
     """Return a layer's weight with the checkpoint's own values, None where the recipe has another format."""
     if spec.codec is not None:
-        tensor = source.packed(module)
+        tensor = source.quantized(module)
         if tensor is None or tensor.codec != spec.codec:
             return None
         block = tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
@@ -323,11 +323,18 @@ def _kept(
     counts, scale = scale_shape(shape, block), layer.scale.astype(spec.scale_dtype)
     if layer.zero_point is not None or not fits or math.prod(counts) != math.prod(grid):
         return None
-    if not np.array_equal(scale.astype(np.float32), layer.scale):
+    outer = None
+    if layer.levels is not None:  # a product of both, where the checkpoint may divide by a reciprocal
+        scale, outer = layer.levels
+        layer = dataclasses.replace(layer, scale=scale.astype(np.float32) * outer)
+    elif not np.array_equal(scale.astype(np.float32), layer.scale):
+        return None
+    if (outer is not None) != spec.outer_scale:
         return None
     tensor = make_qtensor(
         from_hf(layer.elements.astype(spec.dtype, copy=False), module, shape),  # pyright: ignore[reportArgumentType]
         np.ascontiguousarray(np.broadcast_to(scale, grid).T).reshape(counts),  # pyright: ignore[reportArgumentType]
+        outer_scale=None if outer is None else outer.reshape((1,) * len(shape)),  # pyright: ignore[reportArgumentType]
         block=block,
     )
     _check_same(tensor, check_finite(layer.decode(), f"{module}.weight"), module, shape)

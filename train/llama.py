@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.export import LlamaShape
+from jaxquant.trace.structure import BlocksError, Reshape, Transpose
 from train.config import TrainConfig
 from train.model import DecoderConfig
 
@@ -104,10 +105,16 @@ def to_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(array.reshape(shape[1], shape[0]).T)
 
 
-def packed_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
-    """Return a kernel in a tensor format as [out, bytes]; None where its bytes are in another order than there."""
+def quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
+    """Return a quantized kernel as [out, in], or [out, bytes]; None where its blocks or bytes are none of that."""
+    if tensor.codec is None:
+        try:
+            turned = Reshape(tensor.shape, shape[::-1]).on_kernel(ConvertedKernel(tensor, "float32"))
+        except BlocksError:
+            return None
+        return Transpose((1, 0)).on_kernel(turned).tensor
     contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
-    if contraction != list(range(contraction[-1] + 1)) or tensor.codec is None:
+    if contraction != list(range(contraction[-1] + 1)):
         return None
     data = np.asarray(tensor.qvalue).reshape(-1, shape[0]).T
     return QTensor(data, block=(1, shape[1]), codec=tensor.codec)  # pyright: ignore[reportArgumentType]

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from jaxquant import state
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
 from jaxquant.serving.placement import first_line
@@ -41,6 +42,11 @@ class Parameters:
     shapes: dict[str, Any]
     stores: dict[str, ts.TensorStore] = dataclasses.field(repr=False)
     _folder: Path = dataclasses.field(repr=False)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the decoder, as shapes."""
+        return state.merge(self.shapes["params"], self.shapes["quant_state"])
 
     def read(self, path: str, *index: int) -> np.ndarray:
         """Read one array, or the part of it that an index of its leading axes names.

@@ -76,15 +76,14 @@ def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynami
     return dataclasses.replace(_reusing(name, spec, grad), arithmetic="lean")
 
 
-def _weight_only(name: str, dtype: str) -> Recipe:
+def _weight_only(name: str, spec: TensorSpec) -> Recipe:
     """Quantized weight forward and in dlhs; its own gradient passes straight through the rounding."""
-    return Recipe(name, fwd=MatmulSpec(None, TensorSpec(dtype)), dlhs=MatmulSpec(None, FORWARD))
+    return Recipe(name, fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
 
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
     """Weights as a tensor format has them, encoded and decoded in the forward pass."""
-    spec = TensorSpec(dtype, codec=codec)
-    recipe = Recipe(f"ggml_{codec}", fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
+    recipe = _weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec))
     summary = f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient"
     return RecipeRow(recipe, summary)
 
@@ -95,10 +94,14 @@ def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str
     return Recipe(name, fwd=MatmulSpec(forward, forward, accumulator), dlhs=grad, drhs=grad)
 
 
-def _microscaling(name: str, dtype: str, tile_size: int) -> Recipe:
-    """Quantize each operand in tiles along its own contraction, with scales that are powers of two."""
-    spec = TensorSpec(dtype, "per_tile", tile_size=tile_size, scale_dtype="float8_e8m0fnu", scale_rounding="up")
-    return _everywhere(name, spec, spec, "float32")
+def _mx(dtype: str) -> TensorSpec:
+    """Tiles of 32 along the contraction, with scales that are powers of two."""
+    return TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
+
+
+def _microscaling(name: str, dtype: str) -> Recipe:
+    """Quantize each operand in tiles along its own contraction."""
+    return _everywhere(name, _mx(dtype), _mx(dtype), "float32")
 
 
 # AQT multiplies by 1/scale and rounds the gradient alone stochastically.
@@ -218,12 +221,12 @@ RECIPES: dict[str, RecipeRow] = {
         options=("scale format", "activation bound"),
     ),
     "mxfp8": RecipeRow(
-        _microscaling("mxfp8", "float8_e4m3fn", 32),
+        _microscaling("mxfp8", "float8_e4m3fn"),
         "e4m3 everywhere in tiles of 32 with power-of-two scales (OCP MX)",
         options=("activation bound", "square blocks"),
     ),
     "mxfp4": RecipeRow(
-        _microscaling("mxfp4", "float4_e2m1fn", 32), "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
+        _microscaling("mxfp4", "float4_e2m1fn"), "e2m1 everywhere in tiles of 32 with power-of-two scales (OCP MX)"
     ),
     "nvfp4": RecipeRow(
         _NVFP4,
@@ -244,8 +247,19 @@ RECIPES: dict[str, RecipeRow] = {
         "int8 for TPUs: delayed scaling of operands, this step's amax and stochastic rounding of the output gradient",
         options=_DELAYED,
     ),
-    "int8w": RecipeRow(_weight_only("int8w", "int8"), "int8 weights only, straight-through gradient"),
-    "int4w": RecipeRow(_weight_only("int4w", "int4"), "int4 weights only, straight-through gradient"),
+    "int8w": RecipeRow(_weight_only("int8w", TensorSpec("int8")), "int8 weights only, straight-through gradient"),
+    "int4w": RecipeRow(_weight_only("int4w", TensorSpec("int4")), "int4 weights only, straight-through gradient"),
+    "mxfp4w": RecipeRow(
+        _weight_only("mxfp4w", _mx("float4_e2m1fn")), "weights only, MXFP4 as gpt-oss has it, straight-through gradient"
+    ),
+    "nvfp4w": RecipeRow(
+        _weight_only("nvfp4w", _nvfp4(micro=None)),
+        "weights only, NVFP4 as checkpoints have it, straight-through gradient",
+    ),
+    "fp8_blockw": RecipeRow(
+        _weight_only("fp8_blockw", _BLOCK_WEIGHT),
+        "weights only, e4m3 in blocks of 128 by 128 as DeepSeek has them, straight-through gradient",
+    ),
     "ggml_q4_0": _encoded("q4_0", "int4"),
     "ggml_q8_0": _encoded("q8_0", "int8"),
     "ggml_q4_k": _encoded("q4_k", "int4"),

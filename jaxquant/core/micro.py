@@ -84,8 +84,9 @@ def _real_scales(amax: Array, x: Array, top: float, bound: float, is_reciprocal:
     if is_reciprocal:
         encode = jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST))
         return amax * (encode * (1 / top)), 1 / encode
-    outer = floor_scale(whole / bound / top, SMALLEST_GRADIENT_SCALE)  # below it a quotient of zeros is not a number
-    return amax / top / outer, outer
+    # Constants divide as they do under jit, where XLA multiplies by 1 / constant. Below the floor quotients are NaN.
+    outer = floor_scale(whole * (1 / (bound * top)), SMALLEST_GRADIENT_SCALE)
+    return amax * (1 / top) / outer, outer
 
 
 def _errors(x: Array, tensor: QTensor, block: Shape) -> Array:

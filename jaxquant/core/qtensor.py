@@ -49,7 +49,7 @@ class QTensor:
 
     - ``scale.shape = (⌈n₁ / b₁⌉, …)``, of float32, float8_e8m0fnu or float8_e4m3fn;
     - ``zero_point.shape = scale.shape``, in qvalue's dtype;
-    - ``outer_scale.shape = (1, …)``, of float32;
+    - ``outer_scale`` has size 1 along each axis, or that of an axis along which tensors are stacked; of float32;
     - where ``block`` is None, ``bᵢ = nᵢ / scale.shape[i]`` is whole.
 
     Attributes:
@@ -203,10 +203,16 @@ def check(tensor: QTensor, name: str = "QTensor") -> None:
             f"{name} has a zero_point of {zero.dtype.name}{tuple(zero.shape)}; a QTensor has it in the dtype "
             f"of qvalue and the shape of scale, {tensor.qvalue.dtype.name}{scale}"
         )
-    if outer is not None and (math.prod(outer.shape) != 1 or len(outer.shape) != len(shape)):
+    if outer is not None and not _is_outer(tuple(outer.shape), scale, shape):
         raise ValueError(f"{name} has an outer_scale of shape {tuple(outer.shape)}, not {(1,) * len(shape)}")
     if outer is not None and outer.dtype != jnp.float32:
         raise ValueError(f"{name} has an outer_scale of {outer.dtype.name}; use float32")
+
+
+def _is_outer(outer: Shape, scale: Shape, shape: Shape) -> bool:
+    """Whether an outer scale has one element, or one for each of the layers or experts stacked along an axis."""
+    sizes = zip(outer, scale, shape, strict=False)
+    return len(outer) == len(shape) and all(n == 1 or n == many == size for n, many, size in sizes)
 
 
 def _check_encoded(tensor: QTensor, name: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxquant.export.folder import Scheme, Tensors
 from jaxquant.export.layouts import (
     E4M3_MAX,
+    MXFP4_BLOCKS,
     NVFP4_RANGE,
     decode_mxfp4,
     decode_nvfp4,
@@ -19,7 +20,7 @@ from jaxquant.export.layouts import (
     encode_fp8,
     encode_int,
     encode_mxfp4,
-    encode_nvfp4,
+    pack_e2m1,
     pack_int4,
     scale_of,
     unpack_int,
@@ -82,16 +83,15 @@ def _decode_int4(tensors: Tensors) -> np.ndarray:
 
 
 def _nvfp4(source: Source, module: str, weight: np.ndarray) -> Tensors:
-    # Stored are reciprocals; what divides must be what multiplied.
-    stored = (np.float32(1) / scale_of([source.fused_amax(module)], NVFP4_RANGE)).astype(np.float32)
-    packed, scale = encode_nvfp4(weight, float(np.float32(1) / stored[0]))
     inputs = (np.float32(1) / scale_of([source.fused_input_amax(module)], NVFP4_RANGE)).astype(np.float32)
-    return {
-        ".weight_packed": packed,
-        ".weight_scale": scale,
-        ".weight_global_scale": stored,
-        ".input_global_scale": inputs,
-    }
+    return _nvfp4_weight(source, module, weight) | {".input_global_scale": inputs}
+
+
+def _nvfp4_weight(source: Source, module: str, weight: np.ndarray) -> Tensors:
+    # Stored are reciprocals; what divides must be what multiplied.
+    stored = np.float32(1) / scale_of(source.fused_amax(module), NVFP4_RANGE)
+    packed, scale, outer = source.nvfp4(module, weight, float(np.float32(1) / stored))
+    return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
 
 
 def _decode_nvfp4(tensors: Tensors) -> np.ndarray:
@@ -101,6 +101,9 @@ def _decode_nvfp4(tensors: Tensors) -> np.ndarray:
 
 
 def _mxfp4(source: Source, module: str, weight: np.ndarray) -> Tensors:
+    kept = source.kept(module, MXFP4_BLOCKS)
+    if kept is not None:
+        return {".weight_packed": pack_e2m1(kept.elements), ".weight_scale": kept.scale.view(np.uint8)}
     packed, scale = encode_mxfp4(weight)
     return {".weight_packed": packed, ".weight_scale": scale}
 
@@ -145,6 +148,13 @@ SCHEMES = (
             _scheme(4, "float", "tensor_group", "local", **_NV),
         ),
         _nvfp4,
+        _decode_nvfp4,
+        16,
+    ),
+    Scheme(
+        "ct_nvfp4a16",
+        _config("nvfp4-pack-quantized", _scheme(4, "float", "tensor_group", **_NV), None),
+        _nvfp4_weight,
         _decode_nvfp4,
         16,
     ),

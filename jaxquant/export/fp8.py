@@ -8,16 +8,19 @@ from __future__ import annotations
 import numpy as np
 
 from jaxquant.export.folder import Scheme, Tensors
-from jaxquant.export.layouts import E4M3_MAX, block_amax, decode_scaled, encode_fp8, scale_of
+from jaxquant.export.layouts import E4M3_MAX, FP8_BLOCKS, block_amax, decode_scaled, encode_fp8, scale_of
 from jaxquant.export.llama import HEAD
 from jaxquant.export.source import Source
 
-BLOCK = (128, 128)
+BLOCK = (FP8_BLOCKS.rows, FP8_BLOCKS.columns)
 SCALE_BOUND = 1200.0
 """Bound of what a dynamic scale covers in ``fbgemm_fp8``; that of the published checkpoints."""
 
 
 def _block(source: Source, module: str, weight: np.ndarray) -> Tensors:
+    kept = source.kept(module, FP8_BLOCKS)
+    if kept is not None:
+        return {".weight": kept.elements, ".weight_scale_inv": kept.scale}
     scale = scale_of(block_amax(weight, BLOCK), E4M3_MAX)
     return {".weight": encode_fp8(weight, scale, BLOCK), ".weight_scale_inv": scale}
 

@@ -179,7 +179,7 @@ def export_gguf(
 def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
     """Return the bytes of a tensor and their SQNR."""
     heads = _rotated_heads(source.shape, name)
-    tensor = source.packed(name.removesuffix(".weight"))
+    tensor = source.quantized(name.removesuffix(".weight"))
     if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
         data = np.asarray(tensor.qvalue)
         return data if heads is None else to_neighbours(data, heads), float("inf")
@@ -283,7 +283,7 @@ def open_gguf(path: str | Path) -> Source:
         heads, array = _rotated_heads(shape, name), file.read(gguf_name(name))
         return array if heads is None else to_halves(array, heads)
 
-    def packed(module: str) -> QTensor | None:
+    def quantized(module: str) -> QTensor | None:
         name = f"{module}.weight"
         kind = file.tensors[gguf_name(name)].kind
         if kind in ("F32", "F16", "BF16"):
@@ -293,4 +293,4 @@ def open_gguf(path: str | Path) -> Source:
         data = data if heads is None else to_halves(data, heads)
         return QTensor(jnp.asarray(data), block=(1, shape.tensors()[name][1]), codec=kind.lower())
 
-    return Source(shape, read, packed=packed)
+    return Source(shape, read, quantized=quantized)

@@ -6,12 +6,16 @@ Weights are [out, in] float32 in numpy. All are decoded in float32, products rou
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.quantize import quantize
 from jaxquant.formats import codec
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -22,9 +26,53 @@ _BLOCKS_AT_ONCE, _FEW = 1 << 20, 1 << 16
 Tensors = dict[str, np.ndarray]
 
 
+class Kept(NamedTuple):
+    """A weight [out, in] with the numbers that it had: elements, scales, and the one above them [1], 1 for none."""
+
+    elements: np.ndarray
+    scale: np.ndarray
+    outer: np.ndarray
+
+
+class Blocks(NamedTuple):
+    """What the elements of a format are, and which of them share a scale.
+
+    Attributes:
+      dtype, scale_dtype: of elements and scales, by name.
+      rows, columns: of a block of a weight [out, in].
+      has_outer: whether one float32 scale stands above the others.
+    """
+
+    dtype: str
+    scale_dtype: str
+    rows: int
+    columns: int
+    has_outer: bool = False
+
+    def of(self, tensor: QTensor) -> Kept | None:
+        """Return a tensor [out, in] with a scale for each of these blocks; None where it has other numbers."""
+        if tensor.codec is not None or tensor.zero_point is not None:
+            return None
+        numbers = (tensor.qvalue.dtype.name, tensor.scale.dtype.name, tensor.outer_scale is not None)
+        if numbers != (self.dtype, self.scale_dtype, self.has_outer):
+            return None
+        places = []
+        for size, own, wanted in zip(tensor.shape, tensor.blocks, (self.rows, self.columns), strict=True):
+            if own < size and own % wanted:
+                return None
+            places.append(np.arange(0, size, wanted) // own)
+        outer = np.ones(1, np.float32) if tensor.outer_scale is None else np.asarray(tensor.outer_scale).reshape(1)
+        return Kept(np.asarray(tensor.qvalue), np.asarray(tensor.scale)[np.ix_(*places)], outer)
+
+
+FP8_BLOCKS = Blocks("float8_e4m3fn", "float32", 128, 128)
+NVFP4_BLOCKS = Blocks("float4_e2m1fn", "float8_e4m3fn", 1, 16, True)
+MXFP4_BLOCKS = Blocks("float4_e2m1fn", "float8_e8m0fnu", 1, 32)
+
+
 def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarray:
-    """Return ``amax / largest`` in float32; 1 for what is zeros."""
-    scale = np.asarray(amax, np.float32) / np.float32(largest)
+    """Return ``amax · (1 / largest)`` in float32, as training computes it; 1 for what is zeros."""
+    scale = np.asarray(amax, np.float32) * np.float32(1 / largest)
     return np.where(scale >= _SMALLEST, scale, np.float32(1)).astype(np.float32)
 
 
@@ -119,8 +167,9 @@ def unpack_int(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
     return (stored[:, :columns] - np.uint8(2 ** (bits - 1))).view(np.int8)
 
 
-def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Pack four-bit codes two to a byte, the even one in the low bits."""
+def pack_e2m1(elements: np.ndarray) -> np.ndarray:
+    """Pack float4_e2m1fn two to a byte, the even one in the low bits."""
+    codes = np.asarray(elements).view(np.uint8) & 0xF
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -139,11 +188,11 @@ def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, n
     scales = np.empty((rows, depth // 16), ml_dtypes.float8_e4m3fn)
     for part in row_chunks(weight.shape, 1):
         blocks = weight[part].reshape(-1, depth // 16, 16)
-        scale = cast_e4m3(np.abs(blocks).max(-1) / np.float32(E2M1_MAX) / outer)
+        scale = cast_e4m3(np.abs(blocks).max(-1) * np.float32(1 / E2M1_MAX) / outer)
         product = scale.astype(np.float32) * outer
-        inverse = np.divide(1, product, out=np.zeros_like(product), where=product >= _SMALLEST)
-        elements = np.clip(blocks * inverse[..., None], -E2M1_MAX, E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
-        packed[part] = pack_nibbles(elements.view(np.uint8).reshape(-1, depth) & 0xF)
+        steps = np.where(product >= _SMALLEST, product, np.float32(1))[..., None]
+        elements = np.clip(blocks / steps, -E2M1_MAX, E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
+        packed[part] = pack_e2m1(elements.reshape(-1, depth))
         scales[part] = scale
     return packed, scales
 
@@ -189,8 +238,16 @@ def _in_parts(run: Callable[[np.ndarray], dict[str, jax.Array]], blocks: np.ndar
 
 def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return packed e2m1 [..., in / 2] and E8M0 bytes [..., in / 32]."""
-    parts = encode_blocks("mxfp4", weight)
-    return parts["qvalue"], parts["scale"]
+    found = _in_parts(_mxfp4, weight.reshape(-1, 32), 32)
+    packed, scale = pack_e2m1(found["qvalue"]), found["scale"].view(np.uint8)
+    return packed.reshape(*weight.shape[:-1], -1), scale.reshape(*weight.shape[:-1], -1)
+
+
+@jax.jit
+def _mxfp4(blocks: jax.Array) -> dict[str, jax.Array]:
+    recipe = RECIPES["mxfp4w"].recipe
+    assert recipe is not None
+    return quantize(blocks, recipe.fwd.rhs, (1,)).parts  # pyright: ignore[reportArgumentType]
 
 
 def decode_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -16,7 +16,6 @@ from jaxquant.export.layouts import (
     decode_nvfp4,
     decode_scaled,
     encode_fp8,
-    encode_nvfp4,
     scale_of,
 )
 from jaxquant.export.llama import HEAD
@@ -37,10 +36,9 @@ def _decode_fp8(tensors: Tensors) -> np.ndarray:
 
 
 def _nvfp4(source: Source, module: str, weight: np.ndarray) -> Tensors:
-    outer = scale_of(source.fused_amax(module), NVFP4_RANGE)
-    packed, scale = encode_nvfp4(weight, float(outer))
+    packed, scale, outer = source.nvfp4(module, weight, float(scale_of(source.fused_amax(module), NVFP4_RANGE)))
     inputs = scale_of(source.fused_input_amax(module), NVFP4_RANGE)
-    return {".weight": packed, ".weight_scale": scale, ".weight_scale_2": outer, ".input_scale": inputs}
+    return {".weight": packed, ".weight_scale": scale, ".weight_scale_2": outer.reshape(()), ".input_scale": inputs}
 
 
 def _decode_nvfp4(tensors: Tensors) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxquant.core.qtensor import QTensor
+from jaxquant.export.layouts import NVFP4_BLOCKS, Blocks, Kept, encode_nvfp4, pack_e2m1
 from jaxquant.export.llama import LlamaShape, fused_with
 
 
@@ -49,19 +50,40 @@ class Source:
       read: name of a tensor, as ``LlamaShape.tensors`` has it -> float32 array.
       vocabulary: its tokenizer; None writes no tokenizer files.
       input_amax: largest magnitude of the input of each linear layer by name, for formats with static scales.
-      packed: name of a linear layer -> ``QTensor`` of its weight as [out, in], where it lies in a tensor format; None
-        for float ones.
+      quantized: name of a linear layer -> ``QTensor`` of its weight as [out, in], as it is stored or as the training
+        forward multiplied it; None for float ones, and for blocks that are none of [out, in].
     """
 
     shape: LlamaShape
     read: Callable[[str], np.ndarray]
     vocabulary: Vocabulary | None = None
     input_amax: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    packed: Callable[[str], QTensor | None] = lambda name: None
+    quantized: Callable[[str], QTensor | None] = lambda name: None
 
     def weight(self, module: str) -> np.ndarray:
         """Return the weight [out, in] of a linear layer."""
         return self.read(f"{module}.weight")
+
+    def kept(self, module: str, blocks: Blocks) -> Kept | None:
+        """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
+
+        A scale of a larger block stands for each of the format's in it. None where the layer has other numbers.
+        """
+        tensor = self.quantized(module)
+        return None if tensor is None else blocks.of(tensor)
+
+    def nvfp4(self, module: str, weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return packed e2m1, scales of 16 neighbours and the scale of the tensor [1] of the weight of a linear layer.
+
+        Args:
+          module: its name.
+          weight: [out, in] in float32.
+          tensor_scale: for one that is not quantized so already.
+        """
+        kept = self.kept(module, NVFP4_BLOCKS)
+        if kept is not None:
+            return pack_e2m1(kept.elements), kept.scale, kept.outer
+        return (*encode_nvfp4(weight, tensor_scale), np.array([tensor_scale], np.float32))
 
     def fused_amax(self, module: str) -> float:
         """Return the largest magnitude of a weight and of those that servers fuse with it."""

@@ -33,12 +33,14 @@ class StoredLayer:
       scale: float32, one for each block.
       block: rows and columns that share a scale.
       zero_point: int8 in the shape of ``scale``, or None.
+      levels: of a scale of two levels, that of each block as it is stored, and the one above them, [1]; or None.
     """
 
     elements: np.ndarray
     scale: np.ndarray
     block: tuple[int, int]
     zero_point: np.ndarray | None = None
+    levels: tuple[np.ndarray, np.ndarray] | None = None
 
     def decode(self) -> np.ndarray:
         """Return the weight in float32, each value rounded once; infinite where it is beyond float32."""
@@ -192,9 +194,10 @@ def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
     outer = left.take("weight_scale_2" if is_modelopt else "weight_global_scale")
     _expect(name, packed, np.uint8, (shape[0], shape[1] // 2))
     _expect("weight_scale", scale, ml_dtypes.float8_e4m3fn, (shape[0], shape[1] // 16))
-    value = np.float32(_single(outer, "the scale of the tensor"))
-    scale = scale.astype(np.float32) * value if is_modelopt else scale.astype(np.float32) / value
-    return _layer(spec, shape, unpack_e2m1(packed), scale, None)
+    value = np.full(1, _single(outer, "the scale of the tensor"), np.float32)
+    whole = scale.astype(np.float32) * value if is_modelopt else scale.astype(np.float32) / value
+    levels = scale, value if is_modelopt else 1 / value
+    return dataclasses.replace(_layer(spec, shape, unpack_e2m1(packed), whole, None), levels=levels)
 
 
 def _mxfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:

@@ -32,7 +32,7 @@ class Leaf:
       bytes: on disk, before the few that the storage adds.
       scale_shape, scale_dtype: of a ``QTensor``.
       zero_point: whether there is one, in ``dtype`` and ``scale_shape``.
-      outer_scale: whether there is one, float32 with every axis 1.
+      outer_shape: of the outer scale, float32; None without one.
       block: of a ``QTensor`` whose shapes do not tell it.
       codec: of a ``QTensor`` in a tensor format, which has no scales; ``shape`` is that of its bytes.
     """
@@ -45,7 +45,7 @@ class Leaf:
     scale_shape: tuple[int, ...] | None = None
     scale_dtype: str | None = None
     zero_point: bool = False
-    outer_scale: bool = False
+    outer_shape: tuple[int, ...] | None = None
     block: tuple[int, ...] | None = None
     codec: str | None = None
 
@@ -59,7 +59,7 @@ class Leaf:
     def as_row(self) -> dict[str, Any]:
         """Return its fields for the manifest; what only some formats have is left out where it is not."""
         row = dataclasses.asdict(self)
-        return {name: value for name, value in row.items() if value or name not in ("outer_scale", "block", "codec")}
+        return {name: value for name, value in row.items() if value or name not in ("outer_shape", "block", "codec")}
 
     def _parts(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return shape and dtype of each part of a ``QTensor``, in their order there."""
@@ -70,8 +70,8 @@ class Leaf:
         parts = {"qvalue": (self.shape, self.dtype), "scale": (self.scale_shape, self.scale_dtype)}
         if self.zero_point:
             parts["zero_point"] = (self.scale_shape, self.dtype)
-        if self.outer_scale:
-            parts["outer_scale"] = ((1,) * len(self.shape), "float32")
+        if self.outer_shape is not None:
+            parts["outer_scale"] = (self.outer_shape, "float32")
         return parts
 
     def assemble(self, arrays: Mapping[str, Any]) -> Any:
@@ -175,7 +175,7 @@ def describe(path: str, leaf: Any) -> Leaf:
             None if leaf.codec else tuple(leaf.scale.shape),
             None if leaf.codec else _dtype_name(path, leaf.scale),
             leaf.zero_point is not None,
-            leaf.outer_scale is not None,
+            None if leaf.outer_scale is None else tuple(leaf.outer_scale.shape),
             leaf.block,
             leaf.codec,
         )
@@ -233,7 +233,7 @@ def _differences(stored: Leaf, expected: Leaf) -> list[str]:
     names = ["role"] if stored.role != expected.role else []
     names += [name for name in ("shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
     if not stored.role == expected.role == "array" and "role" not in names:
-        more = ("scale_shape", "scale_dtype", "zero_point", "outer_scale", "block", "codec")
+        more = ("scale_shape", "scale_dtype", "zero_point", "outer_shape", "block", "codec")
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [
         f"{name} {getattr(stored, name)} in the checkpoint, {getattr(expected, name)} in the model" for name in names

@@ -23,6 +23,7 @@ VERSION = 1
 NAME = "jaxquant.json"
 ARRAYS = "params"
 
+_SHAPES = ("shape", "scale_shape", "outer_shape", "block")
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is being done."""
 
@@ -147,7 +148,7 @@ def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
     check_contents(path, contents, File)
     try:
         leaves = [
-            row | {name: tuple(row[name]) for name in ("shape", "scale_shape", "block") if row.get(name) is not None}
+            row | {name: tuple(row[name]) for name in _SHAPES if row.get(name) is not None}
             for row in contents["leaves"]
         ]
         manifest = Manifest(

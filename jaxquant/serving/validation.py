@@ -125,7 +125,7 @@ def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
 def _check_codec(path: Path, leaf: Leaf) -> None:
     """Check that a leaf in a tensor format has the bytes of its contraction and nothing else."""
     stored = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-    if leaf.role != "quantized" or leaf.zero_point or leaf.outer_scale:
+    if leaf.role != "quantized" or leaf.zero_point or leaf.outer_shape:
         raise ValueError(f"{path}: leaf {show(leaf.path)} is in a tensor format and has other parts; {REPLACE}")
     try:
         check(QTensor(stored, block=leaf.block, codec=leaf.codec), f"leaf {show(leaf.path)}")  # pyright: ignore[reportArgumentType]

@@ -22,6 +22,7 @@ ROWS = {  # string: (auto, backends)
     "fp8_nanoo": ("native", NATIVE), "fp8_full": ("qwix", QWIX), "fp8_e4m3": ("qwix", QWIX), "fp8_e5m2": ("qwix", QWIX),
     "fp4": ("qwix", QWIX), "fp4_e2m1": ("qwix", QWIX), "aqt_fp8": ("aqt", AQT), "aqt_fp8_full": ("aqt", AQT),
     "fp8_current": ("native", NATIVE), "te_fp8_currentscaling": ("native", NATIVE), "int8w": ("native", NATIVE),
+    "mxfp4w": ("native", NATIVE), "nvfp4w": ("native", NATIVE), "fp8_blockw": ("native", NATIVE),
     "int4w": ("native", NATIVE), "fp8_block": ("native", NATIVE), "mxfp8": ("native", NATIVE),
     "te_mxfp8": ("native", NATIVE), "mxfp4": ("native", NATIVE), "int8_delayed": ("native", NATIVE),
     "nvfp4": ("native", NATIVE), "te_nvfp4": ("native", NATIVE), "te_nvfp4_no_rht": ("native", NATIVE),
@@ -55,6 +56,10 @@ def nv(granularity="per_tile", free_size=None, **rest):
     return TensorSpec(F4, granularity, tile_size=16, free_size=free_size, **scales | rest)
 
 
+def weights(name, spec):
+    return Recipe(name, MatmulSpec(None, spec), MatmulSpec(None, FORWARD))
+
+
 def te_nvfp4(name, rotation):
     tile, grad = nv(reciprocal=True), nv(reciprocal=True, rounding="stochastic")
     return Recipe(
@@ -76,6 +81,7 @@ def requantized(name, size, **rest):
 
 
 TILE = TensorSpec(E4, "per_tile", tile_size=128)
+BLOCK = TensorSpec(E4, "per_block", tile_size=128, free_size=128)
 AQT_E5 = TensorSpec(E5, "per_tensor", reciprocal=True)
 EXPECTED = {
     "nvfp4": te_nvfp4("nvfp4", Rotation(16)),
@@ -86,7 +92,7 @@ EXPECTED = {
     "mxfp4": mx("mxfp4", F4),
     "fp8_block": Recipe(
         "fp8_block",
-        MatmulSpec(TILE, TensorSpec(E4, "per_block", tile_size=128, free_size=128), "float32"),
+        MatmulSpec(TILE, BLOCK, "float32"),
         MatmulSpec(TILE, FORWARD, "float32"),
         MatmulSpec(TILE, TILE, "float32"),
     ),
@@ -119,12 +125,13 @@ EXPECTED = {
         MatmulSpec(AQT_E5, AQT_E5, "bfloat16"),
     ),
     "fp8_current": reused("fp8_current", TensorSpec(E4, "per_tensor"), TensorSpec(E5, "per_tensor"), arithmetic="lean"),
-    "int8w": Recipe("int8w", MatmulSpec(None, TensorSpec(I8)), MatmulSpec(None, FORWARD)),
-    "int4w": Recipe("int4w", MatmulSpec(None, TensorSpec(I4)), MatmulSpec(None, FORWARD)),
+    "int8w": weights("int8w", TensorSpec(I8)),
+    "int4w": weights("int4w", TensorSpec(I4)),
+    "mxfp4w": weights("mxfp4w", mx("", F4).fwd.rhs),
+    "nvfp4w": weights("nvfp4w", nv(micro=None)),
+    "fp8_blockw": weights("fp8_blockw", BLOCK),
     **{
-        f"ggml_{name}": Recipe(
-            f"ggml_{name}", MatmulSpec(None, TensorSpec(kind, codec=name)), MatmulSpec(None, FORWARD)
-        )
+        f"ggml_{name}": weights(f"ggml_{name}", TensorSpec(kind, codec=name))
         for name, kind in {"q4_0": I4, "q8_0": I8, "q4_k": I4, "q5_k": I8, "q6_k": I8}.items()
     },
 }

@@ -286,7 +286,7 @@ def test_a_gguf_of_no_finite_values_is_an_error(write, kind, bits):
     data[place.start : place.start + 2] = bits.to_bytes(2, "little")
     path.write_bytes(data)
     module = "model.layers.0.self_attn.v_proj"
-    for read in (lambda: open_gguf(path).weight(module), lambda: open_gguf(path).packed(module)):
+    for read in (lambda: open_gguf(path).weight(module), lambda: open_gguf(path).quantized(module)):
         if kind != "f16" or read.__code__.co_names[1] == "weight":
             with pytest.raises(ValueError, match=r"attn_v\.weight' decodes to values that are not finite"):
                 read()

@@ -1,27 +1,33 @@
 """Every writer: write, parse its config, read; equal tensors and rules, against the packages that own the formats."""
 
+import dataclasses
 import json
 import re
 import shutil
 import types
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxquant.config.hf import QuantFormat, parse_quant_config, read_quantization
-from jaxquant.core.qtensor import dequantize
+from jaxquant.config.hf.recipe import to_recipe
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.quantize import quantize
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, export, export_experts, open_gguf
 from jaxquant.export.gguf import read_shape, to_halves, to_neighbours
 from jaxquant.export.gpt_oss import decode_experts
-from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int
+from jaxquant.export.layouts import FP8_BLOCKS, NVFP4_BLOCKS, decode_blocks, pack_int4, unpack_int
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.vocabulary import of_tokenizer_json
 from jaxquant.formats import codec
 from tests.export.models import SHAPE, source, tensors
+from tests.numerics import LAST_BITS
 
 FOLDERS = tuple(SCHEMES)
 # dB that a format keeps of normal weights, from the relative RMSEs of the formats, less 0.7 for one scale for several
@@ -29,6 +35,7 @@ FOLDERS = tuple(SCHEMES)
 FLOORS = {
     "hf": 50, "ct_fp8_dynamic": 31, "ct_fp8_static": 30, "ct_int8": 41, "ct_w4a16": 18.3, "ct_nvfp4": 19.7,
     "ct_mxfp4": 18.0, "fp8_block": 31, "fbgemm_fp8": 31, "modelopt_fp8": 30, "modelopt_nvfp4": 19.7,
+    "ct_nvfp4a16": 19.7,
 }  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"
 
@@ -93,6 +100,7 @@ def test_max_reads_what_it_supports(written):
         ("ct_fp8_static", ".weight_scale"),
         ("ct_fp8_static", ".input_scale"),
         ("ct_nvfp4", ".weight_global_scale"),
+        ("ct_nvfp4a16", ".weight_global_scale"),
         ("ct_nvfp4", ".input_global_scale"),
         ("modelopt_fp8", ".weight_scale"),
         ("modelopt_fp8", ".input_scale"),
@@ -106,6 +114,54 @@ def test_fused_layers_have_equal_scales(written, name, end):
         assert len({float(read.tensors(other)[end].reshape(())) for other in fused_with(module)}) == 1
     values = {float(read.tensors(module)[end].reshape(())) for module in SHAPE.linears()}
     assert len(values) == 8  # of both layers: q, k, v; gate, up; o; down
+
+
+@pytest.mark.parametrize(
+    ("string", "format", "is_alone"),
+    [("fp8_blockw", "fp8_block", False), ("mxfp4w", "ct_mxfp4", False), ("nvfp4w", "modelopt_nvfp4", True)],
+)
+def test_strings_of_weights_are_what_is_written_and_read(written, string, format, is_alone):
+    """A float model exported has the numbers of the string, and its config means them; fused layers share a scale."""
+    folder, spec = HfFolder(written[0] / format), RECIPES[string].recipe.fwd.rhs
+    for module in SHAPE.linears():
+        assert to_recipe(dataclasses.replace(folder.spec(module), input=None), "").fwd.rhs == spec
+        if is_alone and len(fused_with(module)) > 1:
+            continue
+        tensor = jax.jit(lambda x: quantize(x, spec, (1,)))(tensors()[f"{module}.weight"])
+        stored = folder.layer(module)
+        np.testing.assert_array_equal(stored.scale, np.asarray(tensor.full_scale()))
+        differs = stored.elements.view(np.uint8) != np.asarray(tensor.qvalue).view(np.uint8)
+        middle = (stored.decode() + np.asarray(dequantize(tensor))) / 2
+        # A quotient within a last bit of half way goes either way: XLA may multiply by the reciprocal.
+        np.testing.assert_allclose(tensors()[f"{module}.weight"][differs], middle[differs], rtol=LAST_BITS)
+
+
+def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
+    rng = np.random.default_rng(2)
+
+    def tensor(shape, counts, block):
+        scale = rng.normal(size=counts).astype(np.float32)
+        return QTensor(rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn), scale, block=block)
+
+    for shape, counts, block in (
+        ((300, 260), (1, 1), None),
+        ((300, 260), (3, 3), (128, 128)),
+        ((300, 260), (2, 2), (256, 256)),
+        ((256, 512), (2, 1), None),
+        ((100, 60), (1, 1), None),
+    ):
+        given = tensor(shape, counts, block)
+        elements, scale, outer = FP8_BLOCKS.of(given)
+        assert (elements.shape, scale.shape, outer.tolist()) == (shape, tuple(-(-n // 128) for n in shape), [1])
+        expected = np.kron(given.scale, np.ones(given.blocks))[: shape[0], : shape[1]]
+        np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[: shape[0], : shape[1]], expected)
+        assert NVFP4_BLOCKS.of(given) is None
+    for shape, counts, block in (
+        ((256, 256), (4, 4), None),
+        ((300, 256), (300, 1), None),
+        ((384, 256), (4, 2), (96, 128)),
+    ):
+        assert FP8_BLOCKS.of(tensor(shape, counts, block)) is None
 
 
 def test_the_container_is_the_librarys(written):
@@ -174,8 +230,8 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
     if kind != "F16":
         # What is read and written again keeps its bytes: no second rounding.
         export(back, tmp_path / "again.gguf", f"gguf_{kind.lower()}")
-        assert back.packed(Q).shape == (256, 256)
-        np.testing.assert_array_equal(np.asarray(dequantize(back.packed(Q))), back.weight(Q))
+        assert back.quantized(Q).shape == (256, 256)
+        np.testing.assert_array_equal(np.asarray(dequantize(back.quantized(Q))), back.weight(Q))
         again = gguf.GGUFReader(tmp_path / "again.gguf")
         assert all(np.array_equal(tensor.data, names[tensor.name].data) for tensor in again.tensors)
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxquant import calibrate, convert, maybe_quantize_model, serving, state
 from jaxquant.serving import convert_each, find_kernels
 from tests.serving.models import D, Linen, Nnx, convert_linen, convert_nnx, filled, is_tensor
+from tests.serving.trees import abstract, assert_same
 
 OPTIMIZED = False  # every string on every backend: the gallery; as users compile: test_convert_optimized.py
 SERVES = {"checkpoint_is_quantized": True}
@@ -278,6 +279,22 @@ def test_errors_name_the_layer():
         ValueError, match=r"layer 'layers/query' has a converted kernel of float8_e4m3fn .*, and 'int8w' ta"
     ):
         maybe_quantize_model(Linen(), config | SERVES, X).apply(other, X)
+
+
+@pytest.mark.parametrize(
+    ("string", "options"),
+    [("nvfp4", {}), ("nvfp4", {"four_over_six": True}), ("quartet2", {"four_over_six": True}), ("nvfp4w", {})],
+)
+def test_stacked_layers_with_outer_scales_go_through_the_disk(tmp_path, string, options):
+    """Each layer of the scan has an outer scale of its own, which is stored beside the scales of its blocks."""
+    _, converted = check_linen(string, "native", "bfloat16", 1, **options)
+    kernels = converted["params"]["layers"]["wo"]["kernel"], converted["params"]["twice"]["kernel"]
+    assert [kernel.outer_scale.shape for kernel in kernels] == [(1, 3, 1), (1, 1)]
+    assert len(set(np.asarray(kernels[0].outer_scale).ravel())) == 3
+    serving.save(tmp_path / "served", converted["params"], {"quantization": string})
+    assert_same(serving.load(tmp_path / "served", like=abstract(converted["params"])).params, converted["params"])
+    leaves = {leaf.path: leaf for leaf in serving.read_manifest(tmp_path / "served").leaves}
+    assert leaves["layers/wo/kernel"].outer_shape == (1, 3, 1)
 
 
 def dense(**options):

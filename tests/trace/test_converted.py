@@ -12,6 +12,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from tests.numerics import dot_bound
 from tests.serving import models
 from tests.trace.functions import CURRENT, FP8, normal, shape
 
@@ -237,3 +238,20 @@ def test_shapes_alone():
     converted = jax.eval_shape(q.convert, p, jax.eval_shape(q.init, p, x), x)
     assert converted["w"].tensor.qvalue.dtype == jnp.float8_e4m3fn
     assert jax.eval_shape(q, converted, {}, x).shape == (2, 4)
+
+
+@pytest.mark.parametrize("string", ["mxfp4w", "nvfp4w", "fp8_blockw"])
+@pytest.mark.parametrize("rows", [1, 8, 24])
+def test_weights_of_a_format_with_few_rows_and_many(string, rows):
+    """Float times the dequantized weight, forward and back; the weight's own gradient is that of a float matmul."""
+    p, x, g = {"w": normal(0, 256, 144)}, normal(1, rows, 256), normal(2, rows, 144)
+    q = jaxquant.quantize(lambda p, x: x @ p["w"], {"quantization": string})
+    converted = q.convert(p, {}, x)
+    weight = np.asarray(dequantize(converted["w"].tensor))
+    out, back = jax.vjp(jax.jit(lambda p, x: q(p, {}, x)), p, x)
+    np.testing.assert_array_equal(jax.jit(q)(converted, {}, x), out)
+    of_weight, of_x = back(g)
+    pairs = (out, x, weight), (of_x, g, weight.T), (of_weight["w"], x.T, g)
+    for found, lhs, rhs in pairs:
+        lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+        assert np.all(np.abs(np.asarray(found, np.float64) - lhs @ rhs) <= dot_bound(lhs, rhs))

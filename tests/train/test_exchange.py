@@ -13,7 +13,8 @@ import pytest
 from jaxquant import serving
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.trees import leaves_by_path
-from jaxquant.export import HfFolder, open_gguf
+from jaxquant.export import STATIC_INPUTS, HfFolder, open_gguf
+from tests.numerics import RECIPROCAL
 from train.conversion import convert_run
 from train.exporting import export_run, open_source
 from train.importing import import_to_run, import_to_serve
@@ -82,12 +83,16 @@ def test_fp8_blocks_are_served_as_they_are(run, tmp_path):
         ("ct_fp8_dynamic", "fp8_full", {}),
         ("ct_fp8_static", "fp8", {}),
         ("ct_int8", "int8", {}),
-        ("ct_mxfp4", "mxfp4", {"quantization": "mxfp4"}),
+        ("ct_mxfp4", "mxfp4w", {}),
+        ("ct_nvfp4a16", "nvfp4w", {}),
+        ("fbgemm_fp8", "fp8_full", {"quantization": "fp8_full"}),
     ],
 )
 def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, string, asked):
     export_run(run, tmp_path / "hf", format, say=quiet)
-    refused = f"computes; {string} would keep" if asked else "has no static scale of its input, and 'fp8' serves with"
+    refused = (
+        f"computes; {string}, .* would keep" if asked else "has no static scale of its input, and 'fp8' serves with"
+    )
     if string != "fp8":
         fields = FIELDS if asked else FIELDS | {"quantization": "fp8"}
         with pytest.raises(ValueError, match=refused):
@@ -102,7 +107,8 @@ def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, strin
             name = f"model.layers.{layer}.{module}"
             stored, weight = read.layer(name), read.read(f"{name}.weight")
             one = jax.tree.map(lambda part, layer=layer: part[layer], kernel)
-            np.testing.assert_array_equal(np.asarray(dequantize(one)).reshape(weight.shape[::-1]).T, weight)
+            back = np.asarray(dequantize(one)).reshape(weight.shape[::-1]).T
+            np.testing.assert_allclose(back, weight, rtol=RECIPROCAL if string == "nvfp4w" else 0)
             elements = np.asarray(one.qvalue).reshape(weight.shape[::-1]).T
             np.testing.assert_array_equal(elements.view(np.uint8), stored.elements.view(np.uint8))
             if string == "fp8":
@@ -129,8 +135,62 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
     # Straight from the run the same bytes come out.
     export_run(run, tmp_path / "direct.gguf", f"gguf_{string.removeprefix('ggml_')}", say=quiet)
     name = "model.layers.1.self_attn.q_proj"
-    both = [open_gguf(tmp_path / file).packed(name).qvalue for file in ("m.gguf", "direct.gguf")]
+    both = [open_gguf(tmp_path / file).quantized(name).qvalue for file in ("m.gguf", "direct.gguf")]
     np.testing.assert_array_equal(*map(np.asarray, both))
+
+
+WRITTEN = (
+    ("fp8_block", "fp8_block"),
+    ("fp8_current", "fp8_block"),
+    ("mxfp4w", "ct_mxfp4"),
+    ("nvfp4w", "ct_nvfp4a16"),
+    ("nvfp4", "modelopt_nvfp4"),
+    ("quartet2", "modelopt_nvfp4"),
+)
+
+
+@pytest.mark.parametrize(("string", "format"), WRITTEN)
+def test_what_is_exported_is_what_the_forward_pass_multiplied(run, tmp_path, string, format):
+    """Of a converted checkpoint and of the run itself: the same bytes, which decode to the converted kernels."""
+    export_run(run, tmp_path / "float", "hf", dtype="float32", say=quiet)
+    trained = tmp_path / "run"
+    import_to_run(tmp_path / "float", trained, data_of(run) | {"quantization": string, "dtype": "bfloat16"}, say=quiet)
+    convert_run(trained, tmp_path / "served", say=quiet)
+    leaves = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)
+    export_run(trained, tmp_path / "direct", format, say=quiet)
+    folders = [HfFolder(tmp_path / "direct")]
+    if format not in STATIC_INPUTS:
+        export_run(tmp_path / "served", tmp_path / "converted", format, say=quiet)
+        folders.append(HfFolder(tmp_path / "converted"))
+    for module, path in (("self_attn.o_proj", "self_attention/out"), ("mlp.gate_proj", "mlp/wi_0")):
+        for layer in (0, 1):
+            name = f"model.layers.{layer}.{module}"
+            one = jax.tree.map(lambda part, layer=layer: part[layer], leaves[f"layers/{path}/kernel"])
+            for folder in folders:
+                weight, stored = folder.read(f"{name}.weight"), folder.layer(name)
+                elements = np.asarray(one.qvalue).reshape(weight.shape[::-1]).T
+                np.testing.assert_array_equal(stored.elements.view(np.uint8), elements.view(np.uint8))
+                expected = np.asarray(dequantize(one)).reshape(weight.shape[::-1]).T
+                if format == "ct_nvfp4a16":  # which divides by a stored reciprocal
+                    np.testing.assert_allclose(weight, expected, rtol=RECIPROCAL)
+                    scales = np.asarray(one.scale).reshape(-1, weight.shape[0]).T
+                    np.testing.assert_array_equal(folder.tensors(name)[".weight_scale"], scales)
+                else:
+                    np.testing.assert_array_equal(weight, expected)
+
+
+def test_a_run_with_delayed_scales_is_exported_with_them(finished, tmp_path):
+    trained = finished("fp8")
+    convert_run(trained, tmp_path / "served", say=quiet)
+    for folder, name in ((trained, "direct"), (tmp_path / "served", "converted")):
+        export_run(folder, tmp_path / name, "fp8_block", say=quiet)
+    direct, converted = (HfFolder(tmp_path / name) for name in ("direct", "converted"))
+    kernel = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)["layers/mlp/wo/kernel"]
+    for layer in (0, 1):
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        expected = np.asarray(dequantize(jax.tree.map(lambda part, layer=layer: part[layer], kernel))).T
+        np.testing.assert_array_equal(direct.read(name), expected)
+        np.testing.assert_array_equal(converted.read(name), expected)
 
 
 def is_tensor(node):
