@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import subprocess
@@ -46,8 +45,10 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     described = chip(target)
     require_compiler(described, "flatbuffers")  # which jax.export writes with
     jitted = step if hasattr(step, "lower") else jax.jit(step)
-    leaves, tree = jax.tree.flatten(jax.tree.map(functools.partial(_placed, on=described), shapes))
-    shapes = jax.tree.unflatten(tree, leaves)
+    leaves, tree = jax.tree.flatten(shapes)
+    if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
+        leaves = [_placed(leaf, described) for leaf in leaves]
+        shapes = jax.tree.unflatten(tree, leaves)
     lowered = jitted.trace(*shapes)
     donated = [index for index, info in enumerate(jax.tree.leaves(lowered.args_info)) if info.donated]
 
@@ -77,8 +78,8 @@ _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstr
 
 
 def _placed(leaf: Any, on: Chip) -> Any:
-    """Return a shape on one absent GPU, whose kind its type then names, unless it says where it lies."""
-    if on.gpu is None or isinstance(getattr(leaf, "sharding", None), NamedSharding):
+    """Return a shape on one absent GPU, whose kind its type then names."""
+    if on.gpu is None:
         return leaf
     device = AbstractDevice(device_kind=on.name, num_cores=on.gpu[0], platform="gpu")
     place = NamedSharding(AbstractMesh((1,), ("device",), abstract_device=device), PartitionSpec())

@@ -49,7 +49,7 @@ def platform_of(x: Array) -> str:
 def device_kind_of(*arrays: Array) -> str:
     """Return what computes arrays, as devices name their kind ("NVIDIA B200"): of their mesh, which may be absent."""
     meshes = (jax.typeof(x).sharding.mesh.abstract_device for x in arrays)
-    device = next(filter(None, meshes), None) or jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    device = next(filter(None, meshes), None) or getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
     return getattr(device, "device_kind", str(device))
 
 
