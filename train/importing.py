@@ -206,9 +206,9 @@ def import_to_serve(
         parts, scales = [], []
         for module in by_path[path]:
             own = leaf.shape[1:] if is_stacked else leaf.shape
+            scales.append(None if layer is None else _input_scale(source, module, layer))  # or an error of its own
             part, kind, sqnr = _served(source, folder, module, layer, own, decoder.dtype)
             parts.append(part)
-            scales.append(None if layer is None else _input_scale(source, module, layer))
             size, nbytes = (
                 source.shape.tensors()[f"{module}.weight"],
                 sum(each.nbytes for each in jax.tree.leaves(part)),
