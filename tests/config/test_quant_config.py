@@ -24,10 +24,8 @@ MAXTEXT_DEFAULTS = {
 OUR_DEFAULTS = {
     "quant_backend": "auto", "rules": (), "per_tensor_scales": (), "amax_history_length": 1024, "amax_margin": 0,
     "amax_init": "warmup", "strict": False, "implementation": None, "quantization_share_expert_scales": False,
-    "four_over_six": False,
-    "scale_fmt": "",
-    "activation_scale_ub": None,
-    "square_weight_blocks": False,
+    "four_over_six": False, "scale_fmt": "", "activation_scale_ub": None, "square_weight_blocks": False,
+    "float_first_blocks": 0, "float_last_blocks": 0,
 }  # fmt: skip
 
 
