@@ -120,6 +120,8 @@ class HealthMonitor:
             params = meta.unbox(trace_init(model, *example_inputs, **example_kwargs)["params"])
         if not self._recipes:
             raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
+        if self._resolver is not None:
+            self._recipes |= dict.fromkeys(self._resolver.float_blocks(self._recipes))
         self._shapes: dict[str, tuple[int, ...]] = {path: _probe_of(params, path).shape for path in self._recipes}
         self._order, self.rows = self._make_rows()
 

@@ -46,6 +46,8 @@ class QuantConfig(options.Options):
         your own, ``jaxquant.coverage(step, ..., config=config).check()``.
       rules: ordered rules, first match wins; a string of theirs must run on the config's backend. A rule made in
         Python may carry a ``Recipe`` of its own, on a backend that honours it.
+      float_first_blocks, float_last_blocks: how many of the first and last blocks stay in float where no rule decides:
+        the layers below the outermost numbered part of their paths, as ``layers_3/`` or ``blocks/7/``.
       quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
         local device count (in ``train/`` the devices that share a batch), 0 a float weight gradient.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
@@ -81,6 +83,8 @@ class QuantConfig(options.Options):
     use_qwix_quantization: bool = False
     strict: bool = False
     rules: tuple[Rule, ...] = ()
+    float_first_blocks: int = 0
+    float_last_blocks: int = 0
     quantize_kvcache: bool = False
     kv_quant_axis: Literal["", "dkv", "heads_and_dkv"] = "heads_and_dkv"
     kv_quant_dtype: KVCacheName = "int8"
@@ -98,6 +102,10 @@ class QuantConfig(options.Options):
             raise ValueError(
                 f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; leave one of them out"
             )
+        for name in ("float_first_blocks", "float_last_blocks"):
+            if (value := getattr(self, name)) and (value < 0 or not self._quantizes):
+                why = "must not be negative" if value < 0 else "has no effect where nothing is quantized"
+                raise ValueError(f"{name} {value} {why}; set it to 0")
         self._check_pairs()
         self._check_options_are_read()
         # Build every recipe and read the intmp file, so that their errors come now; without asking for devices, since
@@ -154,7 +162,8 @@ class QuantConfig(options.Options):
         rules = [(rule, self._numbers(rule.recipe, shards)) for rule in self.rules]
         mixed = self._mixed_precision() if self.quantization == "intmp" else None
         base = self._numbers(self.quantization, shards)
-        return Resolver(base, f"quantization {self.quantization!r}", rules, mixed, self.implementation)
+        ends = self.float_first_blocks, self.float_last_blocks
+        return Resolver(base, f"quantization {self.quantization!r}", rules, mixed, self.implementation, ends)
 
     def _numbers(self, recipe: str | Recipe | None, shards: int) -> Recipe | None:
         """Return the recipe of a config string with the options applied; one of the user's own as it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
 """Last path parts that name an output head."""
 ROUTER_ENDINGS = ("gate", "router")
 ROUTER_MAX_OUTPUTS = 256
+_NUMBERED = re.compile(r"(?:^|(?<=/))[^/]*?([0-9]+)(?=/)")
+"""A numbered part of a path, but its last, which names the layer itself."""
 LOW_RANK_ENDINGS = ("lora_a", "lora_b")
 """Last path parts of low-rank factors: their matmuls are thin, and a tuned difference is what rounding would hurt."""
 
@@ -122,6 +125,7 @@ class Resolver:
       rules: user rules with the recipe of each.
       mixed_precision: an ``intmp`` file; its default takes the place of ``base``.
       implementation: of every layer that is quantized.
+      float_ends: how many first and last blocks ``float_blocks`` leaves in float.
 
     Raises:
       ValueError: a pattern that is not a regex.
@@ -134,6 +138,7 @@ class Resolver:
         rules: Iterable[tuple[Rule, Recipe | None]] = (),
         mixed_precision: MixedPrecision | None = None,
         implementation: str | None = None,
+        float_ends: tuple[int, int] = (0, 0),
     ) -> None:
         entries = [
             _Entry(rule.path, recipe, f"rules[{index}].path", True) for index, (rule, recipe) in enumerate(rules)
@@ -147,13 +152,17 @@ class Resolver:
         self._entries = tuple(entries)
         reason = base_reason if base is not None else f"left in float by {base_reason}"
         self._base = Decision(base, reason, implementation=implementation)
-        self.implementation = implementation
+        self.implementation, self.float_ends = implementation, float_ends
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Resolver) and (self._entries, self._base) == (other._entries, other._base)
+        return isinstance(other, Resolver) and self._facts == other._facts
 
     def __hash__(self) -> int:
-        return hash((self._entries, self._base))
+        return hash(self._facts)
+
+    @property
+    def _facts(self) -> tuple[Any, ...]:
+        return self._entries, self._base, self.float_ends
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
@@ -180,6 +189,55 @@ class Resolver:
             return Decision(entry.recipe, reason, entry.pattern, self.implementation)
         excluded = default_exclusion(path, out_features)
         return self._base if excluded is None else Decision(None, excluded)
+
+    def float_blocks(self, paths: Iterable[str], must_have: bool = True) -> dict[str, str]:
+        """Return the layers of the first and last blocks that stay in float where no rule decides, each with a reason.
+
+        A block is the outermost numbered part of a path of which there are several, such as ``layers_3`` or
+        ``blocks/7``; a layer's own name is none. Blocks of each name are counted by themselves.
+
+        Args:
+          paths: paths of all layers of a model.
+          must_have: whether it is an error that there are no blocks.
+
+        Raises:
+          ValueError: no blocks, as where layers are scanned, or none that would be quantized.
+        """
+        first, last = self.float_ends
+        asked = f"float_first_blocks {first} and float_last_blocks {last}"
+        parts = {path: [(path[: m.start(1)], int(m[1])) for m in _NUMBERED.finditer(path)] for path in paths}
+        numbers: dict[str, set[int]] = {}
+        for name, number in (part for each in parts.values() for part in each):
+            numbers.setdefault(name, set()).add(number)
+        blocks = {path: [part for part in each if len(numbers[part[0]]) > 1][:1] for path, each in parts.items()}
+        if not (first or last):
+            return {}
+        if must_have and not any(blocks.values()):
+            raise ValueError(
+                f"{asked} count blocks by numbered path parts, such as layers_3/ or blocks/7/, and the model's layers "
+                f"have none ({', '.join(list(parts)[:4])}); scanned layers share one path and one recipe: give each a "
+                "path of its own (scan_layers: false), or set both to 0"
+            )
+        floats = {}
+        for path, (name, number) in ((path, part) for path, found in blocks.items() for part in found):
+            known = sorted(numbers[name])
+            if first + last >= len(known):
+                raise ValueError(f"{asked} leave none of the {len(known)} blocks {name}* quantized; lower them")
+            if self._first(path) is None and number in known[:first] + known[len(known) - last :]:
+                floats[path] = f"block {name}{number}, left in float by {asked}"
+        return floats
+
+    def check_alone(self) -> None:
+        """Refuse float blocks where layers are decided one after another, without the paths of the others.
+
+        Raises:
+          NotImplementedError: there would be some.
+        """
+        if any(self.float_ends):
+            raise NotImplementedError(
+                "float_first_blocks and float_last_blocks need the paths of all layers, and here one layer is decided "
+                "after another; name the blocks in rules, or call jaxquant.maybe_quantize_model(model, config, *inputs)"
+            )
 
     def _first(self, path: str) -> _Entry | None:
         return next((entry for entry in self._entries if entry.matches(path)), None)

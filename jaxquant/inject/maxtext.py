@@ -96,6 +96,7 @@ def get_quantization_rule(config: Any) -> list[Any] | None:
     resolver, base = config.resolver(), config.recipe()
     if resolver is None:
         return None
+    resolver.check_alone()
     entries = [*resolver.patterns, *([(LAYERS, base)] if base is not None else [])]
     return load("qwix").make_rules(entries)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -93,11 +93,13 @@ def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) 
     if args or kwargs:
         rows, known = face.engine.layers(face.trace_example(model, *args, **kwargs).analysis), {}
     paths, resolver = {row.path for row in rows}, face.engine.resolver
-    for path, module in linear_modules(model):
+    modules = dict(linear_modules(model))
+    floats = {} if resolver is None else resolver.float_blocks(modules, must_have=False)
+    for path, module in modules.items():
         if path not in paths:
             decision = Decision(None, "quantization is off")
             if resolver is not None:
-                decision = resolver(path, out_features(module))
+                decision = Decision(None, floats[path]) if path in floats else resolver(path, out_features(module))
                 is_known_float = path in known and known[path].recipe is None
                 decision = known[path] if is_known_float and decision.rule is None else decision
             rows.append(row_alone(path, module, decision, face.engine.backend))

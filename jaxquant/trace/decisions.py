@@ -154,7 +154,7 @@ def decide(
     operation: Callable[[Contraction], str] = lambda _: "",
     owner: Callable[[Contraction], str] | None = None,
 ) -> Decisions:
-    """Decide over every layer: rules and ``intmp`` entries, then structure, then the default exclusions by name.
+    """Decide over every layer: rules and ``intmp`` entries, default exclusions by name, float blocks, structure.
 
     Args:
       analysis: of the traced function.
@@ -166,7 +166,7 @@ def decide(
       owner: path in place of the layer's.
 
     Raises:
-      ValueError: a rule that matches no layer.
+      ValueError: a rule that matches no layer; float blocks where there are none, or none but them.
       NotImplementedError: a rule for what is out of reach or for what the backend does not run, or a sparse weight
         that is read in two layouts.
     """
@@ -178,7 +178,8 @@ def decide(
     if check:
         resolver.check_used([sites[0].path for sites in groups.values()] + [site.path for site in lost])
     new = {names: sites for names, sites in groups.items() if names not in known.layers}
-    layers = {names: _decide_one(analysis, sites, resolver) for names, sites in new.items()}
+    floats = resolver.float_blocks([*known.paths, *(sites[0].path for sites in groups.values())], check)
+    layers = {names: _decide_one(analysis, sites, resolver, floats) for names, sites in new.items()}
     unsupported = set()
     for names, decision in layers.items():
         path = groups[names][0].path
@@ -257,11 +258,13 @@ def _check_rules_reach(lost: Sequence[Contraction], deciding: set[str | None], r
             )
 
 
-def _decide_one(analysis: Analysis, sites: Sequence[Contraction], resolver: Resolver) -> Decision:
+def _decide_one(
+    analysis: Analysis, sites: Sequence[Contraction], resolver: Resolver, floats: Mapping[str, str]
+) -> Decision:
     decision = resolver(sites[0].path, sites[0].out_features)
     if decision.recipe is None or decision.rule is not None:
         return decision
-    excluded = structural_exclusion(analysis, sites)
+    excluded = floats.get(sites[0].path) or structural_exclusion(analysis, sites)
     return Decision(None, excluded) if excluded else decision
 
 
