@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxquant.core.blocks import pad_blocks
 from jaxquant.core.recipe import Rotation
-from jaxquant.core.sharding import merge_axes, split_axes
+from jaxquant.core.sharding import merge_axes, split_axes, whole_axis
 
 Array = jax.Array
 _FIXED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -50,8 +50,8 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
         return x
     size = min(signs.shape[0], 1 << (x.shape[axis] - 1).bit_length())
     padded = pad_blocks(x, {axis: size})
-    runs = split_axes(padded, {axis: padded.shape[axis] // size}).astype(jnp.float32)
     place = axis + 1
+    runs = whole_axis(split_axes(padded, {axis: padded.shape[axis] // size}), place).astype(jnp.float32)
     runs = runs * signs[:size].reshape([size if i == place else 1 for i in range(runs.ndim)])
     half = 1
     while half < size:
