@@ -20,7 +20,7 @@ from benchmarks.steps import QUICKSTART
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
-from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.typed import build
 from train.config import TrainConfig
 from train.loop import prepare
@@ -31,50 +31,38 @@ FLOAT, NVFP4, COMPOSED = "float", "nvfp4", "fp8_current forward, quartet2 backwa
 _CURVE = 10  # steps between two training losses of a line
 
 
-def _each_operand(matmul: MatmulSpec, **changes: Any) -> MatmulSpec:
-    """Return a matmul with fields of its operands' specs changed."""
-    sides = {side: getattr(matmul, side) for side in ("lhs", "rhs")}
-    changed = {
-        side: dataclasses.replace(spec, **changes) for side, spec in sides.items() if isinstance(spec, TensorSpec)
-    }
-    return dataclasses.replace(matmul, **changed)
-
-
 def _without_noise() -> Recipe:
     """NVFP4 whose output gradient is rounded to nearest."""
     recipe = RECIPES[NVFP4].recipe
     assert recipe is not None
-    backward = {name: _each_operand(getattr(recipe, name), rounding="nearest") for name in ("dlhs", "drhs")}
-    return dataclasses.replace(recipe, name="nvfp4_nearest", **backward)
+    dlhs, drhs = recipe.dlhs, recipe.drhs
+    assert isinstance(dlhs.lhs, TensorSpec)
+    assert isinstance(drhs.rhs, TensorSpec)
+    return dataclasses.replace(
+        recipe,
+        name="nvfp4_nearest",
+        dlhs=dataclasses.replace(dlhs, lhs=dataclasses.replace(dlhs.lhs, rounding="nearest")),
+        drhs=dataclasses.replace(drhs, rhs=dataclasses.replace(drhs.rhs, rounding="nearest")),
+    )
 
 
-def _composed() -> Recipe:
-    """Forward of fp8_current, backward of quartet2."""
-    forward, backward = RECIPES["fp8_current"].recipe, RECIPES["quartet2"].recipe
-    assert forward is not None
-    assert backward is not None
-    own = {name: _each_operand(getattr(backward, name), source="original") for name in ("dlhs", "drhs")}
-    return dataclasses.replace(forward, name="fp8_current/quartet2", **own)
-
-
-def _string(name: str, **options: Any) -> Row:
-    return {"quantization": name, "quant_backend": "native", **options}
-
-
-def _numbers(recipe: Recipe) -> Row:
-    return {"rules": (Rule("layers/.*", recipe),), "quant_backend": "native"}
+def _string(quantization: str | dict[str, str], **options: Any) -> Row:
+    return {"quantization": quantization, "quant_backend": "native", **options}
 
 
 TRIALS: dict[str, tuple[int, Row]] = {
     FLOAT: (3, {}),
     NVFP4: (3, _string("nvfp4")),
     "quartet2 4/6": (3, _string("quartet2", four_over_six=True)),
-    COMPOSED: (3, _numbers(_composed())),
+    COMPOSED: (3, _string({"fwd": "fp8_current", "dlhs": "quartet2", "drhs": "quartet2"})),
     "quartet2": (3, _string("quartet2")),
     "tetrajet_v2": (1, _string("tetrajet_v2")),
     "nvfp4 4/6": (1, _string("nvfp4", four_over_six=True)),
     "nvfp4 without Hadamard": (1, _string("te_nvfp4_no_rht")),
-    "nvfp4 without stochastic rounding": (1, _numbers(_without_noise())),
+    "nvfp4 without stochastic rounding": (
+        1,
+        {"rules": (Rule("layers/.*", _without_noise()),), "quant_backend": "native"},
+    ),
     "fp8_block": (1, _string("fp8_block")),
     "mxfp8": (1, _string("mxfp8")),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
         )
     if config.run_dir:
         return config
-    parts = (Path(path).stem, config.quantization or "float", config.resolved_backend)
+    quantization = "-".join(re.findall(r"\w+", config.quantization)) or "float"  # a composition is no name of a folder
+    parts = (Path(path).stem, quantization, config.resolved_backend)
     return dataclasses.replace(config, run_dir=f"runs/{'-'.join(word for word in parts if word)}")
 
 

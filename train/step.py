@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxquant import state as quantization_state
 from jaxquant.audit.cost import saved_for_backward
 from jaxquant.config.backends import BACKENDS
-from jaxquant.config.recipes import strings_reading
+from jaxquant.config.recipes import lookup
 from train.attention import Kind, choose
 from train.config import TrainConfig
 from train.frameworks import Model, make_model
@@ -223,7 +223,7 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     devices; so there are as many as devices that share the batch. Qwix cuts the sequence and not the batch, and keeps
     its own meaning, the local device count.
     """
-    reads = set(config.strings) & set(strings_reading("quantization_local_shard_count"))
+    reads = any("quantization_local_shard_count" in lookup(string).fields for string in config.strings)
     backend = config.resolved_backend
     if config.quantization_local_shard_count != -1 or not reads or not (backend and BACKENDS[backend].shards_batch):
         return config

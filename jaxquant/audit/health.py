@@ -203,7 +203,7 @@ class Static:
 
 def specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
     """Return the spec of each tensor, None for a float one."""
-    specs = {name: recipe.specs[operand] if recipe else None for name, operand in TENSORS.items()}
+    specs = {name: recipe.specs[operand] if recipe else None for name, (operand, _) in TENSORS.items()}
     return {name: spec if isinstance(spec, TensorSpec) else None for name, spec in specs.items()}
 
 

@@ -8,9 +8,19 @@ from typing import Any
 
 from jaxquant.config.options import Options
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import RECIPES, RecipeRow, lookup
+from jaxquant.config.recipes import RECIPES, RecipeRow, lookup, spell
 from jaxquant.core.dtypes import Element, element
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import (
+    FORWARD,
+    DelayedSpec,
+    MatmulSpec,
+    Micro,
+    Operand,
+    Recipe,
+    Side,
+    SparsitySpec,
+    TensorSpec,
+)
 from jaxquant.core.typed import show
 
 MATMULS = {
@@ -71,28 +81,29 @@ def _short(dtype: str) -> str:
     return dtype.removeprefix("float8_").removeprefix("float4_")
 
 
-def explain(string: str, options: Mapping[str, Any] | None = None) -> str:
+def explain(string: str | Mapping[str, str | None], options: Mapping[str, Any] | None = None) -> str:
     """Describe a config string: each operand of its three matmuls, its memory, where it runs and what can be changed.
 
     Args:
-      string: a key of ``RECIPES``.
+      string: a key of ``RECIPES``, or a composition of them.
       options: further fields of ``QuantConfig``; without them the recipe is that of the table.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as ``QuantConfig``.
     """
-    row = lookup(string)
+    name: str = spell(string)
+    row = lookup(name)
     recipe = row.recipe
     if not isinstance(options, Mapping | None):
-        raise TypeError(f"options of {string!r} must be a mapping, got {show(options)} ({type(options).__name__})")
+        raise TypeError(f"options of {name!r} must be a mapping, got {show(options)} ({type(options).__name__})")
     if options and "quantization" in options:
         raise ValueError(
-            f"quantization {options['quantization']!r} is not an option of {string!r}; explain one string at a time"
+            f"quantization {options['quantization']!r} is not an option of {name!r}; explain one string at a time"
         )
     if options:
-        recipe = QuantConfig.from_any({"quantization": string, **options}).recipe()
-    lines = [f"{string or 'no string'}: {row.summary}"]
-    others = [name for name in names_of(row) if name != string]
+        recipe = QuantConfig.from_any({"quantization": name, **options}).recipe()
+    lines = [f"{name or 'no string'}: {row.summary}"]
+    others = [other for other in names_of(row) if other != name]
     if others:
         lines.append(f"The same recipe: {', '.join(others)}.")
     if row.auto:
@@ -103,7 +114,7 @@ def explain(string: str, options: Mapping[str, Any] | None = None) -> str:
     fields = {field.name: field.default for field in dataclasses.fields(Options) if field.name in row.fields}
     if fields:
         lines += ["", "Options it reads, with their defaults:"]
-        lines += [f"  {name}: {_value(default)}" for name, default in fields.items()]
+        lines += [f"  {field}: {_value(default)}" for field, default in fields.items()]
     return "\n".join(lines)
 
 
@@ -125,19 +136,30 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
+    of_input, of_weight = describe_kept(recipe, "lhs"), describe_kept(recipe, "rhs")
+    yield f"Kept for the backward pass: the input {of_input}, the weight {of_weight}."
     if recipe.delayed:
         yield describe_delayed(recipe.delayed)
     if recipe.sparsity:
         yield describe_sparsity(recipe.sparsity)
-    if recipe.is_lean:
+    if recipe.is_lean or any(recipe.part(matmul).is_lean for matmul in ("dlhs", "drhs")):
         yield LEAN
     if recipe.shares_experts:
         yield "Experts of one weight share the scales of whole tensors, and their state."
 
 
+def describe_kept(recipe: Recipe, side: Side) -> str:
+    """Describe what the backward pass keeps of a forward operand."""
+    kind = recipe.kept(side)
+    if kind == "own":
+        return f"as the {'weight' if side == 'lhs' else 'input'}'s gradient reads it"
+    return "as the forward matmul reads it" if kind == "forward" and recipe.resolve("fwd", side) else "in float"
+
+
 def describe_matmul(spec: MatmulSpec) -> str:
     """Describe what a matmul adds up in and whether its contraction is cut."""
     into = f"adds up in {spec.accumulator}" if spec.accumulator else "adds up in the dtype of its result"
+    into = f"{spec.arithmetic} arithmetic, {into}" if spec.arithmetic else into
     shards = (
         "" if spec.shards == 1 else f"; the first contraction axis in {spec.shards} blocks, each with its own scales"
     )

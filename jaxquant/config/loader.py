@@ -116,7 +116,16 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
-def _parse(text: str, place: str) -> Any:
+def parse(text: str, place: str) -> Any:
+    """Read a YAML text as plain data.
+
+    Args:
+      text: the text.
+      place: what names it in an error.
+
+    Raises:
+      ValueError: it is not YAML, or too large.
+    """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{place} has {len(text):,} characters; a config has at most {MAX_CHARACTERS:,}")
     try:
@@ -188,7 +197,7 @@ def load_yaml(path: str | os.PathLike[str], what: str = "") -> dict[str, Any]:
     text = read_text(path, what)
     if os.fspath(path).lower().endswith(".json"):
         text = text.replace("\t", " ")  # JSON may be indented with tabs, and has none in its strings
-    content = _parse(text, os.fspath(path))
+    content = parse(text, os.fspath(path))
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -218,5 +227,5 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise ValueError(f"override {show(item)} puts a key under {show(parent)}, which has a value already")
-        place[last] = _parse(text, f"override {show(item)}") if text.strip() else ""
+        place[last] = parse(text, f"override {show(item)}") if text.strip() else ""
     return result

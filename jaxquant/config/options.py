@@ -11,7 +11,7 @@ import jax
 
 from jaxquant.core import typed
 from jaxquant.core.calibration import Calibration, parse_calibration
-from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import DelayedSpec, Matmul, MatmulSpec, Recipe, SparsitySpec, TensorSpec
 
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
 """Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, in AQT's meaning.
@@ -55,11 +55,13 @@ class OptionGroup:
       change: (recipe, options, shards) -> the recipe that they ask for; None where they change no number. ``shards`` is
         what ``resolve_shards`` gives.
       check: refuses values that no recipe could honour; None where the type says all.
+      matmuls: those that the fields change. A composition reads a group only for a row that gives one of them.
     """
 
     fields: tuple[str, ...]
     change: Callable[[Recipe, Options, int], Recipe] | None = None
     check: Callable[[Options], None] | None = None
+    matmuls: tuple[Matmul, ...] = ("fwd", "dlhs", "drhs")
 
 
 def _short(field: str, text: str) -> str:
@@ -284,12 +286,12 @@ _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start
 GROUPS: dict[str, OptionGroup] = {
     "calibration": OptionGroup(tuple(_CALIBRATED), _calibrated, _check_calibrations),
     "bounds": OptionGroup(("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
-    "shards": OptionGroup(("quantization_local_shard_count",), _sharded),
+    "shards": OptionGroup(("quantization_local_shard_count",), _sharded, matmuls=("drhs",)),
     "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed),
-    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity),
+    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity, matmuls=("fwd",)),
     "experts": OptionGroup(("quantization_share_expert_scales",), _shared),
     "four over six": OptionGroup(("four_over_six",), _four_over_six),
-    "stored scales": OptionGroup(("replicate_quant_scale",)),
+    "stored scales": OptionGroup(("replicate_quant_scale",), matmuls=("fwd",)),
     "file": OptionGroup(("quant_cfg_path",)),
 }
 """Every group of options, in the order in which they are checked and applied; rows of ``RECIPES`` name them."""

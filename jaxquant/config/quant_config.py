@@ -13,7 +13,7 @@ import jax
 from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
-from jaxquant.config.recipes import RECIPES, lookup, strings_reading
+from jaxquant.config.recipes import RECIPES, lookup, spell, strings_reading
 from jaxquant.config.rules import Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
@@ -35,7 +35,8 @@ class QuantConfig(options.Options):
     """All that a user can ask of jaxquant, under MaxText's names where MaxText has them. Validated when made.
 
     Attributes:
-      quantization: config string, a key of ``RECIPES``; "" is none.
+      quantization: config string, a key of ``RECIPES``; "" is none. A composition takes each matmul from a string, null
+        being float: the mapping ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``, which is kept as this text.
       quant_backend: ``auto`` (the backend of the string's row, and native for what that has no op for), ``aqt``,
         ``qwix`` or ``native``.
       implementation: what computes the casts and matmuls of the native backend: ``xla``, or ``pallas`` (our kernels
@@ -83,6 +84,7 @@ class QuantConfig(options.Options):
     save_quantized_params_path: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "quantization", spell(self.quantization))
         typed.check_fields(self)
         options.check(self)
         object.__setattr__(self, "constant_bound_config", options.read_bounds(self.constant_bound_config))
@@ -116,7 +118,7 @@ class QuantConfig(options.Options):
             return self.quant_backend
         if not strings:
             return "native"  # which honours every recipe of one's own
-        autos = {RECIPES[name].auto for name in ([self.quantization] if self.quantization else strings)}
+        autos = {lookup(name).auto for name in ([self.quantization] if self.quantization else strings)}
         if len(autos) > 1:
             raise ValueError(
                 f"quant_backend 'auto' is ambiguous for rules with {', '.join(map(repr, strings))}; "
@@ -154,8 +156,7 @@ class QuantConfig(options.Options):
         """Return the recipe of a config string with the options applied; one of the user's own as it is."""
         if isinstance(recipe, Recipe):
             return recipe
-        row = RECIPES[recipe or ""]
-        return options.apply(row.recipe, row.options, self, shards)
+        return lookup(recipe or "").numbers(self, shards)
 
     @classmethod
     def from_any(cls, obj: Any) -> QuantConfig:
@@ -206,8 +207,10 @@ class QuantConfig(options.Options):
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """Accept MaxText's spellings: enums by value, null for "" in a text field."""
+        """Accept MaxText's spellings, enums by value and null for "" in a text field; and compositions."""
         plain = {key: _plain(value) for key, value in mapping.items()}
+        if "quantization" in plain:
+            plain["quantization"] = spell(plain["quantization"])
         return {key: _NULLS.get(key) if value is None else value for key, value in plain.items()}
 
     # -- checks ------------------------------------------------------------------------------------------------------
@@ -243,7 +246,7 @@ class QuantConfig(options.Options):
         elif self.quant_backend == "auto":
             wrote += f" ('auto' for {self.quantization!r})"
         for name, place in named:
-            row = RECIPES[name]
+            row = lookup(name, place)
             if backend in row.backends:
                 continue
             fix = f"set quant_backend to {_or(_common_backends(self.strings))}"
@@ -255,7 +258,7 @@ class QuantConfig(options.Options):
             raise ValueError(f"{place} {name!r} does not run on {wrote}; {fix}")
 
     def _check_options_are_read(self) -> None:
-        read = frozenset[str]().union(*(RECIPES[name].fields for name in self.strings))
+        read = frozenset[str]().union(*(lookup(name).fields for name in self.strings))
         for field in dataclasses.fields(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
@@ -294,7 +297,7 @@ def _plain(value: Any) -> Any:
 
 
 def _common_backends(strings: list[str]) -> list[str]:
-    return [backend for backend in BACKENDS if all(backend in RECIPES[s].backends for s in strings)]
+    return [backend for backend in BACKENDS if all(backend in lookup(s).backends for s in strings)]
 
 
 def _or(words: Iterable[str]) -> str:

@@ -1,17 +1,21 @@
 """The table of config strings: the numbers of each, the backends that run it, the options that it reads.
 
-An alias shares the row of the string that it stands for.
+An alias shares the row of the string that it stands for. A composition takes each of the three matmuls from the row of
+another string; its own string is its mapping as text, ``{fwd: fp8_current, dlhs: quartet2, drhs: null}``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxquant.config.backends import BACKENDS
-from jaxquant.config.options import GROUPS
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, Rotation, TensorSpec
-from jaxquant.core.typed import nearest, show
+from jaxquant.config.loader import parse
+from jaxquant.config.options import GROUPS, Options, apply
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, Rotation, Side, TensorSpec
+from jaxquant.core.typed import build, nearest, show
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,12 +28,14 @@ class RecipeRow:
       summary: one line for a reader.
       backends: every backend that runs it, the one that ``quant_backend: auto`` means first.
       options: the groups of options that it reads, by their names in ``GROUPS``.
+      parts: of a composition, the row of each matmul, None for a float one.
     """
 
     recipe: Recipe | None
     summary: str
     backends: tuple[str, ...] = ("native",)
     options: tuple[str, ...] = ()
+    parts: tuple[RecipeRow | None, ...] = ()
 
     @property
     def auto(self) -> str:
@@ -40,6 +46,13 @@ class RecipeRow:
     def fields(self) -> frozenset[str]:
         """Names of the QuantConfig fields that it reads."""
         return frozenset(field for name in self.options for field in GROUPS[name].fields)
+
+    def numbers(self, options: Options, shards: int) -> Recipe | None:
+        """Return the recipe as the options that it reads make it: ``options.apply``, of a composition on each part."""
+        if not self.parts:
+            return apply(self.recipe, self.options, options, shards)
+        assert self.recipe is not None
+        return _compose(self.recipe.name, [part and part.numbers(options, shards) for part in self.parts])
 
 
 def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
@@ -249,19 +262,110 @@ _ALIASES = {
 RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """The three matmuls, each by the config string that it is taken from; None is float."""
+
+    fwd: str | None
+    dlhs: str | None = None
+    drhs: str | None = None
+
+    def __str__(self) -> str:
+        parts = (f"{matmul}: {string or 'null'}" for matmul, string in dataclasses.asdict(self).items())
+        return f"{{{', '.join(parts)}}}"
+
+
+def spell(recipe: Any, place: str = "quantization") -> Any:
+    """Return a composition as its config string, whether it came as a mapping or as text; all else as it is.
+
+    Raises:
+      ValueError, TypeError: another key than ``fwd``, ``dlhs`` and ``drhs``, ``fwd`` left out, or no string behind one.
+    """
+    if isinstance(recipe, str) and recipe.lstrip().startswith("{"):
+        recipe = parse(recipe, place)
+    return str(build(Composition, recipe, place)) if isinstance(recipe, Mapping) else recipe
+
+
+@functools.lru_cache(maxsize=256)
+def _composition(name: str, place: str) -> RecipeRow:
+    """Return the row of a composition."""
+    strings = build(Composition, parse(name, place), place)
+    rows: dict[str, RecipeRow | None] = {}
+    for matmul, string in dataclasses.asdict(strings).items():
+        rows[matmul] = lookup(string, f"{place}.{matmul}") if string else None
+        if string and RECIPES[string].recipe is None:
+            raise ValueError(f"{place}.{matmul} {string!r} has no numbers of its own; name another string, or null")
+    parts = tuple(rows.values())
+    if not any(parts):
+        raise ValueError(f"{place} {name} quantizes nothing; name a string, or leave {place} empty")
+    read = {group for matmul, row in rows.items() if row for group in row.options if matmul in GROUPS[group].matmuls}
+    backends = parts[0].backends if parts[0] and len(set(map(id, parts))) == 1 else ("native",)
+    summary = "each matmul from the row that it names, its operands quantized from the tensors themselves"
+    recipe = _compose(name, [row and row.recipe for row in parts])
+    return RecipeRow(recipe, summary, backends, tuple(group for group in GROUPS if group in read), parts)
+
+
+def _compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
+    """Return the recipe whose matmuls are those of three recipes, None being float.
+
+    Raises:
+      ValueError: a tensor that two rows scale by its history, each in its own way; flax's op in parts.
+      NotImplementedError: a weight in a tensor format in a backward matmul alone.
+    """
+    given = [part for part in parts if part is not None]
+    if any(part.matches_flax for part in given) and any(part != parts[0] for part in parts):
+        raise ValueError(
+            f"amax_init 'flax' is flax's own op of three matmuls, and quantization {name} has others; use 'warmup'"
+        )
+    forward = parts[0] or Recipe(name, MatmulSpec())
+    dlhs, drhs = _backward(name, forward, parts[1], "dlhs"), _backward(name, forward, parts[2], "drhs")
+    shares = any(part.shares_experts for part in given)
+    composed = dataclasses.replace(forward, name=name, dlhs=dlhs, drhs=drhs, delayed=None, shares_experts=shares)
+    if any(isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in composed.specs.values()):
+        composed = dataclasses.replace(composed, delayed=next(filter(None, (part.delayed for part in given))))
+    return composed
+
+
+def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
+    """Return a backward matmul of a recipe, each operand made of the float tensor where the forward is another's."""
+    if part is None:
+        return MatmulSpec()
+    side: Side = "rhs" if matmul == "dlhs" else "lhs"
+    spec, own = getattr(part, matmul), part.resolve("fwd", side)
+    arithmetic = None if part.arithmetic == forward.arithmetic else part.arithmetic
+    spec = dataclasses.replace(spec, arithmetic=arithmetic)
+    if own == forward.resolve("fwd", side) and arithmetic is None:
+        return spec
+    operand = getattr(spec, side)
+    if operand == FORWARD:
+        operand = own
+    elif isinstance(operand, TensorSpec):
+        operand = dataclasses.replace(operand, source="original")
+    if isinstance(operand, TensorSpec) and operand.codec is not None:
+        raise NotImplementedError(
+            f"quantization {name}: the weight of {matmul} in the tensor format {operand.codec} is the forward's; take "
+            f"fwd from the same string, or {matmul} from another"
+        )
+    return dataclasses.replace(spec, **{side: operand})
+
+
 def lookup(name: str, place: str = "quantization") -> RecipeRow:
     """Find the row of a config string.
 
     Args:
-      name: the string.
+      name: the string; of a composition as ``spell`` writes it.
       place: where the user wrote it, for errors.
 
     Raises:
       TypeError: no string.
-      ValueError: unknown string; names the nearest known ones.
+      ValueError: unknown string; names the nearest known ones. A composition that quantizes nothing, or of rows that do
+        not go together.
+      NotImplementedError: a composition with a weight in a tensor format in a backward matmul alone.
     """
     if not isinstance(name, str):
         raise TypeError(f"{place} must be a string, got {show(name)} ({type(name).__name__})")
+    if name.startswith("{"):
+        return _composition(name, place)
     if name not in RECIPES:
         raise ValueError(f"{place} {show(name)} is not a known recipe; {nearest(name, RECIPES, 3)}")
     return RECIPES[name]

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxquant.config.mixed_precision import MixedPrecision
 from jaxquant.config.patterns import Pattern
+from jaxquant.config.recipes import spell
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.typed import check_fields, show
 
@@ -26,30 +27,28 @@ class Rule:
 
     Attributes:
       path: regex, matched in full against the "/"-joined module path.
-      recipe: config string for the layers that it matches, or a recipe of one's own (in Python: YAML has strings);
-        None leaves them in float.
+      recipe: config string or composition for the layers that it matches, or a recipe of one's own (in Python: YAML
+        has strings); None leaves them in float.
     """
 
     path: str
     recipe: str | Recipe | None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", spell(self.recipe, f"recipe of rule {self.path!r}"))
         check_fields(self)
         compile_pattern(self.path, "rule path")
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Refuse numbers written out in a config file: a recipe there is named by its string.
+        """Take a mapping for a composition of config strings: numbers of one's own come from Python.
 
         Raises:
-          TypeError: the recipe is a mapping.
+          ValueError, TypeError: as ``spell``.
         """
-        if isinstance(mapping.get("recipe"), Mapping):
-            raise TypeError(
-                f"rule {mapping.get('path')!r} has a mapping as its recipe, which must be a config string or null; "
-                "pass numbers of your own from Python, as Rule(path, Recipe(...))"
-            )
-        return mapping
+        if not isinstance(mapping.get("recipe"), Mapping):
+            return mapping
+        return {**mapping, "recipe": spell(mapping["recipe"], f"recipe of rule {mapping.get('path')!r}")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Final, Literal
 
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
-from jaxquant.core.typed import check_fields
+from jaxquant.core.quant_state import TENSORS
+from jaxquant.core.typed import check_fields, show
 
 Granularity = Literal["per_tensor", "per_channel", "per_tile", "per_block"]
 ScaleDtype = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
@@ -212,6 +213,7 @@ class MatmulSpec:
       shards: the first contraction axis is cut into this many blocks, each quantized by itself (1: whole).
       rotation: of both operands before they are quantized, None for none. Of several contraction axes the last that
         holds a run is rotated, and tiles lie along it.
+      arithmetic: as ``Recipe.arithmetic``, of a backward matmul that has another; None is the recipe's.
     """
 
     lhs: Operand = None
@@ -219,6 +221,7 @@ class MatmulSpec:
     accumulator: str | None = None
     shards: int = 1
     rotation: Rotation | None = None
+    arithmetic: Literal["exact", "lean"] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -291,8 +294,8 @@ class Recipe:
         weight; else each has its own.
 
     Raises:
-      ValueError: delayed scaling with two specs for one output gradient; shared scales beside sparsity, or where no
-        operand has one scale a tensor.
+      ValueError: delayed scaling of one tensor by two specs; shared scales beside sparsity, or where no operand has one
+        scale a tensor.
     """
 
     name: str
@@ -306,12 +309,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        grad, own = self.dlhs.lhs, self.drhs.rhs
-        if isinstance(own, TensorSpec) and own.scaling == "delayed" and own != grad:
-            raise ValueError(
-                f"recipe {self.name!r} scales its output gradient by one history, so dlhs.lhs and drhs.rhs must be the "
-                f"same spec, got {grad} and {own}"
-            )
+        for tensor, operands in TENSORS.items():
+            specs = [self.specs[operand] for operand in operands]
+            first, second = (isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in specs)
+            if first and second and specs[0] != specs[1]:
+                raise ValueError(
+                    f"recipe {self.name!r} scales its {tensor} by one history, so {' and '.join(operands)} must be the "
+                    f"same spec, got {show(specs[0])} and {show(specs[1])}"
+                )
         if self.fwd.rotation is not None or self.fwd.is_late:
             raise ValueError(
                 f"recipe {self.name!r} has a rotation or a source in its forward matmul; backward ones have"
@@ -343,6 +348,27 @@ class Recipe:
         if operand == FORWARD:
             operand = self.fwd.rhs if matmul == "dlhs" else self.fwd.lhs
         return operand if isinstance(operand, TensorSpec) else None
+
+    def spec_of(self, tensor: str) -> TensorSpec | None:
+        """Return the spec of a tensor of ``TENSORS``: the one that reads its history, else the first; None in float."""
+        specs = [spec for operand in TENSORS[tensor] if isinstance(spec := self.specs[operand], TensorSpec)]
+        return next((spec for spec in specs if spec.scaling == "delayed"), next(iter(specs), None))
+
+    def kept(self, side: Side) -> Literal["forward", "own", "float"]:
+        """Return what the backward pass keeps of a forward operand.
+
+        ``forward``: what the forward matmul read; ``own``: a quantization of its own, made in the forward pass;
+        ``float``: the tensor as it came.
+        """
+        matmul, operand = (self.drhs, self.drhs.lhs) if side == "lhs" else (self.dlhs, self.dlhs.rhs)
+        if operand == FORWARD or (isinstance(operand, TensorSpec) and operand.source == "forward"):
+            return "forward"
+        return "own" if isinstance(operand, TensorSpec) and not matmul.is_late else "float"
+
+    def part(self, matmul: Matmul) -> Recipe:
+        """Return the recipe with the arithmetic of one of its matmuls."""
+        own = getattr(self, matmul).arithmetic
+        return self if own in (None, self.arithmetic) else dataclasses.replace(self, arithmetic=own)
 
     @property
     def is_stochastic(self) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxquant.core import delayed
 from jaxquant.core.quant_state import TENSORS
-from jaxquant.core.recipe import DelayedSpec, Recipe, TensorSpec
+from jaxquant.core.recipe import DelayedSpec, Recipe
 
 Array = jax.Array
 QuantState = dict[str, delayed.TensorState]
@@ -22,8 +22,8 @@ def initial_state(recipe: Recipe) -> QuantState:
 
 
 def _tensors_with_state(recipe: Recipe) -> list[str]:
-    specs = {name: recipe.specs[operand] for name, operand in TENSORS.items()}
-    return [name for name, spec in specs.items() if isinstance(spec, TensorSpec) and spec.scaling == "delayed"]
+    specs = {name: recipe.spec_of(name) for name in TENSORS}
+    return [name for name, spec in specs.items() if spec is not None and spec.scaling == "delayed"]
 
 
 def check_state(recipe: Recipe, state: Mapping[str, Any] | None, make: str = "initial_state(recipe)") -> None:

@@ -159,8 +159,8 @@ class _Dot(Operation):
         return self.recipe.shares_gradient
 
     def quantize_gradient(self, grad, groups, state, key, part) -> tuple[QTensor, Observation | None]:
-        spec, axes = self.recipe.dlhs.lhs, self.dims.for_dlhs()[0].lhs_contract
-        assert isinstance(spec, TensorSpec)
+        spec, axes = self.recipe.spec_of("output_grad"), self.dims.for_dlhs()[0].lhs_contract
+        assert spec is not None
         return self.cast_gradient(grad, spec, axes, (), key, part, state=state)
 
     def gradient(

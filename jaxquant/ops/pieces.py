@@ -54,8 +54,10 @@ def unsupported(recipe: Recipe) -> str:
     if recipe.sparsity is not None:
         return "weight sparsity"
     forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
-    is_delayed = isinstance(recipe.dlhs.lhs, TensorSpec) and recipe.dlhs.lhs.scaling == "delayed"
-    if is_delayed and any(spec.granularity != "per_tensor" for spec in forward):
+    if any(isinstance(own, TensorSpec) and own.scaling == "delayed" for own in (recipe.dlhs.rhs, recipe.drhs.lhs)):
+        return "a history of a backward operand alone"
+    grad = recipe.spec_of("output_grad")
+    if grad is not None and grad.scaling == "delayed" and any(spec.granularity != "per_tensor" for spec in forward):
         return "a delayed gradient beside operands that are not per tensor"
     return ""
 

@@ -19,7 +19,7 @@ from jaxquant.core import delayed
 from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
-from jaxquant.core.recipe import FORWARD, Operand, Recipe, Rotation, Side, TensorSpec
+from jaxquant.core.recipe import FORWARD, Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.sharding import whole_axis
 from jaxquant.ops.gradients import RESIDUAL_NAME
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
@@ -77,14 +77,12 @@ def make_prepared(
     if spec is not None:
         more = {"key": forward_key(x, spec, key), "implementation": implementation}
         forward, seen = quantize_operand(x, spec, axes, recipe=recipe, batch=batch, state=state, **more)
-    matmul, operand = (recipe.drhs, recipe.drhs.lhs) if side == "lhs" else (recipe.dlhs, recipe.dlhs.rhs)
-    kept = forward
-    if isinstance(operand, TensorSpec) and matmul.is_late:
-        kept = forward if operand.source == "forward" else x
-    elif operand != FORWARD:
-        free = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in batch)
-        kept = _own(x, operand, recipe, free, batch, key, implementation, matmul.rotation)
-    elif seen is not None:
+    operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.kept(side)
+    kept = forward if kind == "forward" else x
+    if kind == "own":
+        kept, own = _own(x, recipe, side, axes, batch, state, key, implementation)
+        seen = own if seen is None else seen
+    elif kind == "forward" and seen is not None:
         seen = seen._replace(scale=None)  # the tensor has it
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
     return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
@@ -103,25 +101,25 @@ def named(kept: Any) -> Any:
 
 def _own(
     x: Array,
-    spec: TensorSpec | None,
     recipe: Recipe,
+    side: Side,
     axes: tuple[int, ...],
     batch: tuple[int, ...],
+    state: delayed.TensorState | None,
     key: Array | None,
     implementation: str | None,
-    rotation: Rotation | None,
-) -> QTensor | Array:
-    """Return what backward reads of an operand, of which it does not take the forward's qvalues.
-
-    A quantization along the backward's contraction axes, made now so that the float tensor can go, or that tensor.
-    """
-    if spec is None:
-        return x
-    own = forward_key(x, spec, key)
-    if rotation is not None:
-        axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), rotation.size)],)
-        x = rotate(x, axes[0], draw_signs(rotation, None))
-    return quantize_operand(x, spec, axes, recipe=recipe, batch=batch, key=own, implementation=implementation)[0]
+) -> tuple[QTensor, Observation | None]:
+    """Quantize an operand along the backward's contraction axes, now, so that the float tensor can go."""
+    name: Matmul = "drhs" if side == "lhs" else "dlhs"
+    matmul, spec = getattr(recipe, name), recipe.resolve(name, side)
+    assert spec is not None
+    own, shards = forward_key(x, spec, key), matmul.shards
+    axes = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in batch)
+    if matmul.rotation is not None:
+        axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
+        x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
+    more = {"batch": batch, "state": state, "key": own, "shards": shards, "implementation": implementation}
+    return quantize_operand(x, spec, axes, recipe=recipe.part(name), **more)
 
 
 def share(

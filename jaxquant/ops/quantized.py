@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
-from jaxquant.core.recipe import Operand, Recipe, Side, TensorSpec
+from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import Part, content_key, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
@@ -87,6 +87,11 @@ class Operation(abc.ABC):
         right = Primal(rhs.shape, jnp.dtype(rhs.dtype).name, Placement.of(*arrays[::-1]))
         out = jnp.dtype(preferred_element_type or jnp.promote_types(left.dtype, right.dtype)).name
         return cls(recipe, left, right, out, hashable_precision(precision), **fields)
+
+    def computing(self, matmul: Matmul) -> Operation:
+        """Return the operation with the arithmetic of one of its matmuls."""
+        own = self.recipe.part(matmul)
+        return self if own is self.recipe else dataclasses.replace(self, recipe=own)
 
     @abc.abstractmethod
     def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: Array | None) -> Prepared:
@@ -157,8 +162,8 @@ class Operation(abc.ABC):
         part: Part | None,
     ) -> tuple[Any, Observation | None]:
         """Quantize the output gradient for both gradients."""
-        spec = self.recipe.dlhs.lhs
-        assert isinstance(spec, TensorSpec)
+        spec = self.recipe.spec_of("output_grad")
+        assert spec is not None
         return self.cast_gradient(grad, spec, (), (), key, part, state=state)
 
     def cast_gradient(
@@ -278,13 +283,16 @@ def _backward(op: Operation, residuals, grad: Array):
     if recipe.is_stochastic:
         keys, own = two_keys(key), (key, part)
     shared, seen = None, None
+    spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
         own = (None, None) if "output_grad" in state else own
-        shared, seen = op.quantize_gradient(grad, groups, state.get("output_grad"), *own)
+        of = op.computing("dlhs" if spec == operands[0] else "drhs")
+        shared, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), *own)
+    first, second = (shared if operand == spec else None for operand in operands)
     with jax.named_scope("dlhs"):
-        dlhs = op.gradient("dlhs", grad, shared, right.tensor, groups, keys[0], part)
+        dlhs = op.computing("dlhs").gradient("dlhs", grad, first, right.tensor, groups, keys[0], part)
     with jax.named_scope("drhs"):
-        drhs = op.gradient("drhs", grad, shared, left.tensor, groups, keys[1], part)
+        drhs = op.computing("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1], part)
     dlhs, drhs = _finish(dlhs, left, recipe.fwd.lhs, op.lhs), _finish(drhs, right, recipe.fwd.rhs, op.rhs)
     uses = {"input": (left.tensor, left.seen), "kernel": (right.tensor, right.seen), "output_grad": (shared, seen)}
     observed = {}

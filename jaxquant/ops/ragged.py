@@ -195,8 +195,8 @@ class _Ragged(Operation):
         return groups.zero_others(out).astype(self.out_dtype)
 
     def quantize_gradient(self, grad, groups, state, key, part) -> tuple[Rows, Observation]:
-        spec = self.recipe.dlhs.lhs
-        assert isinstance(spec, TensorSpec)
+        spec = self.recipe.spec_of("output_grad")
+        assert spec is not None
         state = with_groups(self.recipe, state)
         return self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
 

@@ -53,7 +53,7 @@ def test_every_field_of_an_operand_is_among_the_changes():
         (
             explain.describe_matmul,
             MatmulSpec(TILED, TILED),
-            {"accumulator": "int32", "shards": 2, "rotation": Rotation(16)},
+            {"accumulator": "int32", "shards": 2, "rotation": Rotation(16), "arithmetic": "lean"},
         ),
         (explain.describe_delayed, DelayedSpec(), {"amax_history_length": 5, "margin": 1, "amax_init": "flax"}),
         (explain.describe_sparsity, SparsitySpec(1, 3, 5, 7), {"n": 2, "m": 4, "start_step": 6, "update_step": 8}),

@@ -159,7 +159,9 @@ def test_a_config_file_has_strings_alone(tmp_path):
     path.write_text(
         "rules:\n- {path: a, recipe: int8}\n- {path: b/.*, recipe: {name: mine, fwd: {lhs: {dtype: int8}}}}\n"
     )
-    with pytest.raises(TypeError, match=r"rule 'b/\.\*' has a mapping as its recipe, which must be a config string"):
+    with pytest.raises(
+        ValueError, match=r"recipe of rule 'b/\.\*' has no field 'name'; known ones are fwd, dlhs, drhs"
+    ):
         QuantConfig.from_any(load_yaml(path))
 
 

@@ -175,7 +175,7 @@ def test_specs_that_make_no_sense(values, message):
 
 def test_recipes_that_make_no_sense():
     delayed, other = (TensorSpec(dtype, "per_tensor", scaling="delayed") for dtype in (E4, "float8_e5m2"))
-    with pytest.raises(ValueError, match="recipe 'mine' scales its output gradient by one history"):
+    with pytest.raises(ValueError, match="recipe 'mine' scales its output_grad by one history"):
         Recipe("mine", MatmulSpec(), MatmulSpec(delayed), MatmulSpec(None, other), DelayedSpec())
 
 

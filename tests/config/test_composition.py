@@ -1,0 +1,139 @@
+"""Compositions as users write them: mappings and text, in every place that takes a config string, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+
+import pytest
+import yaml
+
+from jaxquant.config.explain import explain
+from jaxquant.config.loader import load_yaml, parse_overrides
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.recipes import RECIPES, lookup
+from jaxquant.config.rules import Rule
+from jaxquant.core.typed import build, to_mapping
+from train.__main__ import read_config
+from train.config import TrainConfig
+
+MAPPING = {"fwd": "fp8_current", "dlhs": "quartet2", "drhs": None}
+TEXT = "{fwd: fp8_current, dlhs: quartet2, drhs: null}"
+
+
+def of(quantization, **fields) -> QuantConfig:
+    return QuantConfig.from_any({"quantization": quantization, **fields})
+
+
+@pytest.mark.parametrize(
+    "written", [MAPPING, TEXT, "{fwd: fp8_current, dlhs: quartet2}", ' {"dlhs":"quartet2","fwd":"fp8_current"}']
+)
+def test_a_mapping_and_its_text_are_one_config(written):
+    config = of(written)
+    assert config.quantization == TEXT
+    assert (
+        config == QuantConfig(quantization=written) == QuantConfig.from_any(types.SimpleNamespace(quantization=written))
+    )
+    assert config == QuantConfig.from_any(TEXT)
+    assert config.resolved_backend == "native"
+    recipe = config.recipe()
+    assert recipe is not None
+    assert recipe.name == TEXT
+
+
+def test_it_is_read_back_from_yaml_and_json():
+    config = of(MAPPING, rules=[{"path": "a", "recipe": MAPPING}, {"path": "b", "recipe": None}])
+    plain = to_mapping(config)
+    assert QuantConfig.from_any(json.loads(json.dumps(plain))) == config
+    assert QuantConfig.from_any(yaml.safe_load(yaml.safe_dump(plain))) == config
+    assert config.rules == (Rule("a", TEXT), Rule("b", None))
+    assert config.strings == [TEXT, TEXT]
+
+
+def test_a_training_config_and_its_command_line(tmp_path):
+    file = tmp_path / "small.yml"
+    file.write_text("quantization: {fwd: fp8_current, dlhs: quartet2}\nrules:\n- {path: a/.*, recipe: {fwd: int8w}}\n")
+    assert QuantConfig.from_any(load_yaml(file)) == of(MAPPING, rules=[Rule("a/.*", "{fwd: int8w}")])  # pyright: ignore
+    config = read_config(str(file), ["quantization={fwd: fp8, drhs: mxfp8}"])
+    assert config.quantization == "{fwd: fp8, dlhs: null, drhs: mxfp8}"
+    assert config.run_dir == "runs/small-fwd-fp8-dlhs-null-drhs-mxfp8-native"
+    assert build(TrainConfig, to_mapping(config)) == config
+    assert parse_overrides([f"quantization={TEXT}"])["quantization"] == MAPPING
+
+
+def test_the_resolver_decides_by_it():
+    decide = of("int8", quant_backend="native", rules=[{"path": "a", "recipe": MAPPING}]).resolver()
+    assert decide is not None
+    assert decide("a", 8).recipe == of(MAPPING).recipe()
+    assert decide("b", 8).recipe == of("int8").recipe()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "error", "message"),
+    [
+        ({"fwd": "fp8", "dlsh": "fp8"}, ValueError, "quantization has no field 'dlsh'; did you mean 'dlhs'"),
+        ({"dlhs": "fp8"}, ValueError, "quantization needs field 'fwd'"),
+        ({"fwd": "fp9"}, ValueError, "quantization.fwd 'fp9' is not a known recipe; did you mean 'fp8'"),
+        ({"fwd": "fp8", "drhs": 3}, TypeError, "quantization.drhs must be str, got 3"),
+        ({"fwd": "fp8", "drhs": {"fwd": "fp8"}}, TypeError, "quantization.drhs must be str, got {'fwd': 'fp8'}"),
+        (
+            {"fwd": "fp8", "drhs": "{fwd: int8}"},
+            TypeError,
+            "quantization.drhs must be str, got {'fwd': 'int8'}",
+        ),
+        ({"fwd": None, "dlhs": ""}, ValueError, "quantization {fwd: null, dlhs: null, drhs: null} quantizes nothing"),
+        ({"fwd": "fp8", "dlhs": "intmp"}, ValueError, "quantization.dlhs 'intmp' has no numbers of its own"),
+        ("{fwd: fp8", ValueError, "quantization line 1: expected ',' or '}'"),
+    ],
+)
+def test_what_is_no_composition(quantization, error, message):
+    with pytest.raises(error) as caught:
+        of(quantization)
+    assert message in str(caught.value)
+
+
+def test_backends():
+    with pytest.raises(
+        ValueError, match=f"'{TEXT}' does not run on quant_backend 'aqt'; use quant_backend 'auto' or 'nat"
+    ):
+        of(MAPPING, quant_backend="aqt")
+    with pytest.raises(ValueError, match="does not run on use_qwix_quantization true"):
+        of(MAPPING, use_qwix_quantization=True)
+    for name in ("int8", "fp8_current", "aqt_fp8"):
+        assert lookup(f"{{fwd: {name}, dlhs: {name}, drhs: {name}}}").backends == RECIPES[name].backends
+
+
+def test_options_are_read_by_a_row_that_gives_the_matmul_they_change():
+    fields = {"amax_history_length": 8, "four_over_six": True, "quantization_local_shard_count": 2}
+    recipe = of({"fwd": "nvfp4", "dlhs": "fp8", "drhs": "int8"}, **fields).recipe()
+    assert recipe is not None
+    assert (recipe.delayed and recipe.delayed.amax_history_length, recipe.drhs.shards) == (8, 2)
+    for reading, options in (
+        ({"fwd": "fp8_current", "dlhs": "fp8_full"}, {"weight_sparsity_n": 2, "weight_sparsity_m": 4}),
+        ({"fwd": "int8", "dlhs": "int8"}, {"quantization_local_shard_count": 2}),
+        (MAPPING, {"amax_margin": 1}),
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} . is not read by quantization"):
+            of(reading, **options)
+
+
+def test_explained():
+    text = explain(MAPPING, {"four_over_six": True})
+    assert text == explain(TEXT, {"four_over_six": True})
+    assert "Kept for the backward pass: the input in float, the weight in float." in text
+    assert "exact arithmetic" in text
+    assert "Backend: native." in text
+    assert "four_over_six" in text
+    assert "Kept for the backward pass: the input as the forward matmul reads it, the weight" in explain("fp8")
+    own = explain({"fwd": "fp8_current", "drhs": "mxfp8"})
+    assert "the input as the weight's gradient reads it, the weight in float" in own
+
+
+def test_nothing_of_a_row_is_lost():
+    """A field that is added to recipes is taken from the forward, if it is not one of a matmul."""
+    recipe = of(MAPPING).recipe()
+    assert recipe is not None
+    for field in dataclasses.fields(recipe):
+        if field.name not in ("name", "dlhs", "drhs"):
+            assert getattr(recipe, field.name) == getattr(of("fp8_current").recipe(), field.name)
