@@ -29,7 +29,7 @@ from benchmarks.health import measure_health
 from benchmarks.layer_step import LLAMA, TINY, measure_layer_step
 from benchmarks.layers import measure_memory, measure_trace
 from benchmarks.lowering import measure_lowering
-from benchmarks.plot import speedups
+from benchmarks.plot import losses, speedups
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
 from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from benchmarks.steps import measure_losses, measure_steps
@@ -72,10 +72,14 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path
     lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.", ""]
     lines += [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)]
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if not {"library", "recipe", "speedup"} <= rows[0].keys():
-        return [data, text]
     plot = folder / f"{stem}.svg"
-    plot.write_text(speedups(f"{name}, {where['device']}: speed over bf16", rows), encoding="utf-8")
+    if {"library", "recipe", "speedup"} <= rows[0].keys():
+        drawn = speedups(f"{name}, {where['device']}: speed over bf16", rows)
+    elif "of nvfp4's" in rows[0] and any(row["scheme"] == "nvfp4" for row in rows):
+        drawn = losses("Excess of held-out loss over float's, in units of nvfp4's", rows)
+    else:
+        return [data, text]
+    plot.write_text(drawn, encoding="utf-8")
     return [data, text, plot]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxquant.core.blocks import pad_blocks
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.recipe import Rotation
-from jaxquant.core.sharding import merge_axes, split_axes
+from jaxquant.core.sharding import merge_axes, split_axes, whole_axis
 
 Array = jax.Array
 SCOPE = "hadamard"
@@ -54,7 +54,7 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
         return x
     size = min(signs.shape[0], 1 << (x.shape[axis] - 1).bit_length())
     padded = pad_blocks(x, {axis: size})
-    runs = split_axes(padded, {axis: padded.shape[axis] // size})
+    runs = whole_axis(split_axes(padded, {axis: padded.shape[axis] // size}), axis + 1)
     with jax.named_scope(SCOPE):
         matrix = (signs[:size, None] * _hadamard(size)).astype(x.dtype)
         numbers = (((axis + 1,), (0,)), ((), ()))

@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 import jaxquant
 from jaxquant import ops
 from jaxquant.core.dtypes import element
-from jaxquant.core.recipe import Recipe, SparsitySpec
+from jaxquant.core.hadamard import draw_signs, rotate
+from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec
 from jaxquant.core.rounding import Part, stochastic_cast
 from jaxquant.ops import dot_general, einsum, initial_state, ragged, sparsity
 from tests.ops.recipes import RECIPES
@@ -258,6 +259,16 @@ def parts() -> tuple[dict[str, Any], dict[str, Any]]:
     return found, one | {f"auto {name}": value for name, value in one.items()}
 
 
+def rotations() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotate along axes that the mesh cuts, where it would cut a run too."""
+    x, signs = operands()[0], draw_signs(Rotation(128, "fresh"), jax.random.key(0))
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))
+        found = {what: jax.jit(lambda x, n=n: rotate(x, n, signs))(placed) for n, what in enumerate(("dlhs", "out"))}
+    return found, {"dlhs": rotate(x, 0, signs), "out": rotate(x, 1, signs)}
+
+
 SIZES = np.array([5, 0, 9])
 """Rows of each group on one device, of 16."""
 
@@ -347,6 +358,7 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     for name in EXPLICIT:
         add("explicit", name, "columns")
     found["manual noise parts"] = parts
+    found["explicit rotations"] = rotations
     for place in ("columns", "rows", "fsdp"):
         found[f"explicit mask {place}"] = lambda p=place: masks(p)
     for kind in ("manual", "explicit"):
