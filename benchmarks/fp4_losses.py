@@ -92,10 +92,10 @@ def measure_fp4_losses(
       runs: folder of the runs.
       steps: of each run.
       only: schemes to train, none for all.
-      seeds: how many of each at most.
+      seeds: how many of each, None for those of ``TRIALS``.
     """
     lines = read_record(record, steps)
-    wanted = [(seed, name) for name, (count, _) in TRIALS.items() for seed in range(min(seeds or count, count))]
+    wanted = [(seed, name) for name, (count, _) in TRIALS.items() for seed in range(seeds or count)]
     for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
         if (name, seed) in lines or (only and name not in only):
             continue
