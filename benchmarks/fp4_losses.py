@@ -85,24 +85,24 @@ def measure_fp4_losses(
 
     A seed is of the initial parameters, the order of the data and the noise. A run whose line is in the record is not
     trained again, and one that was interrupted goes on from its checkpoint. Figures after ± are the standard error of
-    the mean over seeds.
+    the mean over seeds; the training gap is that of the mean training loss over the last third of the steps.
 
     Args:
       record: JSON lines, one a run.
       runs: folder of the runs.
       steps: of each run.
       only: schemes to train, none for all.
-      seeds: how many of each at most.
+      seeds: how many of each, None for those of ``TRIALS``.
     """
     lines = read_record(record, steps)
-    wanted = [(seed, name) for name, (count, _) in TRIALS.items() for seed in range(min(seeds or count, count))]
+    wanted = [(seed, name) for name, (count, _) in TRIALS.items() for seed in range(seeds or count)]
     for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
         if (name, seed) in lines or (only and name not in only):
             continue
         lines[name, seed] = _train(name, TRIALS[name][1], seed, steps, runs)
         with record.open("a") as file:
             file.write(json.dumps(lines[name, seed]) + "\n")
-    return table({key: line["held_out_loss"] for key, line in lines.items()})
+    return table(lines)
 
 
 def read_record(record: Path, steps: int) -> dict[tuple[str, int], Row]:
@@ -145,37 +145,52 @@ def _train(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     }
 
 
-def table(losses: dict[tuple[str, int], float]) -> list[Row]:
+def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
     """Compute the gaps of schemes from the float runs of the same seeds, least first, and set them beside NVFP4's.
 
     Args:
-      losses: held-out loss by scheme and seed.
+      lines: of the record, by scheme and seed.
     """
-    known = {key: loss for key, loss in losses.items() if (FLOAT, key[1]) in losses and key[0] in TRIALS}
-    gaps = {key: 100 * (loss / losses[FLOAT, key[1]] - 1) for key, loss in known.items()}
+    held_out = {key: line["held_out_loss"] for key, line in lines.items()}
+    gaps, training = _gaps(held_out), _gaps({key: _end_of_training(line) for key, line in lines.items()})
     rows = []
     for name in TRIALS:
         seeds = sorted(seed for scheme, seed in gaps if scheme == name)
         if not seeds:
             continue
-        own = [gaps[name, seed] for seed in seeds]
-        both = [(gaps[name, seed], gaps[NVFP4, seed]) for seed in seeds if (NVFP4, seed) in gaps and name != FLOAT]
-        share = sum(ours for ours, _ in both) / sum(theirs for _, theirs in both) if both else None
+        pairs = [seed for seed in seeds if (NVFP4, seed) in gaps and name != FLOAT]
+        share = sum(gaps[name, n] for n in pairs) / sum(gaps[NVFP4, n] for n in pairs) if pairs else None
         row: Row = {
             "scheme": name,
-            "held-out loss": " / ".join(f"{known[name, seed]:.4f}" for seed in seeds),
-            "difference": "–" if name == FLOAT else _mean([known[name, n] - losses[FLOAT, n] for n in seeds], "+.4f"),
-            "gap %": " / ".join(f"{gap:+.2f}" for gap in own),
-            "mean gap %": "–" if name == FLOAT else _mean(own, "+.2f"),
+            "held-out loss": " / ".join(f"{held_out[name, seed]:.4f}" for seed in seeds),
+            "difference": _mean([held_out[name, n] - held_out[FLOAT, n] for n in seeds], "+.4f"),
+            "gap %": " / ".join(f"{gaps[name, seed]:+.2f}" for seed in seeds),
+            "mean gap %": _mean([gaps[name, seed] for seed in seeds], "+.2f"),
             "of nvfp4's": "–" if share is None else f"{share:.2f}",
             "goal": "–",
+            "training gap %": _mean([training[name, seed] for seed in seeds], "+.2f"),
             "open data": OPEN_DATA.get(name, "–"),
         }
         if share is not None and (goal := GOALS.get(name)):
-            excess = _mean([ours - goal * theirs for ours, theirs in both], "+.2f")
-            row["goal"] = f"≤ {goal:.2f}: {'held' if share <= goal else 'missed'}, {excess} points from it"
-        rows.append((statistics.mean(own), row))
+            held, trained = ([each[name, n] - goal * each[NVFP4, n] for n in pairs] for each in (gaps, training))
+            far = f"{_mean(held, '+.2f')} points from it, training {_mean(trained, '+.2f')}"
+            row["goal"] = f"≤ {goal:.2f}: {'held' if share <= goal else 'missed'}, {far}"
+        rows.append((statistics.mean(gaps[name, seed] for seed in seeds), row))
     return [row for _, row in sorted(rows, key=lambda each: each[0])]
+
+
+def _gaps(losses: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
+    """Return the excess over the float run of the same seed in percent, of runs that have one."""
+    return {
+        (name, seed): 100 * (loss / losses[FLOAT, seed] - 1)
+        for (name, seed), loss in losses.items()
+        if name in TRIALS and (FLOAT, seed) in losses
+    }
+
+
+def _end_of_training(line: Row) -> float:
+    """Return the mean training loss over the last third of a run, whose batches are those of all runs of its seed."""
+    return statistics.mean(loss for step, loss in line["train_loss"].items() if int(step) > 2 * line["steps"] / 3)
 
 
 def _mean(values: Sequence[float], form: str) -> str:

@@ -122,7 +122,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     fp4 = commands.add_parser("fp4-losses", parents=[out], help="held-out losses of FP4 schemes, by seed")
     fp4.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
     fp4.add_argument("--only", nargs="*", default=[], choices=TRIALS, metavar="SCHEME", help="(default: all)")
-    fp4.add_argument("--seeds", type=int, help="of each scheme at most (default: all)")
+    fp4.add_argument("--seeds", type=int, help="of each scheme (default: three, of some one)")
     fp4.add_argument("--record", default=str(RECORD), help="JSON lines of runs (default: benchmarks/fp4-losses.jsonl)")
     fp4.add_argument("--runs", default=str(ROOT / "runs" / "fp4-losses"), help="folder (default: runs/fp4-losses)")
     gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")

@@ -1,0 +1,67 @@
+"""The table of FP4 losses: gaps from the float run of the same seed, shares of NVFP4's, goals; nothing runs twice."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks import fp4_losses
+from benchmarks.fp4_losses import COMPOSED, FLOAT, NVFP4, RECORD, TRIALS, measure_fp4_losses, read_record, table
+from benchmarks.plot import losses
+from benchmarks.schemes import ROOT
+
+FLOATS, BEST = {0: 2.0, 1: 1.0}, "quartet2 4/6"
+
+
+def line(loss, steps=3):
+    """A run, of which the last step counts as the end of its training."""
+    return {"held_out_loss": loss, "steps": steps, "train_loss": {"1": 9.0, str(steps): 3 * loss}}
+
+
+def made(gaps):
+    """Runs of seeds with these gaps in percent."""
+    return {(name, n): line(FLOATS[n] * (1 + gap / 100)) for name, each in gaps.items() for n, gap in enumerate(each)}
+
+
+def test_gaps_are_paired_by_seed_and_set_beside_nvfp4_s():
+    found = table(made({FLOAT: (0, 0), NVFP4: (4, 2), BEST: (3, 2), COMPOSED: (0.5,), "mxfp8": (0.25,)}))
+    rows = {row["scheme"]: row for row in found}
+    assert [row["scheme"] for row in found] == [FLOAT, "mxfp8", COMPOSED, BEST, NVFP4]
+    assert rows[BEST]["gap %"] == "+3.00 / +2.00"
+    assert rows[BEST]["mean gap %"] == "+2.50 ± 0.50"
+    assert rows[BEST]["difference"] == "+0.0400 ± 0.0200"
+    assert rows[BEST]["of nvfp4's"] == "0.83"
+    assert rows[BEST]["goal"] == "≤ 0.80: missed, +0.10 ± 0.30 points from it, training +0.10 ± 0.30"
+    assert rows[COMPOSED]["of nvfp4's"] == "0.12"  # of the same seed alone
+    assert rows[COMPOSED]["goal"] == "≤ 0.33: held, -0.83 points from it, training -0.83"
+    assert rows["mxfp8"]["mean gap %"] == rows["mxfp8"]["training gap %"] == "+0.25"
+    drawn = losses("Gaps", found)
+    assert drawn.count('r="5"') == 4
+    assert drawn.count('stroke="#c33"') == 2
+
+
+def test_a_scheme_without_its_float_run_has_no_gap():
+    assert [row["scheme"] for row in table({(FLOAT, 0): line(2.0), (NVFP4, 1): line(2.1)})] == [FLOAT]
+
+
+def test_a_run_in_the_record_is_not_trained_again(tmp_path, monkeypatch):
+    trained, record = [], tmp_path / "record.jsonl"
+
+    def train(name, fields, seed, steps, runs):
+        trained.append((name, seed))
+        return line(2.0 + 0.1 * len(trained), steps) | {"scheme": name, "seed": seed}
+
+    monkeypatch.setattr(fp4_losses, "_train", train)
+    first = measure_fp4_losses(record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2)
+    assert trained == [(FLOAT, 0), (NVFP4, 0), (FLOAT, 1), (NVFP4, 1)]
+    assert measure_fp4_losses(record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2) == first
+    assert len(trained) == 4
+    measure_fp4_losses(record, tmp_path, 6, only=[FLOAT], seeds=1)  # of another length
+    assert trained[4:] == [(FLOAT, 0)]
+
+
+def test_the_stored_table_is_that_of_the_record():
+    lines = read_record(RECORD, 300)
+    assert {each["tokens_per_parameter"] for each in lines.values()} == {1.152}
+    assert {(name, n) for name in (FLOAT, NVFP4, BEST, COMPOSED) for n in range(TRIALS[name][0])} <= set(lines)
+    stored = json.loads((ROOT / "benchmarks/fp4-losses-cpu.json").read_text())
+    assert stored["rows"] == table(lines)
