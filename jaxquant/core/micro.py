@@ -90,9 +90,11 @@ def _real_scales(amax: Array, x: Array, top: float, bound: float, is_reciprocal:
 
 
 def _errors(x: Array, tensor: QTensor, block: Shape) -> Array:
-    """Return the squared error of each block."""
-    values = apply_blocks(jnp.multiply, tensor.qvalue.astype(jnp.float32), tensor.full_scale(), tensor.block)
-    return reduce_blocks(jnp.square(x.astype(jnp.float32) - values), block, jnp.sum)
+    """Return the squared error of each block, in units of the outer scale: squares of 1e-30 are 0."""
+    assert tensor.outer_scale is not None
+    codes = tensor.scale.astype(jnp.float32)
+    values = apply_blocks(jnp.multiply, tensor.qvalue.astype(jnp.float32), codes, tensor.block)
+    return reduce_blocks(jnp.square(x.astype(jnp.float32) / tensor.outer_scale - values), block, jnp.sum)
 
 
 def _corrected(tensor: QTensor, scaled: Array, block: Shape, size: int, key: Array) -> QTensor:

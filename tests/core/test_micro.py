@@ -87,6 +87,13 @@ def test_the_error_on_normal_numbers_is_the_published_one(chosen, published):
     assert error(x, dequantize(quantize(x, chosen, (1,), key=jax.random.key(1)))) == pytest.approx(published, rel=3e-3)
 
 
+def test_four_over_six_chooses_alike_at_every_magnitude():
+    x, chosen = normal((64, 256)), spec("quartet2", four_over_six=True)
+    usual, small = (quantize(x * size, chosen, (1,)) for size in (1.0, 2.0**-100))
+    np.testing.assert_array_equal(usual.qvalue, small.qvalue)
+    np.testing.assert_array_equal(usual.scale.astype(jnp.float32), small.scale.astype(jnp.float32))
+
+
 def through_eden(x, seed):
     """Rotate, quantize with EDEN's scales, and rotate back."""
     gradient, signs = recipe("quartet2").dlhs, draw_signs(Rotation(128, "fresh"), jax.random.key(seed))
