@@ -286,7 +286,10 @@ class Decoder(nn.Module):
             name="token_embedder",
         )
         x = constrain(embedder(tokens), c)
-        x, cache = _run_layers(c, x, mask, positions, cache, valid)
+        if cache is not None:
+            x, cache = _run_cached_layers(c, x, mask, positions, cache, valid)
+        else:
+            x = _run_layers(c, x, mask, positions)
         x = c.norm("decoder_norm")(x)
         head = embedder if c.logits_via_embedding else c.dense(c.vocab_size, "logits_dense")
         if targets is not None:
@@ -340,29 +343,43 @@ def _promote_and_gather(config: DecoderConfig) -> Any:
     return promote
 
 
-def _run_layers(
-    c: DecoderConfig,
-    x: jax.Array,
-    mask: jax.Array,
-    positions: jax.Array,
-    cache: KVCache | None,
-    valid: jax.Array | None,
-) -> tuple[jax.Array, KVCache | None]:
-    # No method of the module: Linen would put its name into the path of every layer.
-    def run(layer: DecoderLayer, carry: tuple[jax.Array, KVCache | None], index: Any) -> Any:
-        x, cache = carry
-        x, cached = layer(x, mask, positions, None if cache is None else Cached(cache, valid, index))
-        return (x, None if cached is None else cached.cache), None
+def _remat(config: DecoderConfig) -> Any:
+    if config.remat_policy == "none":
+        return DecoderLayer
+    # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
+    return nn.remat(DecoderLayer, policy=REMAT_POLICIES[config.remat_policy], prevent_cse=not config.scan_layers)
 
-    body: Any = run
-    if c.remat_policy != "none" and cache is None:
-        # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
-        body = nn.remat(run, policy=REMAT_POLICIES[c.remat_policy], prevent_cse=not c.scan_layers)
+
+def _run_layers(c: DecoderConfig, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+    # No method of the module: Linen would put its name into the path of every layer.
+    layer = _remat(c)
+    if c.scan_layers:
+        layers = nn.scan(
+            layer,
+            in_axes=(nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
+            length=c.num_layers,
+            **SCANNED,
+        )
+        x, _ = layers(c, name="layers")(x, mask, positions)
+        return x
+    for index in range(c.num_layers):
+        x, _ = layer(c, name=f"layers_{index}")(x, mask, positions)
+    return x
+
+
+def _run_cached_layers(
+    c: DecoderConfig, x: jax.Array, mask: jax.Array, positions: jax.Array, cache: KVCache, valid: jax.Array | None
+) -> tuple[jax.Array, KVCache]:
+    def run(layer: DecoderLayer, carry: tuple[jax.Array, KVCache], index: Any) -> Any:
+        x, cached = layer(carry[0], mask, positions, Cached(carry[1], valid, index))
+        assert cached is not None
+        return (x, cached.cache), None
+
     carry = x, cache
     if c.scan_layers:
         # The cache is carried, and not scanned over: a layer then writes its few tokens in place.
-        scan = nn.scan(body, length=c.num_layers, **SCANNED)
+        scan = nn.scan(run, length=c.num_layers, **SCANNED)
         return scan(DecoderLayer(c, name="layers"), carry, jnp.arange(c.num_layers))[0]
     for index in range(c.num_layers):
-        carry, _ = body(DecoderLayer(c, name=f"layers_{index}"), carry, index)
+        carry, _ = run(DecoderLayer(c, name=f"layers_{index}"), carry, index)
     return carry

@@ -37,7 +37,7 @@ def refused(call: Callable[[], Any]) -> str:
         call()
     assert caught.type in (ValueError, TypeError)
     assert time.process_time() - began < LIMIT_S
-    assert len(str(caught.value)) < 1500
+    assert len(str(caught.value)) < 1700  # as long as the names of all fields are, and not as the text
     return str(caught.value)
 
 

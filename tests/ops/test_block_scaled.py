@@ -38,13 +38,17 @@ def on(kind, *shape, dtype="bfloat16", axes=AxisType.Auto, spec=None, size=1):
 
 
 def primitives(jaxpr, *names):
-    """Count the equations of a program that are one of the primitives, by name."""
+    """Count the equations of a program that are one of the primitives, by name; of a choice by platform, not CPUs'."""
     found, todo = dict.fromkeys(names, 0), [jaxpr]
     while todo:
         for eqn in todo.pop().eqns:
             if eqn.primitive.name in names:
                 found[eqn.primitive.name] += 1
-            todo += jax.extend.core.jaxprs_in_params(eqn.params)
+            platforms = eqn.params.get("branches_platforms")
+            if platforms is None:
+                todo += jax.extend.core.jaxprs_in_params(eqn.params)
+            else:
+                todo.append(eqn.params["branches"][platforms.index(None)].jaxpr)
     return found
 
 

@@ -77,10 +77,10 @@ def run(config: TrainConfig, steps: int):
 @pytest.mark.slow
 def test_all_native_recipes_side_by_side_train_to_the_same_bits(tiny: TrainConfig):
     """Every layer of one decoder has a recipe of its own: all native ones in one program."""
-    names = [f"layers_{layer}/{place}" for layer in range(4) for place in _PLACES]
+    names = [f"layers_{layer}/{place}" for layer in range(5) for place in _PLACES]
     rules = [{"path": path, "recipe": recipe} for path, recipe in zip(names, NATIVE, strict=False)]
     assert len(rules) == len(NATIVE)
-    fields = {"scan_layers": False, "num_layers": 4, "quant_backend": "native", "rules": rules, "quantization": "int8"}
+    fields = {"scan_layers": False, "num_layers": 5, "quant_backend": "native", "rules": rules, "quantization": "int8"}
     config = dataclasses.replace(tiny, **fields)
     losses, state = run(dataclasses.replace(config, framework="nnx"), 50)
     expected, expected_state = run(config, 50)
