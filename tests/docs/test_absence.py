@@ -18,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxquant
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.config.recipes import RECIPES
-from jaxquant.kernels.quantize import api as quantize_kernel
 from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.ragged import ragged_dot
 from tests.docs.test_blocks import BLOCK, PAGES, ROOT
