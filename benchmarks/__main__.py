@@ -77,7 +77,8 @@ def _strings(options: argparse.Namespace) -> Table:
     for string, cell in cells.items():
         row = known.setdefault(string, {"quantization": string, "backend": RECIPES[string].auto})
         row[options.target] = cell
-    return strings_text(list(known.values())), list(known.values()), "strings-chips"
+    ordered = sorted(known.values(), key=lambda row: list(RECIPES).index(row["quantization"]))
+    return strings_text(ordered), ordered, "strings-chips"
 
 
 def strings_text(rows: list[dict[str, str]]) -> str:
