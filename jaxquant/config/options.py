@@ -304,7 +304,7 @@ def _activations_bounded(recipe: Recipe, options: Options, shards: int) -> Recip
 
 
 def _square(recipe: Recipe, options: Options, shards: int) -> Recipe:
-    """Give weights blocks as wide as they are long, whose codes serve the forward matmul and dlhs alike."""
+    """Return the recipe with weights in blocks as wide as long, whose codes serve the forward matmul and dlhs alike."""
     spec = recipe.fwd.rhs
     if not options.square_weight_blocks or not isinstance(spec, TensorSpec):
         return recipe
