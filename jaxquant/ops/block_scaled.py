@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxquant.core.blocks import spread
+from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels.platforms import cut_refusal
@@ -95,7 +96,7 @@ _NUMBERS = (((2,), (2,)), ((0,), (0,)))
 
 def _emulated(x: Array, w: Array, x_scale: Array, w_scale: Array, *, dimension_numbers: Any, out_dtype: str) -> Array:
     left, right = (dequantize(QTensor(*side), "bfloat16") for side in ((x, x_scale), (w, w_scale)))  # exact
-    return jax.lax.dot_general(left, right, dimension_numbers, preferred_element_type=out_dtype)
+    return float_dot(left, right, dimension_numbers, preferred_element_type=out_dtype)
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:

@@ -165,11 +165,11 @@ def _outer_scales(*sides: Any) -> list[Array]:
     return [side.outer_scale for side in sides if isinstance(side, QTensor) and side.outer_scale is not None]
 
 
-def _inner(side: QTensor | Array, dtype: str, has_outer: bool) -> Array:
-    """Return an operand of a float matmul, which its outer scale multiplies after it where ``has_outer`` is not set."""
+def _inner(side: QTensor | Array, dtype: str, keeps_outer: bool) -> Array:
+    """Return an operand of a float matmul; without ``keeps_outer`` its outer scale is left to multiply the product."""
     if not isinstance(side, QTensor):
         return side
-    values = dequantize(side if has_outer else dataclasses.replace(side, outer_scale=None), dtype)
+    values = dequantize(side if keeps_outer else dataclasses.replace(side, outer_scale=None), dtype)
     return checkpoint_name(values, DEQUANTIZED_MARK)
 
 
