@@ -22,7 +22,8 @@ from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import state as quant_state
-from jaxquant.aot.chips import chip
+from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
 from jaxquant.config.quant_config import QuantConfig
@@ -88,6 +89,7 @@ ENTRIES = (
     _entry("fp8_full", "native", "qwix fp8_full fixed,224", **_FIXED),
     _entry("int8", "native", "qwix int8"),
     _entry("int8_delayed", "native"),
+    *(_entry(string, "native") for string in ("fp8_block", "mxfp8", "nvfp4", "quartet2")),
     _direct("fp8"),
     _direct("fp8_current"),
 )
@@ -158,8 +160,8 @@ def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...
 
 def measure(
     entry: Entry, target: str, tokens: int = 4096, width: int = 4096, hidden: int = 8192
-) -> tuple[Program, str]:
-    """Compile an entry for a chip that is not here, and return what the compiler made of it, and its text.
+) -> tuple[Program, int]:
+    """Compile an entry for a chip that is not here; return what the compiler made of it, and the bytes of temporaries.
 
     Args:
       entry: what to compile.
@@ -170,9 +172,11 @@ def measure(
     where = NamedSharding(mesh, PartitionSpec())
     function, shapes = step(entry, tokens, width, hidden)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
-    text = jax.jit(function).lower(*placed).compile().as_text()
+    compiled = jax.jit(function).lower(*placed).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
-    return read_program(text), text
+    assert memory is not None
+    return read_program(text), memory.temp_size_in_bytes
 
 
 def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dict[str, Any]]:
@@ -190,12 +194,11 @@ def rows(target: str, names: Sequence[str] = (), tokens: int = 4096) -> list[dic
     for entry in ENTRIES:
         if names and not any(name in f"={entry.name}" for name in names):
             continue
-        program, _ = measure(entry, target, tokens)
-        found.append(row(entry.name, program))
+        found.append(row(entry.name, *measure(entry, target, tokens), chip(target)))
         peer = next((each for each in found if each["step"] == entry.peer), None)
         found[-1]["peer"], found[-1]["beside the peer"] = entry.peer, beside(found[-1], peer)
-        if plain := next((each["kcycles"] for each in found if each["step"] == "bf16" and "kcycles" in each), None):
-            found[-1]["× bf16"] = f"{plain / found[-1]['kcycles']:.2f}"
+        if plain := next((each["us"] for each in found if each["step"] == "bf16"), None):
+            found[-1]["× bf16"] = f"{plain / found[-1]['us']:.2f}"
     if not found:
         known = ", ".join(entry.name for entry in ENTRIES)
         raise ValueError(f"no entry is named like {' or '.join(map(repr, names))}; there are {known}")
@@ -207,11 +210,12 @@ def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 
-def row(name: str, program: Program) -> dict[str, Any]:
-    """Summarize a program as a row of the table."""
+def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str, Any]:
+    """Summarize a program with its bytes of temporaries as a row of the table; time as ``price.estimate`` has it."""
     matmuls = ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles
+    took, _ = estimate(where, program)
     clock = {"kcycles": round((inside + beside) / 1e3), "matmuls, rest": f"{inside // 1000}, {beside // 1000}"}
     return {
         "step": name,
@@ -220,6 +224,8 @@ def row(name: str, program: Program) -> dict[str, Any]:
         "other MB": round(program.moved / 1e6),
         "big moves": program.big_moves,
         "moves": sum(move.times for move in program.moves),
+        "temporaries MB": round(temporaries / 1e6),
+        "us": round(1e6 * took.step),
         **(clock if inside else {}),
     }
 

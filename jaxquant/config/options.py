@@ -176,11 +176,11 @@ def _sharded(recipe: Recipe, options: Options, count: int) -> Recipe:
 # -- calibration -------------------------------------------------------------------------------------------------------
 
 _CALIBRATED = {
-    "act_quantization_calibration_method": (("fwd", "lhs"),),
-    "weight_quantization_calibration_method": (("fwd", "rhs"),),
+    "act_quantization_calibration_method": (("fwd", "lhs"), ("drhs", "lhs")),
+    "weight_quantization_calibration_method": (("fwd", "rhs"), ("dlhs", "rhs")),
     "bwd_quantization_calibration_method": (("dlhs", "lhs"), ("drhs", "rhs")),
 }
-"""The operands that each calibration string is of."""
+"""The operands that each calibration string is of, where they are not what the forward matmul had."""
 
 
 def _check_calibrations(options: Options) -> None:
@@ -189,8 +189,9 @@ def _check_calibrations(options: Options) -> None:
 
 
 def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
-    granularity = "per_tensor" if calibration.method == "fixed" else spec.granularity
-    return dataclasses.replace(spec, calibration=calibration, granularity=granularity)
+    if calibration.method == "fixed":  # one scale for the tensor
+        spec = dataclasses.replace(spec, granularity="per_tensor", tile_size=None, free_size=None)
+    return dataclasses.replace(spec, calibration=calibration)
 
 
 def _calibrated(recipe: Recipe, options: Options, shards: int) -> Recipe:
@@ -198,8 +199,9 @@ def _calibrated(recipe: Recipe, options: Options, shards: int) -> Recipe:
         calibration = read_calibration(options, field)
         try:
             for matmul, side in places:
-                spec = _with_calibration(getattr(getattr(recipe, matmul), side), calibration)
-                recipe = _replace_operand(recipe, matmul, side, spec)
+                spec = getattr(getattr(recipe, matmul), side)
+                if isinstance(spec, TensorSpec):
+                    recipe = _replace_operand(recipe, matmul, side, _with_calibration(spec, calibration))
         except ValueError as error:  # an asymmetric range on a float dtype
             raise ValueError(f"{field}: {error}") from None
     return recipe
@@ -297,9 +299,15 @@ def _powers_of_two(recipe: Recipe, options: Options, shards: int) -> Recipe:
 
 def _activations_bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
     """Bound the amax that scales of the activation follow, in both matmuls that read it."""
+    bound, method = options.activation_scale_ub, options.act_quantization_calibration_method
     for matmul in ("fwd", "drhs"):
-        spec = dataclasses.replace(getattr(recipe, matmul).lhs, amax_bound=options.activation_scale_ub)
-        recipe = _replace_operand(recipe, matmul, "lhs", spec)
+        spec = getattr(recipe, matmul).lhs
+        if bound is not None and spec.calibration.method == "fixed":
+            raise ValueError(
+                f"activation_scale_ub {bound:g} has no effect beside act_quantization_calibration_method {method!r}, "
+                "which measures no amax; leave one of them out"
+            )
+        recipe = _replace_operand(recipe, matmul, "lhs", dataclasses.replace(spec, amax_bound=bound))
     return recipe
 
 

@@ -218,7 +218,7 @@ RECIPES: dict[str, RecipeRow] = {
     "fp8_block": RecipeRow(
         _FP8_BLOCK,
         "e4m3 everywhere: tiles of 128 of activations and gradients, blocks of 128 by 128 of weights",
-        options=("scale format", "activation bound"),
+        options=("calibration", "scale format", "activation bound"),
     ),
     "mxfp8": RecipeRow(
         _microscaling("mxfp8", "float8_e4m3fn"),

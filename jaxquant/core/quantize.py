@@ -47,6 +47,10 @@ def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, flo
     whole = spec.granularity == "per_tensor" and math.prod(counts) == 1
     lowest, highest = (jax.lax.pmin, jax.lax.pmax) if whole else (None, None)
     if calibration.method == "fixed" and calibration.is_symmetric:
+        amax = jnp.full(counts, calibration.maximum, jnp.float32)
+        if spec.scale_rounding != "exact":
+            scale, outer = scale_of_amax(amax, kind.bound, spec, floor)
+            return Scales(scale, None, outer)
         scale = calibration.maximum / kind.bound
         return Scales(jnp.full(counts, 1.0 if scale < floor else scale, jnp.float32))
     if calibration.method == "fixed":

@@ -22,6 +22,7 @@ from tests.numerics import dot_bound
 M, K, N = 256, 384, 128
 NUMBERS = (((1,), (0,)), ((), ()))
 BLOCK, SQUARE = {"quantization": "fp8_block"}, {"quantization": "mxfp8", "square_weight_blocks": True}
+UP, STATIC = BLOCK | {"scale_fmt": "ue8m0"}, {"act_quantization_calibration_method": "fixed,6"}
 E4M3 = ml_dtypes.float8_e4m3fn
 F32 = np.float32
 
@@ -144,6 +145,23 @@ def test_activation_scale_ub_clips_and_masks():
         assert bounded.drhs.rhs.amax_bound is None  # pyright: ignore
 
 
+@pytest.mark.parametrize("fmt", ["", "ue8m0"])
+def test_a_static_scale_of_activations_is_one_for_the_tensor_in_both_matmuls(fmt):
+    """``fixed,6``: scale 6/448, or the least power of two above it; what lies beyond 6 is clipped, its gradient 0."""
+    x, w, g = operands()
+    x = x.at[3, 5].set(40.0)
+    static = recipe(BLOCK | STATIC, scale_fmt=fmt)
+    y, dx, dw = step(static, x, w, g)
+    scale = F32(2.0**-6) if fmt else F32(6 / 448)
+    left = (np.asarray(x) / scale).clip(-448, 448).astype(E4M3).astype(F32) * scale
+    right = cast(w, (128, 128), bool(fmt))
+    assert (np.abs(np.asarray(y, np.float64) - left.astype(np.float64) @ right) <= dot_bound(left, right)).all()
+    other = cast(g, (128, 1), bool(fmt))
+    assert (np.abs(np.asarray(dw, np.float64) - left.T.astype(np.float64) @ other) <= dot_bound(left.T, other)).all()
+    assert np.asarray(dx == 0)[3, 5]
+    assert np.asarray(dx == 0).sum() == 1
+
+
 def test_scale_fmt_is_that_of_checkpoints():
     """The forward of fp8_block with ue8m0 is the one that DeepSeek's config asks for, field by field."""
     published = {
@@ -165,6 +183,14 @@ def test_scale_fmt_is_that_of_checkpoints():
         ({"quantization": "mxfp8", "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' is not read by quantization 'mxfp8'"),
         (BLOCK | {"square_weight_blocks": True}, "square_weight_blocks True is not read by quantization 'fp8_block'"),
         (BLOCK | {"scale_fmt": "float"}, "scale_fmt must be one of '', 'ue8m0', got 'float'"),
+        (
+            BLOCK | STATIC | {"activation_scale_ub": 2.0},
+            "activation_scale_ub 2 has no effect beside act_quantization_calibration_method 'fixed,6'",
+        ),
+        (
+            BLOCK | {"act_quantization_calibration_method": "minmax"},
+            "minmax is asymmetric and float8_e4m3fn has no zero",
+        ),
         (BLOCK | {"activation_scale_ub": 0}, "activation_scale_ub must be at least 1e-30, got 0.0"),
         (BLOCK | {"activation_scale_ub": float("nan")}, "activation_scale_ub must be at least 1e-30, got nan"),
         (BLOCK | {"activation_scale_ub": float("inf")}, "activation_scale_ub must be at most 1e[+]30, got inf"),
@@ -175,7 +201,7 @@ def test_what_is_refused(config, message):
         recipe(config)
 
 
-@pytest.mark.parametrize("config", [BLOCK | {"scale_fmt": "ue8m0", "activation_scale_ub": 2.0}, SQUARE])
+@pytest.mark.parametrize("config", [UP | {"activation_scale_ub": 2.0}, UP | STATIC, SQUARE])
 def test_what_is_converted_serves_the_training_forward(config):
     x, w, g = operands("bfloat16")
     chosen = recipe(config)
