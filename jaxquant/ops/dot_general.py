@@ -247,11 +247,18 @@ class _Dot(Operation):
             signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
             grad = rotate(grad, left[0], signs)
         if matmul.is_late:
-            whole = dequantize(residual) if isinstance(residual, QTensor) else residual
+            whole, unit = residual, None
+            if isinstance(whole, QTensor):
+                # Elements times block scales have six bits, which bfloat16 holds; an outer scale waits.
+                unit, inner = whole.outer_scale, dataclasses.replace(whole, outer_scale=None)
+                whole = dequantize(whole) if unit is None else dequantize(inner, grad.dtype.name)
             if matmul.rotation is not None:
                 whole = rotate(whole, right[0], signs)  # pyright: ignore[reportPossiblyUnbound]
             own = jax.random.fold_in(key, 3) if kept.draws and key is not None else None
             residual = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)[0]
+            if unit is not None:
+                outer = unit if residual.outer_scale is None else residual.outer_scale * unit
+                residual = dataclasses.replace(residual, outer_scale=outer)
         assert isinstance(residual, QTensor)
         return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, None, shards=matmul.shards)[0], residual
 
