@@ -170,6 +170,11 @@ class LayerSpec:
     input: OperandSpec | None
     packing: str = "plain"
 
+    @property
+    def has_static_input(self) -> bool:
+        """Whether a scale of the input is stored."""
+        return self.input is not None and self.input.origin.is_static
+
 
 def block(
     dtype: str,
