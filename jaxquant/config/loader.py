@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import stat
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -25,6 +27,7 @@ MAX_CHARACTERS = 100_000
 """Longest YAML text: about the second that a user waits for an error. The longest config that is shipped has 4,000."""
 MAX_BYTES = 10 * 2**20
 """Largest file that is read as text at all."""
+_MAX_JSON_BYTES = 256 * 2**20
 MAX_NODES = 10_000
 """Most scalars, sequences and mappings of a text, those behind an alias counted wherever it stands."""
 MAX_DEPTH = 32
@@ -181,6 +184,27 @@ def check_ordinary(path: str | os.PathLike[str], what: str = "") -> None:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
         raise ValueError(f"{what} {os.fspath(path)!r} is {kind}, not a file; copy what it holds to a file".strip())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a mapping.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: it is too large, or no mapping.
+    """
+    if not path.exists() or path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist, or is a folder; give a folder of a Hugging Face model")
+    check_ordinary(path)
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any config")
+    try:
+        contents = json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download it again") from None
+    if not isinstance(contents, Mapping):
+        raise ValueError(f"{path} holds {type(contents).__name__}, not a mapping")
+    return dict(contents)
 
 
 def load_yaml(path: str | os.PathLike[str], what: str = "") -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable, Iterable
 
+from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec
 from jaxquant.config.patterns import compile_pattern
 
@@ -100,6 +102,24 @@ class CheckpointQuantization:
 
     def _first(self, module: str) -> LayerRule | None:
         return next((rule for rule in self.rules if rule.matches(module)), None)
+
+
+def listed(
+    config: Section, keys: Iterable[str], dialect: Callable[[str, str], str], spec: LayerSpec | None = None
+) -> list[LayerRule]:
+    """Return a rule for each entry of lists of modules.
+
+    Args:
+      config: section with the lists.
+      keys: of the lists; one may be missing.
+      dialect: what turns an entry and its place into a regex.
+      spec: how these modules are quantized; None leaves them in float.
+    """
+    return [
+        LayerRule(dialect(name, f"{config.where(key)}[{index}]"), spec, config.where(key))
+        for key in keys
+        for index, name in enumerate(config.texts(key))
+    ]
 
 
 def head_and_routers() -> tuple[LayerRule, ...]:
