@@ -17,10 +17,10 @@ import yaml
 from jaxquant.core.typed import show
 
 _NULLS = ("", "~", "null", "Null", "NULL")
-_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_BOOL = re.compile("true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL = re.compile(r"(?P<inf>[-+]?\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
+_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 MAX_CHARACTERS = 100_000
@@ -95,26 +95,20 @@ def _construct_int(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
 
 
-def _construct_float(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    special = _SPECIAL.fullmatch(node.value)
-    if special is None:
-        value = float(node.value)
-        if math.isinf(value):
-            raise _error(f"number {show(node.value)} is too large; write .inf for infinity", node)
-        return value
-    if special["inf"] is None:
-        return math.nan
-    return -math.inf if node.value.startswith("-") else math.inf
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    value = loader.construct_yaml_float(node)
+    if math.isinf(value) and not _SPECIAL.fullmatch(node.value):
+        raise _error(f"number {show(node.value)} is too large; write .inf for infinity", node)
+    return value
 
 
 for _tag, _pattern, _firsts in (
     ("null", "|".join(re.escape(word) for word in _NULLS), ["", "~", "n", "N"]),
-    ("bool", "|".join(_BOOLS), list("tTfF")),
+    ("bool", _BOOL.pattern, list("tTfF")),
     ("int", _INT.pattern, list("-+0123456789")),
     ("float", f"{_FLOAT.pattern}|{_SPECIAL.pattern}", list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _firsts)
-_Loader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: _BOOLS[node.value])
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 

@@ -5,12 +5,13 @@ Every format of such a folder is a ``Scheme``: what ``config.json`` says of it, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant.config.hf import LayerSpec, read_quantization
-from jaxquant.export.layouts import row_chunks
 from jaxquant.export.safetensors import SafetensorsWriter
 from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.stored import read_layer, write_layer
@@ -118,24 +118,19 @@ def write_folder(
     return rows
 
 
-class partial_folder:
+@contextlib.contextmanager
+def partial_folder(out: Path) -> Iterator[Path]:
     """Make ``OUT.partial``, which gets its name when all is written and goes away when something fails."""
-
-    def __init__(self, out: Path):
-        self._out, self._partial = out, out.with_name(f"{out.name}.partial")
-
-    def __enter__(self) -> Path:
-        if self._out.exists():
-            raise FileExistsError(f"{self._out} exists; choose another folder or remove it")
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        return self._partial
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self._partial.rename(self._out)
-        else:
-            shutil.rmtree(self._partial, ignore_errors=True)
+    partial = out.with_name(f"{out.name}.partial")
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another folder or remove it")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_tensors(
@@ -145,11 +140,7 @@ def _write_tensors(
     shards, rows, places = _Shards(folder, limit, 5 * len(names)), [], {}
     for name in names:
         module = name.removesuffix(".weight")
-        weight = np.asarray(source.read(name), np.float32)
-        if weight.shape != source.shape.tensors()[name]:
-            raise ValueError(f"{name} has shape {weight.shape}, and the model's is {source.shape.tensors()[name]}")
-        if not all(np.isfinite(weight[part]).all() for part in row_chunks((len(weight), weight[0].size), 1)):
-            raise ValueError(f"{name} has values that are not finite; export another checkpoint")
+        weight = source.finite(name)
         format, back, tensors, cast = dtype, weight, {".weight": weight}, np.dtype(FLOATS[dtype])
         if module in linears and scheme.spec is not None:
             tensors = write_layer(scheme.spec, source, module, weight)

@@ -67,11 +67,15 @@ def check_finite(array: np.ndarray, name: str) -> np.ndarray:
     Raises:
       ValueError: one is infinite or not a number; names the tensor.
     """
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, _CHUNK):
-        if not np.isfinite(flat[start : start + _CHUNK]).all():
-            raise ValueError(f"{name} decodes to values that are not finite; its scales are damaged, export it again")
+    if not is_finite(array):
+        raise ValueError(f"{name} decodes to values that are not finite; its scales are damaged, export it again")
     return array
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Check whether every value is finite, a part at a time."""
+    flat = array.reshape(-1)
+    return all(np.isfinite(flat[start : start + _CHUNK]).all() for start in range(0, flat.size, _CHUNK))
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, rows: slice) -> np.ndarray:

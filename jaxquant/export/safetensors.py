@@ -14,7 +14,6 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -105,9 +104,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
     def __enter__(self) -> SafetensorsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._map = None  # views of it may live on; the last of them closes it
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxquant.config.hf import OperandSpec
 from jaxquant.core.qtensor import QTensor
+from jaxquant.export.layouts import is_finite
 from jaxquant.export.llama import LlamaShape, fused_with
 
 
@@ -87,6 +88,19 @@ class Source:
     def weight(self, module: str) -> np.ndarray:
         """Return the weight [out, in] of a linear layer."""
         return self.read(f"{module}.weight")
+
+    def finite(self, name: str) -> np.ndarray:
+        """Return a tensor in float32, for an exporter.
+
+        Raises:
+          ValueError: a shape that is not the model's, or values that are not finite.
+        """
+        array, shape = np.asarray(self.read(name), np.float32), self.shape.tensors()[name]
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, and the model's is {shape}")
+        if not is_finite(array):
+            raise ValueError(f"{name} has values that are not finite; export another checkpoint")
+        return array
 
     def kept(self, module: str, operand: OperandSpec) -> Kept | None:
         """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
