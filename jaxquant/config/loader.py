@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import stat
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,16 +17,17 @@ import yaml
 from jaxquant.core.typed import show
 
 _NULLS = ("", "~", "null", "Null", "NULL")
-_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_BOOL = re.compile("true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL = re.compile(r"(?P<inf>[-+]?\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
+_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 MAX_CHARACTERS = 100_000
 """Longest YAML text: about the second that a user waits for an error. The longest config that is shipped has 4,000."""
 MAX_BYTES = 10 * 2**20
 """Largest file that is read as text at all."""
+_MAX_JSON_BYTES = 256 * 2**20
 MAX_NODES = 10_000
 """Most scalars, sequences and mappings of a text, those behind an alias counted wherever it stands."""
 MAX_DEPTH = 32
@@ -92,26 +95,20 @@ def _construct_int(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
 
 
-def _construct_float(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    special = _SPECIAL.fullmatch(node.value)
-    if special is None:
-        value = float(node.value)
-        if math.isinf(value):
-            raise _error(f"number {show(node.value)} is too large; write .inf for infinity", node)
-        return value
-    if special["inf"] is None:
-        return math.nan
-    return -math.inf if node.value.startswith("-") else math.inf
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    value = loader.construct_yaml_float(node)
+    if math.isinf(value) and not _SPECIAL.fullmatch(node.value):
+        raise _error(f"number {show(node.value)} is too large; write .inf for infinity", node)
+    return value
 
 
 for _tag, _pattern, _firsts in (
     ("null", "|".join(re.escape(word) for word in _NULLS), ["", "~", "n", "N"]),
-    ("bool", "|".join(_BOOLS), list("tTfF")),
+    ("bool", _BOOL.pattern, list("tTfF")),
     ("int", _INT.pattern, list("-+0123456789")),
     ("float", f"{_FLOAT.pattern}|{_SPECIAL.pattern}", list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _firsts)
-_Loader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: _BOOLS[node.value])
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -181,6 +178,27 @@ def check_ordinary(path: str | os.PathLike[str], what: str = "") -> None:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
         raise ValueError(f"{what} {os.fspath(path)!r} is {kind}, not a file; copy what it holds to a file".strip())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a mapping.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: it is too large, or no mapping.
+    """
+    if not path.exists() or path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist, or is a folder; give a folder of a Hugging Face model")
+    check_ordinary(path)
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any config")
+    try:
+        contents = json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download it again") from None
+    if not isinstance(contents, Mapping):
+        raise ValueError(f"{path} holds {type(contents).__name__}, not a mapping")
+    return dict(contents)
 
 
 def load_yaml(path: str | os.PathLike[str], what: str = "") -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 import jax
@@ -21,6 +22,7 @@ is our ``drhs.rhs`` and AQT's drhs_rhs our ``drhs.lhs``.
 """
 _LONGEST_TEXT = 200
 _OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
+_ACTIVATIONS = (("fwd", "lhs"), ("drhs", "lhs"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,12 +198,9 @@ def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
 
 def _calibrated(recipe: Recipe, options: Options, shards: int) -> Recipe:
     for field, places in _CALIBRATED.items():
-        calibration = read_calibration(options, field)
+        change = functools.partial(_with_calibration, calibration=read_calibration(options, field))
         try:
-            for matmul, side in places:
-                spec = getattr(getattr(recipe, matmul), side)
-                if isinstance(spec, TensorSpec):
-                    recipe = _replace_operand(recipe, matmul, side, _with_calibration(spec, calibration))
+            recipe = _changed(recipe, places, change)
         except ValueError as error:  # an asymmetric range on a float dtype
             raise ValueError(f"{field}: {error}") from None
     return recipe
@@ -220,19 +219,23 @@ def _check_bounds(options: Options) -> None:
 
 def _bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
     bounds, per_tensor = read_bounds(options.constant_bound_config), options.per_tensor_scales
-    for index, (matmul, side) in enumerate(_OURS):
+    for place, bound in zip(_OURS, bounds, strict=False):
+        fixed = Calibration("fixed", 1.0, -bound, bound)
+        recipe = _changed(recipe, [place], functools.partial(_with_calibration, calibration=fixed))
+    if bounds:
+        return recipe
+    places = [place for place, is_whole in zip(_OURS, per_tensor, strict=False) if not is_whole]
+    return _changed(recipe, places, lambda spec: dataclasses.replace(spec, granularity="per_channel"))
+
+
+def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable[[TensorSpec], Operand]) -> Recipe:
+    """Return the recipe with those of some operands changed that have a spec of their own."""
+    for matmul, side in places:
         spec = getattr(getattr(recipe, matmul), side)
-        if bounds:
-            spec = _with_calibration(spec, Calibration("fixed", 1.0, -bounds[index], bounds[index]))
-        elif per_tensor and not per_tensor[index]:
-            spec = dataclasses.replace(spec, granularity="per_channel")
-        recipe = _replace_operand(recipe, matmul, side, spec)
+        if isinstance(spec, TensorSpec):
+            changed = dataclasses.replace(getattr(recipe, matmul), **{side: change(spec)})
+            recipe = dataclasses.replace(recipe, **{matmul: changed})
     return recipe
-
-
-def _replace_operand(recipe: Recipe, matmul: str, side: str, spec: Operand) -> Recipe:
-    changed = dataclasses.replace(getattr(recipe, matmul), **{side: spec})
-    return dataclasses.replace(recipe, **{matmul: changed})
 
 
 # -- delayed scaling, sparsity -----------------------------------------------------------------------------------------
@@ -275,14 +278,13 @@ def _shared(recipe: Recipe, options: Options, shards: int) -> Recipe:
 
 def _four_over_six(recipe: Recipe, options: Options, shards: int) -> Recipe:
     """Let each block of the forward operands, and of what else is rounded to nearest, choose 4 or 6 for its amax."""
-    if not options.four_over_six:
-        return recipe
-    for matmul, side in _OURS:
-        spec = getattr(getattr(recipe, matmul), side)
-        if isinstance(spec, TensorSpec) and spec.micro is not None and not spec.draws:
-            micro = dataclasses.replace(spec.micro, four_over_six=True, scale_bound=256.0)
-            recipe = _replace_operand(recipe, matmul, side, dataclasses.replace(spec, micro=micro))
-    return recipe
+
+    def change(spec: TensorSpec) -> TensorSpec:
+        if spec.micro is None or spec.draws:
+            return spec
+        return dataclasses.replace(spec, micro=dataclasses.replace(spec.micro, four_over_six=True, scale_bound=256.0))
+
+    return _changed(recipe, _OURS, change) if options.four_over_six else recipe
 
 
 # -- tiles and blocks --------------------------------------------------------------------------------------------------
@@ -290,34 +292,31 @@ def _four_over_six(recipe: Recipe, options: Options, shards: int) -> Recipe:
 
 def _powers_of_two(recipe: Recipe, options: Options, shards: int) -> Recipe:
     """Round every scale up to a power of two."""
-    for matmul, side in _OURS if options.scale_fmt == "ue8m0" else ():
-        spec = getattr(getattr(recipe, matmul), side)
-        if isinstance(spec, TensorSpec):
-            recipe = _replace_operand(recipe, matmul, side, dataclasses.replace(spec, scale_rounding="up"))
-    return recipe
+    places = _OURS if options.scale_fmt == "ue8m0" else ()
+    return _changed(recipe, places, lambda spec: dataclasses.replace(spec, scale_rounding="up"))
 
 
 def _activations_bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
     """Bound the amax that scales of the activation follow, in both matmuls that read it."""
-    bound, method = options.activation_scale_ub, options.act_quantization_calibration_method
-    for matmul in ("fwd", "drhs"):
-        spec = getattr(recipe, matmul).lhs
-        if bound is not None and spec.calibration.method == "fixed":
-            raise ValueError(
-                f"activation_scale_ub {bound:g} has no effect beside act_quantization_calibration_method {method!r}, "
-                "which measures no amax; leave one of them out"
-            )
-        recipe = _replace_operand(recipe, matmul, "lhs", dataclasses.replace(spec, amax_bound=bound))
-    return recipe
+    bound, method = options.activation_scale_ub, "act_quantization_calibration_method"
+    if bound is not None and read_calibration(options, method).method == "fixed":
+        raise ValueError(
+            f"activation_scale_ub {bound:g} has no effect beside {method} {getattr(options, method)!r}, which measures "
+            "no amax; leave one of them out"
+        )
+    return _changed(recipe, _ACTIVATIONS, lambda spec: dataclasses.replace(spec, amax_bound=bound))
 
 
 def _square(recipe: Recipe, options: Options, shards: int) -> Recipe:
     """Return the recipe with weights in blocks as wide as long, whose codes serve the forward matmul and dlhs alike."""
-    spec = recipe.fwd.rhs
-    if not options.square_weight_blocks or not isinstance(spec, TensorSpec):
+    if not options.square_weight_blocks:
         return recipe
-    block = dataclasses.replace(spec, granularity="per_block", free_size=spec.tile_size)
-    return _replace_operand(_replace_operand(recipe, "fwd", "rhs", block), "dlhs", "rhs", FORWARD)
+    recipe = _changed(
+        recipe,
+        [("fwd", "rhs")],
+        lambda spec: dataclasses.replace(spec, granularity="per_block", free_size=spec.tile_size),
+    )
+    return _changed(recipe, [("dlhs", "rhs")], lambda spec: FORWARD)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from typing import Literal, get_args
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.typed import check_fields
+from jaxquant.core.typed import check_fields, nearest
 
 Method = Literal["absmax", "minmax", "rms", "fixed"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -75,9 +74,7 @@ def parse_calibration(text: str) -> Calibration:
         raise TypeError(f"calibration {text!r} must be a string such as 'absmax', got {type(text).__name__}")
     method, *words = [part.strip() for part in text.lower().split(",")]
     if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known methods are {', '.join(METHODS)}"
-        raise ValueError(f"calibration {text!r} names no known method; {hint}")
+        raise ValueError(f"calibration {text!r} names no known method; {nearest(method, METHODS)}")
     try:
         numbers = [float(word) for word in words]
     except ValueError:

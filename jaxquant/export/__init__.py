@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxquant.export import compressed_tensors, fp8, modelopt
 from jaxquant.export.folder import SHARD_BYTES as SHARD_BYTES
 from jaxquant.export.folder import Row as Row
-from jaxquant.export.folder import Scheme, write_folder
+from jaxquant.export.folder import write_folder
 from jaxquant.export.gguf import FILE_TYPES, export_gguf
 from jaxquant.export.gguf import open_gguf as open_gguf
 from jaxquant.export.gpt_oss import export_experts as export_experts
 from jaxquant.export.llama import LlamaShape as LlamaShape
 from jaxquant.export.reading import HfFolder as HfFolder
 from jaxquant.export.safetensors import SafetensorsFile as SafetensorsFile
+from jaxquant.export.schemes import ROWS
 from jaxquant.export.source import Source as Source
 from jaxquant.export.source import Vocabulary as Vocabulary
 from jaxquant.export.sums import check_sums as check_sums
 from jaxquant.export.sums import write_sums
 
-FLOAT = Scheme("hf", None, lambda source, module, weight: {}, lambda tensors: tensors[".weight"])
-SCHEMES = {scheme.name: scheme for scheme in (FLOAT, *compressed_tensors.SCHEMES, *fp8.SCHEMES, *modelopt.SCHEMES)}
+SCHEMES = {scheme.name: scheme for scheme in ROWS}
 """Formats of Hugging Face folders by name; ``hf`` is the float one."""
 FORMATS = (*SCHEMES, *(f"gguf_{kind.lower()}" for kind in FILE_TYPES))
 """Every format that ``export`` writes."""
-STATIC_INPUTS = ("ct_fp8_static", "ct_nvfp4", "modelopt_fp8", "modelopt_nvfp4")
+STATIC_INPUTS = tuple(scheme.name for scheme in ROWS if scheme.spec is not None and scheme.spec.has_static_input)
 """Those that store scales of activations, for which a model is calibrated."""
 
 

@@ -1,31 +1,32 @@
 """Write a Hugging Face folder: sharded safetensors with an index, config, generation config, tokenizer files.
 
-Every exporter to such a folder is a ``Scheme``: what it says in ``config.json``, and what it makes of a weight.
+Every format of such a folder is a ``Scheme``: what ``config.json`` says of it, from which its layers are written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jaxquant.export.layouts import row_chunks
+from jaxquant.config.hf import LayerSpec, read_quantization
 from jaxquant.export.safetensors import SafetensorsWriter
 from jaxquant.export.source import Source, Vocabulary
+from jaxquant.export.stored import read_layer, write_layer
 
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 FLOATS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 """Dtypes in which an exporter writes what it does not quantize."""
-Tensors = dict[str, np.ndarray]
-"""Tensors of a layer by the end of their name."""
 
 
 class Row(NamedTuple):
@@ -44,19 +45,27 @@ class Scheme:
 
     Attributes:
       name: what users call it.
-      config: ``quantization_config``; None writes none.
-      encode: (source, module, weight [out, in] in float32) -> the layer's tensors by the end of their name.
-      decode: those tensors -> float32 [out, in], as a loader computes it; for the summary's SQNR.
-      multiple: of which the contraction must be, for a message before anything is written.
+      config: ``quantization_config``; None writes none, and layers in float.
+      scalar: shape of what has one element.
       files: more JSON files to write, by name.
     """
 
     name: str
     config: Mapping[str, Any] | None
-    encode: Callable[[Source, str, np.ndarray], Tensors]
-    decode: Callable[[Tensors], np.ndarray]
-    multiple: int = 1
+    scalar: tuple[int, ...] = (1,)
     files: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def spec(self) -> LayerSpec | None:
+        """What a reader finds in the config about linear layers, None in float."""
+        found = None if self.config is None else read_quantization({"quantization_config": self.config})
+        return None if found is None else found.specs[0]
+
+    @property
+    def multiple(self) -> int:
+        """Of which the contraction must be: elements that share a scale and are stored together."""
+        free, tile = (self.spec and self.spec.weight.block_size) or (0, 1)
+        return tile if free == 1 else 1
 
 
 def check_divides(source: Source, multiple: int, format: str) -> None:
@@ -109,24 +118,19 @@ def write_folder(
     return rows
 
 
-class partial_folder:
+@contextlib.contextmanager
+def partial_folder(out: Path) -> Iterator[Path]:
     """Make ``OUT.partial``, which gets its name when all is written and goes away when something fails."""
-
-    def __init__(self, out: Path):
-        self._out, self._partial = out, out.with_name(f"{out.name}.partial")
-
-    def __enter__(self) -> Path:
-        if self._out.exists():
-            raise FileExistsError(f"{self._out} exists; choose another folder or remove it")
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        return self._partial
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self._partial.rename(self._out)
-        else:
-            shutil.rmtree(self._partial, ignore_errors=True)
+    partial = out.with_name(f"{out.name}.partial")
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another folder or remove it")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_tensors(
@@ -136,27 +140,18 @@ def _write_tensors(
     shards, rows, places = _Shards(folder, limit, 5 * len(names)), [], {}
     for name in names:
         module = name.removesuffix(".weight")
-        weight = np.asarray(source.read(name), np.float32)
-        if weight.shape != source.shape.tensors()[name]:
-            raise ValueError(f"{name} has shape {weight.shape}, and the model's is {source.shape.tensors()[name]}")
-        if not all(np.isfinite(weight[part]).all() for part in row_chunks((len(weight), weight[0].size), 1)):
-            raise ValueError(f"{name} has values that are not finite; export another checkpoint")
-        if module in linears and scheme.config is not None:
-            tensors = scheme.encode(source, module, weight)
-            format, back = scheme.name, scheme.decode(tensors)
-        else:
-            # Cast while it is written: an embedding is not in memory twice.
-            place, size = shards.add(name, weight, np.dtype(FLOATS[dtype]))
-            places[name] = place
-            rows.append(Row(name, dtype, weight.shape, size, sqnr(weight, weight, np.dtype(FLOATS[dtype]))))
-            if progress is not None:
-                progress(rows[-1])
-            continue
+        weight = source.finite(name)
+        format, back, tensors, cast = dtype, weight, {".weight": weight}, np.dtype(FLOATS[dtype])
+        if module in linears and scheme.spec is not None:
+            tensors = write_layer(scheme.spec, source, module, weight)
+            tensors = {end: part if part.ndim else part.reshape(scheme.scalar) for end, part in tensors.items()}
+            format, back, cast = scheme.name, read_layer(scheme.spec, tensors, weight.shape).decode(), None
         size = 0
         for end, array in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
-            places[f"{module}{end}"], added = shards.add(f"{module}{end}", array)
+            # Cast while it is written: an embedding is not in memory twice.
+            places[f"{module}{end}"], added = shards.add(f"{module}{end}", array, cast)
             size += added
-        rows.append(Row(name, format, weight.shape, size, sqnr(weight, back)))
+        rows.append(Row(name, format, weight.shape, size, sqnr(weight, back, cast)))
         if progress is not None:
             progress(rows[-1])
     shards.finish(places)

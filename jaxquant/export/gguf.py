@@ -20,7 +20,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
 from jaxquant.export.folder import Row, check_divides, sqnr
 from jaxquant.export.gguf_file import ALIGNMENT, U32, GgufFile, header, padded, row_bytes
-from jaxquant.export.layouts import decode_blocks, encode_blocks, row_chunks
+from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.llama import EMBEDDING, HEAD, NORM, LlamaShape
 from jaxquant.export.source import Source, Vocabulary
 from jaxquant.formats import codec
@@ -183,9 +183,7 @@ def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
     if isinstance(tensor, QTensor) and tensor.codec == kind.lower():
         data = np.asarray(tensor.qvalue)
         return data if heads is None else to_neighbours(data, heads), float("inf")
-    weight = np.asarray(source.read(name), np.float32)
-    if not all(np.isfinite(weight[part]).all() for part in row_chunks((len(weight), weight[0].size), 1)):
-        raise ValueError(f"{name} has values that are not finite; export another checkpoint")
+    weight = source.finite(name)
     if heads is not None:
         weight = to_neighbours(weight, heads)
     if kind == "F32":

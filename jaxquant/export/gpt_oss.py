@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant.export.folder import partial_folder
-from jaxquant.export.layouts import decode_mxfp4, encode_mxfp4
+from jaxquant.export.layouts import encode_mxfp4
 from jaxquant.export.safetensors import SafetensorsWriter
 
 CONFIG = {
@@ -43,20 +43,6 @@ def encode_experts(kernel: np.ndarray) -> dict[str, np.ndarray]:
         raise ValueError(f"experts of shape {kernel.shape} are not [experts, in, out] with a multiple of 32 inputs")
     packed, scale = encode_mxfp4(np.ascontiguousarray(kernel.transpose(0, 2, 1), np.float32))
     return {"_blocks": packed.reshape(*packed.shape[:2], -1, 16), "_scales": scale}
-
-
-def decode_experts(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return float32 [experts, in, out].
-
-    Raises:
-      ValueError: shapes or dtypes that are not those of experts.
-    """
-    if blocks.dtype != np.uint8 or scales.dtype != np.uint8 or blocks.shape != (*scales.shape, 16) or scales.ndim != 3:
-        raise ValueError(
-            f"experts have blocks {blocks.dtype.name}{blocks.shape} and scales {scales.dtype.name}{scales.shape}; "
-            "they are uint8, [experts, out, in / 32, 16] and [experts, out, in / 32]"
-        )
-    return decode_mxfp4(blocks.reshape(*blocks.shape[:2], -1), scales).transpose(0, 2, 1)
 
 
 def export_experts(

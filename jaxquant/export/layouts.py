@@ -6,7 +6,6 @@ Weights are [out, in] float32 in numpy. All are decoded in float32, products rou
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import quantize
 from jaxquant.formats import codec
 
@@ -26,67 +25,24 @@ _BLOCKS_AT_ONCE, _FEW = 1 << 20, 1 << 16
 Tensors = dict[str, np.ndarray]
 
 
-class Kept(NamedTuple):
-    """A weight [out, in] with the numbers that it had: elements, scales, and the one above them [1], 1 for none."""
-
-    elements: np.ndarray
-    scale: np.ndarray
-    outer: np.ndarray
-
-
-class Blocks(NamedTuple):
-    """What the elements of a format are, and which of them share a scale.
-
-    Attributes:
-      dtype, scale_dtype: of elements and scales, by name.
-      rows, columns: of a block of a weight [out, in].
-      has_outer: whether one float32 scale stands above the others.
-    """
-
-    dtype: str
-    scale_dtype: str
-    rows: int
-    columns: int
-    has_outer: bool = False
-
-    def of(self, tensor: QTensor) -> Kept | None:
-        """Return a tensor [out, in] with a scale for each of these blocks; None where it has other numbers."""
-        if tensor.codec is not None or tensor.zero_point is not None:
-            return None
-        numbers = (tensor.qvalue.dtype.name, tensor.scale.dtype.name, tensor.outer_scale is not None)
-        if numbers != (self.dtype, self.scale_dtype, self.has_outer):
-            return None
-        places = []
-        for size, own, wanted in zip(tensor.shape, tensor.blocks, (self.rows, self.columns), strict=True):
-            if own < size and own % wanted:
-                return None
-            places.append(np.arange(0, size, wanted) // own)
-        outer = np.ones(1, np.float32) if tensor.outer_scale is None else np.asarray(tensor.outer_scale).reshape(1)
-        return Kept(np.asarray(tensor.qvalue), np.asarray(tensor.scale)[np.ix_(*places)], outer)
-
-
-FP8_BLOCKS = Blocks("float8_e4m3fn", "float32", 128, 128)
-NVFP4_BLOCKS = Blocks("float4_e2m1fn", "float8_e4m3fn", 1, 16, True)
-MXFP4_BLOCKS = Blocks("float4_e2m1fn", "float8_e8m0fnu", 1, 32)
-
-
 def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarray:
     """Return ``amax · (1 / largest)`` in float32, as training computes it; 1 for what is zeros."""
     scale = np.asarray(amax, np.float32) * np.float32(1 / largest)
     return np.where(scale >= _SMALLEST, scale, np.float32(1)).astype(np.float32)
 
 
-def cast_e4m3(x: np.ndarray) -> np.ndarray:
-    """Round to float8_e4m3fn, saturating."""
-    return np.clip(x, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+def cast(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Round to an element type, to nearest and saturating; integers as int8."""
+    kind = element(dtype)
+    if kind.kind == "int":
+        return np.clip(np.rint(x), -kind.max - 1, kind.max).astype(np.int8)
+    return np.clip(x, -kind.max, kind.max).astype(kind.dtype)
 
 
-def encode_fp8(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None = None) -> np.ndarray:
-    """Return ``e4m3(weight / scale)``, rows in parts: a scale for all, for each row, or for each block."""
-    out = np.empty(weight.shape, ml_dtypes.float8_e4m3fn)
-    for rows in row_chunks(weight.shape, 1 if block is None else block[0]):
-        out[rows] = cast_e4m3(weight[rows] / _spread(scale, weight.shape, block, rows))
-    return out
+def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tuple[int, int] | None) -> np.ndarray:
+    """Return ``cast(weight / scale)``, rows in parts: a scale for all, for each row, or for each block."""
+    parts = row_chunks(weight.shape, 1 if block is None else block[0])
+    return np.concatenate([cast(weight[rows] / _spread(scale, weight.shape, block, rows), dtype) for rows in parts])
 
 
 def decode_scaled(
@@ -95,7 +51,7 @@ def decode_scaled(
     block: tuple[int, int] | None = None,
     zero_point: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return ``(weight − zero_point) · scale``, for elements of any type and scales as in ``encode_fp8``."""
+    """Return ``(weight − zero_point) · scale``, for elements of any type and scales as in ``encode_scaled``."""
     out = np.empty(weight.shape, np.float32)
     for rows in row_chunks(weight.shape, 1 if block is None or scale.size == 1 else block[0]):
         part = weight[rows].astype(np.float32)
@@ -111,11 +67,15 @@ def check_finite(array: np.ndarray, name: str) -> np.ndarray:
     Raises:
       ValueError: one is infinite or not a number; names the tensor.
     """
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, _CHUNK):
-        if not np.isfinite(flat[start : start + _CHUNK]).all():
-            raise ValueError(f"{name} decodes to values that are not finite; its scales are damaged, export it again")
+    if not is_finite(array):
+        raise ValueError(f"{name} decodes to values that are not finite; its scales are damaged, export it again")
     return array
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Check whether every value is finite, a part at a time."""
+    flat = array.reshape(-1)
+    return all(np.isfinite(flat[start : start + _CHUNK]).all() for start in range(0, flat.size, _CHUNK))
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, rows: slice) -> np.ndarray:
@@ -133,22 +93,6 @@ def block_amax(weight: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """Return the largest magnitude of each block; those at the edges may be smaller."""
     by_rows = np.maximum.reduceat(np.abs(weight), np.arange(0, weight.shape[0], block[0]), axis=0)
     return np.maximum.reduceat(by_rows, np.arange(0, weight.shape[1], block[1]), axis=1)
-
-
-def encode_int(weight: np.ndarray, bits: int, group: int | None) -> Tensors:
-    """Return integers and scales ``max|x| / (2**bits − 1) · 2``, of rows or of groups in a row, rounded to bfloat16."""
-    half = (2**bits - 1) / 2
-    size = group or weight.shape[1]
-    amax = np.abs(weight).reshape(weight.shape[0], -1, size).max(-1)
-    scale = scale_of(amax, half)
-    if group is not None:
-        scale = scale.astype(ml_dtypes.bfloat16)
-    limit = 2 ** (bits - 1)
-    codes = np.empty(weight.shape, np.int8)
-    for rows in row_chunks(weight.shape, 1):
-        steps = np.repeat(scale[rows].astype(np.float32), size, axis=1)
-        codes[rows] = np.clip(np.rint(weight[rows] / steps), -limit, limit - 1)
-    return {"codes": codes, "scale": scale}
 
 
 def pack_int4(codes: np.ndarray) -> np.ndarray:
@@ -188,19 +132,12 @@ def encode_nvfp4(weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, n
     scales = np.empty((rows, depth // 16), ml_dtypes.float8_e4m3fn)
     for part in row_chunks(weight.shape, 1):
         blocks = weight[part].reshape(-1, depth // 16, 16)
-        scale = cast_e4m3(np.abs(blocks).max(-1) * np.float32(1 / E2M1_MAX) / outer)
+        scale = cast(np.abs(blocks).max(-1) * np.float32(1 / E2M1_MAX) / outer, "float8_e4m3fn")
         product = scale.astype(np.float32) * outer
         steps = np.where(product >= _SMALLEST, product, np.float32(1))[..., None]
-        elements = np.clip(blocks / steps, -E2M1_MAX, E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
-        packed[part] = pack_e2m1(elements.reshape(-1, depth))
+        packed[part] = pack_e2m1(cast(blocks / steps, "float4_e2m1fn").reshape(-1, depth))
         scales[part] = scale
     return packed, scales
-
-
-def decode_nvfp4(packed: np.ndarray, scale: np.ndarray, tensor_scale: np.ndarray | float) -> np.ndarray:
-    """Return ``e2m1 · (scale · tensor_scale)``."""
-    product = scale.astype(np.float32) * np.asarray(tensor_scale, np.float32).reshape(())
-    return unpack_e2m1(packed).astype(np.float32) * np.repeat(product, 16, axis=-1)
 
 
 def encode_blocks(format: str, x: np.ndarray) -> dict[str, np.ndarray]:
@@ -248,12 +185,6 @@ def _mxfp4(blocks: jax.Array) -> dict[str, jax.Array]:
     recipe = RECIPES["mxfp4w"].recipe
     assert recipe is not None
     return quantize(blocks, recipe.fwd.rhs, (1,)).parts  # pyright: ignore[reportArgumentType]
-
-
-def decode_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return ``e2m1 · 2**(scale − 127)``."""
-    power = scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    return unpack_e2m1(packed).astype(np.float32) * np.repeat(power, 32, axis=-1)
 
 
 def row_chunks(shape: tuple[int, ...], multiple: int) -> list[slice]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxquant.config.hf import CheckpointQuantization, LayerSpec, read_quantization
 from jaxquant.config.hf.max_parse import SIDECAR
-from jaxquant.config.loader import check_ordinary
+from jaxquant.config.loader import read_json
 from jaxquant.core.typed import show
 from jaxquant.export.folder import INDEX
 from jaxquant.export.layouts import check_finite
@@ -22,7 +19,6 @@ from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.stored import StoredLayer, input_amax, read_layer
 from jaxquant.export.vocabulary import of_tokenizer_json
 
-MAX_JSON_BYTES = 256 * 2**20
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -174,24 +170,3 @@ class HfFolder:
                     raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama of its config has not")
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a mapping.
-
-    Raises:
-      FileNotFoundError: nothing is there.
-      ValueError: it is too large, or no mapping.
-    """
-    if not path.exists() or path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist, or is a folder; give a folder of a Hugging Face model")
-    check_ordinary(path)
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any config")
-    try:
-        contents = json.loads(path.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download it again") from None
-    if not isinstance(contents, Mapping):
-        raise ValueError(f"{path} holds {type(contents).__name__}, not a mapping")
-    return dict(contents)

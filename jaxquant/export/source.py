@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxquant.config.hf import OperandSpec
 from jaxquant.core.qtensor import QTensor
-from jaxquant.export.layouts import NVFP4_BLOCKS, Blocks, Kept, encode_nvfp4, pack_e2m1
+from jaxquant.export.layouts import is_finite
 from jaxquant.export.llama import LlamaShape, fused_with
 
 
@@ -41,6 +42,30 @@ class Vocabulary:
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
+class Kept(NamedTuple):
+    """A weight [out, in] with the numbers that it had: elements, scales, and the one above them [], 1 for none."""
+
+    elements: np.ndarray
+    scale: np.ndarray
+    outer: np.ndarray
+
+    @classmethod
+    def of(cls, tensor: QTensor, operand: OperandSpec) -> Kept | None:
+        """Return a tensor [out, in] with a scale for each block of a format; None where it has other numbers."""
+        if tensor.codec is not None or tensor.zero_point is not None or operand.block_size is None:
+            return None
+        numbers = (tensor.qvalue.dtype.name, tensor.scale.dtype.name, tensor.outer_scale is not None)
+        if numbers != (operand.dtype, operand.scale_dtype, operand.outer_scale):
+            return None
+        places = []
+        for size, own, wanted in zip(tensor.shape, tensor.blocks, operand.block_size, strict=True):
+            if own < size and own % wanted:
+                return None
+            places.append(np.arange(0, size, wanted) // own)
+        outer = np.ones((), np.float32) if tensor.outer_scale is None else np.asarray(tensor.outer_scale).reshape(())
+        return cls(np.asarray(tensor.qvalue), np.asarray(tensor.scale)[np.ix_(*places)], outer)
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A model to export.
@@ -64,26 +89,26 @@ class Source:
         """Return the weight [out, in] of a linear layer."""
         return self.read(f"{module}.weight")
 
-    def kept(self, module: str, blocks: Blocks) -> Kept | None:
+    def finite(self, name: str) -> np.ndarray:
+        """Return a tensor in float32, for an exporter.
+
+        Raises:
+          ValueError: a shape that is not the model's, or values that are not finite.
+        """
+        array, shape = np.asarray(self.read(name), np.float32), self.shape.tensors()[name]
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, and the model's is {shape}")
+        if not is_finite(array):
+            raise ValueError(f"{name} has values that are not finite; export another checkpoint")
+        return array
+
+    def kept(self, module: str, operand: OperandSpec) -> Kept | None:
         """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
 
         A scale of a larger block stands for each of the format's in it. None where the layer has other numbers.
         """
         tensor = self.quantized(module)
-        return None if tensor is None else blocks.of(tensor)
-
-    def nvfp4(self, module: str, weight: np.ndarray, tensor_scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return packed e2m1, scales of 16 neighbours and the scale of the tensor [1] of the weight of a linear layer.
-
-        Args:
-          module: its name.
-          weight: [out, in] in float32.
-          tensor_scale: for one that is not quantized so already.
-        """
-        kept = self.kept(module, NVFP4_BLOCKS)
-        if kept is not None:
-            return pack_e2m1(kept.elements), kept.scale, kept.outer
-        return (*encode_nvfp4(weight, tensor_scale), np.array([tensor_scale], np.float32))
+        return None if tensor is None else Kept.of(tensor, operand)
 
     def fused_amax(self, module: str) -> float:
         """Return the largest magnitude of a weight and of those that servers fuse with it."""

@@ -1,6 +1,7 @@
 """A linear layer as a checkpoint of others has it: elements, scales and zero points, as its own config describes them.
 
-Whatever reads a tensor of the layer takes it. One that nothing takes may change the layer's values, and is an error.
+What writes a packing stands beside what reads it. Whatever reads a tensor of the layer takes it; one that nothing
+takes may change the layer's values, and is an error.
 
 Source: the compressors of compressed-tensors; the checkpoint exporters of modelopt and of DeepSeek-V3.
 """
@@ -9,18 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jaxquant.config.hf import LayerSpec, ScaleGranularity
-from jaxquant.export.layouts import E4M3_MAX, NVFP4_RANGE, Tensors, decode_scaled, unpack_e2m1, unpack_int
+from jaxquant.core.dtypes import element
+from jaxquant.export.layouts import (
+    NVFP4_RANGE,
+    Tensors,
+    block_amax,
+    decode_scaled,
+    encode_mxfp4,
+    encode_nvfp4,
+    encode_scaled,
+    pack_e2m1,
+    pack_int4,
+    scale_of,
+    unpack_e2m1,
+    unpack_int,
+)
+from jaxquant.export.source import Source
 
 _SCALES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e8m0fnu, np.uint8)
 _INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale")
-_LARGEST = {"float8_e4m3fn": E4M3_MAX, "float4_e2m1fn": NVFP4_RANGE, "int8": 127.5}
+_LARGEST = {**{name: element(name).bound for name in ("float8_e4m3fn", "int8")}, "float4_e2m1fn": NVFP4_RANGE}
 """What a static scale of an input times this is: the largest magnitude that it was made for."""
 
 
@@ -60,15 +76,35 @@ def read_layer(spec: LayerSpec, tensors: Tensors, shape: tuple[int, int]) -> Sto
       ValueError: a tensor that is missing, of a shape or dtype that does not fit, or that nothing reads; names it.
       NotImplementedError: a layout that is not read.
     """
-    if spec.packing not in _READERS:
+    if spec.packing not in _PACKINGS:
         raise NotImplementedError(f"weights packed as {spec.packing!r} are not read; start from another export")
     if spec.weight.granularity is ScaleGranularity.COLWISE:
         raise NotImplementedError("a weight with a scale for each column is not read; export it with one for each row")
     left = _Left(tensors)
-    layer = _READERS[spec.packing](spec, shape, left)
+    layer = _PACKINGS[spec.packing].read(spec, shape, left)
     input_amax(spec, left)
     left.check_empty()
     return layer
+
+
+def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
+    """Return the tensors of a linear layer by the end of their name, as ``read_layer`` reads them.
+
+    Args:
+      spec: what the config of the format says of the layer.
+      source: the model; a layer that has the numbers of the format already keeps them.
+      module: name of the layer.
+      weight: [out, in] in float32.
+
+    Raises:
+      ValueError: a static scale is asked for of an input that nobody measured.
+    """
+    tensors = _PACKINGS[spec.packing].write(spec, source, module, weight)
+    if spec.input is not None and spec.has_static_input:
+        scale = scale_of(source.fused_input_amax(module), _LARGEST[spec.input.dtype])
+        is_reciprocal = spec.packing == "nvfp4-pack"
+        tensors |= {".input_global_scale": np.float32(1) / scale} if is_reciprocal else {".input_scale": scale}
+    return tensors
 
 
 def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
@@ -80,7 +116,7 @@ def input_amax(spec: LayerSpec, tensors: Tensors) -> float | None:
     Raises:
       ValueError: no single scale above 0.
     """
-    if spec.input is None or not spec.input.origin.is_static:
+    if spec.input is None or not spec.has_static_input:
         return None
     name = next((name for name in _INPUT_SCALES if name in tensors), None)
     if name is None:
@@ -174,6 +210,21 @@ def _plain(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
     return _layer(spec, shape, weight, scale, _zero_point(spec, left, 8, shape[0]))
 
 
+def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
+    kept, block = source.kept(module, spec.weight), spec.weight.block_size
+    scale = _scale(spec, source, module, weight) if kept is None else kept.scale
+    elements = encode_scaled(weight, scale, spec.weight.dtype, block) if kept is None else kept.elements
+    return {".weight": elements, ".weight_scale" if block is None else ".weight_scale_inv": scale}
+
+
+def _scale(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> np.ndarray:
+    """Return scales that bring the amax of the tensor, of each row or of each block to the bound of the element."""
+    is_whole = spec.weight.granularity is ScaleGranularity.TENSOR
+    block = spec.weight.block_size or (1, weight.shape[1])
+    amax = source.fused_amax(module) if is_whole else block_amax(weight, block)
+    return scale_of(amax, element(spec.weight.dtype).bound)
+
+
 def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
     bits = {"int4": 4, "int8": 8}.get(spec.weight.dtype)
     if bits is None:
@@ -185,6 +236,12 @@ def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer
         raise ValueError(f"weight_shape is {stored.tolist()}, and the model asks for {list(shape)}")
     elements = unpack_int(packed, bits, shape[1])
     return _layer(spec, shape, elements, scale, _zero_point(spec, left, bits, shape[0]))
+
+
+def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
+    scale = _scale(spec, source, module, weight).astype(ml_dtypes.bfloat16)
+    packed = pack_int4(encode_scaled(weight, scale, spec.weight.dtype, spec.weight.block_size))
+    return {".weight_packed": packed, ".weight_scale": scale, ".weight_shape": np.array(weight.shape, np.int64)}
 
 
 def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
@@ -200,6 +257,20 @@ def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
     return dataclasses.replace(_layer(spec, shape, unpack_e2m1(packed), whole, None), levels=levels)
 
 
+def _write_nvfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
+    is_modelopt, kept = spec.packing == "modelopt", source.kept(module, spec.weight)
+    if kept is not None:
+        packed, scale, outer = pack_e2m1(kept.elements), kept.scale, kept.outer
+    else:
+        outer = scale_of(source.fused_amax(module), NVFP4_RANGE)
+        # Where the reciprocal is stored, what divides must be what multiplied.
+        outer = outer if is_modelopt else np.float32(1) / (np.float32(1) / outer)
+        packed, scale = encode_nvfp4(weight, float(outer))
+    if is_modelopt:
+        return {".weight": packed, ".weight_scale": scale, ".weight_scale_2": outer}
+    return {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": np.float32(1) / outer}
+
+
 def _mxfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
     packed, scale = left.take("weight_packed"), left.take("weight_scale")
     _expect("weight_packed", packed, np.uint8, (shape[0], shape[1] // 2))
@@ -208,11 +279,24 @@ def _mxfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
     return _layer(spec, shape, unpack_e2m1(packed), scale, None)
 
 
-_READERS: dict[str, Callable[[LayerSpec, tuple[int, int], _Left], StoredLayer]] = {
-    "plain": _plain,
-    "pack-quantized": _packed,
-    "nvfp4-pack": _nvfp4,
-    "modelopt": _nvfp4,
-    "mxfp4-pack": _mxfp4,
+def _write_mxfp4(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
+    kept = source.kept(module, spec.weight)
+    if kept is not None:
+        return {".weight_packed": pack_e2m1(kept.elements), ".weight_scale": kept.scale.view(np.uint8)}
+    packed, scale = encode_mxfp4(weight)
+    return {".weight_packed": packed, ".weight_scale": scale}
+
+
+class _Packing(NamedTuple):
+    read: Callable[[LayerSpec, tuple[int, int], _Left], StoredLayer]
+    write: Callable[[LayerSpec, Source, str, np.ndarray], Tensors]
+
+
+_PACKINGS = {
+    "plain": _Packing(_plain, _write_plain),
+    "pack-quantized": _Packing(_packed, _write_packed),
+    "nvfp4-pack": _Packing(_nvfp4, _write_nvfp4),
+    "modelopt": _Packing(_nvfp4, _write_nvfp4),
+    "mxfp4-pack": _Packing(_mxfp4, _write_mxfp4),
 }
-"""What reads each packing."""
+"""What reads and writes each packing."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxquant.core.qtensor import ENCODINGS
+from jaxquant.core.typed import nearest
 from jaxquant.formats import ggml, microscaling
 from jaxquant.formats.codec import Codec, Parts
 from jaxquant.formats.packing import PACKED_DTYPES, pack, unpack
@@ -42,9 +42,7 @@ def codec(name: str) -> Codec:
     """
     row = CODECS.get(name.lower())
     if row is None:
-        near = difflib.get_close_matches(name.lower(), CODECS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known ones are {', '.join(CODECS)}"
-        raise ValueError(f"{name!r} is not a tensor format; {hint}")
+        raise ValueError(f"{name!r} is not a tensor format; {nearest(name, CODECS)}")
     return row
 
 

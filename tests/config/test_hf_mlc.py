@@ -47,9 +47,10 @@ def test_the_head_gates_and_excluded_modules_stay_in_float():
         (DYNAMIC, MINISTRAL, "activation_scheme is 'static' and use_activation_scale of .* is False"),
         (STATIC, BLOCKS, "activation_scheme is 'dynamic' and use_activation_scale of .* is True"),
         ({"name": "x", "weight_block_size": [64, 64]}, BLOCKS, r"is \(64, 64\) and that of the checkpoint \(128, 64\)"),
-        ({"name": "x", "kind": "block-scale"}, BLOCKS, "kind of 'x' must be one of block-scale-quant"),
-        ({"name": "x", "weight_dtype": "int8"}, BLOCKS, "weight_dtype of 'x' must be one of float8_e4m3fn"),
+        ({"name": "x", "kind": "block-scale"}, BLOCKS, "quantization.kind must be one of 'block-scale-quant'"),
+        ({"name": "x", "weight_dtype": "int8"}, BLOCKS, "quantization.weight_dtype must be one of 'float8_e4m3fn'"),
         ({"name": "x", "dtype": "int8"}, BLOCKS, "quantization has no field 'dtype'"),
+        ({"name": "x", "weight_block_size": [128, 0]}, BLOCKS, "weight_block_size of 'x' must be above 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(scheme, checkpoint, message):

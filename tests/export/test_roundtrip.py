@@ -20,10 +20,10 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, export, export_experts, open_gguf
 from jaxquant.export.gguf import read_shape, to_halves, to_neighbours
-from jaxquant.export.gpt_oss import decode_experts
-from jaxquant.export.layouts import FP8_BLOCKS, NVFP4_BLOCKS, decode_blocks, pack_int4, unpack_int
+from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
+from jaxquant.export.source import Kept
 from jaxquant.export.vocabulary import of_tokenizer_json
 from jaxquant.formats import codec
 from tests.export.models import SHAPE, source, tensors
@@ -138,6 +138,7 @@ def test_strings_of_weights_are_what_is_written_and_read(written, string, format
 
 def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
     rng = np.random.default_rng(2)
+    fp8, nvfp4 = (SCHEMES[name].spec.weight for name in ("fp8_block", "ct_nvfp4"))
 
     def tensor(shape, counts, block):
         scale = rng.normal(size=counts).astype(np.float32)
@@ -151,17 +152,17 @@ def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():
         ((100, 60), (1, 1), None),
     ):
         given = tensor(shape, counts, block)
-        elements, scale, outer = FP8_BLOCKS.of(given)
-        assert (elements.shape, scale.shape, outer.tolist()) == (shape, tuple(-(-n // 128) for n in shape), [1])
+        elements, scale, outer = Kept.of(given, fp8)
+        assert (elements.shape, scale.shape, outer.tolist()) == (shape, tuple(-(-n // 128) for n in shape), 1)
         expected = np.kron(given.scale, np.ones(given.blocks))[: shape[0], : shape[1]]
         np.testing.assert_array_equal(np.kron(scale, np.ones((128, 128)))[: shape[0], : shape[1]], expected)
-        assert NVFP4_BLOCKS.of(given) is None
+        assert Kept.of(given, nvfp4) is None
     for shape, counts, block in (
         ((256, 256), (4, 4), None),
         ((300, 256), (300, 1), None),
         ((384, 256), (4, 2), (96, 128)),
     ):
-        assert FP8_BLOCKS.of(tensor(shape, counts, block)) is None
+        assert Kept.of(tensor(shape, counts, block), fp8) is None
 
 
 def test_the_container_is_the_librarys(written):
@@ -200,7 +201,8 @@ def test_experts_are_gpt_oss_s(tmp_path):
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     plain = np.stack([values[blocks & 15], values[blocks >> 4]], -1).reshape(3, 32, 2, 32)
     plain = (plain * 2.0 ** (scales[..., None].astype(int) - 127)).reshape(3, 32, 64).transpose(0, 2, 1)
-    np.testing.assert_array_equal(decode_experts(blocks, scales), plain.astype(np.float32))
+    decoded = codec("mxfp4").decode({"qvalue": blocks.reshape(3, 32, -1), "scale": scales})
+    np.testing.assert_array_equal(np.asarray(decoded).transpose(0, 2, 1), plain.astype(np.float32))
     assert sqnr(kernel, plain) > 18
     with pytest.raises(ValueError, match=r"no tensor …experts"):
         export_experts(others.items(), {}, tmp_path / "none")

@@ -28,10 +28,9 @@ def entry(dtype="U8", shape=(8,), offsets=(0, 8)):
 
 
 def test_every_type_comes_back(tmp_path):
-    writer = SafetensorsWriter(tmp_path / "a", len(ARRAYS) + 2, {"format": "pt"})
+    writer = SafetensorsWriter(tmp_path / "a", len(ARRAYS) + 1, {"format": "pt"})
     for name, array in ARRAYS.items():
         writer.add(name, array)
-    writer.add("F4", np.arange(6, dtype=np.uint8).reshape(2, 3), "F4")
     writer.add("empty", np.empty((0, 3), np.float32))
     writer.close()
     file = SafetensorsFile(tmp_path / "a")
@@ -39,8 +38,9 @@ def test_every_type_comes_back(tmp_path):
     for name, array in ARRAYS.items():
         assert file[name].dtype == array.dtype
         np.testing.assert_array_equal(file[name].view(np.uint8), array.view(np.uint8))
-    assert (file.entries["F4"].shape, file["F4"].tolist()) == ((2, 6), [[0, 1, 2], [3, 4, 5]])
     assert file["empty"].shape == (0, 3)
+    small = SafetensorsFile(write(tmp_path / "b", bytes(range(6)), {"a": entry("F4", (2, 6), (0, 6))}))
+    assert (small.entries["a"].shape, small["a"].tolist()) == ((2, 6), [[0, 1, 2], [3, 4, 5]])
 
 
 def test_the_library_reads_it(tmp_path):
@@ -60,29 +60,35 @@ def test_the_library_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"[]", "a header that is list"),
-        (b"{", "not JSON"),
-        (b'{"a":1,"a":2}', "a name stands there twice"),
-        (b"[" * 100_000, "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        ({"__metadata__": {"a": 1}}, "__metadata__ that is not"),
-        ({"a": 1}, "must have dtype, shape and data_offsets"),
-        ({"a": entry() | {"more": 1}}, "must have dtype, shape and data_offsets"),
-        ({"a": entry("Q9")}, "is of type 'Q9'"),
-        ({"a": entry(shape=(-1, -8))}, "the shape"),
-        ({"a": entry(shape=(2**40, 2**40))}, "the shape"),
-        ({"a": entry(shape=(1e400,))}, "the shape|not JSON"),
-        ({"a": entry(shape=(True, 8))}, "the shape"),
-        ({"a": entry(offsets=(0, 9))}, "outside the 8 bytes"),
-        ({"a": entry(offsets=(8, 0))}, "outside the 8 bytes"),
-        ({"a": entry(offsets=(-8, 0))}, "outside the 8 bytes"),
-        ({"a": entry(shape=(4,))}, "takes 4 bytes"),
-        ({"a": entry("F4", (1,), (0, 8))}, "does not fill whole bytes"),
-        ({"a": entry("F6_E2M3", (2, 2), (0, 3))}, "does not fill whole bytes"),
-        ({"a": entry(), "b": entry()}, "overlaps the one before it"),
-        ({"a": entry(shape=(4,), offsets=(4, 8))}, "leaves a gap"),
-        ({"a": entry(shape=(4,), offsets=(0, 4))}, "8 bytes of tensors and its header places 4"),
-        ({}, "8 bytes of tensors and its header places 0"),
+        (b"[]", "invalid type: sequence"),
+        (b"{", "invalid JSON"),
+        (b'{"a":1,"a":2}', "invalid type: integer `1`, expected struct TensorInfo"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b'{"a":' * 100_000, "invalid JSON"),
+        (b"\xff\xfe", "invalid UTF-8"),
+        ({"__metadata__": {"a": 1}}, "invalid type: integer `1`, expected a string"),
+        ({"a": 1}, "expected struct TensorInfo"),
+        ({"a": entry("Q9")}, "unknown variant `Q9`"),
+        ({"a": entry("C64", (1,))}, "tensor 'a' of type C64 and shape .* is not read"),
+        ({"a": entry(shape=(-1, -8))}, "invalid value: integer `-1`"),
+        ({"a": entry(shape=(2**40, 2**40))}, "overflow"),
+        (
+            {"a": entry(shape=(2**60, 0), offsets=(0, 0)), "b": entry()},
+            "tensor 'a' of type U8 and shape .* is not read",
+        ),
+        ({"a": entry(shape=(1,) * 40 + (8,))}, "tensor 'a' of type U8 and shape"),
+        ({"a": entry(shape=(1e400,))}, "invalid JSON"),
+        ({"a": entry(shape=(True, 8))}, "invalid type: boolean"),
+        ({"a": entry(offsets=(0, 9))}, "invalid shape, data type, or offset"),
+        ({"a": entry(offsets=(8, 0))}, "invalid offset for tensor `a`"),
+        ({"a": entry(offsets=(-8, 0))}, "invalid value: integer `-8`"),
+        ({"a": entry(shape=(4,))}, "invalid shape, data type, or offset"),
+        ({"a": entry("F4", (1,), (0, 8))}, "not .* at a byte boundary"),
+        ({"a": entry("F4", (2, 1), (0, 1)), "b": entry(shape=(7,), offsets=(1, 8))}, "tensor 'a' of type F4"),
+        ({"a": entry(), "b": entry()}, "invalid offset for tensor"),
+        ({"a": entry(shape=(4,), offsets=(4, 8))}, "invalid offset for tensor `a`"),
+        ({"a": entry(shape=(4,), offsets=(0, 4))}, "not fully covered"),
+        ({}, "not fully covered"),
     ],
 )
 def test_a_header_that_lies_is_refused(tmp_path, header, message):
@@ -92,7 +98,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header, message):
 
 @pytest.mark.parametrize("length", [0, 3, 2**40, 2**64 - 1])
 def test_a_length_that_lies_is_refused(tmp_path, length):
-    with pytest.raises(ValueError, match=r"not a safetensors file|not JSON"):
+    with pytest.raises(ValueError, match="is not a safetensors file"):
         SafetensorsFile(write(tmp_path / "a", header={}, length=length))
     (tmp_path / "b").write_bytes(b"\1\0")
     with pytest.raises(ValueError, match="not a safetensors file"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxquant.formats import BlockParameters, block_parameters, codec
+from jaxquant.formats import BlockParameters, Codec, codec
 
 
 class QuantizationEncoding(enum.Enum):
@@ -31,23 +30,30 @@ class QuantizationEncoding(enum.Enum):
         return self is not QuantizationEncoding.GPTQ
 
     @property
+    def _codec(self) -> Codec:
+        if not self.is_gguf:
+            raise NotImplementedError(
+                "quantization encoding gptq has no blocks of bytes; use one of q4_0, q4_k, q5_k, q6_k"
+            )
+        return codec(self.name)
+
+    @property
     def block_parameters(self) -> BlockParameters:
         """Elements and bytes of a block.
 
         Raises:
           NotImplementedError: GPTQ, which has no blocks of bytes.
         """
-        self._check("has no block parameters")
-        return block_parameters(self.name)
+        return BlockParameters(self._codec.elements_per_block, self._codec.bytes_per_block)
 
     @property
     def elements_per_block(self) -> int:
-        return self.block_parameters.elements_per_block
+        return self._codec.elements_per_block
 
     @property
     def block_size(self) -> int:
         """Bytes of a block."""
-        return self.block_parameters.block_size
+        return self._codec.bytes_per_block
 
     def quantize(self, tensor: Float[Array, "... K"]) -> UInt8[Array, "... B"]:
         """Encode float arrays along the last axis, row by row: K elements become ``K / elements · bytes`` bytes.
@@ -56,8 +62,7 @@ class QuantizationEncoding(enum.Enum):
           ValueError: K is no multiple of the block.
           NotImplementedError: GPTQ.
         """
-        self._check("cannot be encoded")
-        return codec(self.name).encode(jnp.asarray(tensor))["blocks"]
+        return self._codec.encode(jnp.asarray(tensor))["blocks"]
 
     def dequantize(self, data: UInt8[Array, "... B"]) -> Float[Array, "... K"]:
         """Decode what ``quantize`` encoded to float32.
@@ -65,17 +70,11 @@ class QuantizationEncoding(enum.Enum):
         Raises:
           ValueError: the last axis is no multiple of the block's bytes.
           TypeError: not bytes.
+          NotImplementedError: GPTQ.
         """
-        self._check("cannot be decoded")
-        data = jax.numpy.asarray(data)
+        data, size = jnp.asarray(data), self.block_size
         if data.dtype != jnp.uint8:
             raise TypeError(f"{self.name} blocks are uint8, got {data.dtype.name}; view the bytes as uint8")
-        if data.ndim == 0 or data.shape[-1] % self.block_size:
-            raise ValueError(
-                f"last axis of shape {data.shape} is no multiple of the {self.block_size} bytes of a block"
-            )
-        return codec(self.name).decode({"blocks": data})
-
-    def _check(self, condition: str) -> None:
-        if not self.is_gguf:
-            raise NotImplementedError(f"quantization encoding gptq {condition}; use one of q4_0, q4_k, q5_k, q6_k")
+        if data.ndim == 0 or data.shape[-1] % size:
+            raise ValueError(f"last axis of shape {data.shape} is no multiple of the {size} bytes of a block")
+        return self._codec.decode({"blocks": data})

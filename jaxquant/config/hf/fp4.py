@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxquant.config.hf.exclusions import compressed_tensors_pattern
 from jaxquant.config.hf.fp8 import EXPERTS, exclusions
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import mx_layer
 
@@ -45,12 +45,7 @@ def read_quark(config: Section) -> CheckpointQuantization:
             if inputs.has(key) and inputs.get(key) != wanted:
                 raise NotImplementedError(f"{inputs.where(key)} must be that of the weights, {wanted!r}")
     config.pass_over(*_OF_THE_TOOL)
-    rules = [
-        LayerRule(
-            compressed_tensors_pattern(name, f"{config.where('exclude')}[{index}]"), None, config.where("exclude")
-        )
-        for index, name in enumerate(config.texts("exclude"))
-    ]
+    rules = listed(config, ["exclude"], compressed_tensors_pattern)
     spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
     rules.append(LayerRule(".*", spec, weight.place))
     return CheckpointQuantization("quark", tuple(rules), algorithm=f"mx{dtype}")

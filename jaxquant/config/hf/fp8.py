@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxquant.config.hf import modelopt
 from jaxquant.config.hf.exclusions import modelopt_pattern, transformers_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer
 
@@ -22,11 +22,7 @@ _FMT = {
 
 def exclusions(config: Section) -> list[LayerRule]:
     """Return the rules of ``modules_to_not_convert`` and ``ignored_layers``, in transformers' dialect."""
-    return [
-        LayerRule(transformers_pattern(name, f"{config.where(key)}[{index}]"), None, config.where(key))
-        for key in EXCLUSION_KEYS
-        for index, name in enumerate(config.texts(key))
-    ]
+    return listed(config, EXCLUSION_KEYS, transformers_pattern)
 
 
 def read_fp8(config: Section) -> CheckpointQuantization:
@@ -63,9 +59,7 @@ def read_fp8(config: Section) -> CheckpointQuantization:
         config.pass_over("quant_algo")  # mixed, which the two algorithms say by themselves
         experts = modelopt.layer(algorithm, config, config.where("moe_quant_algo"))
         # ``ignore`` is of the experts' algorithm: what it lists keeps the scheme of the method.
-        for index, glob in enumerate(config.texts("ignore")):
-            pattern = modelopt_pattern(glob, f"{config.where('ignore')}[{index}]")
-            rules.append(LayerRule(pattern, spec, config.where("ignore")))
+        rules += listed(config, ["ignore"], modelopt_pattern, spec)
         rules.append(LayerRule(EXPERTS, experts, config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
     return CheckpointQuantization("fp8", tuple(rules), algorithm=algorithm)
@@ -87,9 +81,6 @@ def read_mxfp8(config: Section) -> CheckpointQuantization:
     if size not in (None, (1, 32)):
         raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")
     rules = [LayerRule("(?!)", None, config.where("ignored_layers"), names)] if names else []
-    rules += [
-        LayerRule(transformers_pattern(name, f"{config.where('modules_to_not_convert')}[{index}]"), None, "exclusion")
-        for index, name in enumerate(config.texts("modules_to_not_convert"))
-    ]
+    rules += listed(config, ["modules_to_not_convert"], transformers_pattern)
     last = LayerRule(".*", mx_layer("float8_e4m3fn", "plain"), config.where("quant_method"))
     return CheckpointQuantization("mxfp8", (*rules, *head_and_routers(), last))

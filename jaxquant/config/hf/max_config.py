@@ -14,6 +14,10 @@ from jaxquant.config.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularit
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
 
 
+def _is(*formats: QuantFormat) -> property:
+    return property(lambda self: self.format in formats)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantConfig:
     """Which layers of a decoder are quantized, and how.
@@ -42,15 +46,15 @@ class QuantConfig:
     scales_pre_interleaved: bool = False
     shared_experts_weight_dtype: str | None = None
 
-    @property
-    def mlp_in_float8(self) -> frozenset[int]:
-        """The older name of ``mlp_quantized_layers``."""
-        return self.mlp_quantized_layers
-
-    @property
-    def attn_qkv_in_float8(self) -> frozenset[int]:
-        """The older name of ``attn_quantized_layers``."""
-        return self.attn_quantized_layers
+    mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="The older name of the layers.")
+    attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="The older name of the layers.")
+    is_nvfp4 = _is(QuantFormat.NVFP4)
+    is_mxfp4 = _is(QuantFormat.MXFP4)
+    is_fp4 = _is(QuantFormat.NVFP4, QuantFormat.MXFP4)
+    is_mxfp8 = _is(QuantFormat.MXFP8)
+    is_mxfp6 = _is(QuantFormat.MXFP6)
+    is_mx = _is(QuantFormat.MXFP4, QuantFormat.MXFP6, QuantFormat.MXFP8)
+    is_int8_w8a8 = _is(QuantFormat.INT8_W8A8)
 
     @property
     def quant_method(self) -> str:
@@ -74,34 +78,6 @@ class QuantConfig:
     def is_dynamic(self) -> bool:
         """Whether input scales are computed at run time."""
         return self.input_scale is not None and self.input_scale.origin.is_dynamic
-
-    @property
-    def is_nvfp4(self) -> bool:
-        return self.format is QuantFormat.NVFP4
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.format is QuantFormat.MXFP4
-
-    @property
-    def is_fp4(self) -> bool:
-        return self.is_nvfp4 or self.is_mxfp4
-
-    @property
-    def is_mxfp8(self) -> bool:
-        return self.format is QuantFormat.MXFP8
-
-    @property
-    def is_mxfp6(self) -> bool:
-        return self.format is QuantFormat.MXFP6
-
-    @property
-    def is_mx(self) -> bool:
-        return self.is_mxfp4 or self.is_mxfp6 or self.is_mxfp8
-
-    @property
-    def is_int8_w8a8(self) -> bool:
-        return self.format is QuantFormat.INT8_W8A8
 
     @property
     def scales_granularity_mnk(self) -> tuple[int, int, int]:

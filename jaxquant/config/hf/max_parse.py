@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from jaxquant.config.hf.spec import (
     WeightScaleSpec,
 )
 from jaxquant.config.hf.tensors import TensorInfo, dtype_name, read_tensors
-from jaxquant.config.loader import check_ordinary
+from jaxquant.config.loader import read_json
 
 SIDECAR = "hf_quant_config.json"
 MAX_LAYERS = 10_000
@@ -106,16 +105,7 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
 def _sidecar(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     place = config.get("_name_or_path")
     path = pathlib.Path(place) / SIDECAR if isinstance(place, str) and place else None
-    if path is None or not path.exists():
-        return None
-    check_ordinary(path)
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, Mapping):
-        raise TypeError(f"{path} must hold a mapping, got {type(content).__name__}")
-    return content
+    return None if path is None or not path.exists() else read_json(path)
 
 
 def _is_mxfp4(section: Section, method: str) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxquant.config.hf.exclusions import transformers_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
 from jaxquant.config.hf.read import find_section
-from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec, ScaleOrigin, block
+from jaxquant.core.typed import build, check_fields
 
-KIND = "block-scale-quant"
 _FINAL = r"(?:.*\.)?(?:head|lm_head|lm_head\.linear|embed_out)"
 _GATE = r".*gate"
 _DEFAULT_BLOCK = (128, 128)
@@ -33,23 +32,17 @@ class BlockScaleQuantize:
     """
 
     name: str
-    kind: str = KIND
-    weight_dtype: str = "float8_e4m3fn"
-    model_dtype: str = "bfloat16"
+    kind: Literal["block-scale-quant"] = "block-scale-quant"
+    weight_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"
+    model_dtype: Literal["float16", "bfloat16"] = "bfloat16"
     quantize_linear: bool = True
     weight_block_size: tuple[int, int] | None = None
     use_activation_scale: bool = False
 
     def __post_init__(self) -> None:
-        choices = {
-            "kind": (KIND,),
-            "weight_dtype": ("float8_e4m3fn", "float8_e5m2"),
-            "model_dtype": ("float16", "bfloat16"),
-        }
-        for field, known in choices.items():
-            value = getattr(self, field)
-            if value not in known:
-                raise ValueError(f"{field} of {self.name!r} must be one of {', '.join(known)}, got {value!r}")
+        check_fields(self)
+        if self.weight_block_size is not None and min(self.weight_block_size) < 1:
+            raise ValueError(f"weight_block_size of {self.name!r} must be above 0, got {self.weight_block_size}")
 
 
 PRESETS = {
@@ -72,20 +65,7 @@ def block_scale_quantize(config: str | Mapping[str, Any]) -> BlockScaleQuantize:
         if config not in PRESETS:
             raise ValueError(f"MLC quantization {config!r} is not known; known ones are {', '.join(PRESETS)}")
         return PRESETS[config]
-    section = Section(config, "quantization")
-    known = [field.name for field in dataclasses.fields(BlockScaleQuantize)]
-    for key in config:
-        if key not in known:
-            raise ValueError(f"quantization has no field {key!r}; its fields are {', '.join(known)}")
-    return BlockScaleQuantize(
-        section.text("name"),
-        section.text("kind", KIND),
-        section.text("weight_dtype", "float8_e4m3fn"),
-        section.text("model_dtype", "bfloat16"),
-        section.boolean("quantize_linear", True),
-        section.pair("weight_block_size"),
-        section.boolean("use_activation_scale", False),
-    )
+    return build(BlockScaleQuantize, config, "quantization")
 
 
 def read_mlc_quantization(
@@ -125,11 +105,7 @@ def read_mlc_quantization(
         )
     origin = ScaleOrigin.STATIC if is_static else ScaleOrigin.DYNAMIC
     spec = LayerSpec(block(scheme.weight_dtype, *size), block(scheme.weight_dtype, 1, size[1], origin))
-    key = "modules_to_not_convert"
-    rules = [
-        LayerRule(transformers_pattern(name, f"{section.where(key)}[{index}]"), None, section.where(key))
-        for index, name in enumerate(section.texts(key))
-    ]
+    rules = listed(section, ["modules_to_not_convert"], transformers_pattern)
     rules += [LayerRule(_FINAL, None, "output head"), LayerRule(_GATE, None, "MoE gate")]
     if scheme.quantize_linear:
         rules.append(LayerRule(".*", spec, scheme.name))

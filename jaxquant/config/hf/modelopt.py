@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxquant.config.hf import compressed_tensors
 from jaxquant.config.hf.exclusions import modelopt_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer, nvfp4_layer
 
@@ -77,11 +77,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         if kv_cache is None:
             raise ValueError(f"{config.where('quant_algo')} must be specified")
         return None
-    rules = [
-        LayerRule(modelopt_pattern(glob, f"{config.where(key)}[{index}]"), None, config.where(key))
-        for key in ("ignore", "exclude_modules")
-        for index, glob in enumerate(config.texts(key))
-    ]
+    rules = listed(config, ("ignore", "exclude_modules"), modelopt_pattern)
     if algorithm:
         config.pass_over("config_groups")  # the algorithm in compressed-tensors' words
     if is_sniffed:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable, Iterable
 
+from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec
-from jaxquant.config.patterns import full_matcher
+from jaxquant.config.patterns import compile_pattern
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that a model may fuse, and those of the checkpoint that they are made of."""
-
-_matcher = functools.lru_cache(maxsize=2**16)(full_matcher)
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
@@ -35,7 +35,7 @@ class LayerRule:
     names: frozenset[str] = frozenset()
 
     def matches(self, module: str) -> bool:
-        return module in self.names if self.names else _matcher(self.pattern)(module)
+        return module in self.names if self.names else compile_pattern(self.pattern, self.origin)(module)
 
     @property
     def path(self) -> str:
@@ -102,6 +102,24 @@ class CheckpointQuantization:
 
     def _first(self, module: str) -> LayerRule | None:
         return next((rule for rule in self.rules if rule.matches(module)), None)
+
+
+def listed(
+    config: Section, keys: Iterable[str], dialect: Callable[[str, str], str], spec: LayerSpec | None = None
+) -> list[LayerRule]:
+    """Return a rule for each entry of lists of modules.
+
+    Args:
+      config: section with the lists.
+      keys: of the lists; one may be missing.
+      dialect: what turns an entry and its place into a regex.
+      spec: how these modules are quantized; None leaves them in float.
+    """
+    return [
+        LayerRule(dialect(name, f"{config.where(key)}[{index}]"), spec, config.where(key))
+        for key in keys
+        for index, name in enumerate(config.texts(key))
+    ]
 
 
 def head_and_routers() -> tuple[LayerRule, ...]:

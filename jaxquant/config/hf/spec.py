@@ -27,13 +27,8 @@ class ScaleOrigin(enum.Enum):
     def __str__(self) -> str:
         return self.value
 
-    @property
-    def is_static(self) -> bool:
-        return self is ScaleOrigin.STATIC
-
-    @property
-    def is_dynamic(self) -> bool:
-        return self is ScaleOrigin.DYNAMIC
+    is_static = property(lambda self: self is ScaleOrigin.STATIC)
+    is_dynamic = property(lambda self: self is ScaleOrigin.DYNAMIC)
 
 
 class QuantFormat(enum.Enum):
@@ -56,21 +51,10 @@ class QuantFormat(enum.Enum):
 class _Granular:
     granularity: ScaleGranularity
 
-    @property
-    def is_tensor(self) -> bool:
-        return self.granularity is ScaleGranularity.TENSOR
-
-    @property
-    def is_rowwise(self) -> bool:
-        return self.granularity is ScaleGranularity.ROWWISE
-
-    @property
-    def is_colwise(self) -> bool:
-        return self.granularity is ScaleGranularity.COLWISE
-
-    @property
-    def is_block(self) -> bool:
-        return self.granularity is ScaleGranularity.BLOCK
+    is_tensor = property(lambda self: self.granularity is ScaleGranularity.TENSOR)
+    is_rowwise = property(lambda self: self.granularity is ScaleGranularity.ROWWISE)
+    is_colwise = property(lambda self: self.granularity is ScaleGranularity.COLWISE)
+    is_block = property(lambda self: self.granularity is ScaleGranularity.BLOCK)
 
 
 def check_block_size(granularity: ScaleGranularity, block_size: tuple[int, int] | None) -> None:
@@ -170,49 +154,26 @@ class LayerSpec:
     input: OperandSpec | None
     packing: str = "plain"
 
+    @property
+    def has_static_input(self) -> bool:
+        """Whether a scale of the input is stored."""
+        return self.input is not None and self.input.origin.is_static
+
 
 def block(
-    dtype: str,
-    free: int,
-    tile: int,
-    origin: ScaleOrigin = ScaleOrigin.STATIC,
-    *,
-    power_of_two_scale: bool = False,
-    symmetric: bool = True,
+    dtype: str, free: int, tile: int, origin: ScaleOrigin = ScaleOrigin.STATIC, **fields: str | bool
 ) -> OperandSpec:
-    """Return the spec of an operand with a float32 scale for each ``free × tile`` block."""
-    return OperandSpec(
-        dtype,
-        ScaleGranularity.BLOCK,
-        origin,
-        block_size=(free, tile),
-        power_of_two_scale=power_of_two_scale,
-        symmetric=symmetric,
-    )
-
-
-_DYNAMIC = ScaleOrigin.DYNAMIC
+    """Return the spec of an operand with a scale for each ``free × tile`` block; ``fields`` are of ``OperandSpec``."""
+    return OperandSpec(dtype, ScaleGranularity.BLOCK, origin, block_size=(free, tile), **fields)  # pyright: ignore[reportArgumentType]
 
 
 def mx_layer(dtype: str, packing: str, with_input: bool = True) -> LayerSpec:
     """Return a layer in MX: tiles of 32, E8M0 scales."""
-    weight = OperandSpec(
-        dtype,
-        ScaleGranularity.BLOCK,
-        scale_dtype="float8_e8m0fnu",
-        block_size=(1, 32),
-        power_of_two_scale=True,
-    )
-    return LayerSpec(weight, dataclasses.replace(weight, origin=_DYNAMIC) if with_input else None, packing)
+    weight = block(dtype, 1, 32, scale_dtype="float8_e8m0fnu", power_of_two_scale=True)
+    return LayerSpec(weight, dataclasses.replace(weight, origin=ScaleOrigin.DYNAMIC) if with_input else None, packing)
 
 
 def nvfp4_layer(packing: str, with_input: bool = True) -> LayerSpec:
     """Return a layer in NVFP4: tiles of 16, e4m3 scales below a float32 one that is stored, for the input too."""
-    weight = OperandSpec(
-        "float4_e2m1fn",
-        ScaleGranularity.BLOCK,
-        scale_dtype="float8_e4m3fn",
-        block_size=(1, 16),
-        outer_scale=True,
-    )
+    weight = block("float4_e2m1fn", 1, 16, scale_dtype="float8_e4m3fn", outer_scale=True)
     return LayerSpec(weight, weight if with_input else None, packing)

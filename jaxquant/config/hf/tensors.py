@@ -9,19 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
-_SAFETENSORS = {
+SAFETENSORS = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F4": "float4_e2m1fn",
-    "F16": "float16",
     "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
     "BOOL": "bool",
 }
-_SAFETENSORS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-_DTYPES = frozenset((*_SAFETENSORS.values(), "int4", "uint4"))
+SAFETENSORS |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
+SAFETENSORS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+"""Dtypes by their names in a safetensors header, those of six bits apart, which are no dtypes here."""
+_DTYPES = frozenset((*SAFETENSORS.values(), "int4", "uint4"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def dtype_name(dtype: Any, place: str) -> str:
     if dtype is None:
         raise TypeError(f"{place} must be a dtype, got None")
     text = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
-    text = _SAFETENSORS.get(text, str(text).removeprefix("torch."))
+    text = SAFETENSORS.get(text, str(text).removeprefix("torch."))
     if text == "float4_e2m1fnx2":
         text = "uint8"
     if text in _DTYPES:
