@@ -295,18 +295,6 @@ def test_a_convolution_whose_gradients_are_multiplied_as_bfloat16_says_so():
     assert unasked["conv1", "drhs"] == text
 
 
-def test_a_ragged_and_a_vmapped_matmul_have_their_own_rows():
-    step, args, _, config = ragged()
-    assert {row.operation for row in jaxquant.coverage(step, *args, config=config).rows} == {"ragged_dot_general"}
-    step, args, _, config = vmapped_experts()
-    shapes = {
-        row.path: row.rhs_shape for row in jaxquant.coverage(step, *args, config=config).rows if row.matmul == "fwd"
-    }
-    # The weight may be turned, contraction last, before it is multiplied.
-    assert {path: sorted(shape) for path, shape in shapes.items()} == {key: [4, 16, 32] for key in shapes}
-    assert shapes.keys() == {"experts/wi", "experts/wo"}
-
-
 # -- a step is read whole ----------------------------------------------------------------------------------------------
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from pathlib import Path
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import RECIPES, maybe_quantize_model, state
+from jaxquant import maybe_quantize_model, state
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.audit.statistics import STATISTICS
 from tests.numerics import BIN_RTOL, REROUNDED_RTOL, SMALL_SUM_RTOL, SQNR_ATOL_DB
@@ -245,18 +240,3 @@ def test_a_loss_that_drops_the_quant_state_is_refused_as_the_model_refuses_it():
     monitor = HealthMonitor(model, native("fp8"), lambda params: square(model.apply({"params": params}, X)), X)
     with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' keeps state .* no 'input_scale' there: pass"):
         monitor(params)
-
-
-STATEFUL = dict.fromkeys(row.recipe.name for row in RECIPES.values() if row.recipe and row.recipe.is_stateful)
-
-
-@pytest.mark.parametrize("string", STATEFUL)
-def test_the_page_runs_with_every_recipe_that_keeps_state(string):
-    page = (Path(__file__).parents[2] / "docs/guide/health.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.S))
-    assert '{"quantization": "fp8"}' in code
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code.replace('"quantization": "fp8"', f'"quantization": "{string}"'), {})
-    assert "layers_2: SQNR" in printed.getvalue()
-    assert "nan" not in printed.getvalue()

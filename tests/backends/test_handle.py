@@ -82,13 +82,6 @@ def test_no_quantization(mode):
     assert configure_quantization({"quantization": ""}, mode) is None
 
 
-@pytest.mark.parametrize("mode", ["train", "serve", "convert"])
-@pytest.mark.parametrize("flag", [True, False])
-def test_replicate_scale(mode, flag):
-    config = {"quantization": "int8", "quant_backend": "aqt", "replicate_quant_scale": flag}
-    assert configure_quantization(config, mode).replicate_scale is flag
-
-
 def test_a_backend_without_a_handle():
     for mode in ("train", "convert", "serve"):
         with pytest.raises(ValueError, match=r"call jaxquant\.maybe_quantize_model"):
@@ -322,17 +315,6 @@ def test_recipes_by_path(tmp_path):
         "kernel": einsum,
     }
     np.testing.assert_allclose(y, Model(None).apply({"params": {"block": block}}, X), SMALL_SUM_RTOL, SMALL_SUM_ATOL)
-
-
-@pytest.mark.parametrize(("string", "operand"), [("int8", "i8"), ("fp8", "f8E4M3FN")])
-def test_native_ops(string, operand):
-    """The router stays float, the three other layers run forward in the string's type."""
-    model = quantize({"quantization": string, "quant_backend": "native"})
-    variables = jax.jit(model.init)(jax.random.key(1), X)
-    jax.tree.map(np.testing.assert_array_equal, variables["params"], PARAMS["params"])
-    text = jax.jit(model.apply).lower(variables, X).as_text()
-    types = [(lhs, rhs) for lhs, rhs, _ in dot_operand_types(text)]
-    assert sorted(types) == sorted([(operand, operand)] * 3 + [("f32", "f32")])
 
 
 def test_rule_on_a_hand_plumbed_layer():

@@ -20,11 +20,10 @@ from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops.dimensions import Product
 
 INT8 = TensorSpec("int8")
-TILED = TensorSpec("int8", "per_tile", tile_size=4, tiling="each_axis")
 LIBRARIES = ("aqt", "qwix")
 X = jnp.ones((8, 16))
 
@@ -82,28 +81,6 @@ def test_a_class_of_spec_that_nobody_has_heard_of(name):
 def test_delayed_scaling_that_no_operand_asks_for(name):
     with pytest.raises(NotImplementedError, match=r"recipe 'mine'.* has no delayed"):
         load(name).check(Recipe("mine", MatmulSpec(INT8, INT8), delayed=DelayedSpec()))
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(
-            "mine",
-            MatmulSpec(INT8, INT8),
-            MatmulSpec(TILED, FORWARD),
-        ),
-        Recipe(
-            "mine",
-            MatmulSpec(INT8, INT8),
-            MatmulSpec(TILED, INT8),
-        ),
-    ],
-)
-def test_a_tile_in_a_backward_matmul(name, recipe):
-    with pytest.raises(NotImplementedError, match=r"recipe 'mine' operand dlhs_lhs: \w+ has no tiles .*; use quant_ba"):
-        load(name).check(recipe)
-    load("native").check(recipe)
 
 
 def test_a_model_is_refused_before_it_runs():
