@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import grain
 import numpy as np
 import pytest
 
@@ -164,12 +163,6 @@ def test_resume_is_exact_everywhere(tmp_path, packing, copies):
         for offset in range(3):
             assert_same(next(fresh.train), batches[position + offset])
             assert fresh.train.get_state() == states[position + offset + 1]
-
-
-def test_stream_passes_grains_own_checkpoint_test(letters):
-    data = make_iterators(Config(dataset_path=str(letters)), 2)
-    held_out = data._held_out
-    grain.experimental.assert_equal_output_after_checkpoint(held_out)
 
 
 def test_seed_decides_the_order(letters):
@@ -505,14 +498,6 @@ def test_bad_parquet(tmp_path):
     refuse(f"^{tmp_path}/a.parquet row 1 column 'id' must be text, got int", **fields, dataset_text_field="id")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is not")
     refuse(f"^{tmp_path}/a.parquet is not a Parquet file, or damaged after row 0: ", **fields)
-
-
-def test_damaged_parquet(tmp_path):
-    path = Path(write_parquet(tmp_path / "a.parquet", text=[f"text {number}" for number in range(3000)]))
-    data = bytearray(path.read_bytes())
-    data[4:200] = bytes(196)
-    path.write_bytes(data)
-    refuse(f"^{path} is not a Parquet file, or damaged after row 0: ", dataset="parquet", dataset_path=str(path))
 
 
 @pytest.mark.parametrize(
