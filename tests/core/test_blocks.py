@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +21,8 @@ MX = {
     dtype: TensorSpec(dtype, "per_tile", tile_size=32, scale_dtype="float8_e8m0fnu", scale_rounding="up")
     for dtype in (E4, E2)
 }
+NVFP4 = TensorSpec(E2, "per_tile", tile_size=16, scale_dtype="float8_e4m3fn", scale_rounding="nearest")
 BLOCK = TensorSpec(E4, "per_block", tile_size=128, free_size=128)
-NVFP4 = TensorSpec(
-    E2, "per_tile", tile_size=16, scale_dtype="float8_e4m3fn", scale_rounding="nearest", outer_scale=True
-)
 
 
 def normal(shape, seed=0):
@@ -87,7 +83,7 @@ def test_scales_of_zeros_and_of_what_is_not_finite():
     x = jnp.stack(
         [jnp.zeros(32), jnp.full(32, 1e-30), jnp.ones(32), jnp.ones(32).at[3].set(jnp.nan), jnp.full(32, 1e30)]
     )
-    for spec in (MX[E4], MX[E2], dataclasses.replace(NVFP4, outer_scale=False)):
+    for spec in (MX[E4], MX[E2], NVFP4):
         back = np.asarray(dequantize(quantize(x, spec, (1,))))
         assert np.all(back[:2] == 0)
         assert np.all(np.isfinite(back[2]))
@@ -95,17 +91,6 @@ def test_scales_of_zeros_and_of_what_is_not_finite():
         if spec.scale_dtype == "float8_e8m0fnu":
             assert not np.isfinite(back[3, 3])
             assert np.all(np.isfinite(back[4]))
-
-
-def test_nvfp4_has_two_levels():
-    x = normal((64, 64), 3)
-    tensor = quantize(jnp.asarray(x), NVFP4, (1,))
-    outer = np.abs(x).max() / 6 / 448
-    assert tensor.outer_scale.shape == (1, 1)
-    np.testing.assert_allclose(tensor.outer_scale.item(), outer, rtol=1e-6)
-    amax = np.abs(x.reshape(64, 4, 16)).max(-1)
-    np.testing.assert_allclose(tensor.scale.astype(jnp.float32), amax / 6 / outer, rtol=2.0**-4 + 1e-6)
-    assert float(tensor.scale.astype(jnp.float32).max()) == 448.0
 
 
 def test_an_amax_bound_clips_and_is_a_clipping_calibration():

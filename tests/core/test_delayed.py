@@ -124,37 +124,6 @@ def test_equal_amaxes_are_recorded_exactly_under_any_weights(amax, weights):
     assert combined([amax] * len(weights), weights) == np.float32(amax)
 
 
-@pytest.mark.parametrize("apart", [1, 2, 8, 100, 202])
-def test_amaxes_in_bins_of_different_places_do_not_mix(apart):
-    """All ones below the largest one, whose bits are zeros and ones by turns."""
-    index = delayed.bin_of(jnp.float32(1e6))
-    largest = float(delayed.bin_value(index, 0x55555))
-    assert combined([float(delayed.bin_value(index - apart)), largest], [1, 1]) == largest
-
-
-@pytest.mark.parametrize(
-    ("amaxes", "weights", "low", "high"),
-    [
-        ([1.01, 1.12], [0.5, 0.5], 1.12, 1.125),  # one bin
-        ([1.01, 1.12, 9.3, 9.3, 9.3], [0.5, 0.5, 0.1, 0.3, 0.9], 9.3, 9.3),
-        ([2.0, math.inf], [1, 1], 2.0, 2.0),
-        ([2.0, math.nan], [0.5, 0.5], 2.0, 2.0),
-        ([0.0, 0.0], [1, 1], 0.0, 0.0),
-        ([math.inf], [1], 7.0, 7.0),  # not recorded: the history stays
-        ([5.0], [0], 7.0, 7.0),  # not used
-    ],
-)
-def test_combined_uses_record_the_maximum(amaxes, weights, low, high):
-    states, each = zip(*(emitted(amax, history=7.0) for amax in amaxes), strict=True)
-    seen = jax.tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *each)
-    new = delayed.advance(states[0], seen)
-    assert np.float32(low) <= float(new["amax_history"][0]) <= np.float32(high)
-    np.testing.assert_array_equal(new["amax_history"][1:], 7.0)
-    expected = 7.0 / 448 if sum(weights) else 1.0  # an unused state keeps its scale, which was 1
-    np.testing.assert_allclose(new["scale"], expected, rtol=2e-7)
-    assert not new["amax_bins"].any()
-
-
 @pytest.mark.parametrize("mode", ["warmup", "flax"])
 def test_the_larger_of_two_observations_loses_no_bit(mode):
     spec = DelayedSpec(LENGTH, amax_init=mode)
