@@ -251,31 +251,6 @@ def test_one_of_two_equal_layers_is_quantized(backend, order):
     assert len(found.rows) == 9
 
 
-def test_qwix_quantizes_a_function_of_the_cache_or_not_and_coverage_tells():
-    """Qwix's own rules on ``x @ w``, a jitted function of jax: what runs depends on who traced it first."""
-    qwix = pytest.importorskip("qwix")
-
-    class Own(nn.Module):
-        features: int
-
-        @nn.compact
-        def __call__(self, x):
-            return x @ self.param("kernel", nn.initializers.ones, (32, self.features))
-
-    rule = qwix.QtRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)
-
-    def is_low(features, float_first):
-        params = {"params": {"kernel": jax.ShapeDtypeStruct((32, features), jnp.float32)}}
-        if float_first:
-            jax.eval_shape(Own(features).apply, params, SQUARE)
-        model = qwix.quantize_model(Own(features), qwix.QtProvider([rule]))
-        return only(jaxquant.coverage(model.apply, params, SQUARE)).is_low
-
-    # Sizes that nothing else has, so that the cache holds what is asked here and no more.
-    assert is_low(13, float_first=False)
-    assert not is_low(11, float_first=True)
-
-
 # -- strict ------------------------------------------------------------------------------------------------------------
 
 

@@ -173,39 +173,6 @@ def test_a_layer_that_is_used_twice_counts_both_uses():
     assert row["flushed"][OUTPUT_GRAD] == pytest.approx(single["flushed"][OUTPUT_GRAD], rel=SMALL_SUM_RTOL)
 
 
-class Shapes(nn.Module):
-    """A dense layer's contraction written three ways."""
-
-    kind: str
-
-    @nn.compact
-    def __call__(self, x):
-        x = x.reshape(2, 3, 32)
-        if self.kind == "dense":
-            return nn.Dense(16, use_bias=False, name="layer")(x)
-        if self.kind == "general":
-            y = nn.DenseGeneral((2, 8), axis=(-1, -2), use_bias=False, name="layer")(x.reshape(2, 3, 4, 8))
-            return y.reshape(2, 3, 16)
-        y = nn.Einsum((32, 2, 8), "bsd,dhk->khbs", use_bias=False, name="layer")(x)
-        return y.transpose(2, 3, 1, 0).reshape(2, 3, 16)
-
-
-def test_an_einsum_and_a_general_dense_layer_are_measured_along_their_own_axes():
-    config, by = native("fp8_e4m3"), lambda y: (y * GRAD.reshape(2, 3, 16)).sum()
-    dense, params = measure(Shapes("dense"), config, by, X)
-    kernel = params["layer"]["kernel"]
-    kernels = {
-        "general": kernel.reshape(4, 8, 2, 8),
-        "einsum": kernel.reshape(32, 2, 8),
-    }
-    for kind, same in kernels.items():
-        found, _ = measure(Shapes(kind), config, by, X, {"layer": {"kernel": same}}, {})
-        for name in STATISTICS:
-            np.testing.assert_allclose(
-                found["layer"][name], dense["layer"][name], rtol=REROUNDED_RTOL, err_msg=f"{kind} {name}"
-            )
-
-
 class Pair(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -151,47 +151,6 @@ def test_aqt_refuses_what_it_would_ignore(option, match):
 # -- stochastic rounding -----------------------------------------------------------------------------------------------
 
 
-class Scanned(nn.Module):
-    """Two equal layers under scan and remat; the second sees what the first saw."""
-
-    @nn.compact
-    def __call__(self, x):
-        class Body(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return x, nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones, name="dense")(x)
-
-        body = nn.scan(
-            nn.remat(Body, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "quant": True},
-            length=2,
-        )
-        return body(name="layers")(x, None)[1].sum(0)
-
-
-@pytest.mark.parametrize("backend", ["aqt", "qwix"])
-def test_stochastic_rounding_follows_the_stream(backend):
-    """Gradients differ by key and by scanned layer, the forward does not, and each element has its own noise."""
-    x = jax.random.normal(jax.random.key(0), (6, 16))
-    model = jaxquant.maybe_quantize_model(Scanned(), {"quantization": "int8", "quant_backend": backend}, x)
-    params = Scanned().init(jax.random.key(1), x)["params"]
-    cotangent = jax.random.normal(jax.random.key(2), (6, 8))
-
-    @jax.jit
-    def run(key):
-        y, vjp = jax.vjp(lambda params: model.apply({"params": params}, x, rngs={"quant": key}), params)
-        return y, vjp(cotangent)[0]["layers"]["dense"]["kernel"]
-
-    (y0, g0), (y1, g1), (_, g2) = run(jax.random.key(0)), run(jax.random.key(1)), run(jax.random.key(0))
-    np.testing.assert_array_equal(y0, y1)
-    np.testing.assert_array_equal(g0, g2)
-    assert not np.array_equal(g0, g1)
-    assert not np.array_equal(g0[0], g0[1])
-    # Noise shared along a row of the gradient would move all entries of a column of dw alike.
-    assert np.linalg.matrix_rank(np.asarray(g0 - g1)[0]) > 1
-
-
 # -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ def test_layers_are_found_in_the_order_of_a_call(model):
     assert "router" in reports["gate"].reason
 
 
-@pytest.mark.parametrize(("quantization", "backend"), [("fp8", "native"), ("int8", "qwix")])
+@pytest.mark.parametrize(("quantization", "backend"), [("fp8", "native")])
 def test_every_kind_of_layer_trains(quantization, backend, model):
     """The same parameters, the given model as it was, and a step that comes close to its own."""
     before, graph = pure(model, nnx.Param), nnx.graphdef(model)
@@ -223,7 +223,7 @@ def test_an_nnx_model_quantized_twice():
         maybe_quantize_model(quantized, asked("fp8"))
 
 
-@pytest.mark.parametrize("string", ["fp8", "int8"])
+@pytest.mark.parametrize("string", ["fp8"])
 def test_qwix_adds_lora_to_a_quantized_model(string):
     """Qwix finds the layer that calls a matmul on Python's stack."""
 

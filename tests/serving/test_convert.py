@@ -172,33 +172,6 @@ def test_flax_numerics():
     check_linen("fp8", "native", "bfloat16", 0, amax_init="flax")
 
 
-def test_a_scanned_axis_of_any_place_and_size():
-    """The stacked axis is told apart from the kernel's own where all sizes are equal."""
-
-    class Square(nn.Module):
-        axis: int
-
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.scan(
-                lambda module, x: (module(x), None),
-                variable_axes={"params": self.axis},
-                split_rngs={"params": True},
-                length=4,
-            )
-            return layer(nn.Dense(4, name="wi"), x)[0]
-
-    x = jax.random.normal(jax.random.key(0), (3, 4))
-    config = {"quantization": "int8w"}
-    for axis in (0, 1):
-        _, variables = trained(Square(axis), config, x)
-        kernel = variables["params"]["wi"]["kernel"]
-        tensor = convert(variables, config, x, model=Square(axis))["params"]["wi"]["kernel"]
-        amax = jnp.abs(kernel).max(axis=1 if axis == 0 else 0, keepdims=True)
-        assert tensor.scale.shape == amax.shape
-        np.testing.assert_allclose(tensor.scale, amax / 127.5, rtol=1e-6)
-
-
 def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
     config = {"quantization": "fp8"}
     for axis in (0, 1):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 STEPS = 25
-CONTROLS = 3
+CONTROLS = 1
 # The CPU's collectives end a process that waits for another device for 40 s, as on a machine with other work.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
 COLLECTIVE = re.compile(r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)\(")

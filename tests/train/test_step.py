@@ -43,13 +43,12 @@ def test_gradient_accumulation_equals_the_big_batch(tiny: TrainConfig):
     np.testing.assert_allclose(_run(small), _run(config), rtol=numerics.TRAIN_SUMMATION_ORDER)
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"quantization": "fp8", "amax_init": "flax"}])
-def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: TrainConfig, options: dict[str, str]):
+def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: TrainConfig):
     """A step from one and the same state, whose histories give the scales: every layer's state is that of the batch.
 
     (In a very first step each micro-batch scales by itself, and what follows differs by what that quantization makes.)
     """
-    config = dataclasses.replace(tiny, packing=False, **SMOOTH | options)
+    config = dataclasses.replace(quantized(tiny, "fp8"), packing=False, **SMOOTH)
     data = make_iterators(config, config.batch_size)
     programs = {k: build(dataclasses.replace(config, gradient_accumulation_steps=k), data.vocab_size) for k in (1, 4)}
     start, _ = programs[1].step(programs[1].init(), next(data.train), jnp.bool_(True))
