@@ -14,13 +14,7 @@ import pytest
 
 from jaxquant import remove_quantized_params
 from jaxquant.core.qtensor import QTensor
-from jaxquant.inject.handle import (
-    QuantMode,
-    configure_quantization,
-    get_quant_mode,
-    in_convert_mode,
-    in_serve_mode,
-)
+from jaxquant.inject.handle import QuantMode, configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
 from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 from tests.serving.models import filled
@@ -239,12 +233,7 @@ def test_what_convert_and_serve_lack_is_named():
     [
         ("native", "int8", "int4", r"layer 'block/query' has a converted kernel of int8 .*, and 'int4' takes int4 "),
         ("native", "fp8_e4m3", "fp8_current", r"with scales \(1, 4, 6\), and 'fp8_current' .* scales \(1, 1, 1\)"),
-        (
-            "aqt",
-            "int8",
-            "aqt_fp8",
-            "layer 'block/query' has a converted kernel of int8, and its recipe takes float8",
-        ),
+        ("aqt", "int8", "aqt_fp8", "layer 'block/query' has a converted kernel of int8, and its recipe takes float8"),
     ],
 )
 def test_a_kernel_that_another_recipe_converted_is_refused(backend, converted, served, message):

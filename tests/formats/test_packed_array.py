@@ -90,10 +90,7 @@ def test_fake_quantization_is_the_round_trip_with_a_straight_gradient(name, dtyp
     [
         (lambda p: matmul(jnp.ones((2, 8)), p), r"x of shape \(2, 8\) does not contract with a packed kernel of shape"),
         (lambda p: matmul(jnp.ones((2, 256)), p, implementation="pallas"), "implementation 'pallas' of this matmul"),
-        (
-            lambda p: pack_array(jnp.ones((2, 8)), "q4_0"),
-            r"axis -1 of shape \(2, 8\) does not divide into blocks of 32",
-        ),
+        (lambda p: pack_array(jnp.ones((2, 8)), "q4_0"), r"axis -1 of shape \(2, 8\) does not divide into blocks of"),
         (lambda p: fake_quantize(jnp.ones((2, 8)), "q4_00"), "'q4_00' is not a tensor format; did you mean 'q4_0'"),
     ],
 )

@@ -138,9 +138,7 @@ def test_methods_that_need_no_scope():
 
 
 def test_what_is_no_model_and_settings_that_are_not_of_layers_are_refused():
-    with pytest.raises(
-        NotImplementedError, match=r"quantize_kvcache true is not a property of linear layers; give the"
-    ):
+    with pytest.raises(NotImplementedError, match=r"quantize_kvcache true is not a property of linear layers; give th"):
         maybe_quantize_model(Model(), {"quantize_kvcache": True})
     with pytest.raises(NotImplementedError, match=r"save_quantized_params_path 'here' is not written while a model is"):
         maybe_quantize_model(Model(), {"save_quantized_params_path": "here"})

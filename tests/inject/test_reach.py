@@ -294,10 +294,7 @@ class Tied(nn.Module):
         return nn.Dense(8, name="last")(Experts()(nn.silu(x @ up) @ down))
 
 
-@pytest.mark.parametrize(
-    ("string", "dtype"),
-    [("fp8", jnp.bfloat16), ("int4w", jnp.float32)],
-)
+@pytest.mark.parametrize(("string", "dtype"), [("fp8", jnp.bfloat16), ("int4w", jnp.float32)])
 def test_layers_of_any_author_are_served_as_they_were_trained(string, dtype):
     config = {"quantization": string, "quant_backend": "native"}
     model, x = Tied(), X.astype(dtype)

@@ -116,12 +116,7 @@ def test_activation_scale_ub_clips_and_masks():
 
 def test_scale_fmt_is_that_of_checkpoints():
     """The forward of fp8_block with ue8m0 is the one that DeepSeek's config asks for, field by field."""
-    published = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
+    published = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     for fmt in ("", "ue8m0"):
         more = {"scale_fmt": fmt} if fmt else {}
         layer = read_quantization({"quantization_config": published | more}).spec("a")  # pyright: ignore

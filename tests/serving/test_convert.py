@@ -113,9 +113,7 @@ def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
             convert(variables, config | {"strict": True}, X, model=model)
     rngs = nnx.Rngs(0)
     model = nnx.WeightNorm(nnx.Linear(D, D, rngs=rngs), rngs=rngs)
-    with pytest.raises(
-        ValueError, match=r"layer 'layer_instance' \(Linear\) is under nnx.WeightNorm, and nothing shows"
-    ):
+    with pytest.raises(ValueError, match=r"layer 'layer_instance' \(Linear\) is under nnx.WeightNorm, and nothing sho"):
         convert(model, config)
     with pytest.warns(UserWarning, match="the weights of 1 layers stay in float"):
         convert_nnx(maybe_quantize_model(model, config, X), config, X, call=lambda model: model(X))
@@ -239,16 +237,11 @@ def test_errors_name_the_layer():
     with pytest.raises(ValueError, match=r"layer 'twice' has a converted kernel \(int8\) and it stays in float \(left"):
         maybe_quantize_model(Linen(), config | SERVES | rules, X).apply(converted, X)
     other = convert(variables, {"quantization": "fp8_e4m3", "quant_backend": "native"}, X, model=Linen())
-    with pytest.raises(
-        ValueError, match=r"layer 'layers/query' has a converted kernel of float8_e4m3fn .*, and 'int8w' ta"
-    ):
+    with pytest.raises(ValueError, match=r"layer 'layers/query' has a converted kernel of float8_e4m3fn .*, and 'int8"):
         maybe_quantize_model(Linen(), config | SERVES, X).apply(other, X)
 
 
-@pytest.mark.parametrize(
-    ("string", "options"),
-    [("quartet2", {"four_over_six": True}), ("nvfp4w", {})],
-)
+@pytest.mark.parametrize(("string", "options"), [("quartet2", {"four_over_six": True}), ("nvfp4w", {})])
 def test_stacked_layers_with_outer_scales_go_through_the_disk(tmp_path, string, options):
     """Each layer of the scan has an outer scale of its own, which is stored beside the scales of its blocks."""
     _, converted = check_linen(string, "native", "bfloat16", 1, **options)
@@ -277,9 +270,7 @@ def test_a_kernel_that_was_all_zero_when_it_was_seen_has_its_own_scale():
 def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     config, model = {"quantization": "int8w"}, dense()
     variables = {"params": {"kernel": jnp.ones((D, D), jnp.bfloat16)}}
-    with pytest.raises(
-        ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype of its"
-    ):
+    with pytest.raises(ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype"):
         convert(variables, config, X.astype(jnp.bfloat16), model=model)
     for model, x in ((dense(param_dtype=jnp.bfloat16), X), (dense(dtype=jnp.bfloat16), X), (dense(), X)):
         convert_linen(model, config, x, variables)
@@ -290,9 +281,7 @@ def test_an_nnx_kernel_is_converted_in_the_dtype_that_a_call_reads_it_in():
     config = {"quantization": "fp8_current"}
     expected = nnx.jit(lambda model: model(X))(maybe_quantize_model(model, config, X))
     np.testing.assert_array_equal(expected, nnx.jit(lambda model: model(X))(convert(model, config, X)))
-    with pytest.raises(
-        ValueError, match=r"the root layer was converted for a kernel read in bfloat16, and this call reads"
-    ):
+    with pytest.raises(ValueError, match=r"the root layer was converted for a kernel read in bfloat16, and this call"):
         convert(model, config)(X)
 
 

@@ -167,14 +167,8 @@ def test_other_readers_of_a_converted_kernel_are_refused(other, text):
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (
-            lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"),
-            "conv_general_dilated takes .*0,",
-        ),
-        (
-            lambda p, x: jax.lax.ragged_dot(x, p["w"].T[None], jnp.array([2])),
-            "ragged_dot takes .* axes .0, 2., got int8",
-        ),
+        (lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"), "conv_general_dilated takes ."),
+        (lambda p, x: jax.lax.ragged_dot(x, p["w"].T[None], jnp.array([2])), "ragged_dot takes .* axes .0, 2., got i"),
     ],
 )
 def test_scales_along_a_contraction_are_refused(fn, text):

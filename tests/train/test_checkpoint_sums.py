@@ -346,9 +346,7 @@ def test_a_tokenizer_that_is_another_now_is_refused(tmp_path: Path):
     assert open_parameters(run).step == 2
     tokenizer.write_text("{ }")
     for read in (lambda: open_parameters(run), lambda: resume(run, TrainConfig(tokenizer_path=str(tokenizer)))):
-        with pytest.raises(
-            ValueError, match=r"was made with tokenizer_path .*, which is another file now; put it back"
-        ):
+        with pytest.raises(ValueError, match=r"was made with tokenizer_path .*, which is another file now; put it bac"):
             read()
 
 
