@@ -132,10 +132,6 @@ MESH_REROUNDED = {"int8": 0.1, "fp8": 2.0**-2}
 # The mean over n independent steps of differences with standard deviation s deviates from 0 by s / sqrt(n), and by more
 # than five times that once in two million.
 MEAN_SIGMAS = 5.0
-# Free-running losses of the mesh against those of three controls. Losses of neighbouring steps stray together, so that
-# 50 of them are worth about 5 free ones: a ratio of variances with (5, 15) degrees of freedom exceeds 4^2 once in
-# 60,000 (F distribution).
-MESH_SPREAD = 4.0
 
 # Logits of tokens through an unquantized cache against the whole text at once, share of the largest logit: the same
 # sums in another order. Of K = 64 products each, some 14 in a row (two layers of 7), errors of 2^-24 that walk: in

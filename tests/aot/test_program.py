@@ -166,10 +166,7 @@ def test_collectives_have_dtype_and_bytes():
     found = {
         (each.kind, each.dtype): (each.times, each.bytes) for each in read_program(GPU.replace("TRIPS", "")).collectives
     }
-    assert found == {
-        ("all-gather", "f8e4m3fn"): (4, 256 * 512),
-        ("all-gather", "bf16"): (1, 2 * 4 * 128 * 512),
-    }
+    assert found == {("all-gather", "f8e4m3fn"): (4, 256 * 512), ("all-gather", "bf16"): (1, 2 * 4 * 128 * 512)}
 
 
 def test_a_tpu_matmul_is_a_convolution_in_a_fusion():

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import yaml
@@ -21,54 +16,18 @@ from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.core.typed import build
 from jaxquant.serving import manifest as manifests
 from jaxquant.serving.checkpoint import load, save
+from tests.attacks.tally import DOCUMENTED, Tally
 from tests.mutate import mutate_json
 from tests.serving.test_hostile import ODD
 from tests.serving.trees import quantized, sign
 from train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTED = (ValueError, TypeError, NotImplementedError)
-LONGEST_MESSAGE = 2000
 ODD_TEXTS = (
     *("nan", ".inf", "-1", "9" * 400, "0x" + "f" * 99, "1e999", "!!int x", "!mine", "*a", "&a ", "<<: ", "? ", "- "),
     *("[" * 50, "{a: " * 50, "null", "~", "'", '"', "|", ">", "\t", "\0", "\x1b", "\ufeff", "\u2028", "#", ": ", ", "),
     *("(a+)+$", "(?P<x", r"\1", ".*", "fp8", "fp9", "int8", "qwix", "aqt", "true", "[]", "{}", "-0.0", "1_000", "1e-3"),
 )
-
-
-@dataclasses.dataclass
-class Tally:
-    """What came of attempts.
-
-    Attributes:
-      read, refused: how many were taken, and refused as documented.
-      wrong: those that ended otherwise, each as one line.
-      slowest_s: process seconds of the slowest.
-      slowest: what that was.
-    """
-
-    read: int = 0
-    refused: int = 0
-    wrong: list[str] = dataclasses.field(default_factory=list)
-    slowest_s: float = 0.0
-    slowest: str = ""
-    kinds: Counter[str] = dataclasses.field(default_factory=Counter)
-
-    def attempt(self, what: str, call: Callable[[], Any], documented: tuple[type, ...] = DOCUMENTED) -> None:
-        began = time.process_time()
-        try:
-            call()
-            self.read += 1
-        except Exception as error:  # every kind is what is looked for
-            message = str(error)
-            if type(error) not in documented or not message or len(message) > LONGEST_MESSAGE:
-                self.wrong.append(f"{what}: {type(error).__name__}: {message[:300]}")
-            else:
-                self.refused += 1
-                self.kinds[type(error).__name__] += 1
-        seconds = time.process_time() - began
-        if seconds > self.slowest_s:
-            self.slowest_s, self.slowest = seconds, what
 
 
 def attack_configs(count: int, seed: int) -> Tally:

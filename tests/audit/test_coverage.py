@@ -216,29 +216,6 @@ def test_layers_of_a_scan_are_counted(string, backend, remat):
     assert times == expected
 
 
-@pytest.mark.parametrize("policy", [None, jaxquant.save_quantized])
-def test_a_rematerialized_layer_without_a_scan(policy):
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for name in ("one", "two"):
-                x, _ = nn.remat(Layer, policy=policy)(name=name)(x, None)
-            return x
-
-    step, args, layers = gradient(Two(), {"quantization": "fp8_current"})
-    found = jaxquant.coverage(step, *args, layers=layers)
-    found.check()
-    paths = [f"{block}/{name}" for block in ("one", "two") for name in ("wi", "wo")]
-    once = Counter((row.path, row.matmul) for row in found.rows if not row.is_recomputed)
-    assert once == {(path, matmul): 1 for path in paths for matmul in MATMULS}
-    shapes = {row.matmul: (row.lhs_shape, row.rhs_shape) for row in found.rows if row.path == "two/wo"}
-    assert shapes == {
-        "fwd": ((4, 7, 64), (64, 32)),
-        "dlhs": ((4, 7, 32), (64, 32)),
-        "drhs": ((4, 7, 64), (4, 7, 32)),
-    }
-
-
 # -- what is quantized is what was asked -------------------------------------------------------------------------------
 
 
@@ -272,31 +249,6 @@ def test_one_of_two_equal_layers_is_quantized(backend, order):
     assert {row.path for row in found.rows if row.is_low} == {quantized}
     assert {row.path for row in found.rows} == {*order, ""}
     assert len(found.rows) == 9
-
-
-def test_qwix_quantizes_a_function_of_the_cache_or_not_and_coverage_tells():
-    """Qwix's own rules on ``x @ w``, a jitted function of jax: what runs depends on who traced it first."""
-    qwix = pytest.importorskip("qwix")
-
-    class Own(nn.Module):
-        features: int
-
-        @nn.compact
-        def __call__(self, x):
-            return x @ self.param("kernel", nn.initializers.ones, (32, self.features))
-
-    rule = qwix.QtRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)
-
-    def is_low(features, float_first):
-        params = {"params": {"kernel": jax.ShapeDtypeStruct((32, features), jnp.float32)}}
-        if float_first:
-            jax.eval_shape(Own(features).apply, params, SQUARE)
-        model = qwix.quantize_model(Own(features), qwix.QtProvider([rule]))
-        return only(jaxquant.coverage(model.apply, params, SQUARE)).is_low
-
-    # Sizes that nothing else has, so that the cache holds what is asked here and no more.
-    assert is_low(13, float_first=False)
-    assert not is_low(11, float_first=True)
 
 
 # -- strict ------------------------------------------------------------------------------------------------------------
@@ -362,6 +314,19 @@ def test_tiles_and_widths_of_a_mixed_precision_file(backend, tmp_path):
     assert (weight_only.is_low, weight_only.rhs_scale) == (False, "per channel, dynamic")
     assert "int8" in str(weight_only.dtypes)
     assert rows_of(found, "mix/query")["drhs"].reason.startswith("drhs stays float in ")
+
+
+@pytest.mark.parametrize(("lhs", "rhs"), [(8, 8), (4, 8), (8, 4), (None, 4)])
+def test_lowered_operands_of_mixed_precision(lhs, rhs, tmp_path):
+    """Where the two widths differ, both run as int8: there is no mixed integer matmul."""
+    path = tmp_path / "mixed.json"
+    path.write_text(json.dumps({"__default__": {"w_bits": rhs, "a_bits": lhs, "tile_size": -1}}))
+    config = {"quantization": "intmp", "quant_backend": "native", "quant_cfg_path": str(path)}
+    model = jaxquant.maybe_quantize_model(Model(), config, X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    low = [pair for *pair, _ in dot_operand_types(jax.jit(model.apply).lower(params, X).as_text()) if "f32" not in pair]
+    width = "i4" if (lhs, rhs) == (4, 4) else "i8"
+    assert low == ([] if lhs is None else [[width, width]] * len(LINEAR))
 
 
 def test_a_sparse_weight_is_still_the_weight():

@@ -83,9 +83,7 @@ def test_a_float_weight_gradient_of_no_layer_is_a_fault(backend):
     [row] = [row for row in found.rows if row.path == ""]
     assert row.reason == row.fault == "a weight gradient in float32 × float32, and nothing tells of which layer"
     assert found.missing == ("b drhs",)
-    with pytest.raises(
-        ValueError, match=r"strict: test_coverage_of_gradients.py:\d+ .* bwd: a weight gradient .* \(and 1 more\)"
-    ):
+    with pytest.raises(ValueError, match=r"strict: test_coverage_of_gradients.py:\d+ .* bwd: a weight gradient .* \(a"):
         found.check()
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from pathlib import Path
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import RECIPES, maybe_quantize_model, state
+from jaxquant import maybe_quantize_model, state
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.audit.statistics import STATISTICS
 from tests.numerics import BIN_RTOL, REROUNDED_RTOL, SMALL_SUM_RTOL, SQNR_ATOL_DB
@@ -178,39 +173,6 @@ def test_a_layer_that_is_used_twice_counts_both_uses():
     assert row["flushed"][OUTPUT_GRAD] == pytest.approx(single["flushed"][OUTPUT_GRAD], rel=SMALL_SUM_RTOL)
 
 
-class Shapes(nn.Module):
-    """A dense layer's contraction written three ways."""
-
-    kind: str
-
-    @nn.compact
-    def __call__(self, x):
-        x = x.reshape(2, 3, 32)
-        if self.kind == "dense":
-            return nn.Dense(16, use_bias=False, name="layer")(x)
-        if self.kind == "general":
-            y = nn.DenseGeneral((2, 8), axis=(-1, -2), use_bias=False, name="layer")(x.reshape(2, 3, 4, 8))
-            return y.reshape(2, 3, 16)
-        y = nn.Einsum((32, 2, 8), "bsd,dhk->khbs", use_bias=False, name="layer")(x)
-        return y.transpose(2, 3, 1, 0).reshape(2, 3, 16)
-
-
-def test_an_einsum_and_a_general_dense_layer_are_measured_along_their_own_axes():
-    config, by = native("fp8_e4m3"), lambda y: (y * GRAD.reshape(2, 3, 16)).sum()
-    dense, params = measure(Shapes("dense"), config, by, X)
-    kernel = params["layer"]["kernel"]
-    kernels = {
-        "general": kernel.reshape(4, 8, 2, 8),
-        "einsum": kernel.reshape(32, 2, 8),
-    }
-    for kind, same in kernels.items():
-        found, _ = measure(Shapes(kind), config, by, X, {"layer": {"kernel": same}}, {})
-        for name in STATISTICS:
-            np.testing.assert_allclose(
-                found["layer"][name], dense["layer"][name], rtol=REROUNDED_RTOL, err_msg=f"{kind} {name}"
-            )
-
-
 class Pair(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -245,18 +207,3 @@ def test_a_loss_that_drops_the_quant_state_is_refused_as_the_model_refuses_it():
     monitor = HealthMonitor(model, native("fp8"), lambda params: square(model.apply({"params": params}, X)), X)
     with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' keeps state .* no 'input_scale' there: pass"):
         monitor(params)
-
-
-STATEFUL = dict.fromkeys(row.recipe.name for row in RECIPES.values() if row.recipe and row.recipe.is_stateful)
-
-
-@pytest.mark.parametrize("string", STATEFUL)
-def test_the_page_runs_with_every_recipe_that_keeps_state(string):
-    page = (Path(__file__).parents[2] / "docs/guide/health.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.S))
-    assert '{"quantization": "fp8"}' in code
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code.replace('"quantization": "fp8"', f'"quantization": "{string}"'), {})
-    assert "layers_2: SQNR" in printed.getvalue()
-    assert "nan" not in printed.getvalue()

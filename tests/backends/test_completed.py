@@ -14,7 +14,6 @@ from jaxquant import ops
 from jaxquant.backends import load
 from jaxquant.backends.qwix_config import to_qwix
 from jaxquant.config.quant_config import QuantConfig
-from tests.serving.models import convert_linen
 from tests.trace.functions import normal
 
 SIZES = jnp.array([5, 0, 4])
@@ -132,31 +131,6 @@ def test_each_expert_is_quantized_by_itself(backend):
     first, again = grad(p, x), grad(p, x)
     np.testing.assert_array_equal(first["w"], again["w"])
     assert not np.array_equal(grad(p, x, key=jax.random.key(1))["w"], grad(p, x, key=jax.random.key(2))["w"])
-
-
-class _Images(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(8, (3,), name="conv")(x))
-        return nn.Dense(5, name="wide")(nn.relu(nn.Dense(16, name="dense")(x)))
-
-
-def test_a_linen_models_convolution_trains_and_is_served():
-    config, x = {"quantization": "int8"}, normal(5, 2, 6, 4)
-    model = jaxquant.maybe_quantize_model(_Images(), config, x)
-    reports = {report.path: report for report in jaxquant.describe_layers(_Images(), config, x)}
-    assert {path: report.backend for path, report in reports.items()} == {
-        "conv": "native",
-        "dense": "aqt",
-        "wide": "aqt",
-    }
-    variables = model.init(jax.random.key(0), x)
-    rngs = {"quant": jax.random.key(1)}
-    loss = lambda v: jnp.sum(model.apply(v, x, rngs=rngs) ** 2)  # noqa: E731
-    coverage = jaxquant.coverage(jax.grad(loss), variables, config=config, layers=reports.values())
-    coverage.check()
-    assert {str(row.dtypes) for row in coverage.rows if row.path == "conv"} == {"int8 × int8"}
-    convert_linen(_Images(), config, x, variables)
 
 
 def test_only_a_library_is_completed():

@@ -14,13 +14,7 @@ import pytest
 
 from jaxquant import remove_quantized_params
 from jaxquant.core.qtensor import QTensor
-from jaxquant.inject.handle import (
-    QuantMode,
-    configure_quantization,
-    get_quant_mode,
-    in_convert_mode,
-    in_serve_mode,
-)
+from jaxquant.inject.handle import QuantMode, configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
 from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
 from tests.serving.models import filled
@@ -80,13 +74,6 @@ def test_modes():
 @pytest.mark.parametrize("mode", ["train", "serve", "convert"])
 def test_no_quantization(mode):
     assert configure_quantization({"quantization": ""}, mode) is None
-
-
-@pytest.mark.parametrize("mode", ["train", "serve", "convert"])
-@pytest.mark.parametrize("flag", [True, False])
-def test_replicate_scale(mode, flag):
-    config = {"quantization": "int8", "quant_backend": "aqt", "replicate_quant_scale": flag}
-    assert configure_quantization(config, mode).replicate_scale is flag
 
 
 def test_a_backend_without_a_handle():
@@ -246,12 +233,7 @@ def test_what_convert_and_serve_lack_is_named():
     [
         ("native", "int8", "int4", r"layer 'block/query' has a converted kernel of int8 .*, and 'int4' takes int4 "),
         ("native", "fp8_e4m3", "fp8_current", r"with scales \(1, 4, 6\), and 'fp8_current' .* scales \(1, 1, 1\)"),
-        (
-            "aqt",
-            "int8",
-            "aqt_fp8",
-            "layer 'block/query' has a converted kernel of int8, and its recipe takes float8",
-        ),
+        ("aqt", "int8", "aqt_fp8", "layer 'block/query' has a converted kernel of int8, and its recipe takes float8"),
     ],
 )
 def test_a_kernel_that_another_recipe_converted_is_refused(backend, converted, served, message):
@@ -322,17 +304,6 @@ def test_recipes_by_path(tmp_path):
         "kernel": einsum,
     }
     np.testing.assert_allclose(y, Model(None).apply({"params": {"block": block}}, X), SMALL_SUM_RTOL, SMALL_SUM_ATOL)
-
-
-@pytest.mark.parametrize(("string", "operand"), [("int8", "i8"), ("fp8", "f8E4M3FN")])
-def test_native_ops(string, operand):
-    """The router stays float, the three other layers run forward in the string's type."""
-    model = quantize({"quantization": string, "quant_backend": "native"})
-    variables = jax.jit(model.init)(jax.random.key(1), X)
-    jax.tree.map(np.testing.assert_array_equal, variables["params"], PARAMS["params"])
-    text = jax.jit(model.apply).lower(variables, X).as_text()
-    types = [(lhs, rhs) for lhs, rhs, _ in dot_operand_types(text)]
-    assert sorted(types) == sorted([(operand, operand)] * 3 + [("f32", "f32")])
 
 
 def test_rule_on_a_hand_plumbed_layer():

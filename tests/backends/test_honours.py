@@ -9,22 +9,18 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxquant
 from jaxquant.backends import load
-from jaxquant.backends.base import Given
 from jaxquant.backends.honours import check_honoured
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, TensorSpec
-from jaxquant.ops.dimensions import Product
+from jaxquant.core.recipe import DelayedSpec, MatmulSpec, Recipe, TensorSpec
 
 INT8 = TensorSpec("int8")
-TILED = TensorSpec("int8", "per_tile", tile_size=4, tiling="each_axis")
 LIBRARIES = ("aqt", "qwix")
 X = jnp.ones((8, 16))
 
@@ -84,28 +80,6 @@ def test_delayed_scaling_that_no_operand_asks_for(name):
         load(name).check(Recipe("mine", MatmulSpec(INT8, INT8), delayed=DelayedSpec()))
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(
-            "mine",
-            MatmulSpec(INT8, INT8),
-            MatmulSpec(TILED, FORWARD),
-        ),
-        Recipe(
-            "mine",
-            MatmulSpec(INT8, INT8),
-            MatmulSpec(TILED, INT8),
-        ),
-    ],
-)
-def test_a_tile_in_a_backward_matmul(name, recipe):
-    with pytest.raises(NotImplementedError, match=r"recipe 'mine' operand dlhs_lhs: \w+ has no tiles .*; use quant_ba"):
-        load(name).check(recipe)
-    load("native").check(recipe)
-
-
 def test_a_model_is_refused_before_it_runs():
     """The check comes with the quantization, also where a layer's op is only made at its first call."""
     recipe = Recipe("mine", MatmulSpec(TensorSpec("float4_e2m1fn"), INT8))
@@ -156,31 +130,3 @@ def test_qwix_shards_that_do_not_divide(count, fits):
 
 
 # -- an op as a plain function -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("string", "tile"), [("aqt_fp8_full", None), ("int8", None), ("intmp", 4)], ids=["fp8", "stochastic", "tiled"]
-)
-def test_aqt_as_a_function_is_its_module(string, tile):
-    """Forward and both gradients, to the bit; the stochastic one forward, where the module draws a key of its own."""
-    recipe = RECIPES[string].recipe
-    if tile is not None:
-        tiled = TensorSpec("int8", "per_tile", tile_size=tile, tiling="each_axis")
-        recipe = Recipe("intmp", MatmulSpec(tiled, tiled, "int32"))
-    lhs, rhs = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(8, 16), (16, 4)]))
-    numbers = (((1,), (0,)), ((), ()))
-    backend = load("aqt")
-    module = backend.linen_op("dot_general", recipe)()
-    ways = (
-        lambda lhs, rhs: backend.contract(lhs, rhs, Product(numbers), Given(recipe)),
-        lambda lhs, rhs: module.apply({}, lhs, rhs, numbers, None),
-    )
-
-    def outputs(way, lhs, rhs):
-        if string == "int8":
-            return way(lhs, rhs)
-        out, vjp = jax.vjp(way, lhs, rhs)
-        return out, *vjp(jnp.cos(out))
-
-    results = [jax.jit(outputs, static_argnums=0)(way, lhs, rhs) for way in ways]
-    jax.tree.map(np.testing.assert_array_equal, *results)

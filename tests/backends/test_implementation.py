@@ -68,13 +68,7 @@ def handle(config, mode="train"):
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize(
     "way",
-    [
-        linen,
-        linen_served,
-        handle,
-        lambda config: handle(config, "convert"),
-        lambda config: handle(config, "serve"),
-    ],
+    [linen, linen_served, handle, lambda config: handle(config, "convert"), lambda config: handle(config, "serve")],
     ids=["linen", "linen_served", "handle", "handle_convert", "handle_serve"],
 )
 def test_it_reaches_every_op(way, implementation, asked):
@@ -88,10 +82,7 @@ def test_it_reaches_every_op(way, implementation, asked):
     ("fields", "message"),
     [
         ({"quantization": "int8"}, "implementation 'xla' is not one of quant_backend 'aqt': AQT computes its matmuls"),
-        (
-            {"quantization": "fp8_full"},
-            "not one of quant_backend 'qwix': Qwix .* at null, or use quant_backend 'nat",
-        ),
+        ({"quantization": "fp8_full"}, "not one of quant_backend 'qwix': Qwix .* at null, or use quant_backend 'nat"),
     ],
 )
 def test_a_backend_that_has_none(fields, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 
 import flax.linen as nn
 import jax
@@ -21,55 +20,7 @@ from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, SparsitySpec, Tens
 from tests.lowering import dot_operand_types
 from tests.numerics import INTEGER_MATMUL_NULP, SMALL_SUM_ATOL, SMALL_SUM_RTOL
 
-LINEAR = ("mix/query", "mix/out", "mix/down")
-SCORES = 2  # matmuls of activations, which stay float
-MLIR = {
-    "int8": "i8",
-    "int4": "i4",
-    "float8_e4m3fn": "f8E4M3FN",
-    "float8_e5m2": "f8E5M2",
-    "float8_e4m3fnuz": "f8E4M3FNUZ",
-    "float8_e5m2fnuz": "f8E5M2FNUZ",
-    "float4_e2m1fn": "f4E2M1FN",
-    None: "f32",
-}
-
-
-class Mix(nn.Module):
-    """Three kinds of linear layer around attention scores."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.DenseGeneral((3, 16), name="query")(x)
-        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", x, x))
-        x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(jnp.einsum("bhqk,bkhd->bqhd", scores, x))
-        return nn.Einsum((32, 8), "bsd,df->bsf", name="down")(x)
-
-
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(5, name="head")(Mix(name="mix")(x))
-
-
 X = jax.random.normal(jax.random.key(0), (4, 7, 32))
-
-
-PARAMS = jax.jit(Model().init)(jax.random.key(2), X)
-
-
-def loss_and_grads(model, key=1):
-    def loss(params, x):
-        return jnp.mean(jnp.square(model.apply({"params": params}, x, rngs={"quant": jax.random.key(key)})))
-
-    return jax.value_and_grad(loss, argnums=(0, 1))
-
-
-def source(recipe, name, side):
-    spec = getattr(getattr(recipe, name), side)
-    if spec == FORWARD:
-        spec = recipe.fwd.rhs if name == "dlhs" else recipe.fwd.lhs
-    return MLIR[None if spec is None else spec.dtype]
 
 
 # -- AQT ---------------------------------------------------------------------------------------------------------------
@@ -138,8 +89,7 @@ def test_aqt_tile_that_does_not_divide():
 
 
 @pytest.mark.parametrize(
-    ("index", "changed"),
-    list(enumerate([{"y", "dx"}, {"y", "dw"}, {"dx"}, {"dx"}, {"dw"}, {"dw"}])),
+    ("index", "changed"), list(enumerate([{"y", "dx"}, {"y", "dw"}, {"dx"}, {"dx"}, {"dw"}, {"dw"}]))
 )
 def test_each_constant_bound_reaches_its_operand(index, changed):
     """A small bound clips that operand; a forward one also stops the gradient of what it clips."""
@@ -200,54 +150,7 @@ def test_aqt_refuses_what_it_would_ignore(option, match):
 # -- stochastic rounding -----------------------------------------------------------------------------------------------
 
 
-class Scanned(nn.Module):
-    """Two equal layers under scan and remat; the second sees what the first saw."""
-
-    @nn.compact
-    def __call__(self, x):
-        class Body(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return x, nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones, name="dense")(x)
-
-        body = nn.scan(
-            nn.remat(Body, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "quant": True},
-            length=2,
-        )
-        return body(name="layers")(x, None)[1].sum(0)
-
-
-@pytest.mark.parametrize("backend", ["aqt", "qwix"])
-def test_stochastic_rounding_follows_the_stream(backend):
-    """Gradients differ by key and by scanned layer, the forward does not, and each element has its own noise."""
-    x = jax.random.normal(jax.random.key(0), (6, 16))
-    model = jaxquant.maybe_quantize_model(Scanned(), {"quantization": "int8", "quant_backend": backend}, x)
-    params = Scanned().init(jax.random.key(1), x)["params"]
-    cotangent = jax.random.normal(jax.random.key(2), (6, 8))
-
-    @jax.jit
-    def run(key):
-        y, vjp = jax.vjp(lambda params: model.apply({"params": params}, x, rngs={"quant": key}), params)
-        return y, vjp(cotangent)[0]["layers"]["dense"]["kernel"]
-
-    (y0, g0), (y1, g1), (_, g2) = run(jax.random.key(0)), run(jax.random.key(1)), run(jax.random.key(0))
-    np.testing.assert_array_equal(y0, y1)
-    np.testing.assert_array_equal(g0, g2)
-    assert not np.array_equal(g0, g1)
-    assert not np.array_equal(g0[0], g0[1])
-    # Noise shared along a row of the gradient would move all entries of a column of dw alike.
-    assert np.linalg.matrix_rank(np.asarray(g0 - g1)[0]) > 1
-
-
 # -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
-
-
-def dots_of(model, params):
-    return Counter(
-        "i8" in dots for dots in dot_operand_types(jax.jit(loss_and_grads(model)).lower(params, X).as_text())
-    )
 
 
 @pytest.mark.parametrize(
@@ -305,11 +208,7 @@ REFUSED = [
         BOTH(MatmulSpec(INT8, INT8), drhs=MatmulSpec(*[TensorSpec("int8", "per_tensor")] * 2, shards=2)),
         r"drhs_rhs: AQT has no per-tensor scale within shards",
     ),
-    (
-        "aqt",
-        BOTH(MatmulSpec(INT8, None), MatmulSpec(INT8, FORWARD)),
-        r"dlhs_rhs: AQT has no reuse of a forward operand",
-    ),
+    ("aqt", BOTH(MatmulSpec(INT8, None), MatmulSpec(INT8, FORWARD)), r"dlhs_rhs: AQT has no reuse of a forward opera"),
     ("qwix", BOTH(MatmulSpec(E4M3, E4M3), sparsity=SPARSE), r"fwd_rhs: Qwix has no scheduled N:M sparsity"),
     ("qwix", BOTH(MatmulSpec(DELAYED, DELAYED)), r"fwd_lhs: Qwix has no delayed scaling"),
     ("qwix", BOTH(MatmulSpec(TILED, TILED)), r"fwd_lhs: Qwix has no tiles along every contraction axis"),
@@ -326,11 +225,7 @@ REFUSED = [
     ),
     ("qwix", BOTH(MatmulSpec(INT8, None)), r"fwd_rhs: Qwix has no recipe with a float weight"),
     ("qwix", BOTH(MatmulSpec(E4M3, E4M3, "bfloat16")), r"fwd_lhs: Qwix has no choice of the accumulator"),
-    (
-        "qwix",
-        BOTH(MatmulSpec(INT8, INT8), MatmulSpec(INT8, FORWARD)),
-        r"drhs_lhs: Qwix has no backward matmul that reuses",
-    ),
+    ("qwix", BOTH(MatmulSpec(INT8, INT8), MatmulSpec(INT8, FORWARD)), r"drhs_lhs: Qwix has no backward matmul that r"),
     ("qwix", BOTH(MatmulSpec(INT8, INT8), MatmulSpec(INT8, INT8, shards=2)), r"dlhs_lhs: Qwix has no shards outside"),
 ]
 
@@ -350,10 +245,12 @@ def test_qwix_without_a_quantized_weight_gradient():
     with pytest.raises(NotImplementedError, match="use quant_backend 'native'"):
         qwix.to_qwix(recipe)
     own = dataclasses.replace(recipe, dlhs=dataclasses.replace(recipe.dlhs, rhs=INT8))
-    config = QuantConfig(quant_backend="qwix", rules=tuple(Rule(path, own) for path in LINEAR))
-    quantized = jaxquant.maybe_quantize_model(Model(), config, X)
-    params = PARAMS["params"]
-    assert dots_of(quantized, params)[True] == 6
+    config = QuantConfig(quant_backend="qwix", rules=(Rule(".*", own),))
+    model = jaxquant.maybe_quantize_model(nn.Dense(5), config, X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
+    loss = lambda params, x: model.apply({"params": params}, x, rngs={"quant": jax.random.key(1)}).sum()  # noqa: E731
+    dots = dot_operand_types(jax.jit(jax.grad(loss, (0, 1))).lower(params, X).as_text())
+    assert ["i8" in types for types in dots].count(True) == 2
 
 
 @pytest.mark.parametrize(("package", "series"), [("aqtp", "0.8."), ("qwix", "0.2.")])

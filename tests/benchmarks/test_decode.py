@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.decode import FORMATS, measure_decode, random_decoder
 
+OPTIMIZED = False  # what is timed is not what is tested
 SMALL = {"emb_dim": 32, "mlp_dim": 64, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 

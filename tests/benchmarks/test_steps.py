@@ -6,6 +6,8 @@ from benchmarks.health import measure_health
 from benchmarks.schemes import Scheme
 from benchmarks.steps import measure_steps
 
+OPTIMIZED = False  # what is timed is not what is tested
+
 
 @pytest.mark.slow
 def test_step_times_and_ratio():

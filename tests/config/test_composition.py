@@ -77,11 +77,7 @@ def test_the_resolver_decides_by_it():
         ({"fwd": "fp9"}, ValueError, "quantization.fwd 'fp9' is not a known recipe; did you mean 'fp8'"),
         ({"fwd": "fp8", "drhs": 3}, TypeError, "quantization.drhs must be str, got 3"),
         ({"fwd": "fp8", "drhs": {"fwd": "fp8"}}, TypeError, "quantization.drhs must be str, got {'fwd': 'fp8'}"),
-        (
-            {"fwd": "fp8", "drhs": "{fwd: int8}"},
-            TypeError,
-            "quantization.drhs must be str, got {'fwd': 'int8'}",
-        ),
+        ({"fwd": "fp8", "drhs": "{fwd: int8}"}, TypeError, "quantization.drhs must be str, got {'fwd': 'int8'}"),
         ({"fwd": None, "dlhs": ""}, ValueError, "quantization {fwd: null, dlhs: null, drhs: null} quantizes nothing"),
         ({"fwd": "fp8", "dlhs": "intmp"}, ValueError, "quantization.dlhs 'intmp' has no numbers of its own"),
         ("{fwd: fp8", ValueError, "quantization line 1: expected ',' or '}'"),

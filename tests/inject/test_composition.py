@@ -5,15 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import jaxquant
 from jaxquant import convert, coverage, maybe_quantize_model
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.serving import load, save
-from tests.serving.models import D, Linen, Nnx, filled
+from tests.serving.models import D, Linen, filled
 
 FORWARD8 = {"fwd": "fp8_current", "dlhs": "quartet2", "drhs": "quartet2"}
 WITH_STATE = {"fwd": "fp8", "dlhs": "fp8", "drhs": "fp8_block"}
@@ -40,48 +38,8 @@ def test_linen_serves_its_training_forward_from_disk(composition, tmp_path):
     np.testing.assert_array_equal(expected, served)
 
 
-def test_nnx_serves_its_training_forward():
-    model, config = Nnx(jnp.bfloat16), {"quantization": FORWARD8}
-    x = X.astype(jnp.bfloat16)
-    quantized = maybe_quantize_model(model, config, x)
-    expected = nnx.jit(lambda m, x: m(x))(quantized, x)
-    served = convert(quantized, config, x)
-    np.testing.assert_array_equal(expected, nnx.jit(lambda m, x: m(x))(served, x))
-
-
 def apply(params, x):
     return jnp.tanh(x @ params["up"]) @ params["down"]
-
-
-@pytest.mark.parametrize("composition", [FORWARD8, WITH_STATE, {"fwd": None, "dlhs": "quartet2", "drhs": "nvfp4"}])
-def test_a_function_trains(composition):
-    """Twenty steps of SGD on a linear map learn it: the loss falls to a third, as it does in float."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    x, target = jax.random.normal(keys[0], (256, 64)), jax.random.normal(keys[1], (64, 32)) / 8
-    y = x @ target
-    params = {
-        "up": jax.random.normal(keys[2], (64, 128)) / 8,
-        "down": jax.random.normal(keys[3], (128, 32)) / 11,
-    }
-    quantized = jaxquant.quantize(apply, {"quantization": composition})
-    state = quantized.init(params, x)
-    optimizer = optax.sgd(2.0)
-
-    @jax.jit
-    def step(params, slots, state):
-        def loss(params, state):
-            return jnp.mean(jnp.square(quantized(params, state, x) - y))
-
-        value, (slopes, seen) = jax.value_and_grad(loss, (0, 1))(params, state)
-        updates, slots = optimizer.update(slopes, slots)
-        return optax.apply_updates(params, updates), slots, jaxquant.state.update(state, seen), value
-
-    slots, losses = optimizer.init(params), []
-    for _ in range(20):
-        params, slots, state, value = step(params, slots, state)
-        losses.append(float(value))
-    assert np.isfinite(losses).all()
-    assert losses[-1] < losses[0] / 3
 
 
 def test_coverage_and_report_name_the_composition_and_its_dtypes():

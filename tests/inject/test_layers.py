@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import QuantConfig, coverage, describe_layers, linear_layers, maybe_quantize_model
-from jaxquant.config.rules import Rule
-from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
+from jaxquant import describe_layers, linear_layers
 from jaxquant.inject.layers import einsum_out_features
 
 X = jnp.ones((2, 4))
@@ -60,22 +58,3 @@ def test_outputs_of_an_einsum(equation, lhs, rhs):
     shape = np.einsum(equation, np.ones(lhs), np.ones(rhs)).shape
     rows = math.prod(lhs) // rhs[-2 if rhs[0] == 3 else 0]  # all axes of the activation but the contracted one
     assert einsum_out_features(equation, len(lhs), rhs) == math.prod(shape) // rows
-
-
-def test_a_recipe_of_ones_own_is_reported_by_its_name():
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4, name="b")(nn.Dense(4, name="a")(x))
-
-    mine = Recipe("mine", MatmulSpec(TensorSpec("int8"), TensorSpec("int8")))
-    config = QuantConfig(rules=(Rule("b", mine),))
-    reports = {report.path: report for report in describe_layers(Two(), config, X)}
-    assert (reports["a"].recipe, reports["b"].recipe, reports["b"].backend) == (None, "mine", "native")
-    assert (reports["b"].fwd, reports["b"].dlhs) == ("int8 × int8", "float")
-
-    variables = Two().init(jax.random.key(0), X)
-    table = coverage(maybe_quantize_model(Two(), config, X).apply, variables, X, config=config, layers=reports.values())
-    dtypes = {row.path: (row.lhs_dtype, row.rhs_dtype) for row in table.rows}
-    assert dtypes == {"a": ("float32", "float32"), "b": ("int8", "int8")}
-    table.check()

@@ -244,12 +244,7 @@ def _without_marks(history, old, amax, bins, *static, original=jaxquant.core.del
 
 BROKEN = {
     "nobody watches": (state.watch, "_watched", lambda watch, path, answer, operands, state: state, check_forgotten),
-    "nobody looks at the marks": (
-        jaxquant.core.delayed,
-        "_scale",
-        _without_marks,
-        check_optimized,
-    ),
+    "nobody looks at the marks": (jaxquant.core.delayed, "_scale", _without_marks, check_optimized),
 }
 
 

@@ -13,7 +13,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, lookup
 from jaxquant.core.delayed import advance
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.recipe import FORWARD, Recipe
 from jaxquant.ops import dot_general, initial_state
 from jaxquant.ops.prepared import make_prepared
 
@@ -191,33 +191,6 @@ def test_options_of_a_row_change_its_matmuls_alone():
     assert (bounds.fwd, bounds.dlhs.rhs.calibration.maximum) == (recipe("fp8_current").fwd, 4.0)  # pyright: ignore
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_shards_of_the_weight_gradient_are_each_quantized_by_itself(shards):
-    x, w, g = operands("float32")
-    whole = nearest(composed("mxfp8", None, "int8", quantization_local_shard_count=shards))
-    plain = dataclasses.replace(whole, drhs=dataclasses.replace(whole.drhs, shards=1))
-
-    def gradient(chosen, x, g):
-        return jax.vjp(lambda w: dot_general(x, w, NUMBERS, recipe=chosen), w)[1](g)[0]
-
-    parts = [gradient(plain, *each) for each in zip(jnp.split(x, shards), jnp.split(g, shards), strict=True)]
-    got = gradient(whole, x, g)
-    # Each part is exact but for two roundings by its scales, and they are added in another order at most.
-    np.testing.assert_allclose(got, sum(parts), rtol=0, atol=4 * 2.0**-23 * float(jnp.max(jnp.abs(got))))
-
-
-def nearest(whole: Recipe) -> Recipe:
-    assert isinstance(whole.drhs.rhs, TensorSpec)
-    grad = dataclasses.replace(whole.drhs.rhs, rounding="nearest")
-    return dataclasses.replace(whole, drhs=dataclasses.replace(whole.drhs, rhs=grad))
-
-
-def test_float_forward_is_float():
-    x, w, _ = operands()
-    out = dot_general(x, w, NUMBERS, recipe=composed(None, "quartet2", "quartet2"), key=KEY)
-    assert_bits(out, jax.lax.dot_general(x, w, NUMBERS))
-
-
 def test_two_rows_with_histories_of_one_tensor_are_refused():
     with pytest.raises(ValueError, match="scales its kernel by one history, so fwd_rhs and dlhs_rhs must be the same"):
         composed("fp8", "int8_delayed")
@@ -235,9 +208,3 @@ def test_a_tensor_format_is_the_forward_s():
     with pytest.raises(NotImplementedError, match="the weight of dlhs in the tensor format q4_0 is the forward's"):
         composed("fp8", "ggml_q4_0")
     assert composed("ggml_q4_0", "ggml_q4_0", "quartet2").dlhs.rhs == FORWARD
-
-
-def test_arithmetic_is_that_of_each_row():
-    whole = composed("mxfp8", "fp8_current", "quartet2")
-    assert [whole.part(name).arithmetic for name in ("fwd", "dlhs", "drhs")] == ["exact", "lean", "exact"]
-    assert Recipe("x", MatmulSpec()).part("dlhs").arithmetic == "exact"

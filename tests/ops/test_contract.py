@@ -157,7 +157,7 @@ def test_a_served_row_has_the_bits_of_a_trained_one(spec, dtype, monkeypatch):
     kernel = ConvertedKernel(jax.jit(lambda w: quantize(w, spec, (0,)))(w), dtype)
     run = jax.jit(lambda x, w: dot_general(x, w, NUMBERS, recipe=recipe))
     for is_padded in (False, True):
-        for rows in (1,) if is_padded else (0, 1, 4, 7, 8, 9, 64):
+        for rows in (1,) if is_padded else (0, 1, 8, 64):
             np.testing.assert_array_equal(run(x[:rows], kernel), run(x[:rows], w))
         jax.clear_caches()
         monkeypatch.setattr("jaxquant.ops.contract.SMALL", 0)

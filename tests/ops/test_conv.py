@@ -10,22 +10,10 @@ import pytest
 from jaxquant import ops
 from jaxquant.ops import conv
 from tests import numerics
-from tests.lowering import equations
-from tests.ops.recipes import RECIPES
+from tests.ops.recipes import KINDS, RECIPES
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-NAMES = [
-    "int8",
-    "int8 shards",
-    "fp8",
-    "fp8 as flax",
-    "fp8_full",
-    "aqt_fp8",
-    "aqt_fp8_full",
-    "int8w",
-    "fp8_full clipping",
-    "fp4",
-]
+NAMES = [*KINDS, "int8 shards"]
 
 
 def normal(seed, *shape):
@@ -106,31 +94,6 @@ def test_representable_integers_are_exact(case):
 
     for one, other in zip(*both(lhs, rhs), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(("name", "low"), [("int8 stochastic", "int8"), ("fp8_e4m3", "float8"), ("fp4", "float8")])
-def test_forward_and_both_gradients_convolve_in_low_precision(name, low):
-    recipe = RECIPES[name]
-    state = ops.initial_state(recipe)
-
-    def loss(x, w):
-        return jnp.sum(ops.conv_general_dilated(x, w, (1, 1), "SAME", recipe=recipe, state=state))
-
-    operands = jax.ShapeDtypeStruct((2, 4, 6, 6), "bfloat16"), jax.ShapeDtypeStruct((6, 4, 3, 3), "bfloat16")
-    jaxpr, shapes = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)), return_shape=True)(*operands)
-    found = [eqn.invars for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "conv_general_dilated"]
-    assert len(found) == 3
-    assert all(str(atom.aval.dtype).startswith(low) for pair in found for atom in pair)
-    assert [x.dtype for x in shapes] == [jnp.bfloat16] * 2
-
-
-def test_gradients_of_two_float8_types_are_multiplied_in_bfloat16():
-    state = ops.initial_state(RECIPES["fp8"])
-    x, w = jax.ShapeDtypeStruct((2, 4, 6, 6), "float32"), jax.ShapeDtypeStruct((6, 4, 3, 3), "float32")
-    conv_of = lambda x, w: ops.conv_general_dilated(x, w, (1, 1), "SAME", recipe=RECIPES["fp8"], state=state)  # noqa: E731
-    text = str(jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(conv_of(x, w)), argnums=(0, 1)))(x, w))
-    assert "f8_e5m2[2,6,6,6]" in text
-    assert "bf16[2,6,6,6]" in text
 
 
 def test_what_does_not_run_is_refused():

@@ -154,10 +154,7 @@ def test_equal_folder_names_are_told_apart_by_path(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda run: (run / "metrics.jsonl").unlink(),
-            "has no metrics.jsonl; give a folder that `python -m train` wrote",
-        ),
+        (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl; give a folder that `python -m train` w"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "has no training step; let the run make at least one"),
         (
             lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo'),

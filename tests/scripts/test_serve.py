@@ -13,7 +13,6 @@ import yaml
 from scripts import serve
 from tests.train.conftest import CI_CONFIG, train
 from train.config import TrainConfig
-from train.serving import open_served
 
 WORDS = ["--max-new-tokens", "4", "--slots", "2", "--prefill-chunk", "8"]
 
@@ -99,15 +98,6 @@ def test_prompts_that_cannot_be_read_are_named(run, tmp_path, capsys):
         assert (out, err) == ("", f"error: {name} is not UTF-8 (byte 3); write it in UTF-8\n")
 
 
-@pytest.mark.parametrize(
-    "words", [["--kv-cache", "fp4"], ["--kv-axis", "heads"], [], ["--prompt", "a", "--prompts-file", "b"]]
-)
-def test_words_that_are_none_are_usage_errors(run, words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        serve.main([str(run), *(["--prompt", "a"] if words and words[0].startswith("--kv") else []), *words])
-    assert stopped.value.code == 2
-
-
 def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
     def told(folder: Path) -> str:
         assert serve.main([str(folder), "--prompt", "item"]) == 2
@@ -130,23 +120,6 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
     assert serve.main([str(run), "--prompts-file", str(empty)]) == 2
     assert f"{empty} holds no prompt; write one a line" in capsys.readouterr().err
     assert serve.main([str(run), "--prompts-file", str(tmp_path / "no.txt")]) == 2
-
-
-def test_a_config_of_another_model_is_an_error_that_names_the_field(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    text = (run / "config.yml").read_text()
-    (tmp_path / "run/config.yml").write_text(text.replace("logits_via_embedding: true", "logits_via_embedding: false"))
-    with pytest.raises(ValueError, match=r"logits_via_embedding: True in the checkpoint, False in config\.yml$"):
-        open_served(tmp_path / "run")
-
-
-def test_overrides_are_the_runs_fields(run):
-    served = open_served(run, {"quantize_kvcache": True, "kv_quant_dtype": "fp8", "kv_quant_axis": "dkv"})
-    assert served.engine(slots=1).empty().key.dtype.name == "float8_e4m3fn"
-    assert open_served(run).engine(slots=1).empty().key.dtype.name == "float32"
-    with pytest.raises(ValueError, match="kv_quant_dtype"):
-        open_served(run, {"kv_quant_dtype": "fp4"})
-    assert served.step == 2
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(run, monkeypatch, capsys):

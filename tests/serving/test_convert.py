@@ -113,9 +113,7 @@ def test_kernels_that_are_not_read_as_they_are_stored_stay_in_float():
             convert(variables, config | {"strict": True}, X, model=model)
     rngs = nnx.Rngs(0)
     model = nnx.WeightNorm(nnx.Linear(D, D, rngs=rngs), rngs=rngs)
-    with pytest.raises(
-        ValueError, match=r"layer 'layer_instance' \(Linear\) is under nnx.WeightNorm, and nothing shows"
-    ):
+    with pytest.raises(ValueError, match=r"layer 'layer_instance' \(Linear\) is under nnx.WeightNorm, and nothing sho"):
         convert(model, config)
     with pytest.warns(UserWarning, match="the weights of 1 layers stay in float"):
         convert_nnx(maybe_quantize_model(model, config, X), config, X, call=lambda model: model(X))
@@ -170,42 +168,6 @@ def test_options_of_a_recipe(options):
 
 def test_flax_numerics():
     check_linen("fp8", "native", "bfloat16", 0, amax_init="flax")
-
-
-def test_layers_that_rules_leave_in_float_stay_so():
-    config = {"quantization": "int8w", "rules": [{"path": "layers/.*", "recipe": None}]}
-    _, variables = trained(Linen(), config, X)
-    converted = convert(variables, config, X, model=Linen())
-    assert is_tensor(converted["params"]["twice"]["kernel"])
-    for path in KERNELS[:3]:
-        np.testing.assert_array_equal(at(converted["params"], path)["kernel"], at(variables["params"], path)["kernel"])
-
-
-def test_a_scanned_axis_of_any_place_and_size():
-    """The stacked axis is told apart from the kernel's own where all sizes are equal."""
-
-    class Square(nn.Module):
-        axis: int
-
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.scan(
-                lambda module, x: (module(x), None),
-                variable_axes={"params": self.axis},
-                split_rngs={"params": True},
-                length=4,
-            )
-            return layer(nn.Dense(4, name="wi"), x)[0]
-
-    x = jax.random.normal(jax.random.key(0), (3, 4))
-    config = {"quantization": "int8w"}
-    for axis in (0, 1):
-        _, variables = trained(Square(axis), config, x)
-        kernel = variables["params"]["wi"]["kernel"]
-        tensor = convert(variables, config, x, model=Square(axis))["params"]["wi"]["kernel"]
-        amax = jnp.abs(kernel).max(axis=1 if axis == 0 else 0, keepdims=True)
-        assert tensor.scale.shape == amax.shape
-        np.testing.assert_allclose(tensor.scale, amax / 127.5, rtol=1e-6)
 
 
 def test_layer_by_layer_is_the_same_and_reads_one_layer_at_a_time():
@@ -275,16 +237,11 @@ def test_errors_name_the_layer():
     with pytest.raises(ValueError, match=r"layer 'twice' has a converted kernel \(int8\) and it stays in float \(left"):
         maybe_quantize_model(Linen(), config | SERVES | rules, X).apply(converted, X)
     other = convert(variables, {"quantization": "fp8_e4m3", "quant_backend": "native"}, X, model=Linen())
-    with pytest.raises(
-        ValueError, match=r"layer 'layers/query' has a converted kernel of float8_e4m3fn .*, and 'int8w' ta"
-    ):
+    with pytest.raises(ValueError, match=r"layer 'layers/query' has a converted kernel of float8_e4m3fn .*, and 'int8"):
         maybe_quantize_model(Linen(), config | SERVES, X).apply(other, X)
 
 
-@pytest.mark.parametrize(
-    ("string", "options"),
-    [("nvfp4", {}), ("nvfp4", {"four_over_six": True}), ("quartet2", {"four_over_six": True}), ("nvfp4w", {})],
-)
+@pytest.mark.parametrize(("string", "options"), [("quartet2", {"four_over_six": True}), ("nvfp4w", {})])
 def test_stacked_layers_with_outer_scales_go_through_the_disk(tmp_path, string, options):
     """Each layer of the scan has an outer scale of its own, which is stored beside the scales of its blocks."""
     _, converted = check_linen(string, "native", "bfloat16", 1, **options)
@@ -313,9 +270,7 @@ def test_a_kernel_that_was_all_zero_when_it_was_seen_has_its_own_scale():
 def test_a_dtype_that_the_converted_kernel_would_not_tell_is_refused():
     config, model = {"quantization": "int8w"}, dense()
     variables = {"params": {"kernel": jnp.ones((D, D), jnp.bfloat16)}}
-    with pytest.raises(
-        ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype of its"
-    ):
+    with pytest.raises(ValueError, match=r"the root layer has a kernel of bfloat16, param_dtype float32 and no dtype"):
         convert(variables, config, X.astype(jnp.bfloat16), model=model)
     for model, x in ((dense(param_dtype=jnp.bfloat16), X), (dense(dtype=jnp.bfloat16), X), (dense(), X)):
         convert_linen(model, config, x, variables)
@@ -326,9 +281,7 @@ def test_an_nnx_kernel_is_converted_in_the_dtype_that_a_call_reads_it_in():
     config = {"quantization": "fp8_current"}
     expected = nnx.jit(lambda model: model(X))(maybe_quantize_model(model, config, X))
     np.testing.assert_array_equal(expected, nnx.jit(lambda model: model(X))(convert(model, config, X)))
-    with pytest.raises(
-        ValueError, match=r"the root layer was converted for a kernel read in bfloat16, and this call reads"
-    ):
+    with pytest.raises(ValueError, match=r"the root layer was converted for a kernel read in bfloat16, and this call"):
         convert(model, config)(X)
 
 

@@ -6,11 +6,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import jaxquant
-from jaxquant import convert, maybe_quantize_model, serving, state
-from tests.serving.models import convert_linen, convert_nnx, filled, kernels_of
+from jaxquant import convert, maybe_quantize_model, state
+from tests.serving.models import convert_linen, kernels_of
 
 OWG = state.OVERWRITE_WITH_GRADIENT
 X = jax.random.normal(jax.random.key(0), (2, 5, 4))
@@ -24,43 +23,6 @@ class Linen(nn.Module):
         experts = self.param("experts", nn.initializers.normal(0.3), (3, 8, 8))
         x = jnp.tanh(jax.lax.ragged_dot(x, experts, jnp.array(SIZES)))
         return nn.Dense(4, name="last")(x)
-
-
-class Nnx(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.conv = nnx.Conv(4, 8, (3,), rngs=rngs)
-        self.experts = nnx.Param(jax.random.normal(rngs(), (3, 8, 8)) * 0.3)
-        self.last = nnx.Linear(8, 4, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.conv(x)).reshape(-1, 8)
-        return self.last(jnp.tanh(jax.lax.ragged_dot(x, self.experts[...], jnp.array(SIZES))))
-
-
-CONVERTED = {"conv/kernel", "experts", "last/kernel"}
-
-
-@pytest.mark.parametrize("string", ["fp8", "int8"])
-def test_linen(string):
-    config = {"quantization": string, "quant_backend": "native"}
-    variables = filled(jax.eval_shape(maybe_quantize_model(Linen(), config, X).init, jax.random.key(0), X))
-    params = convert_linen(Linen(), config, X, variables)["params"]
-    assert kernels_of(params) == CONVERTED
-    server = maybe_quantize_model(Linen(), config | {"checkpoint_is_quantized": True}, X)
-    float_kernels = {"conv": variables["params"]["conv"]}
-    with pytest.raises(ValueError, match=f"layer 'conv' has a float kernel and checkpoint_is_quantized .* '{string}'"):
-        server.apply({"params": params | float_kernels}, X)
-
-
-@pytest.mark.parametrize("string", ["fp8", "int8"])
-def test_nnx(string):
-    config = {"quantization": string, "quant_backend": "native"}
-    trained = maybe_quantize_model(Nnx(), config, X)
-    nnx.update(trained, filled(nnx.to_pure_dict(nnx.state(trained, state.QuantState))))
-    served = convert_nnx(trained, config, X, call=lambda model: model(X))
-    assert kernels_of(serving.nnx_params(served)) == CONVERTED
-    assert {leaf.ndim for leaf in jax.tree.leaves(nnx.state(served, nnx.Param))} == {1}
 
 
 def test_a_convolution_whose_recipe_does_not_run_stays_float_with_its_reason():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable
@@ -16,8 +15,6 @@ import pytest
 
 from jaxquant.serving import manifest as manifests
 from jaxquant.serving.checkpoint import load, save
-from jaxquant.serving.manifest import read_manifest
-from tests.mutate import mutate_json
 from tests.serving.trees import contents_of, quantized, sign
 
 LIMIT_S = 2.0
@@ -179,22 +176,3 @@ def test_a_manifest_that_is_a_pipe_or_too_large_is_not_read(copy: Path, monkeypa
 
 
 ODD = [None, True, -1, 0, 10**12, 1e308, "", "x", "object", [], [[]], [-1], {}, {"a": 1}, "\0", "../x", ["x"] * 50]
-
-
-def test_mutated_manifests_are_read_or_refused(copy: Path):
-    """Signed anew, so that nothing but the checks of the contents is in the way."""
-    rng = random.Random(0)
-    whole = contents_of(copy)
-    read = 0
-    for _ in range(300):
-        contents = {name: value for name, value in whole.items() if name != "checksum"}
-        contents = mutate_json(rng, contents, ODD)
-        if not isinstance(contents, dict):
-            continue
-        sign(copy, contents, sum_files=False)
-        try:
-            read_manifest(copy)
-            read += 1
-        except ValueError as error:
-            assert str(copy) in str(error)  # noqa: PT017
-    assert 0 < read < 200

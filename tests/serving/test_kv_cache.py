@@ -148,10 +148,7 @@ def _append(tokens: int, positions, width: int = D, layers=None, layer=None, val
         (lambda: _append(1, jnp.asarray([3, -1])), "position -1 lies outside"),
         (lambda: jax.jit(lambda: _append(4, 9))(), "position 12 lies outside"),
         (lambda: jax.jit(lambda at: _append(S + 1, at))(0), "13 tokens do not fit a KV cache of length 12"),
-        (
-            lambda: _append(2, jnp.zeros((B, 3), jnp.int32)),
-            r"positions of shape \(2, 3\) do not fit 2 rows of 2 tokens",
-        ),
+        (lambda: _append(2, jnp.zeros((B, 3), jnp.int32)), r"positions of shape \(2, 3\) do not fit 2 rows of 2 toke"),
         (lambda: _append(2, jnp.zeros(3, jnp.int32)), r"positions of shape \(3,\) do not fit 2 rows"),
         (lambda: _append(2, 0, width=7), "do not fit a KV cache of 2 rows, 3 heads and head_dim 8"),
         (lambda: _append(2, 0, layers=2), "layer None does not fit a KV cache with 2 layers"),

@@ -60,36 +60,6 @@ def test_weights_made_of_several_parameters_stay_their_layer(merged):
     assert layers(fn, p, X) == {"l": QUANTIZED}
 
 
-def test_a_product_of_two_parameters_is_no_weight():
-    def learned_queries(p, x):
-        return jax.nn.softmax((p["queries"] @ p["wq"]) @ (x @ p["wk"]).T) @ x
-
-    report = jaxquant.quantize(learned_queries, CURRENT).report({"queries": shape(2, 8), "wq": SQUARE, "wk": SQUARE}, X)
-    assert [row.recipe for row in report] == [None, QUANTIZED, None, None]
-    assert report.rows[0].reason == "both operands are made of parameters alone"
-    assert report.rows[2].reason.startswith("one operand is a product of parameters")
-    assert report.rows[3].reason == "no operand is made of parameters alone"
-
-
-def test_a_parameter_that_data_is_mixed_into_is_left_in_float_everywhere():
-    """As a norm does that data estimates: what estimates it is no layer of its own."""
-
-    def spectral(p, u):
-        v = p["a"]["kernel"] @ u
-        return (u @ (p["a"]["kernel"] / jnp.sum(v))) @ p["b"]["kernel"]
-
-    p = {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}
-    assert float_ones(spectral, p) == {"a"}
-    by_rule = CURRENT | {"rules": [{"path": "a", "recipe": "int8"}, {"path": ".*", "recipe": "int8"}]}
-    assert float_ones(spectral, p, config=by_rule) == set()
-
-
-def float_ones(fn, p, config=CURRENT):
-    """The layers none of whose contractions is quantized."""
-    report = jaxquant.quantize(fn, config).report(p, shape(8, 8))
-    return {row.path for row in report if row.path} - {row.path for row in report.quantized}
-
-
 @pytest.mark.parametrize("made", ["biased", "normed", "multiplied again", "one"])
 def test_what_is_made_of_a_product_of_two_parameters_is_no_weight(made):
     """Learned queries with a bias, a norm's scale or another layer on them: their scores are no layer of these."""
@@ -102,18 +72,6 @@ def test_what_is_made_of_a_product_of_two_parameters_is_no_weight(made):
 
     p = {"queries": shape(2, 8), "b": shape(8)} | dict.fromkeys(("wq", "wk", "again", "out"), SQUARE)
     assert layers(learned_queries, p, X) == {"wk": QUANTIZED, "out": QUANTIZED}
-
-
-def test_a_batch_axis_of_a_weight_has_a_scale_for_each_element():
-    def experts(p, x):
-        return jax.vmap(lambda q, x: jax.nn.relu(x @ q["wi"]) @ q["wo"])(p["experts"], x)
-
-    p = {"experts": {"wi": shape(4, 8, 3), "wo": shape(4, 3, 8)}}
-    q = jaxquant.quantize(experts, FP8)
-    state = jax.eval_shape(q.init, p, shape(4, 6, 8))
-    assert state["experts"]["wi"]["kernel_scale"].shape == (4, 1)
-    assert state["experts"]["wo"]["kernel_amax_history"].shape == (4, 1024)
-    assert [row.batch for row in q.report(p, shape(4, 6, 8))] == [(4,), (4,)]
 
 
 def test_state_is_stacked_over_the_scans_that_slice_the_weight():
@@ -204,41 +162,6 @@ def test_one_hot_tables_and_vectors_are_layers_until_a_rule_says_otherwise():
     assert layers(fn, p, X, tokens, config=rules)["emb"] == "left in float by rules[0].path 'emb'"
 
 
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [
-        ("noisy", "mixed with data, or picked by it"),
-        ("chosen", "mixed with data, or picked by it"),
-        ("forward derivative", "derivative that the function takes itself"),
-        ("jitted gradient", "derivative that the function takes itself"),
-    ],
-)
-def test_what_is_out_of_reach_has_its_reason(what, reason):
-    """The others are in ``docs/guide/what.md``, which ``tests/docs/test_out_of_reach.py`` runs."""
-    loss = lambda w: lambda x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
-    computations = {
-        "noisy": lambda w, x: x @ (w * (x[0] > jax.random.uniform(jax.random.key(0), (8, 8)))),
-        "chosen": lambda w, x: x @ jax.lax.cond(x[0, 0] > 0, lambda: w, lambda: w.T),
-        "forward derivative": lambda w, x: jax.jvp(loss(w), (x,), (x,))[1] + x,
-        "jitted gradient": lambda w, x: jax.jit(jax.grad(jax.jit(loss(w))))(x),
-    }
-
-    def fn(p, x):
-        return computations[what](p["l"]["kernel"], x) @ p["m"]["kernel"]
-
-    p = {"l": {"kernel": SQUARE}, "m": {"kernel": SQUARE}}
-    found = layers(fn, p, X)
-    assert found["m"] == QUANTIZED
-    assert reason in found["l"]
-    with pytest.raises(NotImplementedError, match=r"strict true, and .* stay in float \(l: .*" + reason[:20]):
-        jaxquant.quantize(fn, CURRENT | {"strict": True}).init(p, X)
-    left_out = CURRENT | {"strict": True, "rules": [{"path": "l", "recipe": None}]}
-    jaxquant.quantize(fn, left_out).init(p, X)
-    refused = "rule 'l' asks for 'fp8' at 'l', which stays in float: .*" + reason[:7]
-    with pytest.raises(NotImplementedError, match=refused):
-        jaxquant.quantize(fn, CURRENT | {"rules": [{"path": "l", "recipe": "fp8"}]}).report(p, X)
-
-
 def test_scales_and_biases_give_no_reasons():
     def fn(p, x):
         x = (x + p["bias"]) * p["scale"] + p["positions"]
@@ -327,9 +250,3 @@ def test_a_tied_embedding_stays_float_and_experts_picked_by_constants_do_not():
     assert found["emb"].startswith("tied embedding")
     permuted = lambda p, x: x @ p["d"]["kernel"][np.array([1, 0, 2, 3, 4, 5, 6, 7])]  # noqa: E731
     assert layers(permuted, {"d": {"kernel": SQUARE}}, X) == {"d": QUANTIZED}
-
-
-def test_names_still_exclude():
-    found = layers(lambda p, x: x @ p["a"]["kernel"] @ p["lm_head"]["kernel"], {
-        "a": {"kernel": SQUARE}, "lm_head": {"kernel": SQUARE}}, X)  # fmt: skip
-    assert found == {"a": QUANTIZED, "lm_head": "output head ('lm_head'), left in float by default"}

@@ -6,7 +6,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import jaxquant
 from jaxquant import configure_quantization, describe_layers, maybe_quantize_model
@@ -106,18 +105,6 @@ class Mlp(nn.Module):
         return nn.Dense(D, name="wo")(nn.relu(nn.Dense(2 * D, name="wi")(x)))
 
 
-class NnxStack(nnx.Module):
-    def __init__(self):
-        self.blocks = nnx.List([nnx.Linear(D, D, rngs=nnx.Rngs(0)) for _ in range(4)])
-        self.out = nnx.Linear(D, D, rngs=nnx.Rngs(0))
-        self.blocks = nnx.List([nnx.Sequential(each) for each in self.blocks])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.out(x)
-
-
 X = jnp.ones((2, 8, D))
 
 
@@ -132,12 +119,6 @@ def test_linen_report_health_and_numbers():
     floats = {row.path: row.dtypes["kernel"] for row in monitor.rows}
     assert floats["layers_1/wi"] == "float8_e4m3fn"
     assert floats["layers_0/wi"] is None
-
-
-def test_nnx_with_inputs_and_without():
-    for inputs in ((X,), ()):
-        found = {row.path: row.reason for row in describe_layers(NnxStack(), ENDS, *inputs) if not row.recipe}
-        assert set(found.values()) == {f"block blocks/{n}, {WHY}" for n in (0, 2, 3)}
 
 
 def test_scanned_layers_are_refused():

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, NamedTuple
-
-import jax
 import pytest
 from flax import nnx
 
 from jaxquant.trace import paths
-
-
-class Pair(NamedTuple):
-    weight: Any
-    bias: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Linear:
-    w: Any
-
-
-def test_leaves_of_every_container():
-    tree = {"a": [Pair(1, 2), Linear(3)], "mlp/~/linear_0": {"w": 4}, "blocks": ({"kernel": 5},)}
-    names = ["/".join(name) for name in paths.leaf_names(tree)]
-    assert names == ["a/0/weight", "a/0/bias", "a/1/w", "blocks/0/kernel", "mlp/~/linear_0/w"]
 
 
 def test_boxes_of_nnx_are_no_names():

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from tests.trace.functions import layers, shape
 
 IDS = shape(2, 6, dtype="int32")
-X = shape(2, 6, 8)
 QUANTIZED = "fp8_current"
-HEAD = "output head (no layer follows"
 
 
 def linen(model, loss, *args, rngs=()):
@@ -107,35 +105,3 @@ class TiedFromOutside(nn.Module):
 
 def test_a_transposed_kernel_and_a_head_applied_from_outside():
     assert quantized_and(linen(TiedFromOutside(), cross_entropy, IDS), wte="tied embedding") == ["c_attn"]
-
-
-class Cell(nn.RNNCellBase):
-    """A cell that samples from its own logits."""
-
-    @nn.compact
-    def __call__(self, carry, x):
-        carry, y = nn.LSTMCell(8, name="lstm")(carry, x)
-        logits = nn.Dense(8, name="projection")(y)
-        return carry, (logits, jax.random.categorical(self.make_rng("sample"), logits))
-
-    @nn.nowrap
-    def initialize_carry(self, rng, input_shape):
-        return nn.LSTMCell(8, parent=None).initialize_carry(rng, input_shape)
-
-    @property
-    def num_feature_axes(self):
-        return 1
-
-
-class Recurrent(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.RNN(Cell(), split_rngs={"params": False, "sample": True}, name="decoder")(x)[0]
-
-
-def test_a_recurrent_cell_whose_head_is_sampled_in_its_loop():
-    found = linen(Recurrent(), cross_entropy, X, rngs=("sample",))
-    head = next(path for path in found if path.endswith("projection"))
-    assert found.pop(head).startswith(HEAD)
-    assert len(found) == 8
-    assert set(found.values()) == {QUANTIZED}

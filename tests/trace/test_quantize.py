@@ -58,18 +58,6 @@ def test_a_second_call_does_not_retrace():
     assert len(calls) == 2
 
 
-def test_init_takes_shapes_and_computes_nothing():
-    q = jaxquant.quantize(decode, FP8 | {"rules": [{"path": "dec", "recipe": "fp8"}]})
-    state = q.init(PARAMS, X)
-    assert set(state) == {"enc", "dec"}
-    assert set(state["enc"]) == {
-        f"{tensor}_{field}"
-        for tensor in ("input", "kernel", "output_grad")
-        for field in ("scale", "amax_history", "amax_bins")
-    }
-    assert jaxquant.quantize(decode, CURRENT).init(PARAMS, X) == {}
-
-
 def test_init_under_bound_axis_names():
     fn = lambda p, x: jax.lax.pmean(x @ p["w"], "batch")  # noqa: E731
     q = jaxquant.quantize(fn, FP8)

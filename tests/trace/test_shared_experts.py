@@ -13,7 +13,6 @@ import pytest
 import jaxquant
 from jaxquant import ops, state
 from jaxquant.config.recipes import RECIPES
-from jaxquant.config.rules import Rule
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import MatmulSpec, Recipe, SparsitySpec, TensorSpec
@@ -121,20 +120,8 @@ def test_converted_kernels_have_one_scale_and_the_bits_of_training(config):
         q(own.convert(P, filled(own.init(P, X)), X), {}, X)
 
 
-def test_health_has_one_row_for_all():
-    from jaxquant.audit.function_health import FunctionHealth
-
-    q = jaxquant.quantize(lambda p, x: einsum(p["w"], x), FP8 | SHARE)
-    p = {"w": P["scanned"][0]}
-    health = FunctionHealth(q, lambda y, x: jnp.sum(y * y), p, X)
-    assert len(health.rows) == 1
-    assert all(np.all(np.isfinite(each)) for each in jax.tree.leaves(health(p, q.init(p, X), X)))
-
-
 def test_what_cannot_share_is_refused():
-    with pytest.raises(
-        ValueError, match="quantization_share_expert_scales True is not read by quantization 'int8'; it"
-    ):
+    with pytest.raises(ValueError, match="quantization_share_expert_scales True is not read by quantization 'int8'; i"):
         jaxquant.QuantConfig(quantization="int8", quantization_share_expert_scales=True)
     with pytest.raises(ValueError, match=r"no operand of it has one scale a tensor"):
         Recipe("mine", fwd=MatmulSpec(TensorSpec("int8"), TensorSpec("int8")), shares_experts=True)
@@ -144,13 +131,3 @@ def test_what_cannot_share_is_refused():
     handle: Any = configure_quantization(FP8 | SHARE)
     with pytest.raises(NotImplementedError, match=r"quantization_share_expert_scales true at .* use jaxquant.maybe_q"):
         handle.dot_general_cls()().init(jax.random.key(0), X[0], P["last"][..., 0], (((1,), (0,)), ((), ())))
-
-
-@pytest.mark.parametrize("backend", ["aqt", "qwix"])
-def test_other_backends_refuse_it(backend):
-    pytest.importorskip(backend)
-    spec = TensorSpec("float8_e4m3fn", "per_tensor")
-    recipe = Recipe("mine", fwd=MatmulSpec(spec, spec), shares_experts=True)
-    config = jaxquant.QuantConfig(quant_backend=backend, rules=(Rule(path=".*", recipe=recipe),))
-    with pytest.raises(NotImplementedError, match=r"recipe 'mine': .* has no shares_experts True; use quant_b"):
-        jaxquant.quantize(experts, config).init(P, X)

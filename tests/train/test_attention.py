@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxquant.audit.coverage import coverage
+from tests.lowering import equations
 from tests.train.test_frameworks import POSITIONS, SEGMENTS, SHAPE, TOKENS, made
 from train.attention import attend, choose, visibility
 from train.config import TrainConfig
@@ -87,19 +87,13 @@ def test_a_head_in_pieces_has_the_loss_and_gradients_of_the_whole(framework, tie
         def losses(params, model=model, state=state):
             return model.apply(params, state, TOKENS, SEGMENTS, POSITIONS, rngs={}, targets=TARGETS)
 
-        found[n] = losses(params), jax.grad(lambda p, f=losses: f(p).mean())(params)
-        wide = {aval.shape for aval in _avals(jax.make_jaxpr(jax.grad(lambda p, f=losses: f(p).mean()))(params).jaxpr)}
+        step = jax.jit(lambda params, f=losses: (f(params), jax.grad(lambda p: f(p).mean())(params)))
+        found[n] = step(params)
+        wide = {var.aval.shape for eqn in equations(step.trace(params).jaxpr.jaxpr) for var in eqn.outvars}
         assert ((2, 12, 80) in wide) == (n == 1)  # all logits
         assert ((2, 3, 80) in wide) == (n == 4)
     for whole, pieces in zip(*(jax.tree.leaves(found[n]) for n in (1, 4)), strict=True):
         np.testing.assert_allclose(pieces, whole, rtol=1e-5, atol=1e-7)
-
-
-def _avals(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield from (var.aval for var in eqn.outvars)
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from _avals(inner)
 
 
 def test_coverage_sees_the_head_in_pieces():

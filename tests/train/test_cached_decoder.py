@@ -16,7 +16,6 @@ from tests.train.test_frameworks import SHAPE, TOKENS, made
 from train.model import empty_cache
 
 LENGTH = 16
-BOTH = ["linen", pytest.param("nnx", marks=pytest.mark.slow)]
 RNGS = {"quant": jax.random.key(1)}
 SCHEMES = [
     ({"quantization": ""}, {}),
@@ -65,10 +64,9 @@ class Cached:
 ONCE, CHUNKED, DECODED = (12,), (4, 8, 12), (4, *range(5, 13))
 
 
-@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize(("fields", "shape"), SCHEMES, ids=IDS)
-def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape, framework):
-    decoder = Cached(framework, fields, shape)
+def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape):
+    decoder = Cached("linen", fields, shape)
     whole = decoder.whole()
     bound = CACHED_LOGITS[fields["quantization"]] * jnp.abs(whole).max()
     for cuts in (ONCE, CHUNKED, DECODED):
@@ -77,11 +75,10 @@ def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape, fram
         np.testing.assert_array_equal(logits.argmax(-1), whole.argmax(-1))
 
 
-@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize(("dtype", "axis"), CACHES)
-def test_the_first_layer_holds_the_same_bits_however_its_tokens_came(dtype, axis, framework):
+def test_the_first_layer_holds_the_same_bits_however_its_tokens_came(dtype, axis):
     """Its keys and values come from embeddings alone: equal inputs. Later ones see sums in another order."""
-    decoder = Cached(framework, {"quantization": ""}, {}, kv_quant_dtype=dtype, kv_quant_axis=axis)
+    decoder = Cached("linen", {"quantization": ""}, {}, kv_quant_dtype=dtype, kv_quant_axis=axis)
     once, chunked, decoded = (
         jax.tree.map(lambda leaf: np.asarray(leaf[:, 0]).view(np.uint8), decoder.run(cuts)[1])
         for cuts in (ONCE, CHUNKED, DECODED)
@@ -90,9 +87,8 @@ def test_the_first_layer_holds_the_same_bits_however_its_tokens_came(dtype, axis
     jax.tree.map(np.testing.assert_array_equal, decoded, once)
 
 
-@pytest.mark.parametrize("framework", BOTH)
-def test_rows_of_other_lengths_and_padding_are_not_seen(framework):
-    decoder = Cached(framework, {"quantization": ""}, {}, kv_quant_dtype="int8")
+def test_rows_of_other_lengths_and_padding_are_not_seen():
+    decoder = Cached("linen", {"quantization": ""}, {}, kv_quant_dtype="int8")
     lengths = np.asarray([12, 7])
     positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
     segments = (positions < lengths[:, None]).astype(jnp.int32)

@@ -18,7 +18,7 @@ import pytest
 
 from jaxquant.config.loader import load_yaml
 from train import sums
-from train.checkpoint import Checkpoints, SaveFailed, check_config, write_config
+from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
 from train.origin import config_of, contradiction
 from train.parameters import open_parameters
@@ -198,19 +198,6 @@ def test_a_checkpoint_gets_its_name_with_its_sums(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "checkpoints/1" / sums.NAME).is_file()
 
 
-def test_a_failed_save_is_told_and_leaves_the_one_before(run: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(folder: Path) -> None:
-        raise OSError(28, "No space left on device", str(folder))
-
-    monkeypatch.setattr(sums, "write_sums", fail)
-    with Checkpoints(run, TrainConfig()) as checkpoints:
-        checkpoints.save(3, make_state(3), POSITION)
-        assert checkpoints.newest == 2
-        with pytest.raises(SaveFailed, match="No space left on device"):
-            checkpoints.wait()
-    assert step_of(run) == 2
-
-
 def test_what_is_refused_is_passed_over(run: Path):
     refuse = lambda state, position: "it is odd" if int(state.step) == 2 else None  # noqa: E731
     found, said = restore(run, refuse=refuse)
@@ -359,9 +346,7 @@ def test_a_tokenizer_that_is_another_now_is_refused(tmp_path: Path):
     assert open_parameters(run).step == 2
     tokenizer.write_text("{ }")
     for read in (lambda: open_parameters(run), lambda: resume(run, TrainConfig(tokenizer_path=str(tokenizer)))):
-        with pytest.raises(
-            ValueError, match=r"was made with tokenizer_path .*, which is another file now; put it back"
-        ):
+        with pytest.raises(ValueError, match=r"was made with tokenizer_path .*, which is another file now; put it bac"):
             read()
 
 

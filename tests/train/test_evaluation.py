@@ -88,15 +88,6 @@ def test_the_trained_models_loss_is_what_its_run_wrote(run: Path, rows: Any):
     assert rows["trained"]["held-out loss"] == pytest.approx(wrote, abs=EVALUATION_LOSS_ATOL)
 
 
-def test_bytes_are_those_of_the_parameters(run: Path, served: list[Path], rows: Any):
-    float_ = open_served(run)
-    assert rows["float"]["MB"] == round(4 * sum(x.size for x in jax.tree.leaves(float_.params)) / 1e6, 3)
-    kernels = [x for x in jax.tree.leaves(open_served(served[1]).params) if x.dtype == jnp.int4]
-    others = [x for x in jax.tree.leaves(open_served(served[1]).params) if x.dtype != jnp.int4]
-    expected = sum(x.size for x in kernels) / 2 + sum(x.nbytes for x in others)
-    assert rows["int4w"]["MB"] == round(expected / 1e6, 3)
-
-
 def test_models_of_different_vocabularies_are_refused(run: Path):
     one = open_served(run)
     other = dataclasses.replace(one, shape=dataclasses.replace(one.shape, vocab_size=64))

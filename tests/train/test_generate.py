@@ -15,7 +15,6 @@ from train.serving import Served, open_served
 
 NEW = 9
 LIMIT = 31  # the tiny run's sequence_length is 32
-BOTH = ["linen", pytest.param("nnx", marks=pytest.mark.slow)]
 SCHEMES = [("", ""), ("int8", "int4"), ("fp8_current", "fp8")]
 
 
@@ -34,10 +33,10 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def served(finished):
-    """Return (framework, quantization, kv cache) -> the run without quantization, served with them."""
+    """Return (quantization, kv cache) -> the run without quantization, served with them."""
 
-    def get(framework: str, quantization: str, kv: str) -> Served:
-        fields = {"framework": framework, "quantization": quantization}
+    def get(quantization: str, kv: str) -> Served:
+        fields = {"quantization": quantization}
         if quantization:
             fields["quant_backend"] = "native"
         cache = {"quantize_kvcache": True, "kv_quant_dtype": kv, "kv_quant_axis": "dkv"} if kv else {}
@@ -46,12 +45,11 @@ def served(finished):
     return get
 
 
-@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize(("quantization", "kv"), SCHEMES, ids=["float", "int8 kv int4", "fp8_current kv fp8"])
-def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, framework, quantization, kv):
+def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, quantization, kv):
     (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n")
     lines = (tmp_path / "prompts.txt").read_text().split("\n")[:-1]
-    model = served(framework, quantization, kv)
+    model = served(quantization, kv)
     engine = model.engine(slots=5, prefill_chunk=8)
     prompts = model.prompts(lines, [f"prompts.txt line {number}" for number in range(1, 65)])
     streamed: dict[int, list[int]] = {}
@@ -79,11 +77,10 @@ def test_64_prompts_from_a_file_are_answered_as_alone(served, texts, tmp_path, f
     assert len({completion.tokens for completion in completions}) > 10, "the answers are all alike and tell nothing"
 
 
-@pytest.mark.parametrize("framework", BOTH)
 @pytest.mark.parametrize("quantization", ["", "int8"])
-def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts, framework, quantization):
+def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts, quantization):
     """By causality one pass over a finished text gives the logits of each of its beginnings."""
-    model = served(framework, quantization, "")
+    model = served(quantization, "")
     completions = model.engine(slots=4, prefill_chunk=8).generate(model.prompts(texts, texts), NEW)
     answered = [completion for completion in completions if completion.tokens]
     rows = np.zeros((len(answered), 32), np.int32)
@@ -106,7 +103,7 @@ def test_greedy_tokens_are_those_of_the_whole_text_without_a_cache(served, texts
 
 @pytest.mark.slow
 def test_draws_depend_on_the_prompts_number_and_not_on_the_batch(served, texts):
-    model = served("linen", "", "int8")
+    model = served("", "int8")
     prompts = [p for p in model.prompts(texts, texts) if 0 < len(p.tokens) <= LIMIT][:12]
     drawn = {}
     for seed in (1, 2):
@@ -120,7 +117,7 @@ def test_draws_depend_on_the_prompts_number_and_not_on_the_batch(served, texts):
 
 
 def test_a_text_ends_at_the_limit_at_the_caches_end_and_at_the_documents_end(served):
-    model = served("linen", "", "")
+    model = served("", "")
     engine = model.engine(slots=2, prefill_chunk=8)
     short, long = model.prompts(["item 3", "z" * (LIMIT - 1)], ["short", "long"])
     [greedy, at_end] = engine.generate([short, long], NEW)
@@ -145,7 +142,7 @@ def test_a_text_ends_at_the_limit_at_the_caches_end_and_at_the_documents_end(ser
 
 @pytest.mark.slow
 def test_another_chunk_size_and_number_of_slots_answer_alike(served, texts):
-    model = served("linen", "", "int8")
+    model = served("", "int8")
     prompts = model.prompts(texts[:16], texts[:16])
     expected = model.engine(slots=8, prefill_chunk=8).generate(prompts, NEW)
     for slots, chunk in ((1, 32), (3, 5)):
@@ -198,14 +195,14 @@ def test_sampling_out_of_range_is_refused(fields, message):
 )
 def test_an_engine_without_room_is_refused(served, options, message):
     with pytest.raises(ValueError, match=message):
-        served("linen", "", "").engine(**options)
-    engine = served("linen", "", "").engine()
+        served("", "").engine(**options)
+    engine = served("", "").engine()
     with pytest.raises(ValueError, match="max_new_tokens 0 must be at least 1"):
         engine.generate([Prompt([1], "prompt 1")], 0)
 
 
 def test_a_position_outside_of_the_cache_is_refused_before_it_is_run(served):
-    engine = served("linen", "", "").engine(slots=2)
+    engine = served("", "").engine(slots=2)
     zeros = np.zeros(2, np.int32)
     with pytest.raises(ValueError, match="do not lie in a cache of max_length 32"):
         engine.decode(engine.empty(), zeros, np.asarray([0, 32], np.int32), np.asarray([True, True]), zeros)

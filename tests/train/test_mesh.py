@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxquant.core.typed import to_mapping
 from tests import numerics
 from tests.train.conftest import ROOT
+from tests.train.mesh_worker import STEPS
 from train.config import TrainConfig
 from train.sharding import AXES, make_mesh, state_shardings
 from train.step import build
@@ -37,7 +38,7 @@ REDRAWN = ("int8",)
 
 @pytest.fixture(scope="module")
 def wide(tiny: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(tiny, steps=50, emb_dim=64)
+    return dataclasses.replace(tiny, steps=STEPS, emb_dim=64)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def eight(wide: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
-def test_each_of_fifty_steps_is_that_of_one_device_from_the_same_state(eight: dict[str, Any], name: str):
+def test_each_step_is_that_of_one_device_from_the_same_state(eight: dict[str, Any], name: str):
     """Median: as near as a renumbered model's, whose sums are added in another order too. Largest: a derived ceiling.
 
     Rounding boundaries are crossed in few steps, but then show: the median is what summation order does without them,
@@ -69,7 +70,8 @@ def test_each_of_fifty_steps_is_that_of_one_device_from_the_same_state(eight: di
     """
     found = eight[name]
     single = np.array(found["single"])
-    assert len(single) == 50
+    assert single[-5:].mean() < single[0] / 2  # it is training that is compared
+    assert len(single) == STEPS
     kind = MESHES[name]["quantization"]
     for quantity, rows in found["steps"].items():
         distance = np.abs(rows)
@@ -90,22 +92,6 @@ def test_each_of_fifty_steps_is_that_of_one_device_from_the_same_state(eight: di
     scatter = max(float(np.sqrt(np.mean(norms[1:] ** 2))), numerics.MESH_FLOOR)
     assert abs(norms[0].mean()) <= numerics.MEAN_SIGMAS * scatter / len(single) ** 0.5
     assert found["differing"] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
-def test_fifty_steps_on_their_own_stay_as_near_as_another_summation_order_does(eight: dict[str, Any], name: str):
-    """Free running, quantized training is chaotic: a last bit becomes a rounding step, and that other parameters.
-
-    No bound of summation order holds then, for one device neither. So the mesh is measured against one device with its
-    hidden units and sequences renumbered: it must stray no further.
-    """
-    single = np.array(eight[name]["single"])
-    strays = np.array(eight[name]["free"]) - single
-    spread = np.sqrt((strays**2).mean(axis=1))
-    assert spread[0] <= numerics.MESH_SPREAD * np.sqrt((spread[1:] ** 2).mean()), spread
-    # It is training that is compared.
-    assert single[-5:].mean() < single[0] / 4
 
 
 @pytest.mark.slow

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxquant.serving.arrays import CHUNK_BYTES, save_args
 from jaxquant.state import strip_bins
-from tests.train.conftest import ROOT, STEPS
+from tests.train.conftest import STEPS
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.parameters import open_parameters
 from train.step import TrainState, build
-
-MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -144,36 +138,3 @@ def test_large_arrays_are_cut_along_leading_axes(case: str):
 
 
 # Memory.
-
-
-def _save(run: Path, config: TrainConfig, params: dict[str, Any]) -> None:
-    moments = {name: jax.tree.map(jnp.zeros_like, params) for name in ("mu", "nu")}
-    with Checkpoints(run, config) as checkpoints:
-        checkpoints.save(1, TrainState(jnp.int32(1), params, moments, {}), None)
-
-
-def _stacked(layers: int, mib: int) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    kernel = rng.integers(-100, 100, (layers, mib, 2**18)).astype(np.float32)
-    return {"kernel": jnp.asarray(kernel), "small": jnp.ones(3)}
-
-
-def _read_under_limit(run: Path, spare: int) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "tests.train.memory_worker", str(run), "params/kernel", str(spare)]
-    # What is freed is given back at once, so that the limit is one of memory in use.
-    options = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | options
-    return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-def test_layers_are_read_in_less_memory_than_the_checkpoint(tmp_path: Path, tiny: TrainConfig):
-    """A checkpoint of 384 MiB, optimizer state included, whose largest leaf is 128 MiB, under a limit of 64 MiB."""
-    params = _stacked(layers=16, mib=8)
-    _save(tmp_path, tiny, params)
-    done = _read_under_limit(tmp_path, spare=64 * MIB)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["leaf"] == 128 * MIB
-    assert found["chunk"] == [1, 8, 2**18]
-    assert not found["fits"], "the limit does not bite"
-    assert found["sums"] == np.asarray(params["kernel"], np.float64).sum((1, 2)).tolist()

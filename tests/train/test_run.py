@@ -13,18 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import to_mapping
 from tests.train.conftest import ROOT, STEPS, quantized, read_lines, read_losses, train
-from train.__main__ import main
-from train.checkpoint import Checkpoints
 from train.config import TrainConfig
-from train.metrics import truncate_metrics
-from train.step import build
 
 STRINGS = ["", "int8", "fp8"]
 
@@ -75,7 +69,7 @@ def test_loss_falls_and_the_summary_says_what_ran(finished: Any, tiny: TrainConf
     assert lines[-1] == {"step": STEPS, "held_out_loss": summary["held_out_loss"]}
 
 
-@pytest.mark.parametrize("quantization", STRINGS)
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_killed_at_a_random_step_resumes_bit_identical(finished, tiny, tmp_path, quantization):
     run = tmp_path / "run"
     config = quantized(tiny, quantization)
@@ -140,36 +134,3 @@ def test_a_finished_run_ends_again_and_a_longer_one_goes_on(finished, tiny, tmp_
     assert json.loads((run / "summary.json").read_text())["held_out_loss"] == before
     train(tiny, run, steps=STEPS + 2)
     assert list(read_losses(run)) == list(range(1, STEPS + 3))
-
-
-def test_divergence_saves_the_last_good_state_and_names_the_layer(finished, tiny, tmp_path, capsys):
-    """A run is led to a checkpoint of numbers so large that the next step cannot be finite."""
-    run = _copy(finished(""), tmp_path)
-    shutil.rmtree(run / "checkpoints" / str(STEPS))
-    with Checkpoints(run, tiny) as checkpoints:
-        state, position = checkpoints.restore(build(tiny, 320).abstract_state)  # pyright: ignore
-        kernel = state.params["layers"]["self_attention"]["value"]
-        kernel["kernel"] = kernel["kernel"].at[1].set(3e38)
-        checkpoints.save(STEPS - 2, state._replace(step=jnp.int32(STEPS - 2)), position)
-    words = [f"{name}={json.dumps(value)}" for name, value in to_mapping(tiny).items() if name != "run_dir"]
-    assert main([str(ROOT / "configs/models/ci.yml"), *words, f"run_dir={run}"]) == 1
-    message = capsys.readouterr().err
-    assert f"step {STEPS - 1}: loss is nan" in message
-    assert "first non-finite output is that of layers/self_attention/value, layer 1, amax " in message
-    assert f"the last good state, step {STEPS - 2}, is saved" in message
-    assert max(read_losses(run)) == STEPS - 2
-
-
-def test_metrics_are_cut_after_the_resumed_step(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
-    path.write_text("\n".join([*lines, '{"step": 5, "lo']))
-    truncate_metrics(path, 3)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-
-
-def test_initial_parameters_do_not_depend_on_the_quantization(tiny):
-    trees = [build(quantized(tiny, string), 320).init().params for string in STRINGS]
-    for tree in trees[1:]:
-        assert jax.tree.structure(tree) == jax.tree.structure(trees[0])
-        assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), tree, trees[0])))

@@ -79,12 +79,7 @@ FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("we
 
 @pytest.mark.parametrize(
     ("string", "backend", "options"),
-    [
-        ("int8", "aqt", {}),
-        ("aqt_fp8", "aqt", {}),
-        ("fp8_full", "qwix", FIXED),
-        ("fp8_e4m3", "qwix", {}),
-    ],
+    [("int8", "aqt", {}), ("aqt_fp8", "aqt", {}), ("fp8_full", "qwix", FIXED), ("fp8_e4m3", "qwix", {})],
 )
 def test_outputs_and_gradients_of_a_model(string, backend, options):
     x = jax.random.normal(jax.random.key(2), (3, 8, 24))

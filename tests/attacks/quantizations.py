@@ -1,18 +1,15 @@
-"""Random and mutated configs of quantized checkpoints; ``python -m tests.config.hf_fuzz 20000`` tries many."""
+"""Mutated configs of quantized checkpoints: each is read in every way, or refused with a sentence."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import random
-import sys
-import time
 from typing import Any
 
 from jaxquant.config.hf import parse_quant_config, read_mlc_quantization, read_quantization, to_recipe
+from tests.attacks.tally import Tally
 from tests.mutate import mutate_json
 
-DOCUMENTED = (ValueError, TypeError, NotImplementedError)
 _ATTENTION = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
 _TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "group_size": None}
@@ -88,32 +85,30 @@ def mutated(rng: random.Random, value: Any) -> Any:
     return value
 
 
-def attempt(rng: random.Random) -> str:
-    """Read one config in every way; return what came of it, and let any other error than a documented one pass."""
-    quantization = mutated(rng, rng.choice(SEEDS))
-    config: dict[str, Any] = {"num_hidden_layers": 2, "quantization_config": quantization}
-    if rng.random() < 0.2:
-        config = {"text_config": config}
-    if rng.random() < 0.1:
-        config = mutated(rng, config)
-    tensors: Any = mutated(rng, _TENSORS) if rng.random() < 0.1 else _TENSORS
-    sidecar = (
-        mutated(rng, {"producer": {"name": "modelopt"}, "quantization": quantization}) if rng.random() < 0.1 else None
-    )
-    results = []
-    for call in (
-        lambda: _recipes(read_quantization(config, tensors, sidecar)),
-        lambda: parse_quant_config(config, tensors, rng.choice(["float8_e4m3fn", "uint8", "bfloat16", "int8"])),
-        lambda: read_mlc_quantization("fp8_e4m3fn_bf16_block_scale", config),
-    ):
-        try:
-            results.append("none" if call() is None else "read")
-        except DOCUMENTED as error:
-            message = str(error)
-            if len(message) < 10 or "\n" in message:
-                raise AssertionError(f"an error without a sentence: {message!r} of {config!r}") from error
-            results.append(type(error).__name__)
-    return results[0]
+def attack_quantizations(count: int, seed: int) -> Tally:
+    """Read ``count`` configs, each for a model, as MAX and as MLC do."""
+    tally = Tally()
+    for number in range(count):
+        rng = random.Random(seed * 10**9 + number)
+        quantization = mutated(rng, rng.choice(SEEDS))
+        config: dict[str, Any] = {"num_hidden_layers": 2, "quantization_config": quantization}
+        if rng.random() < 0.2:
+            config = {"text_config": config}
+        if rng.random() < 0.1:
+            config = mutated(rng, config)
+        tensors: Any = mutated(rng, _TENSORS) if rng.random() < 0.1 else _TENSORS
+        about = {"producer": {"name": "modelopt"}, "quantization": quantization}
+        sidecar = mutated(rng, about) if rng.random() < 0.1 else None
+        dtype = rng.choice(["float8_e4m3fn", "uint8", "bfloat16", "int8"])
+        for call in (
+            lambda config=config, tensors=tensors, sidecar=sidecar: _recipes(
+                read_quantization(config, tensors, sidecar)
+            ),
+            lambda config=config, tensors=tensors, dtype=dtype: parse_quant_config(config, tensors, dtype),
+            lambda config=config: read_mlc_quantization("fp8_e4m3fn_bf16_block_scale", config),
+        ):
+            tally.attempt(f"{number} of seed {seed}: {config!r:.500}", call)
+    return tally
 
 
 def _recipes(quantization) -> Any:
@@ -125,18 +120,3 @@ def _recipes(quantization) -> Any:
             with contextlib.suppress(NotImplementedError):
                 to_recipe(spec, "fuzz")
     return quantization
-
-
-def main(count: int, seed: int = 0) -> collections.Counter[str]:
-    found: collections.Counter[str] = collections.Counter()
-    for index in range(count):
-        rng = random.Random(seed * 10**9 + index)
-        start = time.perf_counter()
-        found[attempt(rng)] += 1
-        if time.perf_counter() - start > 1:
-            raise AssertionError(f"config {index} of seed {seed} took more than a second")
-    return found
-
-
-if __name__ == "__main__":
-    print(dict(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)))
