@@ -48,7 +48,8 @@ def _integer(name: str, bits: int, held_by: str = "") -> Element:
     return Element(name, bits, "int", qmax, qmax + 0.5, held_by=held_by)
 
 
-def _floating(name: str, held_by: str = "") -> Element:
+def floating(name: str, held_by: str = "") -> Element:
+    """Return a float type by its dtype's name; of six bits too, which no recipe can name."""
     info = jnp.finfo(name)
     return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp, held_by)
 
@@ -58,11 +59,11 @@ ELEMENTS: dict[str, Element] = {
     for element in (
         _integer("int8", 8),
         _integer("int4", 4, held_by="int8"),
-        _floating("float8_e4m3fn"),
-        _floating("float8_e5m2"),
-        _floating("float8_e4m3fnuz"),
-        _floating("float8_e5m2fnuz"),
-        _floating("float4_e2m1fn", held_by="float8_e4m3fn"),
+        floating("float8_e4m3fn"),
+        floating("float8_e5m2"),
+        floating("float8_e4m3fnuz"),
+        floating("float8_e5m2fnuz"),
+        floating("float4_e2m1fn", held_by="float8_e4m3fn"),
     )
 }
 

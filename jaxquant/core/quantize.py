@@ -54,10 +54,7 @@ def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, flo
         scale = calibration.maximum / kind.bound
         return Scales(jnp.full(counts, 1.0 if scale < floor else scale, jnp.float32))
     if calibration.method == "fixed":
-        low, high = (
-            jnp.full(counts, calibration.minimum, jnp.float32),
-            jnp.full(counts, calibration.maximum, jnp.float32),
-        )
+        low, high = (jnp.full(counts, end, jnp.float32) for end in (calibration.minimum, calibration.maximum))
     elif calibration.method == "minmax":
         known = jnp.where(jnp.isnan(x), jnp.inf, x)
         low = jnp.minimum(reduce_blocks(known, block, jnp.min, lowest).astype(jnp.float32), 0) * calibration.factor

@@ -6,11 +6,11 @@ from the bits of a float32.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
+
+from jaxquant.core.dtypes import Element, floating
 
 SMALLEST_NORMAL = 2.0**-126
 E8M0_BIAS = 127
@@ -18,45 +18,12 @@ E8M0_NAN = 255
 _MANTISSA = 0x7FFFFF
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Minifloat:
-    """A binary float of at most eight bits.
-
-    Attributes:
-      name: dtype name, as ml_dtypes spells it.
-      exponent_bits, mantissa_bits: of the code, which has one sign bit above them.
-      max: largest finite value.
-    """
-
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
-    max: float
-
-    @property
-    def bits(self) -> int:
-        return 1 + self.exponent_bits + self.mantissa_bits
-
-    @property
-    def min_exponent(self) -> int:
-        """Exponent of the smallest normal number."""
-        return 2 - 2 ** (self.exponent_bits - 1)
-
-
-MINIFLOATS = {
-    row.name: row
-    for row in (
-        Minifloat("float4_e2m1fn", 2, 1, 6.0),
-        Minifloat("float6_e2m3fn", 2, 3, 7.5),
-        Minifloat("float6_e3m2fn", 3, 2, 28.0),
-        Minifloat("float8_e4m3fn", 4, 3, 448.0),
-        Minifloat("float8_e5m2", 5, 2, 57344.0),
-    )
-}
+_NAMES = ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2")
+MINIFLOATS = {name: floating(name) for name in _NAMES}
 """The element types of OCP MX v1.0, section 5.3."""
 
 
-def encode_minifloat(x: Float[Array, ...], kind: Minifloat) -> UInt8[Array, ...]:
+def encode_minifloat(x: Float[Array, ...], kind: Element) -> UInt8[Array, ...]:
     """Return the codes of ``x``: rounded to nearest, ties to even, saturating at ``kind.max``.
 
     Of the eight-bit types NaN stays NaN; the others have none, and a block that holds one is marked by its scale.
@@ -72,13 +39,13 @@ def encode_minifloat(x: Float[Array, ...], kind: Minifloat) -> UInt8[Array, ...]
     return (code | jnp.signbit(x).astype(jnp.int32) << (kind.bits - 1)).astype(jnp.uint8)
 
 
-def decode_minifloat(code: UInt8[Array, ...], kind: Minifloat) -> Float[Array, ...]:
+def decode_minifloat(code: UInt8[Array, ...], kind: Element) -> Float[Array, ...]:
     """Return the float32 values of codes, exactly."""
     if kind.bits == 8:
         return jax.lax.bitcast_convert_type(code, jnp.dtype(kind.name)).astype(jnp.float32)
     code = code.astype(jnp.int32)
     mantissa = code & (2**kind.mantissa_bits - 1)
-    field = code >> kind.mantissa_bits & (2**kind.exponent_bits - 1)
+    field = code >> kind.mantissa_bits & (2 ** (kind.bits - 1 - kind.mantissa_bits) - 1)
     steps = jnp.where(field > 0, mantissa + 2**kind.mantissa_bits, mantissa).astype(jnp.float32)
     value = steps * power_of_two(jnp.maximum(field, 1) - 1 + kind.min_exponent - kind.mantissa_bits)
     return jnp.where(code >> (kind.bits - 1) & 1 == 1, -value, value)
@@ -119,7 +86,7 @@ def times_power_of_two(x: Float[Array, ...], power: Int[Array, ...]) -> Float[Ar
     return jax.lax.bitcast_convert_type(magnitude | (bits & jnp.int32(-(2**31))), jnp.float32)
 
 
-def encode_e8m0(amax: Float[Array, ...], kind: Minifloat, rounding: str = "up") -> UInt8[Array, ...]:
+def encode_e8m0(amax: Float[Array, ...], kind: Element, rounding: str = "up") -> UInt8[Array, ...]:
     """Return the E8M0 byte of the scale that brings ``amax`` into the range of an element.
 
     ``up``: ``2**ceil(log2(amax / max))``, so that nothing saturates that decodes to a finite float32. ``floor``:

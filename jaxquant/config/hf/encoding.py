@@ -7,7 +7,7 @@ import enum
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxquant.formats import BlockParameters, Codec, codec
+from jaxquant.formats import BlockParameters, Codec, block_parameters, codec
 
 
 class QuantizationEncoding(enum.Enum):
@@ -44,7 +44,7 @@ class QuantizationEncoding(enum.Enum):
         Raises:
           NotImplementedError: GPTQ, which has no blocks of bytes.
         """
-        return BlockParameters(self._codec.elements_per_block, self._codec.bytes_per_block)
+        return block_parameters(self._codec.name)
 
     @property
     def elements_per_block(self) -> int:

@@ -149,7 +149,7 @@ def interleave_scales(scales: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint8) if scales.dtype.itemsize == 1 else scales
     bits = jnp.pad(bits, padding)
     blocks = bits.reshape(bits.shape[0] // _SCALE_ROWS, 4, 32, bits.shape[1] // _SCALE_COLUMNS, _SCALE_COLUMNS)
-    return _as_dtype(blocks.transpose(0, 3, 2, 1, 4), scales.dtype)
+    return jax.lax.bitcast_convert_type(blocks.transpose(0, 3, 2, 1, 4), scales.dtype)
 
 
 def deinterleave_scales(interleaved: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -164,12 +164,6 @@ def deinterleave_scales(interleaved: jax.Array, shape: tuple[int, int]) -> jax.A
             f"interleaved scales of shape {interleaved.shape} do not hold scales of shape {shape}, which fill "
             f"{(rows, columns, 32, 4, 4)}"
         )
-    dtype = interleaved.dtype
-    bits = jax.lax.bitcast_convert_type(interleaved, jnp.uint8) if dtype.itemsize == 1 else interleaved
-    blocks = bits.reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    blocks = interleaved.reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
     flat = blocks.reshape(rows * _SCALE_ROWS, columns * _SCALE_COLUMNS)
-    return _as_dtype(flat[: shape[0], : shape[1]], dtype)
-
-
-def _as_dtype(bits: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, dtype) if jnp.dtype(dtype).itemsize == 1 else bits
+    return flat[: shape[0], : shape[1]]

@@ -161,7 +161,8 @@ class _View:
     def config(self, layers: int, dtype: str) -> QuantConfig:
         spec, format = self._spec(dtype)
         experts_only = self.quantization.method == "mxfp4"
-        mlp, attention = self._layer_sets(layers)
+        mlp = self._quantized_layers(layers, _MLP, "MLPs")
+        attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections")
         if experts_only:
             mlp = frozenset(i for i in range(layers) if self._is_quantized(f"layers.{i}.mlp.experts"))
         config = QuantConfig(
@@ -261,22 +262,18 @@ class _View:
     def _is_quantized(self, name: str) -> bool:
         return self.quantization.is_quantized(self.ignored_prefix + name)
 
-    def _layer_sets(self, layers: int) -> tuple[frozenset[int], frozenset[int]]:
-        def quantized_layers(parts: tuple[str, ...], word: str) -> frozenset[int]:
-            chosen: set[int] = set()
-            for index in range(layers):
-                quantized = [self._is_quantized(f"layers.{index}.{part}") for part in parts]
-                if any(quantized) and not all(quantized):
-                    which = ", ".join(part for part, on in zip(parts, quantized, strict=True) if not on)
-                    raise ValueError(
-                        f"float8 quantization currently assumes uniform quantization for {word}; "
-                        f"layer {index} leaves out {which}"
-                    )
-                if all(quantized):
-                    chosen.add(index)
-            return frozenset(chosen)
-
-        return quantized_layers(_MLP, "MLPs"), quantized_layers(_ATTENTION, "attention QKV and output projections")
+    def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str) -> frozenset[int]:
+        chosen: set[int] = set()
+        for index in range(layers):
+            floats = [part for part in parts if not self._is_quantized(f"layers.{index}.{part}")]
+            if floats and len(floats) < len(parts):
+                raise ValueError(
+                    f"float8 quantization currently assumes uniform quantization for {word}; "
+                    f"layer {index} leaves out {', '.join(floats)}"
+                )
+            if not floats:
+                chosen.add(index)
+        return frozenset(chosen)
 
     def _embedding_dtype(self, format: QuantFormat) -> str:
         for name in ("embed_tokens", "lm_head"):

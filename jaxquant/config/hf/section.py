@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxquant.core.typed import show
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
@@ -45,7 +47,7 @@ class Section:
         """
         for place, value in self._unread():
             raise NotImplementedError(
-                f"{place} {_shown(value)} is not read and may change values; export the checkpoint without it"
+                f"{place} {show(value)} is not read and may change values; export the checkpoint without it"
             )
 
     def _unread(self) -> Iterator[tuple[str, Any]]:
@@ -62,14 +64,14 @@ class Section:
         """Return a string; ``default`` where the key is missing or null, which is an error if there is none."""
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise TypeError(f"{self.where(key)} must be a string, got {_shown(value)}")
+            raise TypeError(f"{self.where(key)} must be a string, got {show(value)}")
         return value
 
     def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         """Return a whole number above 0 and at most ``most``."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise ValueError(f"{self.where(key)} must be a whole number from 1 to {most}, got {_shown(value)}")
+            raise ValueError(f"{self.where(key)} must be a whole number from 1 to {most}, got {show(value)}")
         return value
 
     def number(self, key: str) -> float | None:
@@ -78,13 +80,13 @@ class Section:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise ValueError(f"{self.where(key)} must be a finite number above 0, got {_shown(value)}")
+            raise ValueError(f"{self.where(key)} must be a finite number above 0, got {show(value)}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise TypeError(f"{self.where(key)} must be true or false, got {_shown(value)}")
+            raise TypeError(f"{self.where(key)} must be true or false, got {show(value)}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -93,10 +95,10 @@ class Section:
         if value is None:
             return ()
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
-            raise TypeError(f"{self.where(key)} must be a list of strings, got {_shown(value)}")
+            raise TypeError(f"{self.where(key)} must be a list of strings, got {show(value)}")
         for index, item in enumerate(value):
             if not isinstance(item, str):
-                raise TypeError(f"{self.where(key)}[{index}] must be a string, got {_shown(item)}")
+                raise TypeError(f"{self.where(key)}[{index}] must be a string, got {show(item)}")
         return tuple(value)
 
     def pair(self, key: str) -> tuple[int, int] | None:
@@ -109,7 +111,7 @@ class Section:
             first, second = (_whole(word) for word in words)
             if first and second:
                 return first, second
-        raise ValueError(f"{self.where(key)} must be two whole numbers above 0, got {_shown(value)}")
+        raise ValueError(f"{self.where(key)} must be two whole numbers above 0, got {show(value)}")
 
     def section(self, key: str) -> Section:
         """Return the mapping under a key; an empty one where it is missing or null."""
@@ -117,7 +119,7 @@ class Section:
         if value is None:
             return Section({}, self.where(key), self.asked)
         if not isinstance(value, Mapping):
-            raise TypeError(f"{self.where(key)} must be a mapping, got {_shown(value)}")
+            raise TypeError(f"{self.where(key)} must be a mapping, got {show(value)}")
         return Section(value, self.where(key), self.asked)
 
     def _value(self, key: str, default: Any) -> Any:
@@ -138,11 +140,6 @@ def _says_something(value: Any) -> bool:
     return (
         any(map(_says_something, value.values())) if isinstance(value, Mapping) else value not in (None, False, "", [])
     )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _whole(word: object) -> int | None:
