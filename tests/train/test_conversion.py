@@ -34,7 +34,6 @@ from train.origin import DATA
 from train.serving import Served, open_served
 from train.sums import seal, write_sums
 
-OPTIMIZED = True
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
 KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]
 SCHEMES = {
