@@ -23,8 +23,10 @@ _LANES = 128  # of a TPU's vector registers: splash attention takes heads of who
 _BLOCKS = (512, 256, 128)  # of queries and keys that a splash program loads, the largest that divides
 
 
-def _misfit(kind: str, head_dim: int, length: int, dtype: str) -> str:
-    """Return why a kernel does not take these shapes, "" where it does."""
+def _misfit(kind: str, platform: str, head_dim: int, length: int, dtype: str) -> str:
+    """Return why a kernel does not run there, or not with these shapes; "" where it does."""
+    if platform not in PLATFORMS[kind]:
+        return f"runs on {' or '.join(PLATFORMS[kind])}, and the devices are {platform}"
     if kind == "cudnn" and dtype != "bfloat16":
         return f"takes bfloat16, and dtype is {dtype}"
     if kind == "cudnn" and (head_dim % 8 or head_dim > 128):
@@ -47,20 +49,11 @@ def choose(asked: str, platform: str, head_dim: int, length: int, dtype: str) ->
     Raises:
       ValueError: the kernel that was asked for does not run there, or not with these shapes.
     """
+    why = {kind: _misfit(kind, platform, head_dim, length, dtype) for kind in PLATFORMS}
     if asked == "auto":
-        fits = [
-            kind
-            for kind, places in PLATFORMS.items()
-            if platform in places and not _misfit(kind, head_dim, length, dtype)
-        ]
-        return fits[0] if fits else "xla"  # type: ignore[return-value]
-    if asked != "xla" and platform not in PLATFORMS[asked]:
-        raise ValueError(
-            f"attention {asked!r} runs on {' or '.join(PLATFORMS[asked])}, and the devices are {platform}; use 'auto' "
-            "or 'xla'"
-        )
-    if why := _misfit(asked, head_dim, length, dtype):
-        raise ValueError(f"attention {asked!r} {why}; use 'auto' or 'xla'")
+        asked = next((kind for kind, reason in why.items() if not reason), "xla")
+    elif why.get(asked):
+        raise ValueError(f"attention {asked!r} {why[asked]}; use 'auto' or 'xla'")
     return asked  # type: ignore[return-value]
 
 

@@ -24,10 +24,7 @@ from train.step import TrainState
 def write_config(run_dir: Path, config: TrainConfig) -> None:
     """Write the resolved configuration as ``config.yml``, whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(to_mapping(config), sort_keys=False)
-    partial = run_dir / "config.yml.partial"
-    partial.write_text(text)
-    os.replace(partial, run_dir / "config.yml")
+    sums.write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
 def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
@@ -41,14 +38,10 @@ def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any
         saying that this file is damaged.
     """
     there = origin.read_config(run_dir)
-    if there is None:
-        return {}
-    if refused := origin.differing(there, config, RUN_CONTROL | ADJUSTABLE):
-        raise ValueError(
-            f"the configuration does not match the run in {run_dir}; choose another run_dir or undo:"
-            f"{origin.lines(refused, 'in the run', 'asked')}"
-        )
-    return origin.differing(there, config, RUN_CONTROL)
+    different = origin.differing(to_mapping(there), to_mapping(config)) if there else {}
+    message = f"the configuration does not match the run in {run_dir}; choose another run_dir or undo"
+    origin.refuse(different, message, "in the run", "asked")
+    return {name: pair for name, pair in different.items() if name in ADJUSTABLE}
 
 
 class SaveFailed(OSError):
@@ -193,16 +186,16 @@ class Checkpoints:
 
     def _check_origin(self, step: int, say: Any) -> None:
         """Refuse a checkpoint of another configuration than the one asked, and tell what differs and may."""
-        made_with = origin.recorded(self._folder / str(step))
-        there = origin.read_config(self._run_dir) or made_with
-        different = origin.differing(made_with, self._config, {"run_dir"})
-        in_file = origin.differing(made_with, there, RUN_CONTROL)
-        free = RUN_CONTROL | (ADJUSTABLE - in_file.keys())
-        if refused := {name: pair for name, pair in different.items() if name not in free}:
-            raise ValueError(
-                f"checkpoint {step} in {self._folder} is of another run; put the run's own back, choose another "
-                f"run_dir, or undo:{origin.lines(refused, 'in the checkpoint', 'asked')}"
-            )
+        made_with = to_mapping(origin.recorded(self._folder / str(step)))
+        there = origin.read_config(self._run_dir)
+        different = origin.differing(made_with, to_mapping(self._config))
+        in_file = origin.differing(made_with, to_mapping(there)) if there else {}
+        in_file = {name: pair for name, pair in in_file.items() if name not in RUN_CONTROL}
+        message = (
+            f"checkpoint {step} in {self._folder} is of another run; put the run's own back, choose another run_dir, "
+            "or undo"
+        )
+        origin.refuse(different, message, "in the checkpoint", "asked", origin.FREE - in_file.keys())
         for name, (before, now) in different.items():
             if name in RUN_CONTROL:
                 say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")

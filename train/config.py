@@ -39,8 +39,29 @@ ADJUSTABLE = frozenset({"learning_rate", "weight_decay", "gradient_clipping_thre
 """Fields that may differ, too, so that a run that stopped need not start over; each change is in metrics.jsonl."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Shape and numerics of the decoder; ``TrainConfig`` says what the fields mean."""
+
+    vocab_size: int = 0
+    emb_dim: int = 512
+    mlp_dim: int = 1536
+    num_layers: int = 8
+    num_query_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    rope_theta: float = 500000.0
+    norm_epsilon: float = 1e-5
+    logits_via_embedding: bool = True
+    scan_layers: bool = True
+    remat_policy: Literal["none", "full", "dots", "quantized"] = "none"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    head_chunks: int = 0
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(QuantConfig):
+class TrainConfig(Shape, QuantConfig):
     """One training run.
 
     Attributes:
@@ -83,21 +104,6 @@ class TrainConfig(QuantConfig):
     framework: Literal["linen", "nnx"] = "linen"
     seed: int = 0
     steps: int = 1000
-    vocab_size: int = 0
-    emb_dim: int = 512
-    mlp_dim: int = 1536
-    num_layers: int = 8
-    num_query_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 64
-    rope_theta: float = 500000.0
-    norm_epsilon: float = 1e-5
-    logits_via_embedding: bool = True
-    scan_layers: bool = True
-    remat_policy: Literal["none", "full", "dots", "quantized"] = "none"
-    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
-    head_chunks: int = 0
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     dataset: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
     dataset_path: str = ""
     dataset_text_field: str = "text"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,15 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.export import STATIC_INPUTS, Row, Source, Vocabulary, export
+from jaxquant.export import STATIC_INPUTS, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from train.config import TrainConfig
-from train.conversion import calibrate_run, quantization_of, trained_kernels
+from train.conversion import CALIBRATION_BATCHES, calibrate_run, quantization_of, trained_kernels
 from train.llama import Place, check_parameters, llama_shape, places, quantized_to_hf, to_hf
 from train.origin import check_files
 from train.parameters import Parameters, open_parameters
 from train.step import decoder_of
-from train.tokenizer import Tokenizer
 
-CALIBRATION_BATCHES = 8
 _HISTORY = "input_amax_history"
 
 
@@ -88,83 +87,80 @@ def open_source(
 
 def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], None]) -> Source:
     stored = open_parameters(folder, step, say)
-    config = stored.config
-    tokenizer, decoder, _ = decoder_of(config)
-    shape = llama_shape(decoder, config.sequence_length)
-    found, tensors = places(config, shape), shape.tensors()
-    check_parameters(leaves_by_path(stored.shapes["params"]), found)
+    kernels = functools.cache(lambda: trained_kernels(stored, decoder_of(stored.config)[1]))
 
-    def read(name: str) -> np.ndarray:
-        module = name.removesuffix(".weight")
-        place = found[module]
-        array = stored.read(f"params/{place.path}", *(() if place.layer is None else (place.layer,)))
-        return to_hf(array, module, tensors[name])
+    def quantized(path: str, index: tuple[int, ...]) -> QTensor | None:
+        convert = kernels().get(path.removesuffix("/kernel"))
+        return None if convert is None else convert(index)
 
-    kernels = functools.cache(lambda: trained_kernels(stored, decoder))
-
-    def quantized(module: str) -> QTensor | None:
-        place = found[module]
-        convert = kernels().get(place.path.removesuffix("/kernel"))
-        if convert is None:
-            return None
-        return quantized_to_hf(convert(() if place.layer is None else (place.layer,)), tensors[f"{module}.weight"])
-
-    amax = _measure(stored, config, decoder, found, batches, say) if batches else {}
-    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), amax, quantized)
+    source, found = _llama(
+        stored.config,
+        leaves_by_path(stored.shapes["params"]),
+        lambda path, index: stored.read(f"params/{path}", *index),
+        quantized,
+    )
+    return dataclasses.replace(source, input_amax=_measure(stored, found, batches, say)) if batches else source
 
 
-def _measure(
-    stored: Parameters, config: TrainConfig, decoder: Any, found: Mapping[str, Place], batches: int, say: Any
-) -> dict[str, float]:
+def _measure(stored: Parameters, found: Mapping[str, Place], batches: int, say: Any) -> dict[str, float]:
     """Measure the largest magnitude of the input of each linear layer on held-out text, the parameters in float."""
     plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
-    fields = to_mapping(config) | plain | {"framework": "linen", "remat_policy": "none"}
+    fields = to_mapping(stored.config) | plain | {"framework": "linen", "remat_policy": "none"}
     calibrated: TrainConfig = build(TrainConfig, fields)
-    state = leaves_by_path(calibrate_run(stored, calibrated, decoder, batches, say))
+    state = leaves_by_path(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], batches, say))
     amax = {}
     for module, place in found.items():
         layer = place.path.removesuffix("/kernel")
         histories = [leaf for path, leaf in state.items() if path.startswith(f"{layer}/") and path.endswith(_HISTORY)]
         if histories:
             history = np.asarray(histories[0])
-            amax[module] = float(np.max(history if place.layer is None or history.ndim == 1 else history[place.layer]))
+            amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
     return amax
 
 
 def _of_converted(folder: Path) -> Source:
     found = serving.load(folder)
     check_files(folder, found.extra["train"], found.extra.get("files", {}))
-    config: TrainConfig = build(TrainConfig, found.extra["train"])
-    tokenizer, decoder, _ = decoder_of(config)
-    shape = llama_shape(decoder, config.sequence_length)
-    where, tensors = places(config, shape), shape.tensors()
     leaves = leaves_by_path(found.params, is_leaf=lambda node: isinstance(node, QTensor))
     leaves = {path: leaf for path, leaf in leaves.items() if not path.endswith("/input_scale")}
-    check_parameters(leaves, where)
 
-    def at(module: str) -> Any:
-        place, leaf = where[module], leaves[where[module].path]
-        if place.layer is None:
-            return leaf
+    def at(path: str, index: tuple[int, ...]) -> Any:
         # A loop over the stacked axis takes the 0 that stands for it out of the block.
-        return jax.tree.map(lambda part: part[place.layer], leaf)
+        return jax.tree.map(lambda part: part[index], leaves[path]) if index else leaves[path]
 
-    def read(name: str) -> np.ndarray:
+    def read(path: str, index: tuple[int, ...]) -> np.ndarray:
+        leaf = at(path, index)
+        return np.asarray(dequantize(leaf) if isinstance(leaf, QTensor) else leaf, np.float32)
+
+    def quantized(path: str, index: tuple[int, ...]) -> QTensor | None:
+        leaf = at(path, index)
+        return leaf if isinstance(leaf, QTensor) else None
+
+    return _llama(build(TrainConfig, found.extra["train"]), leaves, read, quantized)[0]
+
+
+def _llama(
+    config: TrainConfig,
+    paths: Iterable[str],
+    read: Callable[[str, tuple[int, ...]], np.ndarray],
+    quantized: Callable[[str, tuple[int, ...]], QTensor | None],
+) -> tuple[Source, dict[str, Place]]:
+    """Return a decoder as a Llama, and where the parameters of that are; both functions take a path and an index."""
+    tokenizer, decoder, _ = decoder_of(config)
+    shape = llama_shape(decoder, config.sequence_length)
+    found, tensors = places(config, shape), shape.tensors()
+    check_parameters(paths, found)
+
+    def tensor(name: str) -> np.ndarray:
         module = name.removesuffix(".weight")
-        leaf = at(module)
-        array = dequantize(leaf) if isinstance(leaf, QTensor) else leaf
-        return to_hf(np.asarray(array, np.float32), module, tensors[name])
+        return to_hf(read(*found[module]), module, tensors[name])
 
-    def quantized(module: str) -> QTensor | None:
-        leaf = at(module)
-        return quantized_to_hf(leaf, tensors[f"{module}.weight"]) if isinstance(leaf, QTensor) else None
+    def kernel(module: str) -> QTensor | None:
+        value = quantized(*found[module])
+        return None if value is None else quantized_to_hf(value, tensors[f"{module}.weight"])
 
-    return Source(shape, read, _vocabulary(tokenizer, config, shape.vocab_size), {}, quantized)
-
-
-def _vocabulary(tokenizer: Tokenizer, config: TrainConfig, size: int) -> Vocabulary:
-    """Return a tokenizer on its way into files, for an embedding of ``size`` rows."""
-    if not config.tokenizer_path:
-        return byte_vocabulary(size)
-    data = json.loads(Path(config.tokenizer_path).read_bytes())
-    return of_tokenizer_json(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
+    vocabulary = byte_vocabulary(shape.vocab_size)
+    if config.tokenizer_path:
+        data = json.loads(Path(config.tokenizer_path).read_bytes())
+        vocabulary = of_tokenizer_json(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
+    return Source(shape, tensor, vocabulary, quantized=kernel), found

@@ -112,15 +112,6 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-@dataclasses.dataclass
-class _Running:
-    """A prompt in a slot."""
-
-    place: int
-    prompt: Prompt
-    tokens: list[int]
-
-
 class Engine:
     """A decoder with room for ``slots`` texts of ``max_length`` tokens.
 
@@ -153,11 +144,8 @@ class Engine:
         sampling: Sampling | None = None,
         end_token: int | None = None,
     ):
-        for name, value, least in (
-            ("max_length", max_length, 2),
-            ("slots", slots, 1),
-            ("prefill_chunk", prefill_chunk, 1),
-        ):
+        sizes = (("max_length", max_length, 2), ("slots", slots, 1), ("prefill_chunk", prefill_chunk, 1))
+        for name, value, least in sizes:
             if value < least:
                 raise ValueError(f"{name} {value} must be at least {least}")
         self.max_length, self.slots, self.prefill_chunk = max_length, slots, prefill_chunk
@@ -264,43 +252,42 @@ class Engine:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1")
         done: dict[int, Completion] = {}
-        waiting: collections.deque[tuple[int, Prompt]] = collections.deque()
-        running: dict[int, _Running] = {}
+        waiting, running = collections.deque(enumerate(prompts)), {}  # places by slot
+        texts: list[list[int]] = [[] for _ in prompts]
 
-        def finish(place: int, completion: Completion) -> None:
-            done[place] = completion
-            on_done(place, completion)
+        def finish(place: int, stopped: Any, message: str = "") -> None:
+            done[place] = Completion(prompts[place], tuple(texts[place]), stopped, message)
+            on_done(place, done[place])
 
-        def is_finished(text: _Running, token: int) -> bool:
-            """Take a new token, and say whether the text ends with it."""
-            stopped: Any = "document_end" if token == self._end else None
-            if stopped is None:
-                text.tokens.append(token)
-                on_token(text.place, token)
-                if len(text.tokens) == max_new_tokens:
-                    stopped = "max_new_tokens"
-                elif len(text.prompt.tokens) + len(text.tokens) == self.max_length:
-                    stopped = "cache_end"
-            if stopped is not None:
-                finish(text.place, Completion(text.prompt, tuple(text.tokens), stopped))
-            return stopped is not None
+        def is_finished(place: int, token: int) -> bool:
+            """Take a new token, and return whether the text ends with it."""
+            if token == self._end:
+                finish(place, "document_end")
+                return True
+            texts[place].append(token)
+            on_token(place, token)
+            if len(texts[place]) == max_new_tokens:
+                finish(place, "max_new_tokens")
+            elif len(prompts[place].tokens) + len(texts[place]) == self.max_length:
+                finish(place, "cache_end")
+            return place in done
 
         for place, prompt in enumerate(prompts):
             if message := self.refusal(prompt):
-                finish(place, Completion(prompt, (), "refused", message))
-            else:
-                waiting.append((place, prompt))
+                finish(place, "refused", message)
         cache = self.empty()
         tokens, positions, numbers = (np.zeros(self.slots, np.int32) for _ in range(3))
         while waiting or running:
             for slot in range(self.slots):
                 while slot not in running and waiting:
-                    text = _Running(*waiting.popleft(), [])
-                    tokens[slot], row = self.prefill(text.prompt)
-                    if not is_finished(text, int(tokens[slot])):
+                    place, prompt = waiting.popleft()
+                    if place in done:
+                        continue
+                    tokens[slot], row = self.prefill(prompt)
+                    if not is_finished(place, int(tokens[slot])):
                         cache = self.insert(cache, row, slot)
-                        running[slot] = text
-                        positions[slot], numbers[slot] = len(text.prompt.tokens), text.prompt.number
+                        running[slot] = place
+                        positions[slot], numbers[slot] = len(prompt.tokens), prompt.number
             if not running:
                 break
             active = np.isin(np.arange(self.slots), list(running))
@@ -308,9 +295,7 @@ class Engine:
             chosen, cache = self.decode(cache, tokens.copy(), positions.copy(), active, numbers.copy())
             tokens[active] = chosen[active]
             positions[active] += 1
-            for slot, text in list(running.items()):
-                if is_finished(text, int(tokens[slot])):
-                    del running[slot]
+            running = {slot: place for slot, place in running.items() if not is_finished(place, int(tokens[slot]))}
         return [done[place] for place in range(len(prompts))]
 
     def refusal(self, prompt: Prompt) -> str:

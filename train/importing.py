@@ -209,11 +209,9 @@ def import_to_serve(
             scales.append(None if layer is None else _input_scale(source, module, layer))  # or an error of its own
             part, kind, sqnr = _served(source, folder, module, layer, own, decoder.dtype)
             parts.append(part)
-            size, nbytes = (
-                source.shape.tensors()[f"{module}.weight"],
-                sum(each.nbytes for each in jax.tree.leaves(part)),
-            )
-            rows.append(Row(f"{module}.weight", kind, size, nbytes, sqnr))
+            name = f"{module}.weight"
+            size = sum(each.nbytes for each in jax.tree.leaves(part))
+            rows.append(Row(name, kind, source.shape.tensors()[name], size, sqnr))
             progress(rows[-1])
         for place, each in ((path, parts), (f"{path.rpartition('/')[0]}/{INPUT_SCALE}", scales)):
             if each[0] is not None:

@@ -6,9 +6,8 @@ rotate halves in the rotary embedding, and multiply by ``silu(gate) · up``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,12 +43,11 @@ _FIELDS = {
 """Fields of the decoder's shape and those of a Llama that they are."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in the parameters: the path of its array, and its layer where layers are stacked."""
+class Place(NamedTuple):
+    """Where a tensor lies in the parameters: the path of its array, and its layer's index where layers are stacked."""
 
     path: str
-    layer: int | None = None
+    index: tuple[int, ...] = ()
 
 
 def llama_shape(shape: DecoderConfig, max_length: int) -> LlamaShape:
@@ -67,7 +65,7 @@ def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
     found = {name: Place(path) for path, name in _WHOLE.items() if name != "lm_head" or not shape.tied}
     for index in range(shape.layers):
         for path, name in _LAYER.items():
-            place = Place(f"layers/{path}", index) if config.scan_layers else Place(f"layers_{index}/{path}")
+            place = Place(f"layers/{path}", (index,)) if config.scan_layers else Place(f"layers_{index}/{path}")
             found[f"model.layers.{index}.{name}"] = place
     return found
 

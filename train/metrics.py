@@ -39,9 +39,7 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
         damaged -= _step_of(last) is None
     if damaged:
         say(f"{path}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(b"".join(kept))
-    partial.replace(path)
+    sums.write_whole(path, b"".join(kept))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -8,7 +8,7 @@ Module paths carry MaxText's names, so that its mixed-precision files and rules 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -20,6 +20,7 @@ from jaxquant.ops.remat import save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
 from train.attention import Kind, attend, visibility
+from train.config import Shape
 
 HEAD_ELEMENTS = 2**27
 """Logits of one sequence that a loss holds at a time: half a gigabyte of float32."""
@@ -60,34 +61,19 @@ SCANNED: Any = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Shape and numerics of the decoder; the fields mean what they mean in ``TrainConfig``."""
+class DecoderConfig(Shape):
+    """What a decoder is made of: a shape whose vocabulary and attention are chosen, and where its activations lie."""
 
-    vocab_size: int
-    emb_dim: int
-    mlp_dim: int
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 500000.0
-    norm_epsilon: float = 1e-5
-    logits_via_embedding: bool = True
-    scan_layers: bool = True
-    remat_policy: str = "none"
-    dtype: str = "float32"
+    dtype: Literal["bfloat16", "float32"] = "float32"
     attention: Kind = "xla"
-    head_chunks: int = 0
     activation_sharding: jax.sharding.Sharding | None = None
 
-    def dense(self, features: int | tuple[int, ...], name: str, axis: int | tuple[int, ...] = -1) -> nn.DenseGeneral:
-        return nn.DenseGeneral(
-            features, axis=axis, use_bias=False, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32, name=name
-        )
-
-    def norm(self, name: str) -> nn.RMSNorm:
+    def dense(self, features: int | tuple[int, ...], axis: int | tuple[int, ...] = -1) -> nn.DenseGeneral:
         dtype = jnp.dtype(self.dtype)
-        return nn.RMSNorm(epsilon=self.norm_epsilon, dtype=dtype, param_dtype=jnp.float32, name=name)
+        return nn.DenseGeneral(features, axis=axis, use_bias=False, dtype=dtype, param_dtype=jnp.float32)
+
+    def norm(self) -> nn.RMSNorm:
+        return nn.RMSNorm(epsilon=self.norm_epsilon, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32)
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
@@ -119,31 +105,16 @@ class Cached(NamedTuple):
         return (self._replace(cache=cache), *kv_cache.read(cache, key.dtype.name, layer=self.layer))
 
 
-def empty_cache(
-    config: DecoderConfig,
-    batch: int,
-    length: int,
-    *,
-    kv_quant_dtype: kv_cache.KVQuantDtype = "",
-    kv_quant_axis: kv_cache.KVQuantAxis = "heads_and_dkv",
-) -> KVCache:
+def empty_cache(c: DecoderConfig, batch: int, length: int, **quantization: Any) -> KVCache:
     """Make an empty cache for a decoder: ``length`` positions of ``batch`` texts.
 
     Args:
-      config: the decoder's shape; its dtype is that of a cache that is not quantized.
+      c: the decoder's shape; its dtype is that of a cache that is not quantized.
       batch, length: rows and the places of each.
-      kv_quant_dtype, kv_quant_axis: see ``jaxquant.serving.kv_cache``.
+      quantization: ``kv_quant_dtype`` and ``kv_quant_axis``, see ``jaxquant.serving.kv_cache``.
     """
-    return kv_cache.empty(
-        batch,
-        length,
-        config.num_kv_heads,
-        config.head_dim,
-        layers=config.num_layers,
-        dtype=config.dtype,
-        kv_quant_dtype=kv_quant_dtype,
-        kv_quant_axis=kv_quant_axis,
-    )
+    sizes = {"layers": c.num_layers, "dtype": c.dtype}
+    return kv_cache.empty(batch, length, c.num_kv_heads, c.head_dim, **sizes, **quantization)
 
 
 def masks(
@@ -169,14 +140,6 @@ def masks(
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return visibility(c.attention, tokens, segment_ids), positions, None
-
-
-def mix(
-    c: DecoderConfig, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, cached: Cached | None
-) -> jax.Array:
-    """Mix values by attention: a cache's by XLA's, whose mask may be any."""
-    kind = c.attention if cached is None else "xla"
-    return attend(query, key, value, mask, kind, c.activation_sharding)
 
 
 def head_chunks(c: DecoderConfig, length: int) -> int:
@@ -210,19 +173,24 @@ class SelfAttention(nn.Module):
 
     config: DecoderConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        self.query = c.dense((c.num_query_heads, c.head_dim))
+        self.key = c.dense((c.num_kv_heads, c.head_dim))
+        self.value = c.dense((c.num_kv_heads, c.head_dim))
+        self.out = c.dense(c.emb_dim, axis=(-2, -1))
+
     def __call__(
         self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
     ) -> tuple[jax.Array, Cached | None]:
         c = self.config
-        query = c.dense((c.num_query_heads, c.head_dim), "query")(x)
-        key = c.dense((c.num_kv_heads, c.head_dim), "key")(x)
-        value = c.dense((c.num_kv_heads, c.head_dim), "value")(x)
+        query, key, value = self.query(x), self.key(x), self.value(x)
         query, key = rotate(query, positions, c.rope_theta), rotate(key, positions, c.rope_theta)
         if cached is not None:
             cached, key, value = cached.update(key, value, positions)
-        mixed = mix(c, query, key, value, mask, cached)
-        return c.dense(c.emb_dim, "out", axis=(-2, -1))(mixed), cached
+        # XLA's attention takes any mask, and so a cache's.
+        kind = c.attention if cached is None else "xla"
+        return self.out(attend(query, key, value, mask, kind, c.activation_sharding)), cached
 
 
 class Mlp(nn.Module):
@@ -230,11 +198,12 @@ class Mlp(nn.Module):
 
     config: DecoderConfig
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def setup(self) -> None:
         c = self.config
-        hidden = nn.silu(c.dense(c.mlp_dim, "wi_0")(x)) * c.dense(c.mlp_dim, "wi_1")(x)
-        return c.dense(c.emb_dim, "wo")(hidden)
+        self.wi_0, self.wi_1, self.wo = c.dense(c.mlp_dim), c.dense(c.mlp_dim), c.dense(c.emb_dim)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.wo(nn.silu(self.wi_0(x)) * self.wi_1(x))
 
 
 class DecoderLayer(nn.Module):
@@ -242,16 +211,18 @@ class DecoderLayer(nn.Module):
 
     config: DecoderConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        self.pre_self_attention_layer_norm, self.self_attention = c.norm(), SelfAttention(c)
+        self.post_self_attention_layer_norm, self.mlp = c.norm(), Mlp(c)
+
     def __call__(
         self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
     ) -> tuple[jax.Array, Cached | None]:
-        c = self.config
-        attention = SelfAttention(c, name="self_attention")
-        mixed, cached = attention(c.norm("pre_self_attention_layer_norm")(x), mask, positions, cached)
+        mixed, cached = self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions, cached)
         x = x + mixed
-        x = x + Mlp(c, name="mlp")(c.norm("post_self_attention_layer_norm")(x))
-        return constrain(x, c), cached
+        x = x + self.mlp(self.post_self_attention_layer_norm(x))
+        return constrain(x, self.config), cached
 
 
 class Decoder(nn.Module):
@@ -266,7 +237,20 @@ class Decoder(nn.Module):
 
     config: DecoderConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        self.token_embedder = nn.Embed(
+            c.vocab_size,
+            c.emb_dim,
+            dtype=jnp.dtype(c.dtype),
+            param_dtype=jnp.float32,
+            promote_dtype=_promote_and_gather(c),
+        )
+        self.layers = DecoderLayer(c) if c.scan_layers else [DecoderLayer(c) for _ in range(c.num_layers)]
+        self.decoder_norm = c.norm()
+        if not c.logits_via_embedding:
+            self.logits_dense = c.dense(c.vocab_size)
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -277,45 +261,51 @@ class Decoder(nn.Module):
     ) -> Any:
         c = self.config
         mask, positions, valid = masks(c, tokens, segment_ids, positions, cache)
-        embedder = nn.Embed(
-            c.vocab_size,
-            c.emb_dim,
-            dtype=jnp.dtype(c.dtype),
-            param_dtype=jnp.float32,
-            promote_dtype=_promote_and_gather(c),
-            name="token_embedder",
-        )
-        x = constrain(embedder(tokens), c)
-        if cache is not None:
-            x, cache = _run_cached_layers(c, x, mask, positions, cache, valid)
-        else:
-            x = _run_layers(c, x, mask, positions)
-        x = c.norm("decoder_norm")(x)
-        head = embedder if c.logits_via_embedding else c.dense(c.vocab_size, "logits_dense")
-        if targets is not None:
-            return _losses(c, head, x, targets)
-        logits = _logits(head, x).astype(jnp.float32)
-        return logits if cache is None else (logits, cache)
 
+        def layer(module: Any, carry: tuple[jax.Array, KVCache | None], index: Any) -> Any:
+            x, cache = carry
+            x, cached = module(x, mask, positions, None if cache is None else Cached(cache, valid, index))
+            return x, None if cached is None else cached.cache
 
-def _logits(head: nn.Module, x: jax.Array) -> jax.Array:
-    return head.attend(x) if isinstance(head, nn.Embed) else head(x)  # pyright: ignore[reportCallIssue]
+        x, cache = self.run_layers(layer, (constrain(self.token_embedder(tokens), c), cache))
+        x = self.decoder_norm(x)
+        head = self.token_embedder if c.logits_via_embedding else self.logits_dense
 
+        def logits(head: Any, x: jax.Array) -> jax.Array:
+            return head.attend(x) if c.logits_via_embedding else head(x)
 
-def _losses(c: DecoderConfig, head: nn.Module, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return each token's loss, from logits that are made piece by piece, again in the backward pass."""
-    n = head_chunks(c, x.shape[1])
-    if n == 1:
-        return cross_entropy(_logits(head, x), targets)
+        if targets is None:
+            found = logits(head, x).astype(jnp.float32)
+            return found if cache is None else (found, cache)
+        n = head_chunks(c, x.shape[1])
+        if n == 1:
+            return cross_entropy(logits(head, x), targets)
+        # From logits that are made piece by piece, again in the backward pass.
+        piece = lambda head, item: cross_entropy(logits(head, item[0]), item[1])  # noqa: E731
+        return from_chunks(self.run_pieces(piece, head, (in_chunks(x, n), in_chunks(targets, n))))
 
-    def piece(head: nn.Module, carry: None, item: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        return carry, cross_entropy(_logits(head, item[0]), item[1])
+    @nn.nowrap  # else its name would be in the path of every layer
+    def run_layers(self, layer: Any, carry: Any) -> Any:
+        """Run ``layer(module, carry, index)`` of one layer after the other, and return the last carry."""
+        c = self.config
+        if c.remat_policy != "none" and carry[1] is None:
+            # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
+            layer = nn.remat(layer, policy=REMAT_POLICIES[c.remat_policy], prevent_cse=not c.scan_layers)
+        if c.scan_layers:
+            # The cache is carried, and not scanned over: a layer then writes its few tokens in place.
+            scan = nn.scan(lambda *inputs: (layer(*inputs), None), length=c.num_layers, **SCANNED)
+            return scan(self.layers, carry, jnp.arange(c.num_layers))[0]
+        for index, module in enumerate(self.layers):  # pyright: ignore[reportArgumentType]
+            carry = layer(module, carry, index)
+        return carry
 
-    shared = ["params", "_overwrite_with_gradient", "intermediates"]
-    scan = nn.scan(
-        nn.remat(piece, prevent_cse=False), variable_broadcast=shared, split_rngs={"params": False, "quant": True}
-    )
-    return from_chunks(scan(head, None, (in_chunks(x, n), in_chunks(targets, n)))[1])
+    @nn.nowrap
+    def run_pieces(self, piece: Any, head: nn.Module, items: Any) -> jax.Array:
+        """Return ``piece(head, item)`` of one item after the other; nothing of them is kept for the backward pass."""
+        shared = ["params", "_overwrite_with_gradient", "intermediates"]
+        body = nn.remat(lambda head, carry, item: (carry, piece(head, item)), prevent_cse=False)
+        scan = nn.scan(body, variable_broadcast=shared, split_rngs={"params": False, "quant": True})
+        return scan(head, None, items)[1]
 
 
 def constrain(x: jax.Array, config: DecoderConfig) -> jax.Array:
@@ -341,45 +331,3 @@ def _promote_and_gather(config: DecoderConfig) -> Any:
         return [jax.lax.with_sharding_constraint(promoted[0], whole)] if len(arrays) == 1 else promoted
 
     return promote
-
-
-def _remat(config: DecoderConfig) -> Any:
-    if config.remat_policy == "none":
-        return DecoderLayer
-    # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
-    return nn.remat(DecoderLayer, policy=REMAT_POLICIES[config.remat_policy], prevent_cse=not config.scan_layers)
-
-
-def _run_layers(c: DecoderConfig, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
-    # No method of the module: Linen would put its name into the path of every layer.
-    layer = _remat(c)
-    if c.scan_layers:
-        layers = nn.scan(
-            layer,
-            in_axes=(nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
-            length=c.num_layers,
-            **SCANNED,
-        )
-        x, _ = layers(c, name="layers")(x, mask, positions)
-        return x
-    for index in range(c.num_layers):
-        x, _ = layer(c, name=f"layers_{index}")(x, mask, positions)
-    return x
-
-
-def _run_cached_layers(
-    c: DecoderConfig, x: jax.Array, mask: jax.Array, positions: jax.Array, cache: KVCache, valid: jax.Array | None
-) -> tuple[jax.Array, KVCache]:
-    def run(layer: DecoderLayer, carry: tuple[jax.Array, KVCache], index: Any) -> Any:
-        x, cached = layer(carry[0], mask, positions, Cached(carry[1], valid, index))
-        assert cached is not None
-        return (x, cached.cache), None
-
-    carry = x, cache
-    if c.scan_layers:
-        # The cache is carried, and not scanned over: a layer then writes its few tokens in place.
-        scan = nn.scan(run, length=c.num_layers, **SCANNED)
-        return scan(DecoderLayer(c, name="layers"), carry, jnp.arange(c.num_layers))[0]
-    for index in range(c.num_layers):
-        carry, _ = run(DecoderLayer(c, name=f"layers_{index}"), carry, index)
-    return carry

@@ -16,6 +16,8 @@ DATA = Path("data", "metadata")
 """Where a checkpoint keeps its data position and, beside it, what is recorded here."""
 _KEY = "config"
 _FILES = ("quant_cfg_path", "tokenizer_path")
+FREE = RUN_CONTROL | ADJUSTABLE
+"""Fields in which a run may go on otherwise."""
 
 
 def record(config: TrainConfig) -> dict[str, Any]:
@@ -81,17 +83,25 @@ def read_config(run_dir: Path) -> TrainConfig | None:
         ) from None
 
 
-def differing(one: TrainConfig, other: TrainConfig, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each field that differs and is not ``free``."""
-    ones, others = to_mapping(one), to_mapping(other)
-    if -1 in (one.quantization_local_shard_count, other.quantization_local_shard_count):  # one is not resolved
-        free = {*free, "quantization_local_shard_count"}
-    return {name: (ones[name], others[name]) for name in ones if name not in free and ones[name] != others[name]}
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each field that differs between configurations, the run's folder apart."""
+    shards = "quantization_local_shard_count"
+    skipped = {"run_dir", shards} if -1 in (one.get(shards), other.get(shards)) else {"run_dir"}  # -1: not resolved
+    pairs = {name: (value, other.get(name)) for name, value in one.items() if name not in skipped}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def lines(different: Mapping[str, tuple[Any, Any]], one: str, other: str) -> str:
-    """Return a line for each field that differs, with where its two values stand."""
-    return "".join(f"\n  {name}: {a!r} {one}, {b!r} {other}" for name, (a, b) in different.items())
+def refuse(
+    different: Mapping[str, tuple[Any, Any]], message: str, one: str, other: str, free: Collection[str] = FREE
+) -> None:
+    """Refuse fields that differ, from ``differing``, and are not ``free``.
+
+    Raises:
+      ValueError: the message, and a line for each field with where its two values stand.
+    """
+    lines = [f"\n  {name}: {a!r} {one}, {b!r} {other}" for name, (a, b) in different.items() if name not in free]
+    if lines:
+        raise ValueError(f"{message}:{''.join(lines)}")
 
 
 def config_of(run_dir: Path, step: int) -> TrainConfig:
@@ -101,16 +111,14 @@ def config_of(run_dir: Path, step: int) -> TrainConfig:
       ValueError: config.yml says otherwise in more than how long a run lasts and what it writes; names the fields.
     """
     here, made_with = read_config(run_dir), recorded(run_dir / "checkpoints" / str(step))
-    if here and (different := differing(made_with, here, RUN_CONTROL | ADJUSTABLE)):
-        raise _other_run(run_dir, step, different)
+    if here:
+        _refuse_other_run(run_dir, step, differing(to_mapping(made_with), to_mapping(here)))
     return made_with
 
 
-def _other_run(run_dir: Path, step: int, different: Mapping[str, tuple[Any, Any]]) -> ValueError:
-    return ValueError(
-        f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other:"
-        f"{lines(different, 'in the checkpoint', 'in config.yml')}"
-    )
+def _refuse_other_run(run_dir: Path, step: int, different: Mapping[str, tuple[Any, Any]]) -> None:
+    message = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
+    refuse(different, message, "in the checkpoint", "in config.yml")
 
 
 def contradiction(run_dir: Path, step: int, here: Mapping[str, Any]) -> str:
@@ -121,14 +129,11 @@ def contradiction(run_dir: Path, step: int, here: Mapping[str, Any]) -> str:
     """
     path = run_dir / "checkpoints" / str(step) / DATA
     try:
-        there = json.loads(path.read_bytes()).get(_KEY, {})
-        different = {name: (there[name], here.get(name)) for name in there if there[name] != here.get(name)}
+        different = differing(json.loads(path.read_bytes()).get(_KEY, {}), here)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}); resume the run, or delete that checkpoint"
         ) from None
-    different.pop("run_dir", None)
-    if different.keys() - RUN_CONTROL - ADJUSTABLE:
-        raise _other_run(run_dir, step, different)
+    _refuse_other_run(run_dir, step, different)
     words = ", ".join(f"{name} ({a!r} and {b!r})" for name, (a, b) in different.items())
     return f"checkpoint {step} of {run_dir} and its config.yml differ in {words}" if different else ""

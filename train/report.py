@@ -84,7 +84,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
         _section(
             "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
             "layers of a scan and recomputation",
-            _coverage_table([run for run in runs if run.coverage]),
+            _table(_coverage_rows([run for run in runs if run.coverage])),
         ),
     ]
     page = string.Template(resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8"))
@@ -207,34 +207,27 @@ def _number(value: float | None) -> float | None:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    head, *body = ("".join(f"<td class={kind_of(cell)}>{html.escape(cell)}</td>" for cell in row) for row in rows)
     return f"<table><thead><tr>{head}</tr></thead>{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
 
 
-def _coverage_table(runs: Sequence[Run]) -> str:
-    """Build the table of what the traced step of each run multiplies, one row a module."""
+def _coverage_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the table of what the traced step of each run multiplies, one row a module."""
     layers = [{layer["path"]: layer for layer in run.coverage["layers"]} for run in runs]
-    columns = (*MATMULS, "times")
-    names = "".join(f"<th colspan={len(columns)}>{html.escape(run.name)}</th>" for run in runs)
-    heads = "".join(f"<th>{name}</th>" for name in columns) * len(runs)
-    body = "".join(
-        f"<tr><td>{html.escape(path or '(no module)')}</td>{''.join(_cells(each.get(path)) for each in layers)}</tr>"
-        for path in dict.fromkeys(path for each in layers for path in each)
-    )
-    total = "".join(f"<td colspan={len(columns)}>{html.escape(run.coverage['summary'])}</td>" for run in runs)
-    return (
-        f"<table><thead><tr><th rowspan=2>module</th>{names}</tr><tr>{heads}</tr></thead>{body}"
-        f"<tr><td>total</td>{total}</tr></table>"
-    )
+    paths = dict.fromkeys(path for each in layers for path in each)
+    return [
+        ["module", *(f"{run.name}: {name}" for run in runs for name in (*MATMULS, "times"))],
+        *([path or "(no module)", *(cell for each in layers for cell in _cells(each.get(path)))] for path in paths),
+        ["total", *(cell for run in runs for cell in (run.coverage["summary"], "", "", ""))],
+    ]
 
 
-def _cells(layer: dict[str, Any] | None) -> str:
+def _cells(layer: dict[str, Any] | None) -> list[str]:
     if layer is None:
-        return "<td colspan=4>not in this run</td>"
-    times = f"<td>{html.escape(str(layer['times']))}</td>"
-    if all(layer[name] in ("float", "") for name in MATMULS):
-        return f"<td colspan=3>float <small>{html.escape(layer['reason'])}</small></td>{times}"
-    return "".join(f"<td class={kind_of(layer[name])}>{html.escape(layer[name])}</td>" for name in MATMULS) + times
+        return ["not in this run", "", "", ""]
+    is_float = all(layer[name] in ("float", "") for name in MATMULS)
+    matmuls = [f"float: {layer['reason']}", "", ""] if is_float else [layer[name] for name in MATMULS]
+    return [*matmuls, str(layer["times"])]
 
 
 def kind_of(dtypes: str) -> str:

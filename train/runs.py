@@ -117,22 +117,22 @@ def load_run(folder: Path, name: str) -> Run:
     """Read one run folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"run folder {folder} does not exist; give a folder that `python -m train` wrote")
-    metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
-        raise ValueError(f"run folder {folder} has no metrics.jsonl; give a folder that `python -m train` wrote")
-    train, held_out, times = _read_metrics(metrics)
+    for file in ("metrics.jsonl", "config.yml"):
+        if not (folder / file).is_file():
+            raise ValueError(f"run folder {folder} has no {file}; give a folder that `python -m train` wrote")
+    train, held_out, times = _read_metrics(folder / "metrics.jsonl")
     if not train:
-        raise ValueError(f"{metrics} has no training step; let the run make at least one")
-    config = folder / "config.yml"
-    if not config.is_file():
-        raise ValueError(f"run folder {folder} has no config.yml; give a folder that `python -m train` wrote")
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run make at least one")
     summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
     median = summary.get("step_time_s") or warm_median(times)
-    health = _read_health(folder / "health.jsonl")
-    fields = load_yaml(config)
+    health: list[dict[str, Any]] = []
+    if (folder / "health.jsonl").is_file():
+        keep = lambda row: health.append(row | {name: row[name] for name in _HEALTH})  # noqa: E731
+        _read_lines(folder / "health.jsonl", "health", keep)
+    fields = load_yaml(folder / "config.yml")
     steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
     note = origin.contradiction(folder, max(steps), fields) if steps else ""
-    return Run(name, fields, train, held_out, median, summary, coverage, health, note)
+    return Run(name, fields, train, held_out, median, summary, coverage, tuple(health), note)
 
 
 def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[float]]:
@@ -148,13 +148,6 @@ def _read_metrics(path: Path) -> tuple[dict[int, float], dict[int, float], list[
 
     _read_lines(path, "metrics", take)
     return train, held_out, times
-
-
-def _read_health(path: Path) -> tuple[dict[str, Any], ...]:
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        _read_lines(path, "health", lambda row: rows.append(row | {name: row[name] for name in _HEALTH}))
-    return tuple(rows)
 
 
 def _read_lines(path: Path, kind: str, take: Callable[[dict[str, Any]], object]) -> None:

@@ -17,7 +17,7 @@ from jaxquant.audit.cost import saved_for_backward
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.recipes import lookup
 from train.attention import Kind, choose
-from train.config import TrainConfig
+from train.config import Shape, TrainConfig
 from train.frameworks import Model, make_model
 from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
@@ -75,14 +75,13 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
     rows = config.vocab_size or -(-vocab_size // 64) * 64
     if rows < vocab_size:
         raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size}; use 0 to take it from there")
-    shared = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "activation_sharding"}
     sharding = NamedSharding(mesh, BATCH) if mesh is not None and mesh.size > 1 else None
-    values = {name: getattr(config, name) for name in shared - {"attention"}}
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Shape)}
     attention: Kind = "xla"
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
         attention = choose(config.attention, platform, config.head_dim, config.sequence_length, config.dtype)
-    return DecoderConfig(vocab_size=rows, activation_sharding=sharding, attention=attention, **values)
+    return DecoderConfig(**values | {"vocab_size": rows, "attention": attention}, activation_sharding=sharding)
 
 
 def decoder_of(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig, jax.Array]:

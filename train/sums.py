@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxquant.export.sums import sha256_of
-from jaxquant.serving.validation import list_ordinary
+from jaxquant.serving.manifest import File, check_files, list_files
 
-NAME = "sums.json"
+NAME, _PARTIAL = "sums.json", "sums.json.partial"
 FORMAT = "jaxquant-checkpoint-sums"
 READ_BY = "; commit 8950e07 of jaxquant still reads checkpoints without it"
 _CRC = "crc32"
@@ -44,9 +43,19 @@ def read_signed(text: bytes, indent: int | None = None) -> Any:
     return row
 
 
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(data if isinstance(data, bytes) else data.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
 def write_sums(folder: Path) -> None:
     """Sum every file of a checkpoint that is about to get its name."""
-    _write(folder, _sum(folder, [name for name in _names(folder) if name not in LATE]))
+    write_whole(folder / NAME, _dump(list_files(folder, besides=(NAME, _PARTIAL, *LATE))))
 
 
 def seal(folder: Path) -> None:
@@ -54,9 +63,9 @@ def seal(folder: Path) -> None:
     if not (folder / NAME).is_file():
         return
     files = _read(folder)
-    missing = [name for name in _names(folder) if name in LATE and name not in files]
-    if missing:
-        _write(folder, files | _sum(folder, missing))
+    late = {name: File.of(folder / name) for name in LATE if name not in files and (folder / name).is_file()}
+    if late:
+        write_whole(folder / NAME, _dump(files | late))
 
 
 def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
@@ -72,49 +81,20 @@ def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
     if not (folder / NAME).is_file():
         raise ValueError(f"{folder / NAME} is gone{READ_BY}")
     files = _read(folder)
-    found = _names(folder)
-    for name in sorted(files.keys() - set(found)):
-        raise ValueError(f"{folder / name} is gone")
-    for name in sorted(set(found) - files.keys() - set(LATE)):
-        raise ValueError(f"{folder / name} is no file of the checkpoint")
-    for name, (size, _) in files.items():
-        if (folder / name).stat().st_size != size:
-            raise ValueError(f"{folder / name} has {(folder / name).stat().st_size} bytes, {size} were written")
-    mine = sorted(files)[share::shares]
-    for name, (_, digest) in _sum(folder, mine).items():
-        if digest != files[name][1]:
-            raise ValueError(f"{folder / name} has changed since it was written, its SHA-256 is another")
+    besides = (NAME, _PARTIAL, *(name for name in LATE if name not in files))
+    check_files(folder, files, sorted(files)[share::shares], besides=besides, fix="")
 
 
-def _names(folder: Path) -> list[str]:
-    """Return the files below a folder; a link or a device is damage."""
-    return [name for name in list_ordinary(folder) if name not in (NAME, f"{NAME}.partial")]
-
-
-def _sum(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
-    """Return size and SHA-256 of files, one after another: threads would take memory that a conversion may lack."""
-    return {name: ((folder / name).stat().st_size, sha256_of(folder / name)) for name in names}
-
-
-def _write(folder: Path, files: dict[str, tuple[int, str]]) -> None:
-    partial = folder / f"{NAME}.partial"
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        file.write(_dump(files))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / NAME)
-
-
-def _dump(files: dict[str, Any]) -> str:
-    contents = {"format": FORMAT, "files": {name: list(files[name]) for name in sorted(files)}}
+def _dump(files: Mapping[str, File]) -> str:
+    contents = {"format": FORMAT, "files": {name: [files[name].bytes, files[name].sha256] for name in sorted(files)}}
     text = json.dumps(contents, indent=1, sort_keys=True)
     return json.dumps(contents | {"checksum": hashlib.sha256(text.encode()).hexdigest()}, indent=1, sort_keys=True)
 
 
-def _read(folder: Path) -> dict[str, tuple[int, str]]:
+def _read(folder: Path) -> dict[str, File]:
     try:
         text = (folder / NAME).read_bytes().decode()
-        files = {name: (size, digest) for name, (size, digest) in json.loads(text)["files"].items()}
+        files = {name: File(size, digest) for name, (size, digest) in json.loads(text)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder / NAME} is not the sums of a checkpoint ({type(error).__name__})") from None
     if text != _dump(files):  # every byte counts, also where it would mean the same

@@ -186,7 +186,7 @@ def load(
     for array in stored.values():
         check_width(array.path, array.dtype)
     shardings = {path: choose_sharding(array, sharding) for path, array in stored.items()}
-    check_files(directory, manifest, verify, progress)
+    check_files(directory, manifest.files, verify, progress)
     stores = _open_arrays(directory, stored.values())
     leaves: dict[str, Any] = {}
     done = 0

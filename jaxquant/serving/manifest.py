@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ class File:
 
     bytes: int
     sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> File:
+        return cls(path.stat().st_size, sha256_of(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +78,15 @@ def as_json(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
         raise type(error)(f"{name} cannot be written as JSON ({error}); give plain finite values") from None
 
 
-def list_files(directory: Path, progress: Progress | None = None) -> dict[str, File]:
-    """Size and sum every file below a directory but its manifest."""
-    paths = _paths(directory)
+def list_files(
+    directory: Path, progress: Progress | None = None, besides: Collection[str] = (NAME,)
+) -> dict[str, File]:
+    """Size and sum every file below a directory but its manifest, or those that are named."""
+    paths = _paths(directory, besides)
     total, done = sum(path.stat().st_size for path in paths.values()), 0
     files = {}
     for name, path in paths.items():
-        files[name] = File(path.stat().st_size, sha256_of(path))
+        files[name] = File.of(path)
         done += files[name].bytes
         if progress is not None:
             progress(done, total, "summing")
@@ -166,34 +172,48 @@ def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def check_files(directory: Path, manifest: Manifest, verify: bool, progress: Progress | None = None) -> None:
-    """Compare the files of a checkpoint with its manifest: names and sizes, and their sums where ``verify``.
+def check_files(
+    directory: Path,
+    files: Mapping[str, File],
+    verify: bool | Collection[str],
+    progress: Progress | None = None,
+    besides: Collection[str] = (NAME,),
+    fix: str = f"; {REPLACE}",
+) -> None:
+    """Compare the files of a checkpoint with what was written: names and sizes of all, and the sums of some.
+
+    Args:
+      directory: of the checkpoint.
+      files: that were written.
+      verify: whether sums are compared, or of which files.
+      progress: told of those.
+      besides: files that have no sums here.
+      fix: the end of an error.
 
     Raises:
       ValueError: naming the first file that is missing, not the checkpoint's, cut short or changed.
     """
-    paths = _paths(directory)
-    for name in sorted(manifest.files.keys() - paths.keys()):
-        raise ValueError(f"{directory / name} is missing from the checkpoint; {REPLACE}")
-    for name in sorted(paths.keys() - manifest.files.keys()):
+    paths = _paths(directory, besides)
+    for name in sorted(files.keys() - paths.keys()):
+        raise ValueError(f"{directory / name} is missing from the checkpoint{fix}")
+    for name in sorted(paths.keys() - files.keys()):
         raise ValueError(f"{paths[name]} is no file of the checkpoint; move it elsewhere")
-    total, done = sum(file.bytes for file in manifest.files.values()), 0
-    for name, file in manifest.files.items():
+    for name, file in files.items():
         size = paths[name].stat().st_size
         if size != file.bytes:
-            raise ValueError(f"{paths[name]} has {size} bytes, {file.bytes} were written; {REPLACE}")
-    for name, file in manifest.files.items() if verify else ():
-        if sha256_of(paths[name]) != file.sha256:
-            raise ValueError(f"{paths[name]} has changed since it was written, its SHA-256 is another; {REPLACE}")
-        done += file.bytes
+            raise ValueError(f"{paths[name]} has {size} bytes, {file.bytes} were written{fix}")
+    some = [name for name in files if verify is True or (verify and name in verify)]
+    total, done = sum(files[name].bytes for name in some), 0
+    for name in some:
+        if sha256_of(paths[name]) != files[name].sha256:
+            raise ValueError(f"{paths[name]} has changed since it was written, its SHA-256 is another{fix}")
+        done += files[name].bytes
         if progress is not None:
             progress(done, total, "verifying")
 
 
-def _paths(directory: Path) -> dict[str, Path]:
-    found = list_ordinary(directory)
-    found.pop(NAME, None)
-    return found
+def _paths(directory: Path, besides: Collection[str]) -> dict[str, Path]:
+    return {name: path for name, path in list_ordinary(directory).items() if name not in besides}
 
 
 def _dump(contents: Mapping[str, Any]) -> str:
