@@ -22,9 +22,6 @@ READ_EQUATIONS = {
 }
 """Files that go over the equations of a jaxpr. None may be added; one that no longer does leaves the list."""
 KNOW_LAYERS = {
-    "audit/health.py",
-    "backends/_linen.py",
-    "inject/layers.py",
     "inject/nnx_layers.py",
 }
 """Files that know layer classes of Flax; as above."""
