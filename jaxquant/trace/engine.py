@@ -75,7 +75,7 @@ class Dialect:
         f"quant_state {path!r} has {field!r} of shape {has}, and this call needs {wanted}; make it with init on the "
         "same model and config"
     )
-    has_scopes: bool = True
+    has_scopes: bool = False
     watch: watch.Watch = watch.FUNCTION
 
 
