@@ -108,6 +108,7 @@ def _missing(labeled: Sequence[LabeledContraction], decide: _Decider) -> Iterato
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
     has_backward = any(each.is_backward for each in labeled)
+    unnamed = sum(map(_is_unnamed, labeled))
     for path, own in layers.items():
         name = path or "the model itself"
         if not own:
@@ -116,8 +117,13 @@ def _missing(labeled: Sequence[LabeledContraction], decide: _Decider) -> Iterato
             found = Counter(each.matmul for each in own if each.is_backward)
             wanted = ("drhs",) if found["dlhs"] or not _comes_after(own, results) else ("dlhs", "drhs")
             lacking = [matmul for matmul in wanted if not found[matmul]]
-            if len(lacking) > found["bwd"]:
+            if len(lacking) > found["bwd"] + unnamed:
                 yield from (f"{name} {matmul}" for matmul in lacking)
+
+
+def _is_unnamed(each: LabeledContraction) -> bool:
+    """Whether it is a gradient in low precision of which nothing says whose: another library's, rematerialized."""
+    return each.is_backward and each.forward is None and _dtypes(each).is_low
 
 
 def _comes_after(layer: Sequence[LabeledContraction], results: set[Value]) -> bool:
@@ -205,7 +211,7 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
         sides.reverse()
     (lhs, left), (rhs, right) = sides
     dtypes = _dtypes(each)
-    widened = _multiplied_wider(each, dtypes)
+    widened, why = _widened(each, dtypes)
     decision = decide(each)
     wanted: tuple[str, ...] = ()
     fault = ""
@@ -220,15 +226,13 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
         if not dtypes.is_low and not wanted and any(decision.wanted.values()):
             reason = f"{each.matmul} stays float in {decision.reason}"
         elif widened:
-            reason = _why_widened(each, widened)
+            reason = why
     elif dtypes.is_low:
         reason = "" if not decide.has_config else "no layer that the config knows"
-        if decide.has_config:
+        if decide.has_config and not _is_unnamed(each):
             fault = f"float is wanted (no linear layer of the model) and {left.dtype} × {right.dtype} is there"
     else:
-        reason = _why_widened(each, widened) if widened else _float_reason(each, decide)
-        if each.is_stray and decide.has_config and not decide.is_off:
-            fault = f"a weight gradient in {left.dtype} × {right.dtype}, and nothing tells of which layer"
+        reason = why or _float_reason(each, decide)
     return Row(
         path=each.path,
         matmul=each.matmul,
@@ -257,25 +261,22 @@ def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
     return all(map(_holds, found, wanted))
 
 
-def _multiplied_wider(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[str, ...]:
-    """Return what both operands hold in a wider type where there is no matmul of it, () for others.
+def _widened(each: LabeledContraction, dtypes: MatmulDtypes) -> tuple[tuple[str, ...], str]:
+    """Return what both operands hold in a wider type where there is no matmul of it, and why; () and "" for others.
 
     Convolutions have operands of one type (``ops.conv``), and tiles are dequantized (``ops.contract``).
     """
     left, right = dtypes.lhs.rounded_to, dtypes.rhs.rounded_to
     if not left or not right:
-        return ()
-    is_conv = each.contraction.operation == "conv_general_dilated"
-    if is_conv:
-        return (left, right) if {dtypes.lhs.dtype, dtypes.rhs.dtype} == {"bfloat16"} and left != right else ()
-    return (left, right) if any(origin.is_emulated for origin in each.origins) else ()
-
-
-def _why_widened(each: LabeledContraction, elements: Sequence[str]) -> str:
-    held = " and ".join(sorted(set(elements)))
+        return (), ""
+    held = " and ".join(sorted({left, right}))
     if each.contraction.operation == "conv_general_dilated":
-        return f"a convolution multiplies {held} as bfloat16: its operands have one type"
-    return f"tiles of {held} are dequantized: no matmul has their scales"
+        is_wide = {dtypes.lhs.dtype, dtypes.rhs.dtype} == {"bfloat16"} and left != right
+        why = f"a convolution multiplies {held} as bfloat16: its operands have one type"
+    else:
+        is_wide = any(origin.is_emulated for origin in each.origins)
+        why = f"tiles of {held} are dequantized: no matmul has their scales"
+    return ((left, right), why) if is_wide else ((), "")
 
 
 def _holds(found: str, wanted: str) -> bool:

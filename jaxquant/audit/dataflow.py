@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend.core import Literal
 
 from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import KERNEL_PREFIX
 from jaxquant.ops import block_scaled
 from jaxquant.ops.gradients import REVERSE_ONLY
-from jaxquant.ops.layouts import KEEP
 from jaxquant.trace.analysis import open_jaxpr, programs, scan_counts
 from jaxquant.trace.plan import CONTRACTIONS
 
@@ -48,8 +46,6 @@ class Value:
       position: which of the primitive's results it is, or which argument.
       name: of an argument, its path in the arguments' tree.
       params: of the primitive.
-      known_as: the first value of the program that is computed in the same way from the same values; what a
-        rematerialized block makes again is known as what the forward pass made.
     """
 
     operation: str
@@ -59,10 +55,6 @@ class Value:
     position: int = 0
     name: tuple[str, ...] = ()
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    known_as: Value = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.known_as = self
 
     @property
     def size(self) -> int:
@@ -138,10 +130,9 @@ def graph(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> Graph:
       names: a path for every input of it.
     """
     walk = _Walk()
-    inputs = [
-        _value("argument", (), var.aval, position, name)
-        for position, (var, name) in enumerate(zip(jaxpr.jaxpr.invars, names, strict=True))
-    ]
+    inputs = [_value("argument", (), var.aval, position) for position, var in enumerate(jaxpr.jaxpr.invars)]
+    for value, name in zip(inputs, names, strict=True):
+        value.name = name
     outputs = walk.run(jaxpr.jaxpr, inputs, _Place())
     needed = ancestors([*outputs, *walk.read_by_effects], walk.conditions)
     return Graph([each for each in walk.found if each.out in needed], inputs, outputs, frozenset(walk.observed))
@@ -179,17 +170,15 @@ def ancestors(
     return visited
 
 
-def _value(
-    operation: str,
-    inputs: tuple[Value, ...],
-    aval: Any,
-    position: int = 0,
-    name: tuple[str, ...] = (),
-    params: Mapping[str, Any] | None = None,
-) -> Value:
+def _value(operation: str, inputs: tuple[Value, ...], aval: Any, position: int = 0, params: Any = None) -> Value:
     # Tokens and references have no shape or dtype of their own.
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", "")
-    return Value(operation, inputs, tuple(shape), str(dtype), position, name, params or {})
+    return Value(operation, inputs, tuple(shape), str(dtype), position, params=params or {})
+
+
+def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
+    """Make of each value what an operation makes of it alone."""
+    return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
 
 class _Walk:
@@ -205,7 +194,6 @@ class _Walk:
 
     def __init__(self) -> None:
         self.found: list[Contraction] = []
-        self._made: dict[Any, Value] = {}
         self.conditions: dict[Value, list[Value]] = {}
         self.read_by_effects: list[Value] = []
         self.observed: set[Value] = set()
@@ -215,7 +203,7 @@ class _Walk:
         known.update({var: _value("constant", (), var.aval) for var in jaxpr.constvars})
 
         def read(atom: Any) -> Value:
-            return self._literal(atom) if isinstance(atom, Literal) else known[atom]
+            return _value("constant", (), atom.aval) if isinstance(atom, Literal) else known[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
             within = place.at(index, str(eqn.source_info.name_stack))
@@ -237,13 +225,8 @@ class _Walk:
             return special(eqn, inputs, place)
         inner = list(programs(eqn.params))
         if name == "shard_map":
-            parts = [
-                self._known(_value("shard", (value,), var.aval))
-                for value, var in zip(inputs, inner[0].invars, strict=True)
-            ]
-            results = self.run(inner[0], parts, place.repeated(_shards(eqn)))
-            outs = zip(results, eqn.outvars, strict=True)
-            return [self._known(_value("unshard", (out,), var.aval)) for out, var in outs]
+            parts = _moved("shard", inputs, inner[0].invars)
+            return _moved("unshard", self.run(inner[0], parts, place.repeated(_shards(eqn))), eqn.outvars)
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
             outs = self.run(inner[0], inputs, place)
             if eqn.params.get("name") == OBSERVE:
@@ -253,40 +236,12 @@ class _Walk:
         for program in inner:  # of an unknown primitive: its contractions are found, their operands' origin is not
             self.run(program, [_value("unknown", (), var.aval) for var in program.invars], place)
         outs = [_value(name, tuple(inputs), var.aval, i, params=eqn.params) for i, var in enumerate(eqn.outvars)]
-        if not inner and not eqn.effects:
-            for out in outs:
-                self._known(out)
         if name in CONTRACTIONS or name == block_scaled.NAME:
             self._note(eqn, name if name in CONTRACTIONS else "dot_general", inputs, outs[0], place)
         elif inner:
             self._condition(outs, [each.out for each in self.found[before:]])
         self._keep(eqn, inputs, outs)
         return outs
-
-    def _literal(self, atom: Any) -> Value:
-        value = _value("constant", (), atom.aval)
-        if np.ndim(atom.val) == 0:
-            value.known_as = self._made.setdefault(("literal", str(atom.val), value.dtype), value)
-        return value
-
-    def _known(self, value: Value) -> Value:
-        """Look up whether the program has computed a value before; what only passes one on is known as that."""
-        if value.operation == "optimization_barrier":
-            value.known_as = value.inputs[value.position].known_as
-            return value
-        inputs = tuple(each.known_as for each in value.inputs)
-        passes = value.operation in ("name", KEEP)
-        if passes or _undoes(value.operation, inputs[0] if inputs else None):
-            value.known_as = inputs[0] if passes else inputs[0].inputs[0].known_as
-            return value
-        try:
-            # Of a cond the results of the branches say what it is; its programs have no hash.
-            params = frozenset() if value.operation == "branch" else frozenset(value.params.items())
-            made = (value.operation, tuple(map(id, inputs)), value.shape, value.dtype, value.position, params)
-            value.known_as = self._made.setdefault(made, value)
-        except TypeError:  # a parameter that has no hash: a program, mostly
-            pass
-        return value
 
     def _condition(self, values: Sequence[Value], others: Sequence[Value]) -> None:
         for value in values:
@@ -305,42 +260,25 @@ class _Walk:
             ragged = eqn.params.get("ragged_dot_dimension_numbers")
             (contracted, _), _ = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
             depth = math.prod(lhs.shape[axis] for axis in contracted)
-        self.found.append(
-            Contraction(
-                name,
-                lhs,
-                rhs,
-                out,
-                numbers,
-                place.stack,
-                place.times,
-                2 * out.size * depth,
-                place.context,
-                _asked_at(eqn),
-            )
-        )
+        flops, source = 2 * out.size * depth, _asked_at(eqn)
+        found = Contraction(name, lhs, rhs, out, numbers, place.stack, place.times, flops, place.context, source)
+        self.found.append(found)
 
     def _scan(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
         body = open_jaxpr(eqn.params["jaxpr"])
         consts, carries = scan_counts(eqn.params)
-        given = inputs[:consts]
-        kinds = ["scan_carry"] * carries + ["scan_slice"] * (len(inputs) - consts - carries)
-        given += [
-            _value(kind, (value,), var.aval)
-            for kind, value, var in zip(kinds, inputs[consts:], body.invars[consts:], strict=True)
-        ]
-        for each in given[consts + carries :]:
-            self._known(each)
-        results = self.run(body, given, place.repeated(eqn.params["length"]))
-        return self._close(given[consts : consts + carries], results, eqn.outvars)
+        carried = [_value("scan_carry", (value,), value) for value in inputs[consts : consts + carries]]
+        slices = _moved("scan_slice", inputs[consts + carries :], body.invars[consts + carries :])
+        results = self.run(body, [*inputs[:consts], *carried, *slices], place.repeated(eqn.params["length"]))
+        return self._close(carried, results, eqn.outvars)
 
     def _close(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
         """Tie a loop's carry to what its last step made of it, and return the loop's results."""
         for value, result in zip(carried, results, strict=False):
             value.inputs = (*value.inputs, result)
-        kinds = ["scan_result"] * len(carried) + ["scan_stack"] * (len(results) - len(carried))
-        outs = zip(kinds, results, outvars, strict=True)
-        return [self._known(_value(kind, (value,), var.aval)) for kind, value, var in outs]
+        count = len(carried)
+        finals = _moved("scan_result", results[:count], outvars[:count])
+        return [*finals, *_moved("scan_stack", results[count:], outvars[count:])]
 
     def _while(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
         test, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
@@ -359,7 +297,7 @@ class _Walk:
         if len(results) == 1:
             return results[0]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
-        merged = [self._known(_value("branch", values, var.aval)) for values, var in outs]
+        merged = [_value("branch", values, var.aval) for values, var in outs]
         self._condition(merged, inputs[:1])
         return merged
 
@@ -398,11 +336,6 @@ def _has_own_kernel(jaxpr: Any) -> bool:
         or any(map(_has_own_kernel, programs(eqn.params)))
         for eqn in jaxpr.eqns
     )
-
-
-def _undoes(operation: str, value: Value | None) -> bool:
-    """Whether an operation takes out what another has put in: a step's slice of what the steps of a loop stacked."""
-    return value is not None and (operation, value.operation) in (("scan_slice", "scan_stack"), ("shard", "unshard"))
 
 
 def _asked_at(eqn: Any) -> str:

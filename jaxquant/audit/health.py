@@ -1,4 +1,4 @@
-"""Health: what quantization does to the input, kernel and output gradient of every linear layer of a Linen model.
+"""Health: what quantization does to the input, kernel and output gradient of every linear layer.
 
 Data flow of one call of a health monitor:
 
@@ -6,10 +6,10 @@ Data flow of one call of a health monitor:
     layer's output ── tap (the identity) ──► loss                       │
     its gradient ── quantized by the layer's recipe ──► record ─────────┴──► cotangent of the layer's probe
 
-A probe is a zero vector among the parameters of the layer, for the length of the call alone: whatever cuts and stacks
-parameters (``nn.scan``, ``nn.vmap``, remat) does the same to probes and their cotangents. No backend is asked. The
-tensors are those of the running model, and their statistics come from ``core.quantize`` with the recipe's numbers and,
-for delayed scaling, with the scale that the quant state gives in this step.
+A probe is a zero vector beside the quant state of a layer, with the axes that state has: the scans that slice the
+weight, and its batch axes. The engine evaluates the traced program with the taps in it, float layers too. The tensors
+are those of the running model, and their statistics come from ``core.quantize`` with the recipe's numbers and, for
+delayed scaling, with the scale that the quant state gives in this step.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import meta
+from jax.core import eval_jaxpr
 from jaxtyping import Float
 
 from jaxquant.audit.statistics import WIDTH, read, record
-from jaxquant.backends._linen import layers_apart
+from jaxquant.backends import Backend
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, TENSORS, fields_of
-from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
+from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
-from jaxquant.core.trees import subtree
-from jaxquant.inject.layers import einsum_equation, kind_of, out_features, relative_path, trace_init
-from jaxquant.inject.linen import DIALECT
-from jaxquant.inject.linen_classes import as_float
-from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
-from jaxquant.ops.einsum import plan_einsum
+from jaxquant.inject.faces import quantized_with
+from jaxquant.inject.linen import Face
+from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import align
 from jaxquant.ops.operand import quantize_operand
-from jaxquant.state import OVERWRITE_WITH_GRADIENT, frozen
+from jaxquant.state import frozen
+from jaxquant.trace import contract
+from jaxquant.trace.analysis import Analysis
+from jaxquant.trace.decisions import Decisions
+from jaxquant.trace.engine import INSTEAD, Engine
+from jaxquant.trace.plan import Contraction, Key
+from jaxquant.trace.rewrite import Rewriter
 
 Array = jax.Array
 PROBE = "quant_health"
-"""The name of a layer's probe, beside its kernel."""
+"""The name of a layer's probe, beside its quant state."""
 _READ = (SCALE, HISTORY)
 """The quant state of a tensor from which its scale is computed."""
-
-# Part of the key of jit's caches: a function traced without taps is traced again with them.
-_active_monitor = jax.make_user_context(None)
+_FLOAT = Recipe("float", fwd=MatmulSpec())
+"""The recipe of a float layer, for the length of a call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthRow:
-    """One linear layer, or one of those that ``nn.scan`` or ``nn.vmap`` stacks.
+    """One linear layer, or one of those that a scan or a batch axis stacks.
 
     Attributes:
-      path: "/"-joined module path.
+      path: "/"-joined path of the layer.
       index: position along the stacked axes, () where there are none.
       dtypes: element type by tensor (``input``, ``kernel``, ``output_grad``), None for one that stays float.
     """
@@ -75,18 +77,58 @@ class HealthRow:
         return self.path + (f", layer {'.'.join(map(str, self.index))}" if self.index else "")
 
 
-class HealthMonitor:
+class Monitor:
     """Measure amax, scale, saturation, flushing and SQNR of every linear layer's tensors.
 
-    ``monitor(params, *args)`` runs ``loss(params, *args)`` forward and backward once, without gradients of the
-    parameters, and returns {statistic: float32 [rows, 3]}, columns in the order ``input``, ``kernel``, ``output_grad``;
-    ``audit.statistics.read`` has the formulas. Jit it together with what prepares its arguments.
+    A monitor runs a loss forward and backward once, without gradients of the parameters, and returns {statistic:
+    float32 [rows, 3]}, columns in the order ``input``, ``kernel``, ``output_grad``; ``audit.statistics.read`` has the
+    formulas. Jit it together with what prepares its arguments.
 
     ``input`` and ``kernel`` are what the forward matmul quantizes, ``output_grad`` what the matmul of the activation's
     gradient does: where the recipe multiplies the kernel's per-channel scale into the output gradient first, all but
     its amax are of the product. A recipe that rounds stochastically is measured with one draw of the noise, not that of
-    the step. A layer used more than once counts all its uses together. Of a float layer only amax and nonfinite are
-    known, and a layer that no gradient reaches has NaN.
+    the step. A layer used more than once counts all its uses together. Of float layers, ragged matmuls and convolutions
+    only amax and nonfinite are known, and a layer that no gradient reaches has NaN.
+
+    Attributes:
+      rows: the layers, in the order of the forward pass.
+    """
+
+    def __init__(self, engine: Engine, analysis: Analysis, run: Callable[..., Array]) -> None:
+        self._engine, self._run = engine, run
+        if engine.resolver is not None:
+            engine.decide(analysis)
+        self._sites: dict[Key, Contraction] = {}
+        for site in analysis.plan.contractions():
+            if site.is_layer and not any(leaf.index in analysis.looked_up for leaf in site.leaves):  # no table
+                self._sites.setdefault(site.key, site)
+        self._order, self.rows = _make_rows(list(self._sites.values()))
+
+    def __call__(self, params: Any, *args: Any) -> dict[str, Float[Array, "rows 3"]]:
+        """Return the statistics of every layer's tensors.
+
+        Args:
+          params, args: of the loss of ``HealthMonitor``; of the quantized function of ``FunctionHealth``.
+        """
+
+        def tapped(probes: list[Array]) -> Array:
+            taps = _Taps(self._engine, dict(zip(self._sites, probes, strict=True)))
+            with INSTEAD(taps):
+                return self._run(params, *args)
+
+        probes = [jnp.zeros((*contract.leading_axes(site), len(TENSORS) * WIDTH)) for site in self._sites.values()]
+        with frozen():  # it measures, and records nothing
+            found = jax.grad(tapped)(probes)
+        return read(jnp.concatenate([each.reshape(-1, len(TENSORS), WIDTH) for each in found])[self._order])
+
+    @property
+    def shards(self) -> int:
+        """Blocks into which recipes cut a batch: a part of a batch must be a multiple of it."""
+        return math.lcm(*(site.recipe.drhs.shards for site in self._sites.values() if site.recipe))
+
+
+class HealthMonitor(Monitor):
+    """Measure the layers of a Linen model: a ``Monitor`` whose ``monitor(params, *args)`` runs ``loss(params, *args)``.
 
     Attributes:
       rows: the layers, in the order of the forward pass.
@@ -98,7 +140,7 @@ class HealthMonitor:
         """Find the linear layers and their recipes; nothing is computed.
 
         Args:
-          model: the quantized Linen model that ``loss`` applies.
+          model: the quantized Linen model that ``loss`` applies, or a float one, which nothing quantizes.
           config: what it was quantized with, anything that ``QuantConfig.from_any`` takes.
           loss: (params, ...) -> scalar. Quant state of a recipe that keeps it is one of the further arguments.
           example_inputs, example_kwargs: arguments of the model's ``__call__``; arrays may be ``jax.ShapeDtypeStruct``.
@@ -113,164 +155,141 @@ class HealthMonitor:
                 f"HealthMonitor taps the layers of a Linen module, got {type(model).__name__}; "
                 "function_health.FunctionHealth measures any function of jaxquant.quantize, NNX models' too"
             )
-        self._resolver = QuantConfig.from_any(config).resolver()
-        self._loss = loss
-        self._recipes: dict[str, Recipe | None] = {}
-        with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept), as_float(model):
-            params = meta.unbox(trace_init(model, *example_inputs, **example_kwargs)["params"])
-        if not self._recipes:
+        face = quantized_with(model)
+        is_float = face is None
+        face = face or Face(QuantConfig.from_any(config))
+
+        def run(params: Any, *args: Any) -> Array:
+            if not is_float:
+                return loss(params, *args)
+            program = jax.make_jaxpr(loss)(params, *args)  # what it closes over is data, too
+
+            def function(params: Any, consts: list[Any], *args: Any) -> Array:
+                return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((params, args)))[0]
+
+            return face.engine.run(function, params, (program.consts, *args), {})
+
+        super().__init__(face.engine, face.trace_example(model, *example_inputs, **example_kwargs).analysis, run)
+        if not self.rows:
             raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
-        if self._resolver is not None:
-            self._recipes |= dict.fromkeys(self._resolver.float_blocks(self._recipes))
-        self._shapes: dict[str, tuple[int, ...]] = {path: _probe_of(params, path).shape for path in self._recipes}
-        self._order, self.rows = self._make_rows()
-
-    def __call__(self, params: Mapping[str, Any], *args: Any) -> dict[str, Float[Array, "rows 3"]]:
-        """Return the statistics of every layer's tensors.
-
-        Args:
-          params: of the model, without quant state.
-          args: further arguments of the loss.
-        """
-
-        def tapped(probes: dict[str, Array]) -> Array:
-            with _active_monitor(self), layers_apart(), nn.intercept_methods(self._intercept):
-                return self._loss(_with_probes(params, probes), *args)
-
-        probes = {path: jnp.zeros(shape, jnp.float32) for path, shape in self._shapes.items()}
-        with frozen():  # it measures, and records nothing
-            cotangents = jax.grad(tapped)(probes)
-        stacked = [_records_last(cotangents[path]).reshape(-1, len(TENSORS), WIDTH) for path in self._recipes]
-        return read(jnp.concatenate(stacked)[self._order])
-
-    @property
-    def shards(self) -> int:
-        """Blocks into which recipes cut a batch: a part of a batch must be a multiple of it."""
-        return math.lcm(*(recipe.drhs.shards for recipe in self._recipes.values() if recipe))
-
-    def _make_rows(self) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
-        """Order the rows layer by layer where layers are stacked; also return each row's index in stacked order."""
-        found = []
-        block = -1
-        previous = None
-        for position, (path, recipe) in enumerate(self._recipes.items()):
-            stack = _stack_of(self._shapes[path])
-            current = (path.split("/")[0], stack) if stack else None
-            block += current is None or current != previous
-            previous = current
-            dtypes = {name: spec and spec.dtype for name, spec in specs_of(recipe).items()}
-            found += [(block, index, position, HealthRow(path, index, dtypes)) for index in np.ndindex(stack)]
-        order = sorted(range(len(found)), key=lambda i: found[i][:3])
-        return np.array(order), tuple(found[i][3] for i in order)
-
-    def _intercept(
-        self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-    ) -> Any:
-        module = context.module
-        # A model that is a linear layer itself has a wrapper around its own call, which makes no parameters.
-        makes_parameters = hasattr(getattr(context.orig_method, "func", None), "compact")
-        if kind_of(module) is None or context.method_name != "__call__" or not makes_parameters:
-            return next_fun(*args, **kwargs)
-        path = relative_path(module, ())
-        if module.is_initializing():
-            out = next_fun(*args, **kwargs)
-            if path not in self._recipes:
-                decision = self._resolver and self._resolver(path, out_features(module, args, kwargs))
-                self._recipes[path] = decision.recipe if decision else None
-            module.param(PROBE, nn.initializers.zeros_init(), (len(TENSORS) * WIDTH,), jnp.float32)
-            return out
-        variables = meta.unbox(module.variables)
-        if PROBE not in variables["params"]:
-            raise ValueError(f"{layer_name(path)} did not run when the health monitor's example was traced")
-        inputs = args[0] if args else kwargs["inputs"]
-        lhs, rhs, _ = module.promote_dtype(inputs, variables["params"]["kernel"], None, dtype=module.dtype)  # pyright: ignore
-        lhs, rhs, dims, order = _contraction(module, lhs, rhs, args, kwargs)
-        static = Static(self._recipes[path], dims, order)
-        state = _find_state(variables.get(OVERWRITE_WITH_GRADIENT, {}))
-        if absent := [name for name in _state_that_is_read(static.recipe) if name not in state]:
-            assert static.recipe is not None
-            raise ValueError(DIALECT.missing(static.recipe.name, path, absent[0]))
-        forward, backward = observe_forward(static, jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), state)
-        return tap(static, next_fun(*args, **kwargs), variables["params"][PROBE], forward, backward)
 
 
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What of a layer's call is fixed while tracing; ``order`` brings the output into ``lax.dot_general``'s layout."""
+def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
+    """Order the rows layer by layer where layers are stacked; also return each row's index in stacked order."""
+    found, block, previous = [], -1, None
+    for position, site in enumerate(sites):
+        stack = contract.leading_axes(site)
+        current = (site.path.split("/")[0], stack) if stack else None
+        block += current is None or current != previous
+        previous = current
+        dtypes = {name: spec and spec.dtype for name, spec in _specs_of(_measured(site)).items()}
+        found += [(block, index, position, HealthRow(site.path, index, dtypes)) for index in np.ndindex(stack)]
+    order = sorted(range(len(found)), key=lambda i: found[i][:3])
+    return np.array(order, int), tuple(found[i][3] for i in order)
 
-    recipe: Recipe | None
-    dims: Dimensions
-    order: tuple[int, ...]
+
+def _measured(site: Contraction) -> Recipe | None:
+    """Return the recipe whose quantization is measured, None where only magnitudes are."""
+    return site.recipe if site.operation == "dot_general" and site.recipe is not _FLOAT else None
 
 
-def specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
+def _specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
     """Return the spec of each tensor, None for a float one."""
     specs = {name: recipe.specs[operand] if recipe else None for name, (operand, _) in TENSORS.items()}
     return {name: spec if isinstance(spec, TensorSpec) else None for name, spec in specs.items()}
 
 
-def observe_forward(static: Static, lhs: Array, rhs: Array, state: dict[str, Array]):
-    """Record input and kernel; also return what the output gradient's quantization reads."""
-    specs = specs_of(static.recipe)
-    if (mask := fields_of(state, SPARSITY).get(MASK)) is not None:
-        rhs = jnp.where(mask > 0, rhs, 0)
-    q_lhs = _quantize(static, "input", lhs, (static.dims.lhs_contract, static.dims.lhs_batch), state)
-    q_rhs = _quantize(static, "kernel", rhs, (static.dims.rhs_contract, static.dims.rhs_batch), state)
-    records = jnp.concatenate([record(lhs, specs["input"], q_lhs), record(rhs, specs["kernel"], q_rhs)])
-    reuses = static.recipe is not None and static.recipe.dlhs.rhs == FORWARD
-    # The qvalues are kept for their scale; what is not read of them, XLA drops.
-    return records, (q_rhs if reuses else None, {k: v for k, v in state.items() if k.startswith("output_grad")})
+# -- taps --------------------------------------------------------------------------------------------------------------
 
 
-def _observe_gradient(static: Static, grad: Array, kernel: QTensor | None, state: dict[str, Array]) -> Array:
-    recipe, spec = static.recipe, specs_of(static.recipe)["output_grad"]
-    if recipe is None or spec is None:
-        return record(grad, None, None)
-    grad = grad.transpose(static.order)
-    dims, _ = static.dims.for_dlhs()
-    aligned = grad
-    if kernel is not None:
-        aligned, kept = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
-        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
-            aligned = aligned * kept.scale.reshape(())
-    tensor = _quantize(static, "output_grad", aligned, (dims.lhs_contract, dims.lhs_batch), state)
-    return record(aligned, spec, tensor, original=grad)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Taps:
+    """What an engine evaluates in place of the quantized program: the same with a tap behind every layer."""
+
+    engine: Engine
+    probes: Mapping[Key, Array]
+
+    def __call__(self, analysis: Analysis, consts: Any, args: list[Array], quant_state: Mapping[str, Any]) -> list[Any]:
+        plan, speech = analysis.plan, self.engine.dialect
+        decisions = self.engine.decisions or Decisions({}, {})
+        if self.engine.resolver is not None:
+            decisions.apply(plan)
+        for site in plan.contractions():
+            if site.is_layer and site.recipe is None and site.key in self.probes:
+                site.recipe = _FLOAT
+        if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
+            raise ValueError(f"{layer_name(absent[0])} did not run when the health monitor's example was traced")
+        states = decisions.read_states(plan, quant_state, speech.missing, speech.misfit)
+        given = {key: {**state, PROBE: self.probes[key]} for key, state in states.items()}
+        return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 
 
-def _quantize(
-    static: Static, name: str, x: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], state: dict[str, Array]
-) -> QTensor | None:
-    """Quantize as the recipe says, with the delayed scale of this step where there is one.
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What of a layer's call is fixed while tracing."""
 
-    Args:
-      static: of the layer's call.
-      name: of the tensor.
-      x: the tensor.
-      dims: its contraction and batch axes.
-      state: quant state of the layer.
-    """
-    recipe, spec = static.recipe, specs_of(static.recipe)[name]
-    if recipe is None or spec is None:
-        return None
-    own = None
-    if spec.scaling == "delayed":
-        own = {field: value for field, value in fields_of(state, name).items() if field in _READ}
-    is_gradient = name == "output_grad"
-    tensor, _ = quantize_operand(
-        x,
-        spec,
-        dims[0],
-        recipe=recipe,
-        batch=dims[1],
-        state=own,
-        key=content_key(x) if spec.rounding == "stochastic" else None,
-        floor=SMALLEST_GRADIENT_SCALE if is_gradient else SMALLEST_SCALE,
-    )
-    return tensor
+    recipe: Recipe | None
+    dims: Dimensions
+
+
+def _contract(
+    backend: Backend,
+    site: Contraction,
+    eqn: Any,
+    operands: list[Any],
+    state: Mapping[str, Array],
+    key: Array | None,
+    prepared: None,
+) -> Array:
+    """Compute a contraction as the quantized function does, or in float, and tap it."""
+    own, recipe = {name: value for name, value in state.items() if name != PROBE}, _measured(site)
+    if site.recipe is _FLOAT:
+        out = eqn.primitive.bind(*operands, **eqn.params)
+    else:
+        out = contract.contract(backend, site, eqn, operands, own, key)
+    assert site.side is not None
+    activation, weight = operands[1 - site.side], operands[site.side]
+    if site.operation != "dot_general":
+        return _tap_one(
+            _Static(None, Dimensions.of((((), ()), ((), ())), 0, 0)), out, state[PROBE], activation, weight, {}
+        )
+    contracted, batch = eqn.params["dimension_numbers"]
+    if site.side == 0:
+        contracted, batch = contracted[::-1], batch[::-1]
+    groups = len(batch[0])
+    free = [x.ndim - groups - len(contracted[0]) for x in (activation, weight)]
+    if recipe is not None and recipe.shares_experts:
+        tapped = functools.partial(
+            _tap_one, _Static(recipe, Dimensions.of((contracted, batch), activation.ndim, weight.ndim))
+        )
+    else:
+        (activation, over), (weight, by) = (
+            _without_batch(x, axes, first)
+            for x, axes, first in zip((activation, weight), contracted, batch, strict=True)
+        )
+        dims = Dimensions.of(((over, by), ((), ())), activation.ndim - groups, weight.ndim - groups)
+        tapped = functools.partial(_tap_one, _Static(recipe, dims))
+        for _ in range(groups):
+            tapped = jax.vmap(tapped)
+    order = tuple(range(groups + sum(free)))
+    if site.side == 0:  # the equation has the weight's axes first
+        order = (*order[:groups], *order[groups + free[1] :], *order[groups : groups + free[1]])
+    out = tapped(jnp.transpose(out, order), state[PROBE], activation, weight, own)
+    return jnp.transpose(out, tuple(map(int, np.argsort(order))))
+
+
+def _without_batch(x: Array, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
+    """Move the batch axes of an operand to the front; also return its contraction axes as they are behind these."""
+    return contract.batch_first(batch, x.ndim).on_array(x), contract.without_batch(contracted, batch)
+
+
+def _tap_one(static: _Static, out: Array, probe: Array, lhs: Array, rhs: Array, state: dict[str, Array]) -> Array:
+    forward, backward = _observe_forward(static, jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), state)
+    return _tap(static, out, probe, forward, backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tap(static: Static, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
+def _tap(static: _Static, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
     """Return ``out``. The cotangent of ``probe`` is the layer's three records."""
     return out
 
@@ -284,70 +303,65 @@ def _tap_bwd(static, residuals, grad):
     return grad, jnp.concatenate([forward, _observe_gradient(static, grad, *backward)]), None, None
 
 
-tap.defvjp(_tap_fwd, _tap_bwd)
+_tap.defvjp(_tap_fwd, _tap_bwd)
 
 
-def _contraction(
-    module: nn.Module, lhs: Array, rhs: Array, args: Any, kwargs: Any
-) -> tuple[Array, Array, Dimensions, tuple[int, ...]]:
-    """Convert a linear layer to ``lax.dot_general``'s form: operands, dimensions, transposition of the output."""
-    numbers: DotDimensionNumbers
-    if isinstance(module, nn.Einsum):
-        plan = plan_einsum(einsum_equation(module, args, kwargs), lhs.ndim, rhs.ndim)
-        lhs = lhs.sum(axis=plan.lhs_sum) if plan.lhs_sum else lhs
-        rhs = rhs.sum(axis=plan.rhs_sum) if plan.rhs_sum else rhs
-        order = tuple(int(axis) for axis in np.argsort(plan.permutation))
-        return lhs, rhs, Dimensions.of(plan.dimension_numbers, lhs.ndim, rhs.ndim), order
-    if isinstance(module, nn.DenseGeneral):
-        # flax sorts both, and so lays out the kernel.
-        axes, batch = (
-            sorted(axis % lhs.ndim for axis in _as_tuple(given)) for given in (module.axis, module.batch_dims)
-        )
-        first = len(batch)
-        numbers = ((axes, tuple(range(first, first + len(axes)))), (batch, tuple(range(first))))
-    else:
-        numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
-    dims = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
-    return lhs, rhs, dims, tuple(range(dims.out_ndim))
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
-def _as_tuple(axes: Any) -> tuple[int, ...]:
-    return tuple(axes) if isinstance(axes, (tuple, list)) else (int(axes),)
+def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: dict[str, Array]):
+    """Record input and kernel; also return what the output gradient's quantization reads."""
+    specs = _specs_of(static.recipe)
+    if (mask := fields_of(state, SPARSITY).get(MASK)) is not None:
+        rhs = jnp.where(mask > 0, rhs, 0)
+    q_lhs = _quantize(static, "input", lhs, (static.dims.lhs_contract, static.dims.lhs_batch), state)
+    q_rhs = _quantize(static, "kernel", rhs, (static.dims.rhs_contract, static.dims.rhs_batch), state)
+    records = jnp.concatenate([record(lhs, specs["input"], q_lhs), record(rhs, specs["kernel"], q_rhs)])
+    reuses = static.recipe is not None and static.recipe.dlhs.rhs == FORWARD
+    # The qvalues are kept for their scale; what is not read of them, XLA drops.
+    return records, (q_rhs if reuses else None, {k: v for k, v in state.items() if k.startswith("output_grad")})
 
 
-def _state_that_is_read(recipe: Recipe | None) -> list[str]:
-    delayed = [name for name, spec in specs_of(recipe).items() if spec and spec.scaling == "delayed"]
-    return [f"{name}_{field}" for name in delayed for field in _READ]
+def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, state: dict[str, Array]) -> Array:
+    recipe, spec = static.recipe, _specs_of(static.recipe)["output_grad"]
+    if recipe is None or spec is None:
+        return record(grad, None, None)
+    dims, _ = static.dims.for_dlhs()
+    aligned = grad
+    if kernel is not None:
+        aligned, kept = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
+        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
+            aligned = aligned * kept.scale.reshape(())
+    tensor = _quantize(static, "output_grad", aligned, (dims.lhs_contract, dims.lhs_batch), state)
+    return record(aligned, spec, tensor, original=grad)
 
 
-def _find_state(variables: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the quant state of the one op below a layer, by flax's names."""
-    found: dict[str, Array] = {}
-    for name, value in variables.items():
-        found |= _find_state(value) if isinstance(value, Mapping) else {name: value}
-    return found
+def _quantize(
+    static: _Static, name: str, x: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], state: dict[str, Array]
+) -> QTensor | None:
+    """Quantize as the recipe says, with the delayed scale of this step where there is one.
 
-
-def _probe_of(params: Mapping[str, Any], path: str) -> Any:
-    return subtree(params, path)[PROBE]
-
-
-def _with_probes(params: Mapping[str, Any], probes: Mapping[str, Array]) -> dict[str, Any]:
-    """Copy a tree of parameters with a probe beside each kernel; the arrays are shared."""
-    new: dict[str, Any] = {
-        name: _with_probes(value, {}) if isinstance(value, Mapping) else value for name, value in params.items()
-    }
-    for path, probe in probes.items():
-        subtree(new, path)[PROBE] = probe
-    return new
-
-
-def _stack_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the stacked axes of a probe; where they lie is the model's choice."""
-    rest = list(shape)
-    rest.remove(len(TENSORS) * WIDTH)
-    return tuple(rest)
-
-
-def _records_last(probe: Array) -> Array:
-    return jnp.moveaxis(probe, probe.shape.index(len(TENSORS) * WIDTH), -1)
+    Args:
+      static: of the layer's call.
+      name: of the tensor.
+      x: the tensor.
+      dims: its contraction and batch axes.
+      state: quant state of the layer.
+    """
+    recipe, spec = static.recipe, _specs_of(static.recipe)[name]
+    if recipe is None or spec is None:
+        return None
+    own = None
+    if spec.scaling == "delayed":
+        own = {field: value for field, value in fields_of(state, name).items() if field in _READ}
+    tensor, _ = quantize_operand(
+        x,
+        spec,
+        dims[0],
+        recipe=recipe,
+        batch=dims[1],
+        state=own,
+        key=content_key(x) if spec.rounding == "stochastic" else None,
+        floor=SMALLEST_GRADIENT_SCALE if name == "output_grad" else SMALLEST_SCALE,
+    )
+    return tensor

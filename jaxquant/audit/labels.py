@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxquant.audit.dataflow import Contraction, Value, ancestors
-from jaxquant.audit.parameters import Reading, read
+from jaxquant.audit.dataflow import Contraction
+from jaxquant.audit.parameters import Reading, contains, read
 from jaxquant.audit.scales import Origin, origin
 from jaxquant.core.hadamard import SCOPE
 from jaxquant.trace.paths import Name
@@ -37,8 +37,6 @@ class LabeledContraction:
       matmul: "fwd", "dlhs", "drhs", or "bwd" where it cannot be told which of the two.
       swapped: its operands stand in another order than activation · weight, grad · weight, activation · grad.
       forward: the forward contraction that a backward one belongs to, where it was found; itself for a forward one.
-      is_stray: a backward one that shares no operand with a forward one and that no other backward one is computed
-        from: a weight gradient, and nothing tells of which weight.
     """
 
     contraction: Contraction
@@ -52,7 +50,6 @@ class LabeledContraction:
     matmul: str = "fwd"
     swapped: bool = False
     forward: LabeledContraction | None = None
-    is_stray: bool = False
 
     @property
     def given(self) -> list[int]:
@@ -108,7 +105,6 @@ def label_contractions(
         else:
             each.path = each.path or _path(each, "", known)
             each.matmul = each.op_label or "bwd"
-    _find_strays(labeled)
     return labeled, reading
 
 
@@ -118,16 +114,13 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
     Of several it is one that shares an operand with it, in the same dtype, and that has no such gradient yet, in this
     order.
     """
-    by_scopes: dict[tuple[str, ...], list[LabeledContraction]] = {}
-    for each in forward:
-        by_scopes.setdefault(each.scopes, []).append(each)
     taken: set[LabeledContraction] = set()
     for each in backward:
-        near = by_scopes.get(each.scopes, [])
+        near = [other for other in forward if not each.scopes or other.scopes == each.scopes]
         if each.path:
             choice = [other for other in forward if other.path == each.path]
-        elif not (choice := [other for other in (near if each.scopes else forward) if _distance(each, other) < 2]):
-            choice = near if each.scopes and len({other.path for other in near}) == 1 else []
+        elif not (choice := [other for other in near if _distance(each, other) < 2]):
+            choice = [other for other in near if each.scopes and _distance(each, other) == 2]
         if choice:
             each.forward = min(choice, key=lambda other: (_distance(each, other), each.site is None and other in taken))
             if each.site is None:
@@ -137,18 +130,12 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
     """Return 0 where one can be a gradient of the other, and what they share has the same dtype; 1 where it has not.
 
-    Else 2: they share no operand, or the gradient is not as large as the other operand.
+    Else 2 where the gradient is as large as one of the operands, and 3 where it is not.
     """
-    operands = (forward.contraction.lhs, forward.contraction.rhs)
-    shared = _same_source(backward, forward)
-    return min(
-        (
-            int(backward.origins[mine].dtype != forward.origins[theirs].dtype)
-            for mine, theirs in shared
-            if operands[1 - theirs].size == backward.contraction.out.size
-        ),
-        default=2,
-    )
+    sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size
+    shared = [pair for pair in _same_source(backward, forward) if sizes[1 - pair[1]] == out]
+    dtypes = (int(backward.origins[mine].dtype != forward.origins[theirs].dtype) for mine, theirs in shared)
+    return min(dtypes, default=2 if out in sizes else 3)
 
 
 def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:
@@ -187,31 +174,9 @@ def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
     return scopes
 
 
-def contains(whole: Sequence[str], part: Sequence[str]) -> bool:
-    """Return whether the names of ``part`` stand one behind the other somewhere in ``whole``."""
-    return any(tuple(whole[i : i + len(part)]) == tuple(part) for i in range(len(whole) - len(part) + 1))
-
-
-def _find_strays(labeled: Sequence[LabeledContraction]) -> None:
-    forward = [each for each in labeled if not each.is_backward]
-    backward = [each for each in labeled if each.is_backward]
-    sources = {origin.source.known_as for each in forward for origin in each.origins}
-    ends = {each.contraction.out for each in forward}
-
-    def is_left(value: Value) -> bool:
-        """Whether a value is of the forward pass, or of a loop's step before: a parameter that was trained there."""
-        return value in ends or value.operation == "scan_carry"
-
-    operands = [operand for each in backward for operand in (each.contraction.lhs, each.contraction.rhs)]
-    used = ancestors(operands, stop=is_left)
-    for each in backward:
-        shares = each.site is not None or any(origin.source.known_as in sources for origin in each.origins)
-        each.is_stray = not shares and not each.given and each.contraction.out not in used
-
-
 def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[tuple[int, int]]:
     sides = [(mine, theirs) for mine in (0, 1) for theirs in (0, 1)]
-    mine, theirs = ([found.source.known_as for found in both.origins] for both in (each, forward))
+    mine, theirs = ([found.source for found in both.origins] for both in (each, forward))
     return [pair for pair in sides if mine[pair[0]] is theirs[pair[1]]]
 
 

@@ -73,7 +73,7 @@ def read(closed: Any, names: Sequence[Name], forward: Iterable[Contraction], kno
     """
     avals = [var.aval for var in closed.jaxpr.invars]
     state = frozenset(i for i, name in enumerate(names) if _is_state(name))
-    chosen, prefixes = _Inputs(names, avals, state, list(forward), list(known)).choose()
+    chosen, prefixes = _choose(names, avals, state, forward, list(known))
 
     def flow(index: int) -> Flow:
         if index in chosen:
@@ -99,93 +99,87 @@ def _without(name: Name, prefix: int) -> Name:
     return name[prefix:]
 
 
-class _Inputs:
+def _choose(
+    names: Sequence[Name],
+    avals: Sequence[Any],
+    state: frozenset[int],
+    forward: Iterable[Contraction],
+    known: list[Name],
+) -> tuple[set[int], dict[str, int]]:
     """Separate parameters from data among the inputs, argument by argument.
 
     An argument that an operand is a multiple of, where the other operand is computed, is a parameter, and so are the
     other leaves of its tree. What is multiplied with a parameter is data, unless it stands beside it. Where both
     operands are arguments of which nothing else is known, the parameter is the one in a tree, or with a name such as
     "kernel"; else the second one.
+
+    Returns:
+      The indices of the parameters, and how many leading names of each argument are no part of a path.
     """
+    sure, pairs = _meetings(names, forward)
+    sure |= {i for i, name in enumerate(names) if any(any(each) and contains(name[1:-1], each) for each in known)}
+    if any(len(names[i]) > 1 for i in sure):  # an array by itself is a batch, beside a tree
+        sure = {i for i in sure if len(names[i]) > 1}
+    roots, data = {names[i][0] for i in sure}, set[Name]()
 
-    def __init__(
-        self,
-        names: Sequence[Name],
-        avals: Sequence[Any],
-        state: frozenset[int],
-        forward: Sequence[Contraction],
-        known: Sequence[Name],
-    ) -> None:
-        self._names, self._avals, self._state = names, avals, state
-        self._sure: set[int] = {i for i, name in enumerate(names) if any(_contains(name[1:-1], each) for each in known)}
-        self._pairs: list[tuple[int, int]] = []
-        for each in forward:
-            sources = [argument(origin(operand).source) for operand in (each.lhs, each.rhs)]
-            given = [value.position for value in sources if value is not None and value.operation == "argument"]
-            given = [index for index in given if not _is_cache(names[index])]
-            if sum(value is not None for value in sources) > len(given):  # beside an array of the function's own
-                given = [index for index in given if len(names[index]) > 1]
-            if len(given) == 2 and self._are_siblings(*given):
-                self._sure.update(given)
-            elif len(given) == 2:
-                self._pairs.append((given[0], given[1]))
-            elif given:
-                self._sure.add(given[0])
+    def rank(index: int) -> tuple[bool, ...]:
+        name = names[index]
+        return index in sure, name[0] in roots, len(name) > 1 and name[-1] in GENERIC, len(name) > 1
 
-    def _are_siblings(self, first: int, second: int) -> bool:
-        """Whether two inputs stand beside one another in a tree: the factors of a low-rank update."""
-        one, other = self._names[first], self._names[second]
-        return len(one) > 1 and len(other) > 1 and one[:-1] == other[:-1]
+    for pair in pairs:
+        first, second = pair if rank(pair[0]) > rank(pair[1]) else pair[::-1]
+        if names[first][0] not in roots:
+            sure.add(first)
+            roots.add(names[first][0])
+        if second not in sure:
+            data.add(names[second][:2])
+    data -= {names[i][:2] for i in sure}
+    chosen = {i for i, name in enumerate(names) if name[0] in roots and name[:2] not in data and i not in state}
+    chosen = {i for i in chosen if not _is_cache(names[i]) and _can_be(avals[i].dtype, i in sure)}
+    return chosen, {root: _prefix(root, names, [names[i] for i in sure if names[i][0] == root]) for root in roots}
 
-    def choose(self) -> tuple[set[int], dict[str, int]]:
-        """Return the indices of the parameters, and how many leading names of each argument are no part of a path."""
-        if any(len(self._names[i]) > 1 for i in self._sure):  # an array by itself is a batch, beside a tree
-            self._sure = {i for i in self._sure if len(self._names[i]) > 1}
-        roots = {self._names[i][0] for i in self._sure}
-        data: set[Name] = set()
-        for pair in self._pairs:
-            first, second = pair if self._rank(pair[0], roots) > self._rank(pair[1], roots) else pair[::-1]
-            if self._names[first][0] not in roots:
-                self._sure.add(first)
-                roots.add(self._names[first][0])
-            if second not in self._sure:
-                data.add(self._names[second][:2])
-        kept = {name for name in data if not any(self._names[i][:2] == name for i in self._sure)}
-        chosen = {
-            i
-            for i, name in enumerate(self._names)
-            if name[0] in roots and name[:2] not in kept and i not in self._state and self._can_be(i)
-        }
-        return chosen, {root: self._prefix(root) for root in roots}
 
-    def _rank(self, index: int, roots: set[str]) -> tuple[bool, ...]:
-        name = self._names[index]
-        return (index in self._sure, name[0] in roots, len(name) > 1 and name[-1] in GENERIC, len(name) > 1)
+def _meetings(names: Sequence[Name], forward: Iterable[Contraction]) -> tuple[set[int], list[list[int]]]:
+    """Return the inputs that meet what is computed, or a leaf beside them (factors of a low-rank update); and pairs."""
+    sure, pairs = set[int](), []
+    for each in forward:
+        sources = [argument(origin(operand).source) for operand in (each.lhs, each.rhs)]
+        given = [value.position for value in sources if value is not None and value.operation == "argument"]
+        given = [index for index in given if not _is_cache(names[index])]
+        if sum(value is not None for value in sources) > len(given):  # beside an array of the function's own
+            given = [index for index in given if len(names[index]) > 1]
+        are_siblings = len({names[index][:-1] for index in given}) == 1 and len(names[given[0]]) > 1
+        if len(given) == 2 and not are_siblings:
+            pairs.append(given)
+        else:
+            sure.update(given)
+    return sure, pairs
 
-    def _can_be(self, index: int) -> bool:
-        dtype = self._avals[index].dtype
-        if _is_cache(self._names[index]) or jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jnp.bool_:
-            return False
-        return index in self._sure or not jnp.issubdtype(dtype, jnp.integer)
 
-    def _prefix(self, root: str) -> int:
-        """Count the leading names of an argument that say where in it the parameters stand, as in a tuple."""
-        prefix = 1
-        while True:
-            here = [self._names[i] for i in self._sure if self._names[i][0] == root]
-            leads = {name[prefix] for name in here if len(name) > prefix + 1}
-            beside = {name[prefix] for name in self._names if name[0] == root and len(name) > prefix}
-            lead = next(iter(leads), "")
-            if len(leads) != 1 or len(here) != sum(len(name) > prefix + 1 for name in here):
-                return prefix
-            if lead not in COLLECTIONS and not (lead.isdigit() and len(beside) > 1):
-                return prefix
-            prefix += 1
+def _can_be(dtype: Any, is_sure: bool) -> bool:
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jnp.bool_:
+        return False
+    return is_sure or not jnp.issubdtype(dtype, jnp.integer)
+
+
+def _prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
+    """Count the leading names of an argument that say where in it the parameters ``here`` stand, as in a tuple."""
+    prefix = 1
+    while True:
+        leads = {name[prefix] for name in here if len(name) > prefix + 1}
+        beside = {name[prefix] for name in names if name[0] == root and len(name) > prefix}
+        lead = next(iter(leads), "")
+        if len(leads) != 1 or not all(len(name) > prefix + 1 for name in here):
+            return prefix
+        if lead not in COLLECTIONS and not (lead.isdigit() and len(beside) > 1):
+            return prefix
+        prefix += 1
 
 
 def _is_cache(name: Name) -> bool:
     return any("cache" in part for part in name)
 
 
-def _contains(whole: Name, part: Name) -> bool:
-    return any(part) and any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
+def contains(whole: Name, part: Name) -> bool:
+    """Return whether the names of ``part`` stand one behind the other somewhere in ``whole``."""
+    return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from jaxquant.audit.parameters import input_names
-from jaxquant.trace.paths import Name
+from jaxquant.trace.paths import Name, leaf_names
 
 _JITTED = type(jax.jit(lambda: None))
 _FUNCTION = "model"
@@ -71,27 +71,20 @@ def _trace_with_nodes(fn: Callable[..., Any], given: Mapping[str, Any], position
     """Trace a function of NNX models and optimizers, which it may change."""
     nodes = {name: value for name, value in given.items() if _has_nodes(value)}
     graph, states = nnx.split(nodes)
-    others, structure = jax.tree.flatten({name: value for name, value in given.items() if name not in nodes})
-    is_array = [hasattr(leaf, "dtype") or isinstance(leaf, (float, complex)) for leaf in others]
+    others = {name: value for name, value in given.items() if name not in nodes}
+    leaves, structure = jax.tree.flatten(others)
+    arrays = {
+        str(i): leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))
+    }
 
     def whole(inputs: dict[str, Any]) -> Any:
-        arrays = iter(inputs[""])
-        leaves = [next(arrays) if traced else leaf for leaf, traced in zip(others, is_array, strict=True)]
         merged = nnx.merge(graph, nnx.State({name: inputs[name] for name in nodes}))
-        values = jax.tree.unflatten(structure, leaves) | merged
+        filled = [inputs[""].get(str(i), leaf) for i, leaf in enumerate(leaves)]
+        values = jax.tree.unflatten(structure, filled) | merged
         ordered = [values[name] for name in given]
         out = fn(*ordered[:positional], **dict(zip(list(given)[positional:], ordered[positional:], strict=True)))
         return out, nnx.split(merged)[1]
 
-    arrays = [leaf for leaf, traced in zip(others, is_array, strict=True) if traced]
     traced = jax.jit(whole).trace({name: states[name] for name in nodes} | {"": arrays})
-    names = [name[1:] for name in input_names(traced.args_info)]
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, others))[0]]
-    plain = iter(
-        [
-            tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-            for path, arr in zip(paths, is_array, strict=True)
-            if arr
-        ]
-    )
-    return traced, [next(plain) if name[0] == "" else name for name in names]
+    names, plain = [name[1:] for name in input_names(traced.args_info)], leaf_names(others)
+    return traced, [plain[int(name[1])] if name[0] == "" else name for name in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,22 +32,6 @@ def map_by_path(function: Callable[[str, Any], Any], tree: Any, is_leaf: IsLeaf 
       is_leaf: whether to go no further into a node.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(join_path(path), leaf), tree, is_leaf=is_leaf)
-
-
-def subtree(tree: Mapping[str, Any], path: str) -> Any:
-    """Return the node of nested mappings at a path.
-
-    Args:
-      tree: nested mappings.
-      path: keys joined by "/"; "" is the tree itself.
-
-    Raises:
-      KeyError: there is no such node.
-    """
-    node: Any = tree
-    for name in path.split("/") if path else ():
-        node = node[name]
-    return node
 
 
 def array_bytes(array: Any) -> int:

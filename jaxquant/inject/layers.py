@@ -1,4 +1,4 @@
-"""Flax's Linen layers: their paths and outputs, and the shapes of a model's variables."""
+"""Outputs of an einsum with a weight, and the shapes of a Linen model's variables."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxquant.backends._linen import kind_of
-from jaxquant.core.paths import join_path
 from jaxquant.inject.faces import STREAMS
 from jaxquant.ops.einsum import plan_einsum
-
-
-def out_features(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Count the outputs of a linear layer from its attributes and call."""
-    if kind_of(module) == "einsum":
-        inputs = args[0] if args else kwargs["inputs"]
-        return einsum_out_features(einsum_equation(module, args, kwargs), inputs.ndim, module.shape)  # pyright: ignore[reportAttributeAccessIssue]
-    features = module.features  # pyright: ignore[reportAttributeAccessIssue]
-    return math.prod(features) if isinstance(features, (tuple, list)) else int(features)
 
 
 def einsum_out_features(equation: str, lhs_ndim: int, rhs_shape: Sequence[int]) -> int:
@@ -30,17 +19,6 @@ def einsum_out_features(equation: str, lhs_ndim: int, rhs_shape: Sequence[int]) 
     (_, contract), (_, batch) = plan.dimension_numbers
     kept = [size for axis, size in enumerate(rhs_shape) if axis not in plan.rhs_sum]
     return math.prod(size for axis, size in enumerate(kept) if axis not in (*contract, *batch))
-
-
-def einsum_equation(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Find the equation of an nn.Einsum, given to the module or to the call."""
-    called = args[1] if len(args) > 1 else kwargs.get("einsum_str")
-    return nn.merge_param("einsum_str", module.einsum_str, called)
-
-
-def relative_path(module: nn.Module, root: tuple[str, ...]) -> str:
-    """Spell a bound module's path as users write it in rules."""
-    return join_path(module.path[len(root) :])
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

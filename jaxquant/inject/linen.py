@@ -85,6 +85,7 @@ DIALECT = Dialect(
     numbers=False,
     operation=operation_name,
     missing=_missing,
+    has_scopes=True,
     watch=watch.LINEN,
 )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -56,13 +55,6 @@ class Use(NamedTuple):
     def arguments(self, rest: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the arguments of a ``Call`` behind the parameters."""
         return rest, self.rngs, self.args, dict(self.kwargs)
-
-
-@contextlib.contextmanager
-def as_float(model: nn.Module) -> Iterator[None]:
-    """Let a quantized model, and any other, be the float one, for the length of a context."""
-    with at_work(quantized_with(model)):
-        yield
 
 
 def make_class(face: Any, base: type, *, is_model: bool) -> type:

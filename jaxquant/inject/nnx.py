@@ -165,7 +165,6 @@ class Face:
             owner=self._owner,
             missing=_missing,
             misfit=_misfit,
-            has_scopes=False,
             watch=watch.NNX,
         )
         self.engine = Engine(config, dialect, config.resolved_backend)

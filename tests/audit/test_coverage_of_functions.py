@@ -113,6 +113,22 @@ def scan_and_remat():
     return gradient(fn, FP8, params, array(8, 32))
 
 
+def shared_jits_and_remat():
+    """Layers that look alike share one jitted program, which the backward pass runs again."""
+
+    @jax.jit
+    def block(layer, x):
+        return x + jax.nn.relu(x @ layer["wi"]["kernel"]) @ layer["wo"]["kernel"]
+
+    def fn(params, x):
+        for layer in params["layers"]:
+            x = jax.checkpoint(block)(layer, x)
+        return x
+
+    layers = [{"wi": {"kernel": array(32, 64)}, "wo": {"kernel": array(64, 32)}} for _ in range(2)]
+    return gradient(fn, CURRENT, {"layers": layers}, array(8, 32))
+
+
 def shards():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("x")
@@ -199,7 +215,7 @@ def pooling():
 
 FUNCTIONS = (
     *(a_dictionary, tied_embedding, experts, head_of_a_loss, vmapped_experts, scan_and_remat),
-    *(shards, ragged, convolutions, low_rank, training_loop, train_state, pooling),
+    *(shared_jits_and_remat, shards, ragged, convolutions, low_rank, training_loop, train_state, pooling),
 )
 
 
@@ -264,6 +280,31 @@ def test_a_float_layer_among_equal_ones_that_read_the_same_has_its_own_gradients
     found = jaxquant.coverage(step, params, state, array(8, 32), config=config)
     found.check()
     assert {row.path for row in found.rows if not row.is_low} == {left_out}
+
+
+def _as_int8(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
+def _int8_dot(x, y):
+    (x, x_scale), (y, y_scale) = _as_int8(x), _as_int8(y)
+    return jnp.dot(x, y, preferred_element_type=jnp.int32) * (x_scale * y_scale)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["plain", "remat"])
+@pytest.mark.parametrize("argnums", [0, (0, 1)])
+def test_an_op_of_ones_own_is_no_fault_though_no_name_tells_its_gradients(wrap, argnums):
+    op = jax.custom_vjp(_int8_dot)
+    op.defvjp(
+        lambda x, w: (_int8_dot(x, w), (x, w)), lambda kept, g: (_int8_dot(g, kept[1].T), _int8_dot(kept[0].T, g))
+    )
+    fn = wrap(lambda params, x: op(jnp.tanh(op(x, params["a"]["w"])), params["b"]["w"]))
+    params = {name: {"w": array(32, 32)} for name in "ab"}
+    step = jax.grad(lambda params, x: square(fn(params, x)), argnums)
+    found = jaxquant.coverage(step, params, array(8, 32), config=INT8)
+    found.check()
+    assert all(row.is_low for row in found.rows)
 
 
 def test_a_convolution_whose_gradients_are_multiplied_as_bfloat16_says_so():

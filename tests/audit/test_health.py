@@ -194,6 +194,18 @@ def test_other_backends_are_measured_like_the_native_one(string, backend):
     assert theirs["logits"]["amax"][KERNEL] == ours["logits"]["amax"][KERNEL]
 
 
+def test_a_float_model_has_magnitudes_alone():
+    """Nothing quantizes it: the loss is read as a function of the parameters, and its layers are tapped there."""
+    found, params = measure(Stack(axis=0), {"quantization": ""}, square, X)
+    assert list(found) == [*(f"layers/{name}, layer {i}" for i in range(2) for name in ("wi", "wo")), "logits"]
+    kernel = np.abs(params["layers"]["wo"]["kernel"]).max((1, 2))
+    assert [found[f"layers/wo, layer {i}"]["amax"][KERNEL] for i in range(2)] == kernel.tolist()
+    assert found["layers/wi, layer 0"]["amax"][INPUT] == float(jnp.abs(X).max())
+    for row in found.values():
+        assert np.isfinite(row["amax"]).all()
+        assert np.isnan([row["scale"], row["sqnr"], row["saturated"], row["flushed"]]).all()
+
+
 def test_what_has_no_linear_layer_is_refused():
     with pytest.raises(ValueError, match="LayerNorm has no linear layer, so there is no health to measure"):
         HealthMonitor(nn.LayerNorm(), {"quantization": ""}, square, X)
@@ -205,5 +217,5 @@ def test_a_loss_that_drops_the_quant_state_is_refused_as_the_model_refuses_it():
     model = maybe_quantize_model(Pair(), native("fp8"), X)
     params, _ = state.split(jax.jit(model.init)(jax.random.key(3), X))
     monitor = HealthMonitor(model, native("fp8"), lambda params: square(model.apply({"params": params}, X)), X)
-    with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' keeps state .* no 'input_scale' there: pass"):
+    with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' keeps state .* no 'input_amax_bins' there: pass"):
         monitor(params)

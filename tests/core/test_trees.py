@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path, subtree, tree_bytes
+from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path, tree_bytes
 
 
 class Pair(NamedTuple):
@@ -32,14 +31,6 @@ def test_a_map_sees_paths_and_keeps_the_structure():
     assert named["layers"][0] == {"kernel": ("layers/0/kernel", 2), "bias": ("layers/0/bias", 1)}
     whole = map_by_path(lambda path, leaf: path, TREE, is_leaf=lambda node: isinstance(node, Pair))
     assert whole["layers"][1] == "layers/1"
-
-
-def test_a_node_of_nested_mappings_is_found():
-    tree = {"a": {"b": {"c": 3}}}
-    assert subtree(tree, "a/b") == {"c": 3}
-    assert subtree(tree, "") is tree
-    with pytest.raises(KeyError):
-        subtree(tree, "a/x")
 
 
 def test_elements_of_less_than_a_byte_are_counted_packed():
