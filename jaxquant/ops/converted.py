@@ -48,14 +48,8 @@ def each_element(
     """
     sizes = tuple(weight.shape[axis] for axis in dims.rhs_batch)
     count = len(sizes)
-
-    def whole(part: Array) -> Array:
-        rest = tuple(n for axis, n in enumerate(part.shape) if axis not in dims.rhs_batch)
-        return jnp.broadcast_to(jnp.moveaxis(part, dims.rhs_batch, range(count)), (*sizes, *rest))
-
-    scale = weight.input_scale
-    scale = None if scale is None else whole(scale if scale.ndim == weight.ndim else scale.reshape((1,) * weight.ndim))
-    weight = ConvertedKernel(weight.tensor.replace(lambda _, part: whole(part)), weight.dtype, scale)
+    others = (axis for axis in range(weight.ndim) if axis not in dims.rhs_batch)
+    weight = weight.transpose((*dims.rhs_batch, *others)).stacked(sizes)
     numbers = [
         tuple(axis - sum(other < axis for other in batch) for axis in contract)
         for contract, batch in ((dims.lhs_contract, dims.lhs_batch), (dims.rhs_contract, dims.rhs_batch))

@@ -176,7 +176,7 @@ class Analysis:
         self._note_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         if isinstance(whole, Route) and (steps := steps_of(eqn)) is not None:
-            route = whole.then(steps)
+            route = whole.then(*steps)
         else:
             site = plan.sites.get(index)
             route = self._lose(ins, name if site is None else f"{name} in float ({site.reason})")

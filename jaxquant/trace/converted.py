@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends._weights import check_converted
+from jaxquant.core.blocks import BlocksError
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import Route
 from jaxquant.trace.plan import Contraction, Key
-from jaxquant.trace.structure import IDENTITIES, BlocksError, dtype_read, steps_of
+from jaxquant.trace.structure import dtype_read, steps_of
 
 Array = jax.Array
 
@@ -145,12 +146,11 @@ def replay(eqn: Any, kernel: ConvertedKernel, evaluate: Any) -> ConvertedKernel:
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         moved = dataclasses.replace(tensor, qvalue=evaluate(eqn, [tensor.qvalue])[0])
         return dataclasses.replace(kernel, tensor=moved)
-    steps = () if name in IDENTITIES else steps_of(eqn)
-    if steps is None:
+    if (steps := steps_of(eqn)) is None:
         raise NotImplementedError(f"{name} of a converted kernel of shape {kernel.shape}")
     for step in steps:
         try:
-            kernel = step.on_kernel(kernel)
+            kernel = step(kernel)
         except BlocksError as error:
             raise NotImplementedError(f"{name} of a converted kernel of shape {tensor.shape}: {error}") from None
     return kernel
