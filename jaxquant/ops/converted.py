@@ -16,8 +16,6 @@ import jax.numpy as jnp
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.sharding import Placement, fit_varying
-from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -102,44 +100,6 @@ def check_scales(op: str, weight: ConvertedKernel, axes: tuple[int, ...]) -> Non
             f"{op} takes a converted kernel with one scale, or one for each element of axes {axes}, got "
             f"{tensor.description}; convert the kernel by this op"
         )
-
-
-def with_input_gradient(
-    run: Callable[..., Array],
-    dims: Dimensions,
-    activation: Array,
-    weight: ConvertedKernel,
-    *rest: Any,
-    side: str = "lhs",
-) -> Array:
-    """Compute ``run(activation, weight, *rest)`` with the activation's gradient that the dequantized kernel gives.
-
-    The rounding of the activation is passed straight through. The kernel and the rest get no gradient.
-
-    Args:
-      run: any backend's contraction of an activation with a converted kernel.
-      dims: what is contracted, operands in the order of the contraction.
-      activation: any float dtype.
-      weight: the converted kernel.
-      rest: more arguments, such as a random key.
-      side: which operand of ``dims`` the activation is, "lhs" or "rhs".
-    """
-
-    place = Placement.of(activation, weight.tensor.qvalue)
-    backward_dims, order = dims.for_dlhs() if side == "lhs" else dims.for_drhs()
-
-    def gradient(grad: Array, weight: ConvertedKernel, *_: Any) -> Array:
-        out = contract(
-            grad,
-            weight.tensor,
-            backward_dims,
-            out_dtype=grad.dtype.name,
-            precision=jax.lax.Precision.HIGHEST,
-            out_sharding=place.sharding_before(order),
-        )
-        return fit_varying(out.transpose(order).astype(activation.dtype), place.varying)
-
-    return straight_through(run, gradient, activation, weight, *rest)
 
 
 def straight_through(

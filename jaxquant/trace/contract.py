@@ -21,10 +21,10 @@ from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.dimensions import Dimensions, How, Product
-from jaxquant.ops.dot_general import QuantState, initial_state
+from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.implementation import settle
 from jaxquant.trace.flow import Route
-from jaxquant.trace.plan import Contraction, Reading
+from jaxquant.trace.plan import Contraction
 from jaxquant.trace.structure import MAP, Step, run_steps
 
 Array = jax.Array
@@ -196,7 +196,7 @@ def contract(
       operands: in the equation's order; the weight may be a converted kernel, which needs no state.
       state: of this contraction, without axes of scans.
       key: for stochastic rounding, or None.
-      prepared: the activation, quantized for all contractions that read it (``share``); None to quantize it here.
+      prepared: the activation, quantized for all contractions that read it; None to quantize it here.
     """
     recipe = site.recipe
     assert recipe is not None
@@ -237,24 +237,6 @@ def contract(
     return out if site.side == 1 else jnp.transpose(out, order)
 
 
-def share(backend: Backend, reading: Reading, activation: Array, states: Sequence[Mapping[str, Array]]) -> Any:
-    """Quantize an activation for all contractions that read it.
-
-    Args:
-      backend: whose ops they become.
-      reading: who reads it.
-      activation: what is read.
-      states: of the contractions, without axes of scans.
-    """
-    recipe = reading.recipe
-    amaxes = [_amaxes(nested(state)) for state in states]
-    return backend.share(activation, amaxes, recipe=recipe, axes=reading.axes, implementation=reading.implementation)
-
-
-def _amaxes(state: Mapping[str, dict[str, Array]]) -> QuantState:
-    return {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
-
-
 def _dot(
     backend: Backend,
     product: Product,
@@ -267,4 +249,5 @@ def _dot(
     spec = given.recipe.sparsity
     if spec is not None and not isinstance(weight, ConvertedKernel):
         weight = sparsity.sparsify(spec, product.numbers[0][1], weight, state[SPARSITY])
-    return backend.contract(activation, weight, product, dataclasses.replace(given, state=_amaxes(state), key=key))
+    amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
+    return backend.contract(activation, weight, product, dataclasses.replace(given, state=amaxes, key=key))

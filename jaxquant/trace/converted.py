@@ -73,12 +73,13 @@ def check_served(analysis: Analysis, leaves: Sequence[Any], *, must_be_converted
         return frozenset()
     stops = list(analysis.stops())
     for stop in stops:
-        if stop.leaf in converted and stop.float_reason:
+        site = stop.site
+        if stop.leaf in converted and site is not None and site.recipe is None:
             dtype = leaves[stop.leaf].tensor.qvalue.dtype.name
             raise ValueError(
-                f"{layer_name(stop.path)} has a converted kernel ({dtype}) and it stays in float ({stop.float_reason})"
+                f"{layer_name(site.path)} has a converted kernel ({dtype}) and it stays in float ({site.reason})"
             )
-        if stop.leaf in converted and not stop.is_obstructed:
+        if stop.leaf in converted and site is None:
             layer = layer_name(analysis.path([stop.leaf]))
             raise NotImplementedError(
                 f"{layer} has a converted kernel, which {stop.operation} reads: only casts, "
@@ -174,8 +175,4 @@ def part_shardings(leaf: Any, sharding: Any) -> Any:
         return sharding
     if not isinstance(sharding, NamedSharding):
         return None
-    return jax.tree.map(
-        lambda spec: NamedSharding(sharding.mesh, spec),
-        part_specs(leaf, sharding.spec),
-        is_leaf=lambda each: isinstance(each, PartitionSpec),
-    )
+    return jax.tree.map(lambda spec: NamedSharding(sharding.mesh, spec), part_specs(leaf, sharding.spec))
