@@ -109,11 +109,11 @@ class QTensor:
     def blocks(self) -> Shape:
         """Shape of a block, one entry an axis."""
         if self.block is not None:
-            return tuple(max(1, size) for size in self.full_block)
+            return tuple(max(1, size) for size in self._full_block)
         return _even_blocks(self.shape, self.scale.shape)
 
     @property
-    def full_block(self) -> Shape:
+    def _full_block(self) -> Shape:
         """``block`` with one entry an axis, 0 along axes of stacked layers; it must not be None."""
         assert self.block is not None
         block, gone = list(self.block), len(self.block) - self.ndim
@@ -123,7 +123,7 @@ class QTensor:
 
     def transpose(self, order: Sequence[int]) -> QTensor:
         """Permute the axes."""
-        block = None if self.block is None else tuple(self.full_block[axis] for axis in order)
+        block = None if self.block is None else tuple(self._full_block[axis] for axis in order)
         return dataclasses.replace(self.replace(lambda _, part: part.transpose(order)), block=block)
 
     def reshape(self, shape: Shape) -> QTensor:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
@@ -29,38 +28,37 @@ def has_scales_of_elements(recipe: Recipe, weight: ConvertedKernel, dims: Dimens
 
 
 def each_element(
-    run: Callable[[Array, ConvertedKernel, Dimensions, Array | None], Array],
+    run: Callable[..., Array],
     lhs: Array,
-    weight: ConvertedKernel,
+    weight: Array | ConvertedKernel,
     dims: Dimensions,
     key: Array | None = None,
+    *rest: Any,
 ) -> Array:
     """Contract each batch element by itself: its activation has a scale of its own, too.
 
     Args:
-      run: contracts one, of (activation, kernel, dimensions, key).
+      run: contracts one, by ``dims.of_element()``, of (activation, weight, key, *rest).
       lhs: the activation.
-      weight: the converted kernel.
+      weight: float, or a converted kernel.
       dims: of the contraction of all.
       key: for stochastic rounding, or None.
+      rest: what else each element has one of, along first axes.
     """
-    sizes = tuple(weight.shape[axis] for axis in dims.rhs_batch)
-    count = len(sizes)
-    others = (axis for axis in range(weight.ndim) if axis not in dims.rhs_batch)
-    weight = weight.transpose((*dims.rhs_batch, *others)).stacked(sizes)
-    numbers = [
-        tuple(axis - sum(other < axis for other in batch) for axis in contract)
-        for contract, batch in ((dims.lhs_contract, dims.lhs_batch), (dims.rhs_contract, dims.rhs_batch))
-    ]
-    inner = Dimensions.of(((numbers[0], numbers[1]), ((), ())), lhs.ndim - count, weight.ndim - count)
+    sizes = tuple(lhs.shape[axis] for axis in dims.lhs_batch)
 
-    def one(lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
-        return run(lhs, weight, inner, key)
+    def elements_first(x: Any, batch: tuple[int, ...]) -> Any:
+        order = (*batch, *(axis for axis in range(x.ndim) if axis not in batch))
+        return x if order == tuple(range(x.ndim)) else x.transpose(order)
 
+    weight = elements_first(weight, dims.rhs_batch)
+    if sizes and isinstance(weight, ConvertedKernel):
+        weight = weight.stacked(sizes)
+    if sizes and key is not None:
+        key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
     for _ in sizes:
-        one = jax.vmap(one)
-    keys = None if key is None else jax.random.split(key, math.prod(sizes)).reshape(sizes)
-    return one(jnp.moveaxis(lhs, dims.lhs_batch, range(count)), weight, keys)
+        run = jax.vmap(run)
+    return run(elements_first(lhs, dims.lhs_batch), weight, key, *rest)
 
 
 def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:

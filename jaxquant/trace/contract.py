@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, SPARSITY_F
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
+from jaxquant.ops.converted import each_element
 from jaxquant.ops.dimensions import Dimensions, How, Product
 from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.implementation import settle
@@ -129,7 +129,8 @@ def batch_steps(site: Contraction) -> tuple[Step, ...]:
     if site.recipe is not None and site.recipe.shares_experts:
         return ()
     batch = site.weight_axes[1]
-    return Step("transpose", _batch_first(batch, len(site.shapes[site.side]))), *[MAP] * len(batch)
+    others = (axis for axis in range(len(site.shapes[site.side])) if axis not in batch)
+    return Step("transpose", (*batch, *others)), *[MAP] * len(batch)
 
 
 def without_batch(axes: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
@@ -137,20 +138,9 @@ def without_batch(axes: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis - sum(other < axis for other in batch) for axis in axes)
 
 
-def _batch_first(batch: Sequence[int], ndim: int) -> tuple[int, ...]:
-    return (*batch, *(axis for axis in range(ndim) if axis not in batch))
-
-
 def _inner_shape(site: Contraction) -> tuple[int, ...]:
     assert site.side is not None
     return tuple(n for axis, n in enumerate(site.shapes[site.side]) if axis not in site.weight_axes[1])
-
-
-def _to_map(x: Any, batch: Sequence[int]) -> Any:
-    """Bring batch axes to the front, whole in every part of a converted kernel."""
-    order = _batch_first(batch, x.ndim)
-    x = x if order == tuple(range(x.ndim)) else x.transpose(order)
-    return x.stacked(x.shape[: len(batch)]) if batch and isinstance(x, ConvertedKernel) else x
 
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
@@ -220,20 +210,13 @@ def contract(
         dims, operands, groups = dims.swap(), operands[::-1], len(dims.lhs_batch)
         cut = groups + len(dims.lhs_free)
         order = (*order[:groups], *order[cut:], *order[groups:cut])
-    contracted, batch = dims.numbers
-    kept, batch = (batch, ((), ())) if recipe.shares_experts else (((), ()), batch)
-    inner = tuple(map(without_batch, contracted, batch)), kept
-    place = transposed(eqn.params.get("out_sharding"), order)
-    place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(batch[0]) :]))
+    inner = dims if recipe.shares_experts else dims.of_element()
+    place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
+    place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))
     given = Given(recipe, how=How(site.implementation, place), prepared=prepared)
-    op = functools.partial(_dot, backend, dataclasses.replace(product, numbers=inner), given)
-    activation, weight = map(_to_map, operands, batch)
-    sizes = weight.shape[: len(batch[1])]
-    for _ in sizes:
-        op = jax.vmap(op)
-    if key is not None and sizes:
-        key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
-    out = op(activation, weight, own, key)
+    run = functools.partial(_dot, backend, dataclasses.replace(product, numbers=inner.numbers), given)
+    lhs, rhs = operands
+    out = run(lhs, rhs, key, own) if inner is dims else each_element(run, lhs, rhs, dims, key, own)
     return out if site.side == 1 else jnp.transpose(out, order)
 
 
@@ -243,8 +226,8 @@ def _dot(
     given: Given,
     activation: Array,
     weight: Array | ConvertedKernel,
-    state: dict[str, dict[str, Array]],
     key: Array | None,
+    state: dict[str, dict[str, Array]],
 ) -> Array:
     spec = given.recipe.sparsity
     if spec is not None and not isinstance(weight, ConvertedKernel):

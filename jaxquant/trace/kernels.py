@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.contract import batch_steps, without_batch
 from jaxquant.trace.flow import Lost, Route
 from jaxquant.trace.plan import Contraction, Key
-from jaxquant.trace.structure import Step, dtype_read, run_steps, sliced, sources_of
+from jaxquant.trace.structure import Step, dtype_read, run_steps, sliced, sources_of, without_axes
 
 Array = jax.Array
 
@@ -107,7 +107,7 @@ class LayerKernel:
             steps, stacked = job.steps, []
         axes = set().union(*(sources_of(job.steps, axis) for axis in job.axes))
         axes = without_batch(tuple(sorted(axes)), tuple(stacked))
-        shape = _without_axes(tuple(leaf.shape), stacked)
+        shape = without_axes(tuple(leaf.shape), stacked)
         dtype = dtype_read(job.steps, jnp.dtype(leaf.dtype).name)
         one = dataclasses.replace(job, steps=steps)
         return cls(site.path, name, dtype, states, axes, tuple(stacked), shape, job, one)
@@ -127,17 +127,8 @@ class LayerKernel:
           The kernel and the static scale of the activation, of the kernel's rank (None where it is dynamic; 0 where the
           recipe has one and its tensor was never seen).
         """
-        ones = list(self.shape)
-        for axis in sorted(self.stacked):
-            ones.insert(axis, 1)
-        lead = (1,) * len(self.stacked)
-        states = jax.tree.map(lambda value: value.reshape(lead + value.shape), list(states))
-        made = _convert(self._one, kernel.reshape(ones), _joined(states))
-        tensor = made.tensor.replace(lambda _, part: jnp.squeeze(part, self.stacked))
-        if tensor.block is not None:
-            tensor = dataclasses.replace(tensor, block=_without_axes(made.tensor.full_block, self.stacked))
-        scale = made.input_scale
-        return tensor, None if scale is None else scale.reshape(_without_axes(scale.shape, self.stacked))
+        made = _convert(self._one, kernel, _joined(states))
+        return made.tensor, made.input_scale
 
     def convert_stacked(self, leaf: Array, states: Sequence[Mapping[str, Any]]) -> ConvertedKernel:
         """Convert the parameter, all its layers at once.
@@ -148,10 +139,6 @@ class LayerKernel:
         kernel = _convert(self._whole, leaf, _joined(states))
         scale = settle_input_scale(self.path, self.recipe, kernel.input_scale)
         return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
-
-
-def _without_axes(sizes: tuple[int, ...], axes: Collection[int]) -> tuple[int, ...]:
-    return tuple(size for axis, size in enumerate(sizes) if axis not in axes)
 
 
 def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,9 +53,25 @@ class Step(NamedTuple):
         old = next(old for old, new in axis_groups(self.old, self.argument) if axis in new)
         return tuple(each for each in old if self.old[each] != 1)
 
+    def without(self, axis: int) -> tuple[Step, int]:
+        """Return the step on an array that lacks the one axis which becomes ``axis``, and that axis.
+
+        Raises:
+          BlocksError: several axes become it.
+        """
+        source, *others = self.sources(axis) or (-1, -1)
+        if others:
+            raise BlocksError(f"axis {axis} is not one axis before it was reshaped to {self.argument}")
+        if self.method == "transpose":
+            order = tuple(each - (each > source) for each in self.argument if each != source)
+            return Step("transpose", order), source
+        if self.method == "reshape":
+            return Step("reshape", without_axes(self.argument, [axis]), without_axes(self.old, [source])), source
+        return self, source
+
 
 MAP = Step("map")
-IDENTITIES = frozenset(
+_IDENTITIES = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"}
     | {REVERSE_ONLY}
 )
@@ -68,7 +84,7 @@ def steps_of(eqn: Any) -> tuple[Step, ...] | None:
     if len(eqn.invars) != 1 or len(eqn.outvars) != 1 or not hasattr(eqn.invars[0].aval, "shape"):
         return None
     old, out = tuple(eqn.invars[0].aval.shape), eqn.outvars[0].aval
-    if name in IDENTITIES:
+    if name in _IDENTITIES:
         return ()
     if name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.floating):
         return (Step("astype", jnp.dtype(out.dtype).name),)
@@ -114,7 +130,7 @@ def sources_of(steps: Sequence[Step], axis: int) -> set[int]:
 
 
 def sliced(steps: Sequence[Step], count: int) -> tuple[tuple[Step, ...], list[int]]:
-    """Return the steps on a leaf of size 1 along the axes that the first maps go over, and these axes.
+    """Return the steps on one slice of a leaf along the axes that the first maps go over, and these axes.
 
     Args:
       steps: on the whole leaf.
@@ -124,19 +140,15 @@ def sliced(steps: Sequence[Step], count: int) -> tuple[tuple[Step, ...], list[in
       BlocksError: a step makes such an axis of several.
     """
     found, axes = list(steps), []
-    for end in [index for index, step in enumerate(steps) if step == MAP][:count]:
+    for end in [index for index, step in enumerate(steps) if step == MAP][:count][::-1]:
         axis = 0
         for index in reversed(range(end)):
-            method, argument, old = found[index]
-            sources = steps[index].sources(axis)
-            if len(sources) != 1:
-                raise BlocksError(f"axis {axis} is made of {len(sources)} axes")
-            if method == "reshape":
-                found[index] = Step(method, _with_one(argument, axis), _with_one(old, sources[0]))
-            axis = sources[0]
-        axes.append(axis)
+            found[index], axis = found[index].without(axis)
+        axes[:0] = sources_of(steps[:end], 0)
+        del found[end]
     return tuple(found), axes
 
 
-def _with_one(shape: Shape, axis: int) -> Shape:
-    return (*shape[:axis], 1, *shape[axis + 1 :])
+def without_axes(sizes: Shape, axes: Collection[int]) -> Shape:
+    """Return sizes without those of some axes."""
+    return tuple(size for axis, size in enumerate(sizes) if axis not in axes)
