@@ -17,7 +17,6 @@ READ_EQUATIONS = {
     "ops/conv.py",
     "trace/analysis.py",
     "trace/plan.py",
-    "trace/readings.py",
     "trace/rewrite.py",
 }
 """Files that go over the equations of a jaxpr. None may be added; one that no longer does leaves the list."""

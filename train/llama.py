@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.blocks import BlocksError
+from jaxquant.core.qtensor import QTensor
 from jaxquant.export import LlamaShape
-from jaxquant.trace.structure import BlocksError, Reshape, Transpose
 from train.config import TrainConfig
 from train.model import DecoderConfig
 
@@ -107,10 +107,9 @@ def quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
     """Return a quantized kernel as [out, in], or [out, bytes]; None where its blocks or bytes are none of that."""
     if tensor.codec is None:
         try:
-            turned = Reshape(tensor.shape, shape[::-1]).on_kernel(ConvertedKernel(tensor, "float32"))
+            return tensor.reshape(shape[::-1]).transpose((1, 0))
         except BlocksError:
             return None
-        return Transpose((1, 0)).on_kernel(turned).tensor
     contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
     if contraction != list(range(contraction[-1] + 1)):
         return None

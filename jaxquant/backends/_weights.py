@@ -15,7 +15,9 @@ from jax.extend.core import Literal
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
-from jaxquant.ops import converted
+from jaxquant.core.sharding import Placement, fit_varying
+from jaxquant.ops.contract import contract
+from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -128,11 +130,15 @@ def with_input_gradient(
       recipe: all numbers.
       lhs: the activation.
       weight: the converted kernel.
-      dimension_numbers: as for ``jax.lax.dot_general``, hashable.
+      dimension_numbers: as for ``jax.lax.dot_general``.
     """
-    return converted.with_input_gradient(
-        lambda lhs, weight: run(recipe, lhs, weight, dimension_numbers),
-        Dimensions.of(dimension_numbers, lhs.ndim, weight.ndim),
-        lhs,
-        weight,
-    )
+    numbers = hashable(dimension_numbers)
+    place = Placement.of(lhs, weight.tensor.qvalue)
+    dims, order = Dimensions.of(numbers, lhs.ndim, weight.ndim).for_dlhs()
+    options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": place.sharding_before(order)}
+
+    def gradient(grad: Array, weight: ConvertedKernel) -> Array:
+        out = contract(grad, weight.tensor, dims, out_dtype=grad.dtype.name, **options)
+        return fit_varying(out.transpose(order).astype(lhs.dtype), place.varying)
+
+    return straight_through(lambda lhs, weight: run(recipe, lhs, weight, numbers), gradient, lhs, weight)

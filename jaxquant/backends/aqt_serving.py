@@ -88,4 +88,4 @@ def dot_general(lhs: Array, rhs: ConvertedKernel, dimension_numbers: Any, *, rec
       lhs, rhs, dimension_numbers: as for ``jax.lax.dot_general``.
       recipe: all numbers.
     """
-    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, _weights.hashable(dimension_numbers))
+    return _weights.with_input_gradient(_dot, recipe, lhs, rhs, dimension_numbers)

@@ -179,3 +179,71 @@ def _rows_together(x: Array) -> Array:
     """Undo ``_rows_apart``."""
     *outer, eights, count, part, inner = x.shape
     return x.swapaxes(-3, -2).reshape(*outer, eights * part, count, inner)
+
+
+# -- blocks of a tensor whose axes are merged or split -----------------------------------------------------------------
+
+
+class BlocksError(ValueError):
+    """A change of shape cuts or mixes blocks that share a scale."""
+
+
+def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
+    """Return the blocks of a new shape, each the same elements as one of the old.
+
+    Args:
+      old, new: the shapes.
+      block: shape of a block of the old one.
+
+    Raises:
+      BlocksError: a block of the old shape is none of the new one.
+    """
+    found: list[int] = []
+    for before, after in axis_groups(old, new):
+        sizes, blocks, targets = [old[i] for i in before], [block[i] for i in before], [new[i] for i in after]
+        whole = [axis for axis, size in enumerate(targets) if size != 1]
+        kept = [one for size, one in zip(sizes, blocks, strict=True) if size != 1]
+        if len(kept) == len(whole) == 1:  # the same axis, among some of size 1
+            found += [kept[0] if axis in whole else 1 for axis in range(len(targets))]
+        else:
+            found += _lay(_neighbours(sizes, blocks), targets)
+    return tuple(found)
+
+
+def axis_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+    """Divide the axes of two shapes into the smallest groups of equal size, in order."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        left, right = [], []
+        a = b = 1
+        while a != b or not (left or right):
+            if (a <= b and i < len(old)) or j == len(new):
+                left.append(i)
+                a, i = a * old[i], i + 1
+            else:
+                right.append(j)
+                b, j = b * new[j], j + 1
+        groups.append((left, right))
+    return groups
+
+
+def _neighbours(sizes: Sequence[int], blocks: Sequence[int]) -> int:
+    """Count the elements of a block of some axes, where these are neighbours in the order of the elements."""
+    count, is_whole = 1, True
+    for size, block in reversed(list(zip(sizes, blocks, strict=True))):
+        if block > 1 and (not is_whole or size % block):
+            raise BlocksError(f"scales of blocks {tuple(blocks)} of axes {tuple(sizes)} fit no merged axis")
+        count, is_whole = count * block, is_whole and block == size
+    return count
+
+
+def _lay(count: int, sizes: Sequence[int]) -> list[int]:
+    """Lay ``count`` neighbours along axes, the last one first."""
+    blocks: list[int] = []
+    for size in reversed(sizes):
+        block = math.gcd(count, size)
+        if block not in (count, size):
+            raise BlocksError(f"scales of {count} neighbours fit no blocks of axes {tuple(sizes)}")
+        blocks.append(block)
+        count //= block
+    return blocks[::-1]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jaxquant.core.blocks import Shape, apply_blocks, is_even, scale_shape
+from jaxquant.core.blocks import BlocksError, Shape, apply_blocks, is_even, reshape_blocks, scale_shape
 from jaxquant.core.scales import decode_scale
 
 PARTS = ("qvalue", "scale", "zero_point", "outer_scale")
@@ -109,16 +109,53 @@ class QTensor:
     def blocks(self) -> Shape:
         """Shape of a block, one entry an axis."""
         if self.block is not None:
-            block, gone = list(self.block), len(self.block) - self.ndim
-            for _ in range(gone):
-                block.remove(0)
-            return (1,) * -gone + tuple(max(1, size) for size in block)
-        return tuple(max(1, size // n) for size, n in zip(self.shape, self.scale.shape, strict=True))
+            return tuple(max(1, size) for size in self._full_block)
+        return _even_blocks(self.shape, self.scale.shape)
+
+    @property
+    def _full_block(self) -> Shape:
+        """``block`` with one entry an axis, 0 along axes of stacked layers; it must not be None."""
+        assert self.block is not None
+        block, gone = list(self.block), len(self.block) - self.ndim
+        for _ in range(gone):
+            block.remove(0)
+        return (0,) * -gone + tuple(block)
+
+    def transpose(self, order: Sequence[int]) -> QTensor:
+        """Permute the axes."""
+        block = None if self.block is None else tuple(self._full_block[axis] for axis in order)
+        return dataclasses.replace(self.replace(lambda _, part: part.transpose(order)), block=block)
+
+    def reshape(self, shape: Shape) -> QTensor:
+        """Merge and split axes, and add and drop those of size 1.
+
+        Args:
+          shape: the new one.
+
+        Raises:
+          BlocksError: a scale would belong to elements that are no block of the new shape.
+        """
+        old, new = self.shape, tuple(shape)
+        if self.codec is not None:
+            raise BlocksError(f"{self.description} has blocks of shape {self.blocks}, which take no shape {new}")
+
+        def change(_: str, part: Any) -> Any:
+            if part.shape == old:
+                return part.reshape(new)
+            block = self.blocks if part.shape == self.scale.shape else _even_blocks(old, part.shape)
+            return part.reshape(scale_shape(new, reshape_blocks(old, new, block)))
+
+        block = None if self.block is None else reshape_blocks(old, new, self.blocks)
+        return dataclasses.replace(self.replace(change), block=block)
 
     def full_scale(self) -> Float[Array, "*counts"]:
         """Return the scales in float32, the outer one multiplied in."""
         scale = decode_scale(self.scale)
         return scale if self.outer_scale is None else scale * self.outer_scale
+
+
+def _even_blocks(shape: Shape, counts: Shape) -> Shape:
+    return tuple(max(1, size // n) for size, n in zip(shape, counts, strict=True))
 
 
 def stacked_blocks(tensor: QTensor, axes: Sequence[int]) -> QTensor:
@@ -264,6 +301,54 @@ class ConvertedKernel:
     @property
     def ndim(self) -> int:
         return self.tensor.ndim
+
+    def astype(self, dtype: str) -> ConvertedKernel:
+        """Change the float dtype for which it stands."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    def transpose(self, order: Sequence[int]) -> ConvertedKernel:
+        """Permute the axes."""
+        return self._moved(lambda tensor: tensor.transpose(order))
+
+    def reshape(self, shape: Shape) -> ConvertedKernel:
+        """Merge and split axes; see ``QTensor.reshape``."""
+        return self._moved(lambda tensor: tensor.reshape(shape))
+
+    def _moved(self, move: Callable[[QTensor], QTensor]) -> ConvertedKernel:
+        """Move every part; an input scale of one element has no axes to move, another one those of an outer scale."""
+        tensor, scale = move(self.tensor), self.input_scale
+        if scale is not None and scale.ndim == self.ndim and scale.size > 1:
+            scale = move(dataclasses.replace(self.tensor, outer_scale=scale)).outer_scale
+        elif scale is not None:
+            scale = scale.reshape((1,) * tensor.ndim)
+        return ConvertedKernel(tensor, self.dtype, scale)
+
+    def stacked(self, sizes: Shape) -> ConvertedKernel:
+        """Return the kernel with the first axes of every part whole, so that scans and maps can go over them.
+
+        Args:
+          sizes: of those axes.
+
+        Raises:
+          NotImplementedError: a scale belongs to some of the slices.
+        """
+        tensor, count = self.tensor, len(sizes)
+
+        def whole(part: Any) -> Any:
+            if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
+                raise NotImplementedError(
+                    f"a converted kernel of shape {self.shape} with scales of shape {tuple(tensor.scale.shape)} cannot "
+                    f"be cut along its first {count} axes, across which a scale goes"
+                )
+            return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
+
+        parts = tensor.replace(lambda _, part: whole(part))
+        if tensor.block is not None:
+            parts = dataclasses.replace(parts, block=(*(0,) * count, *tensor.blocks[count:]))
+        scale = self.input_scale
+        if scale is not None:
+            scale = whole(scale if scale.ndim == self.ndim else scale.reshape((1,) * self.ndim))
+        return ConvertedKernel(parts, self.dtype, scale)
 
 
 def dequantize(tensor: QTensor, dtype: str = "float32") -> Float[Array, "*shape"]:

@@ -12,12 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.sharding import Placement, fit_varying
-from jaxquant.ops.contract import contract
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -31,44 +28,37 @@ def has_scales_of_elements(recipe: Recipe, weight: ConvertedKernel, dims: Dimens
 
 
 def each_element(
-    run: Callable[[Array, ConvertedKernel, Dimensions, Array | None], Array],
+    run: Callable[..., Array],
     lhs: Array,
-    weight: ConvertedKernel,
+    weight: Array | ConvertedKernel,
     dims: Dimensions,
     key: Array | None = None,
+    *rest: Any,
 ) -> Array:
     """Contract each batch element by itself: its activation has a scale of its own, too.
 
     Args:
-      run: contracts one, of (activation, kernel, dimensions, key).
+      run: contracts one, by ``dims.of_element()``, of (activation, weight, key, *rest).
       lhs: the activation.
-      weight: the converted kernel.
+      weight: float, or a converted kernel.
       dims: of the contraction of all.
       key: for stochastic rounding, or None.
+      rest: what else each element has one of, along first axes.
     """
-    sizes = tuple(weight.shape[axis] for axis in dims.rhs_batch)
-    count = len(sizes)
+    sizes = tuple(lhs.shape[axis] for axis in dims.lhs_batch)
 
-    def whole(part: Array) -> Array:
-        rest = tuple(n for axis, n in enumerate(part.shape) if axis not in dims.rhs_batch)
-        return jnp.broadcast_to(jnp.moveaxis(part, dims.rhs_batch, range(count)), (*sizes, *rest))
+    def elements_first(x: Any, batch: tuple[int, ...]) -> Any:
+        order = (*batch, *(axis for axis in range(x.ndim) if axis not in batch))
+        return x if order == tuple(range(x.ndim)) else x.transpose(order)
 
-    scale = weight.input_scale
-    scale = None if scale is None else whole(scale if scale.ndim == weight.ndim else scale.reshape((1,) * weight.ndim))
-    weight = ConvertedKernel(weight.tensor.replace(lambda _, part: whole(part)), weight.dtype, scale)
-    numbers = [
-        tuple(axis - sum(other < axis for other in batch) for axis in contract)
-        for contract, batch in ((dims.lhs_contract, dims.lhs_batch), (dims.rhs_contract, dims.rhs_batch))
-    ]
-    inner = Dimensions.of(((numbers[0], numbers[1]), ((), ())), lhs.ndim - count, weight.ndim - count)
-
-    def one(lhs: Array, weight: ConvertedKernel, key: Array | None) -> Array:
-        return run(lhs, weight, inner, key)
-
+    weight = elements_first(weight, dims.rhs_batch)
+    if sizes and isinstance(weight, ConvertedKernel):
+        weight = weight.stacked(sizes)
+    if sizes and key is not None:
+        key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
     for _ in sizes:
-        one = jax.vmap(one)
-    keys = None if key is None else jax.random.split(key, math.prod(sizes)).reshape(sizes)
-    return one(jnp.moveaxis(lhs, dims.lhs_batch, range(count)), weight, keys)
+        run = jax.vmap(run)
+    return run(elements_first(lhs, dims.lhs_batch), weight, key, *rest)
 
 
 def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:
@@ -108,44 +98,6 @@ def check_scales(op: str, weight: ConvertedKernel, axes: tuple[int, ...]) -> Non
             f"{op} takes a converted kernel with one scale, or one for each element of axes {axes}, got "
             f"{tensor.description}; convert the kernel by this op"
         )
-
-
-def with_input_gradient(
-    run: Callable[..., Array],
-    dims: Dimensions,
-    activation: Array,
-    weight: ConvertedKernel,
-    *rest: Any,
-    side: str = "lhs",
-) -> Array:
-    """Compute ``run(activation, weight, *rest)`` with the activation's gradient that the dequantized kernel gives.
-
-    The rounding of the activation is passed straight through. The kernel and the rest get no gradient.
-
-    Args:
-      run: any backend's contraction of an activation with a converted kernel.
-      dims: what is contracted, operands in the order of the contraction.
-      activation: any float dtype.
-      weight: the converted kernel.
-      rest: more arguments, such as a random key.
-      side: which operand of ``dims`` the activation is, "lhs" or "rhs".
-    """
-
-    place = Placement.of(activation, weight.tensor.qvalue)
-    backward_dims, order = dims.for_dlhs() if side == "lhs" else dims.for_drhs()
-
-    def gradient(grad: Array, weight: ConvertedKernel, *_: Any) -> Array:
-        out = contract(
-            grad,
-            weight.tensor,
-            backward_dims,
-            out_dtype=grad.dtype.name,
-            precision=jax.lax.Precision.HIGHEST,
-            out_sharding=place.sharding_before(order),
-        )
-        return fit_varying(out.transpose(order).astype(activation.dtype), place.varying)
-
-    return straight_through(run, gradient, activation, weight, *rest)
 
 
 def straight_through(

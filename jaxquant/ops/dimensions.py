@@ -92,6 +92,15 @@ class Dimensions:
             self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch, self.rhs_ndim, self.lhs_ndim
         )
 
+    def of_element(self) -> Dimensions:
+        """Return the contraction of one batch element."""
+        lhs, rhs = (
+            tuple(axis - sum(other < axis for other in batch) for axis in contracted)
+            for contracted, batch in zip(*self.numbers, strict=True)
+        )
+        count = len(self.lhs_batch)
+        return Dimensions(lhs, rhs, (), (), self.lhs_ndim - count, self.rhs_ndim - count)
+
     @property
     def out_ndim(self) -> int:
         return len(self.lhs_batch) + len(self.lhs_free) + len(self.rhs_free)

@@ -89,9 +89,10 @@ def dot_general(
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
-        def run(lhs: Array, rhs: ConvertedKernel, dims: Dimensions, key: Array | None) -> Array:
+        def run(lhs: Array, rhs: ConvertedKernel, key: Array | None) -> Array:
             options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
-            return dot_general(lhs, rhs, dims.numbers, precision, preferred_element_type, out_sharding=inner, **options)
+            numbers = dims.of_element().numbers
+            return dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=inner, **options)
 
         return each_element(run, lhs, rhs, dims, key)
     op = _Dot.of(

@@ -39,27 +39,23 @@ def shard_size(recipe: Recipe, size: int, what: str) -> int:
 def unsupported(recipe: Recipe) -> str:
     """Explain why a recipe's numbers make no sense without a plain matrix product, "" where they do."""
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
-    if any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs):
-        return "tiles or blocks"
-    if any(spec.codec is not None for spec in specs):
-        return "the blocks of a tensor format"
-    if any(not spec.calibration.is_symmetric for spec in specs):
-        return "an asymmetric range"
-    if any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs):
-        return "rounded scales"
-    if any(spec.scaling == "static" for spec in specs):
-        return "static scales"
-    if recipe.dlhs.shards > 1:
-        return "shards outside the weight gradient"
-    if recipe.sparsity is not None:
-        return "weight sparsity"
     forward = [spec for spec in (recipe.fwd.lhs, recipe.fwd.rhs) if isinstance(spec, TensorSpec)]
-    if any(isinstance(own, TensorSpec) and own.scaling == "delayed" for own in (recipe.dlhs.rhs, recipe.drhs.lhs)):
-        return "a history of a backward operand alone"
+    backward = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     grad = recipe.spec_of("output_grad")
-    if grad is not None and grad.scaling == "delayed" and any(spec.granularity != "per_tensor" for spec in forward):
-        return "a delayed gradient beside operands that are not per tensor"
-    return ""
+    is_delayed = grad is not None and grad.scaling == "delayed"
+    reasons = {
+        "tiles or blocks": any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs),
+        "the blocks of a tensor format": any(spec.codec is not None for spec in specs),
+        "an asymmetric range": any(not spec.calibration.is_symmetric for spec in specs),
+        "rounded scales": any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs),
+        "static scales": any(spec.scaling == "static" for spec in specs),
+        "shards outside the weight gradient": recipe.dlhs.shards > 1,
+        "weight sparsity": recipe.sparsity is not None,
+        "a history of a backward operand alone": any(spec.scaling == "delayed" for spec in backward),
+        "a delayed gradient beside operands that are not per tensor": is_delayed
+        and any(spec.granularity != "per_tensor" for spec in forward),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def scaled(recipe: Recipe, out_dtype: str, out: Array, left: Array, right: Array) -> Array:

@@ -74,13 +74,13 @@ def make_prepared(
     """
     spec = recipe.resolve("fwd", side)
     forward, seen = x, None
+    more = {"batch": batch, "state": state, "implementation": implementation}
     if spec is not None:
-        more = {"key": forward_key(x, spec, key), "implementation": implementation}
-        forward, seen = quantize_operand(x, spec, axes, recipe=recipe, batch=batch, state=state, **more)
+        forward, seen = quantize_operand(x, spec, axes, recipe=recipe, key=forward_key(x, spec, key), **more)
     operand, kind = recipe.drhs.lhs if side == "lhs" else recipe.dlhs.rhs, recipe.kept(side)
     kept = forward if kind == "forward" else x
     if kind == "own":
-        kept, own = _own(x, recipe, side, axes, batch, state, key, implementation)
+        kept, own = _own(x, recipe, side, axes, key, **more)
         seen = own if seen is None else seen
     elif kind == "forward" and seen is not None:
         seen = seen._replace(scale=None)  # the tensor has it
@@ -104,22 +104,19 @@ def _own(
     recipe: Recipe,
     side: Side,
     axes: tuple[int, ...],
-    batch: tuple[int, ...],
-    state: delayed.TensorState | None,
     key: Array | None,
-    implementation: str | None,
+    **more: Any,
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand along the backward's contraction axes, now, so that the float tensor can go."""
     name: Matmul = "drhs" if side == "lhs" else "dlhs"
     matmul, spec = getattr(recipe, name), recipe.resolve(name, side)
     assert spec is not None
     own, shards = forward_key(x, spec, key), matmul.shards
-    axes = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in batch)
+    axes = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in more["batch"])
     if matmul.rotation is not None:
         axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
         x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
-    more = {"batch": batch, "state": state, "key": own, "shards": shards, "implementation": implementation}
-    return quantize_operand(x, spec, axes, recipe=recipe.part(name), **more)
+    return quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)
 
 
 def share(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
@@ -26,29 +26,27 @@ JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
 _PICKING = frozenset({"gather", "dynamic_slice"})
+_ALIKE = frozenset({"convert_element_type", "sharding_constraint"})
+"""What each layer does to a tensor before it contracts it; with equal parameters it makes equal tensors of one."""
 _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
 _OF_PARAMETERS = "both operands are made of parameters alone"
 _WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """An operation that reads a leaf and neither moves its elements nor is its quantized contraction.
 
     Attributes:
       leaf: which.
       operation: primitive, or what else reads it.
-      path: of the layer, where the operation is a contraction.
-      is_obstructed: whether it would read the converted kernel well, but the kernel cannot be made of what it reads.
-      float_reason: why the layer is in float, where the operation is its contraction.
+      site: the contraction of the leaf that it is, if any: in float, or one that would read the converted kernel well,
+        but the kernel cannot be made of what it reads.
     """
 
     leaf: int
     operation: str
-    path: str = ""
-    is_obstructed: bool = False
-    float_reason: str = ""
+    site: Contraction | None = None
 
 
 class Analysis:
@@ -98,10 +96,9 @@ class Analysis:
             if isinstance(reader, str):
                 yield Stop(leaf, reader)
             elif reader.recipe is None:
-                yield Stop(leaf, reader.operation, reader.path, float_reason=reader.reason)
+                yield Stop(leaf, reader.operation, reader)
             elif isinstance(reader.route, Route) and reader.route.obstacle:
-                what = f"{reader.operation} after it {reader.route.obstacle}"
-                yield Stop(leaf, what, reader.path, is_obstructed=True)
+                yield Stop(leaf, f"{reader.operation} after it {reader.route.obstacle}", reader)
 
     @property
     def layer_paths(self) -> list[str]:
@@ -125,16 +122,25 @@ class Analysis:
 
     def _run(self, jaxpr: Any, given: Sequence[Flow], place: Place) -> tuple[Plan, list[Flow]]:
         jaxpr = open_jaxpr(jaxpr)
-        plan, known = Plan(jaxpr, place.level, place.opened), {}
+        plan, known, same = Plan(jaxpr, place.level, place.opened), {}, {}
         known.update((var, self._closure(var.aval)) for var in jaxpr.constvars)
         known.update(zip(jaxpr.invars, given, strict=True))
 
         def read(atom: Any) -> Flow:
             return CONSTANT if isinstance(atom, Literal) else known[atom]
 
+        def tensor(atom: Any) -> Hashable:
+            return (id(plan), id(atom)) if isinstance(atom, Literal) else same.get(atom, (id(plan), atom))
+
         for index, eqn in enumerate(jaxpr.eqns):
             outs = self._equation(plan, index, eqn, [read(atom) for atom in eqn.invars], place.at(index, eqn))
             known.update(zip(eqn.outvars, outs, strict=True))
+            site = plan.sites.get(index)
+            if eqn.primitive.name in _ALIKE:
+                same[eqn.outvars[0]] = eqn.primitive.name, repr(sorted(eqn.params.items())), tensor(eqn.invars[0])
+            elif site is not None and site.side is not None:
+                numbers = eqn.params["dimension_numbers"] if site.operation == "dot_general" else (((), ()),)
+                site.activation = tensor(eqn.invars[1 - site.side]), tuple(numbers[0][1 - site.side])
         return plan, [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> list[Flow]:
@@ -176,7 +182,7 @@ class Analysis:
         self._note_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
         if isinstance(whole, Route) and (steps := steps_of(eqn)) is not None:
-            route = whole.then(steps)
+            route = whole.then(*steps)
         else:
             site = plan.sites.get(index)
             route = self._lose(ins, name if site is None else f"{name} in float ({site.reason})")

@@ -50,12 +50,8 @@ class Outputs:
     def of(cls, tree: Any, numbers: bool = True) -> Outputs:
         """Part what a function returned; ``numbers`` as for ``split_arrays``."""
         leaves, structure = jax.tree.flatten(tree)
-        is_array = _is_array if numbers else _has_dtype
-        return cls(
-            [leaf for leaf in leaves if is_array(leaf)],
-            structure,
-            tuple(() if is_array(leaf) else (hashable(leaf), type(leaf)) for leaf in leaves),
-        )
+        arrays, statics = _divide(leaves, numbers)
+        return cls(arrays, structure, statics)
 
     def rebuild(self) -> Any:
         return jax.tree.unflatten(self.structure, _fill(self.statics, self.arrays))
@@ -104,15 +100,13 @@ def split_arrays(params: Any, args: tuple[Any, ...], numbers: bool = True) -> tu
     structures, statics, arrays = [], [], []
     for what, tree in (("parameter", params), ("argument", args)):
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_quantized)
-        is_array = [_is_array(leaf) and (numbers or _has_dtype(leaf)) for leaf in leaves]
-        for leaf, traced in zip(leaves, is_array, strict=True):
-            if numbers and not traced and type(leaf).__hash__ is None:
+        for leaf in leaves if numbers else ():
+            if not _is_array(leaf) and type(leaf).__hash__ is None:
                 raise TypeError(f"{what} {leaf!r} is no array and cannot be hashed, got {type(leaf).__name__}")
+        traced, others = _divide(leaves, numbers)
         structures.append(structure)
-        statics.append(
-            tuple(() if traced else (hashable(leaf), type(leaf)) for leaf, traced in zip(leaves, is_array, strict=True))
-        )
-        arrays.append([leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced])
+        statics.append(others)
+        arrays.append(traced)
     return Split(tuple(structures), tuple(statics)), tuple(arrays)  # pyright: ignore[reportReturnType]
 
 
@@ -120,6 +114,13 @@ def array_names(static: Split) -> list[Name]:
     """Return the path of every leaf of the parameters that is an array."""
     names = leaf_names(jax.tree.unflatten(static.structures[0], range(len(static.statics[0]))))
     return [name for name, other in zip(names, static.statics[0], strict=True) if not other]
+
+
+def _divide(leaves: Sequence[Any], numbers: bool) -> tuple[list[Any], tuple[tuple[Any, ...], ...]]:
+    """Return the leaves that are arrays, and as in ``Split`` the others in their places."""
+    is_array = _is_array if numbers else _has_dtype
+    statics = tuple(() if is_array(leaf) else (hashable(leaf), type(leaf)) for leaf in leaves)
+    return [leaf for leaf in leaves if is_array(leaf)], statics
 
 
 def _fill(statics: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> list[Any]:

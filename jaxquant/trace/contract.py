@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +19,13 @@ from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, SPARSITY_F
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
-from jaxquant.ops.dimensions import How, Product
-from jaxquant.ops.dot_general import QuantState, initial_state
+from jaxquant.ops.converted import each_element
+from jaxquant.ops.dimensions import Dimensions, How, Product
+from jaxquant.ops.dot_general import initial_state
 from jaxquant.ops.implementation import settle
 from jaxquant.trace.flow import Route
-from jaxquant.trace.plan import Contraction, Reading
-from jaxquant.trace.structure import Transpose
+from jaxquant.trace.plan import Contraction
+from jaxquant.trace.structure import MAP, Step, run_steps
 
 Array = jax.Array
 _CONVOLUTION = (
@@ -61,29 +61,28 @@ def make_state(site: Contraction, leaves: Sequence[Any]) -> dict[str, Array]:
     )
     if spec is None:
         return flat(state)
-    make = functools.partial(sparsity.initial_state, spec=spec, axes=_inner_axes(site)[0])
+    axes, batch = site.weight_axes
+    make = functools.partial(sparsity.initial_state, spec=spec, axes=without_batch(axes, batch))
     if spec.start_step == 0:
-        for _ in lead:
-            make = jax.vmap(make)
-        made = make(_split_weight(site, _weight(site, leaves)))
+        route = _route_of(site, leaves)
+        made = run_steps((*route.steps, *batch_steps(site)), make, leaves[route.leaf])
     else:
         made = make(jnp.ones(_inner_shape(site)))
         made = {field: jnp.broadcast_to(value, (*lead, *value.shape)) for field, value in made.items()}
     return flat({**state, SPARSITY: made})
 
 
-def _weight(site: Contraction, leaves: Sequence[Any]) -> Array:
-    """Make a contraction's weight as its op reads it, the axes of its scans in front."""
-    what = f"weight_sparsity_start_step 0 at {site.path!r}"
-    if not isinstance(site.route, Route) or site.route.obstacle:
-        why = site.route.obstacle if isinstance(site.route, Route) else site.route.why if site.route else "a sum"
+def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
+    """Return how a weight is made of its leaf, for its first mask."""
+    what, route = f"weight_sparsity_start_step 0 at {site.path!r}", site.route
+    if not isinstance(route, Route) or route.obstacle:
+        why = route.obstacle if isinstance(route, Route) else route.why if route else "a sum"
         raise NotImplementedError(
             f"{what}, whose first mask is made of a weight that is not one parameter ({why}); begin at step 1"
         )
-    leaf = leaves[site.route.leaf]
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if isinstance(leaves[route.leaf], jax.ShapeDtypeStruct):
         raise TypeError(f"{what} makes its first mask of the weight, and init got a shape; give it the parameters")
-    return site.route.on_array(leaf)
+    return route
 
 
 def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
@@ -107,14 +106,6 @@ def kernel_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
     return flat({tensor: {name: n for name, n in each.items() if name in kept} for tensor, each in found.items()})
 
 
-def nested_state(recipe: Recipe, state: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """Return the state of a contraction by tensor and field."""
-    fields: dict[str, Iterable[str]] = dict(_shapes(recipe))
-    if recipe.sparsity is not None:
-        fields[SPARSITY] = SPARSITY_FIELDS
-    return {tensor: {field: state[f"{tensor}_{field}"] for field in names} for tensor, names in fields.items()}
-
-
 def leading_axes(site: Contraction) -> tuple[int, ...]:
     """Return the axes of the state of all that one scan step and one batch element has: of the scans, of the batch.
 
@@ -132,68 +123,24 @@ def _shapes(recipe: Recipe) -> dict[str, dict[str, tuple[int, ...]]]:
 # -- batch axes: each element is a contraction of its own, as under jax.vmap -------------------------------------------
 
 
-def batch_first(batch: tuple[int, ...], ndim: int) -> Transpose:
-    """Return the step that brings batch axes to the front."""
-    return Transpose((*batch, *(axis for axis in range(ndim) if axis not in batch)))
+def batch_steps(site: Contraction) -> tuple[Step, ...]:
+    """Return the steps from a weight to one element of its batch axes; none where the elements share their scales."""
+    assert site.side is not None
+    if site.recipe is not None and site.recipe.shares_experts:
+        return ()
+    batch = site.weight_axes[1]
+    others = (axis for axis in range(len(site.shapes[site.side])) if axis not in batch)
+    return Step("transpose", (*batch, *others)), *[MAP] * len(batch)
 
 
-def without_batch(axes: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+def without_batch(axes: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
     """Renumber axes of an operand whose batch axes were mapped over."""
     return tuple(axis - sum(other < axis for other in batch) for axis in axes)
-
-
-def _inner_axes(site: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    contract, batch = site.weight_axes
-    return without_batch(contract, batch), batch
 
 
 def _inner_shape(site: Contraction) -> tuple[int, ...]:
     assert site.side is not None
     return tuple(n for axis, n in enumerate(site.shapes[site.side]) if axis not in site.weight_axes[1])
-
-
-def _split_weight(site: Contraction, weight: Array) -> Array:
-    """Bring the batch axes of a stacked weight behind those of its scans."""
-    order = batch_first(site.weight_axes[1], weight.ndim - len(site.stack))
-    for length in reversed(weight.shape[: len(site.stack)]):
-        order = order.lifted(length)
-    return order.on_array(weight)
-
-
-def _batch_first(x: Any, batch: tuple[int, ...]) -> Any:
-    if tuple(batch) == tuple(range(len(batch))):
-        return x
-    order = batch_first(batch, x.ndim)
-    return order.on_kernel(x) if isinstance(x, ConvertedKernel) else order.on_array(x)
-
-
-def stacked(kernel: ConvertedKernel, sizes: tuple[int, ...]) -> ConvertedKernel:
-    """Return a kernel every part of which has its first axes whole, so that scans and maps can go over them.
-
-    Args:
-      kernel: the kernel of all.
-      sizes: of those axes.
-
-    Raises:
-      NotImplementedError: a scale belongs to some of the slices.
-    """
-    tensor, count = kernel.tensor, len(sizes)
-
-    def whole(part: Array) -> Array:
-        if any(n not in (1, size) for n, size in zip(part.shape, sizes, strict=False)):
-            raise NotImplementedError(
-                f"a converted kernel of shape {kernel.shape} with scales of shape {tuple(tensor.scale.shape)} cannot "
-                f"be cut along its first {count} axes, across which a scale goes"
-            )
-        return jnp.broadcast_to(part, (*sizes, *part.shape[count:]))
-
-    parts = tensor.replace(lambda _, part: whole(part))
-    if tensor.block is not None:
-        parts = dataclasses.replace(parts, block=(*(0,) * count, *tensor.blocks[count:]))
-    scale = kernel.input_scale
-    if scale is not None:
-        scale = whole(scale if scale.ndim == kernel.ndim else scale.reshape((1,) * kernel.ndim))
-    return ConvertedKernel(parts, kernel.dtype, scale)
 
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
@@ -239,75 +186,38 @@ def contract(
       operands: in the equation's order; the weight may be a converted kernel, which needs no state.
       state: of this contraction, without axes of scans.
       key: for stochastic rounding, or None.
-      prepared: the activation, quantized for all contractions that read it (``share``); None to quantize it here.
+      prepared: the activation, quantized for all contractions that read it; None to quantize it here.
     """
     recipe = site.recipe
     assert recipe is not None
-    backend = backend.runner(site.operation, recipe)
-    own: dict[str, Any] = {}
     assert site.side is not None
+    backend, own = backend.runner(site.operation, recipe), {}
     if not isinstance(operands[site.side], ConvertedKernel):
-        own = nested_state(recipe, state)
+        own = nested(state)
     elif backend.name == "native":
         check_layout(site, operands[site.side])
-    if site.operation != "dot_general":
-        for piece in ("dot_general", "quantize"):
-            settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
     window = tuple((n, eqn.params[n]) for n in _CONVOLUTION) if site.operation == "conv_general_dilated" else ()
     product = Product(None, eqn.params["precision"], eqn.outvars[0].aval.dtype, site.operation, window)
     if site.operation != "dot_general":
+        for piece in ("dot_general", "quantize"):
+            settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
         lhs, rhs, *sizes = operands
         return backend.contract(lhs, rhs, product, Given(recipe, own, key), *sizes)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    activation, weight = operands
-    contracted, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
-    if site.side == 0:
-        activation, weight, contracted, batch = weight, activation, contracted[::-1], batch[::-1]
+    dims = Dimensions.of(eqn.params["dimension_numbers"], *(x.ndim for x in operands))
     # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
-    groups, free = len(batch[0]), [x.ndim - len(batch[0]) - len(contracted[0]) for x in (activation, weight)]
-    order = tuple(range(groups + sum(free)))
+    order = tuple(range(dims.out_ndim))
     if site.side == 0:
-        order = (*order[:groups], *order[groups + free[0] :], *order[groups : groups + free[0]])
-    place = transposed(eqn.params.get("out_sharding"), order)
-    if recipe.shares_experts:
-        product = dataclasses.replace(product, numbers=(contracted, batch))
-        op = functools.partial(_dot, backend, product, Given(recipe, how=How(site.implementation, place)))
-        out = op(activation, weight, own, key)
-        return out if site.side == 1 else jnp.transpose(out, order)
-    inner = (without_batch(contracted[0], batch[0]), without_batch(contracted[1], batch[1]))
-    place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[groups:]))
-    product = dataclasses.replace(product, numbers=(inner, ((), ())))
-    op = functools.partial(
-        _dot, backend, product, Given(recipe, how=How(site.implementation, place), prepared=prepared)
-    )
-    sizes = tuple(weight.shape[axis] for axis in batch[1])
-    weight = _batch_first(weight, batch[1])
-    if isinstance(weight, ConvertedKernel):
-        weight = stacked(weight, sizes)
-    for _ in range(groups):
-        op = jax.vmap(op)
-    if key is not None and groups:
-        key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
-    out = op(_batch_first(activation, batch[0]), weight, own, key)
+        dims, operands, groups = dims.swap(), operands[::-1], len(dims.lhs_batch)
+        cut = groups + len(dims.lhs_free)
+        order = (*order[:groups], *order[cut:], *order[groups:cut])
+    inner = dims if recipe.shares_experts else dims.of_element()
+    place, mapped = transposed(eqn.params.get("out_sharding"), order), dims.out_ndim - inner.out_ndim
+    place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[mapped:]))
+    given = Given(recipe, how=How(site.implementation, place), prepared=prepared)
+    run = functools.partial(_dot, backend, dataclasses.replace(product, numbers=inner.numbers), given)
+    lhs, rhs = operands
+    out = run(lhs, rhs, key, own) if inner is dims else each_element(run, lhs, rhs, dims, key, own)
     return out if site.side == 1 else jnp.transpose(out, order)
-
-
-def share(backend: Backend, reading: Reading, activation: Array, states: Sequence[Mapping[str, Array]]) -> Any:
-    """Quantize an activation for all contractions that read it.
-
-    Args:
-      backend: whose ops they become.
-      reading: who reads it.
-      activation: what is read.
-      states: of the contractions, without axes of scans.
-    """
-    recipe = reading.recipe
-    amaxes = [_amaxes(nested_state(recipe, state)) for state in states]
-    return backend.share(activation, amaxes, recipe=recipe, axes=reading.axes, implementation=reading.implementation)
-
-
-def _amaxes(state: Mapping[str, dict[str, Array]]) -> QuantState:
-    return {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
 
 
 def _dot(
@@ -316,10 +226,11 @@ def _dot(
     given: Given,
     activation: Array,
     weight: Array | ConvertedKernel,
-    state: dict[str, dict[str, Array]],
     key: Array | None,
+    state: dict[str, dict[str, Array]],
 ) -> Array:
     spec = given.recipe.sparsity
     if spec is not None and not isinstance(weight, ConvertedKernel):
         weight = sparsity.sparsify(spec, product.numbers[0][1], weight, state[SPARSITY])
-    return backend.contract(activation, weight, product, dataclasses.replace(given, state=_amaxes(state), key=key))
+    amaxes = {tensor: fields for tensor, fields in state.items() if tensor != SPARSITY}
+    return backend.contract(activation, weight, product, dataclasses.replace(given, state=amaxes, key=key))

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.backends._weights import check_converted
+from jaxquant.core.blocks import BlocksError
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import Route
 from jaxquant.trace.plan import Contraction, Key
-from jaxquant.trace.structure import IDENTITIES, BlocksError, dtype_read, steps_of
+from jaxquant.trace.structure import dtype_read, steps_of
 
 Array = jax.Array
 
@@ -72,12 +73,13 @@ def check_served(analysis: Analysis, leaves: Sequence[Any], *, must_be_converted
         return frozenset()
     stops = list(analysis.stops())
     for stop in stops:
-        if stop.leaf in converted and stop.float_reason:
+        site = stop.site
+        if stop.leaf in converted and site is not None and site.recipe is None:
             dtype = leaves[stop.leaf].tensor.qvalue.dtype.name
             raise ValueError(
-                f"{layer_name(stop.path)} has a converted kernel ({dtype}) and it stays in float ({stop.float_reason})"
+                f"{layer_name(site.path)} has a converted kernel ({dtype}) and it stays in float ({site.reason})"
             )
-        if stop.leaf in converted and not stop.is_obstructed:
+        if stop.leaf in converted and site is None:
             layer = layer_name(analysis.path([stop.leaf]))
             raise NotImplementedError(
                 f"{layer} has a converted kernel, which {stop.operation} reads: only casts, "
@@ -145,12 +147,11 @@ def replay(eqn: Any, kernel: ConvertedKernel, evaluate: Any) -> ConvertedKernel:
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         moved = dataclasses.replace(tensor, qvalue=evaluate(eqn, [tensor.qvalue])[0])
         return dataclasses.replace(kernel, tensor=moved)
-    steps = () if name in IDENTITIES else steps_of(eqn)
-    if steps is None:
+    if (steps := steps_of(eqn)) is None:
         raise NotImplementedError(f"{name} of a converted kernel of shape {kernel.shape}")
     for step in steps:
         try:
-            kernel = step.on_kernel(kernel)
+            kernel = step(kernel)
         except BlocksError as error:
             raise NotImplementedError(f"{name} of a converted kernel of shape {tensor.shape}: {error}") from None
     return kernel
@@ -174,8 +175,4 @@ def part_shardings(leaf: Any, sharding: Any) -> Any:
         return sharding
     if not isinstance(sharding, NamedSharding):
         return None
-    return jax.tree.map(
-        lambda spec: NamedSharding(sharding.mesh, spec),
-        part_specs(leaf, sharding.spec),
-        is_leaf=lambda each: isinstance(each, PartitionSpec),
-    )
+    return jax.tree.map(lambda spec: NamedSharding(sharding.mesh, spec), part_specs(leaf, sharding.spec))

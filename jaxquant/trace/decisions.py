@@ -293,21 +293,19 @@ def _state_paths(
     owner: Callable[[Contraction], str] | None,
 ) -> dict[Key, str]:
     """Choose the name of each contraction's state: its layer's, with leaves and layout where several share a path."""
-    places: dict[Key, tuple[str, str]] = {}
-    for site in sites:
-        if site.key not in taken:
-            places[site.key] = (site.path, "") if owner is None else (owner(site), operation(site))
     by_place: dict[tuple[str, str], dict[Key, Contraction]] = {}
     for site in sites:
-        if site.key in places:
-            by_place.setdefault(places[site.key], {}).setdefault(site.key, site)
+        if site.key not in taken:
+            place = (site.path, "") if owner is None else (owner(site), operation(site))
+            by_place.setdefault(place, {}).setdefault(site.key, site)
     result: dict[Key, str] = {}
     for (path, _), keys in by_place.items():
+        all_names = [names for names, _, _ in keys]
         for key, site in keys.items():
             parts = []
-            if len({names for names, _, _ in keys}) > 1:
+            if len(set(all_names)) > 1:
                 parts.append("+".join(name.removeprefix(f"{path}/").replace("/", "_") for name in key[0]))
-            if len([names for names, _, _ in keys if names == key[0]]) > 1:
+            if all_names.count(key[0]) > 1:
                 parts.append("x".join(map(str, (*key[1], *key[2]))) or "whole")
             parts = [*parts, operation(site)] if owner is None else ["_".join([operation(site), *parts])]
             result[key] = _untaken("/".join(filter(None, [path, *parts])), {*taken.values(), *result.values()})

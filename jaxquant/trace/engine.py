@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from jaxquant.backends import Backend, load
+from jaxquant.backends import load
 from jaxquant.config.backends import BackendName
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.quant_state import nested
 from jaxquant.ops.gradients import reverse_only
 from jaxquant.state import watch
 from jaxquant.state.tree import refuse_trained
@@ -29,8 +30,7 @@ from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Outputs, Split, array_names, split_arrays
 from jaxquant.trace.decisions import Decisions, decide
-from jaxquant.trace.plan import Contraction
-from jaxquant.trace.readings import mark_readings
+from jaxquant.trace.plan import Contraction, mark_readings
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Report, Row, layer_rows, row_of
 from jaxquant.trace.rewrite import Noise, Rewriter
@@ -344,12 +344,32 @@ class Engine:
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = Noise(key, analysis.plan.seeds)
-        run = Rewriter(
-            functools.partial(_contract, self.backend, self.dialect),
-            functools.partial(_share, self.backend, self.dialect),
-        )
+        run = Rewriter(self._contract, self._share)
         outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, noise)
         return dataclasses.replace(outputs, arrays=outs)
+
+    def _contract(self, site: Contraction, eqn: Any, operands: list[Any], state: Any, *rest: Any) -> Any:
+        assert site.side is not None
+        if state:
+            state = self.dialect.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
+        layer = layer_name(site.path)
+        operands = [
+            each if isinstance(each, ConvertedKernel) or index > 1 else reverse_only(layer, each)
+            for index, each in enumerate(operands)
+        ]
+        with self._scope(site):
+            return contract.contract(self.backend, site, eqn, operands, state, *rest)
+
+    def _share(self, site: Contraction, activation: Any, states: Any) -> Any:
+        """Quantize an activation for all contractions that read it; ``states`` are theirs, without axes of scans."""
+        reading = site.reading
+        assert reading is not None
+        options: dict[str, Any] = {"axes": reading.axes, "implementation": reading.implementation}
+        with self._scope(site):
+            return self.backend.share(activation, list(map(nested, states)), recipe=reading.recipe, **options)
+
+    def _scope(self, site: Contraction) -> Any:
+        return contextlib.nullcontext() if self.dialect.has_scopes else jax.named_scope(site.path)
 
 
 class _Call:
@@ -360,30 +380,3 @@ class _Call:
 
     def __call__(self, fn: Function, static: Split, *arrays: Any) -> Outputs:
         return Outputs.of(fn(*static.rebuild(arrays)), self._numbers)
-
-
-def _contract(
-    backend: Backend,
-    dialect: Dialect,
-    site: Contraction,
-    eqn: Any,
-    operands: Any,
-    *rest: Any,
-) -> Any:
-    state, key, prepared = rest
-    if state:
-        assert site.side is not None
-        state = dialect.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
-    layer = layer_name(site.path)
-    operands = [
-        each if isinstance(each, ConvertedKernel) or index > 1 else reverse_only(layer, each)
-        for index, each in enumerate(operands)
-    ]
-    with contextlib.nullcontext() if dialect.has_scopes else jax.named_scope(site.path):
-        return contract.contract(backend, site, eqn, operands, state, key, prepared)
-
-
-def _share(backend: Backend, dialect: Dialect, site: Contraction, activation: Any, states: Any) -> Any:
-    assert site.reading is not None
-    with contextlib.nullcontext() if dialect.has_scopes else jax.named_scope(site.path):
-        return contract.share(backend, site.reading, activation, states)

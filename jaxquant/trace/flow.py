@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
-
-from jaxquant.trace.structure import Step
+from jaxquant.trace.structure import MAP, Step
 
 Stack = tuple[tuple[int, int], ...]
 """The scans that a value is sliced by, outermost first: (nesting level, length) of each."""
@@ -38,28 +36,17 @@ class Route:
 
     Attributes:
       leaf: which.
-      steps: what was done to the whole leaf; the axes of scans that slice it come first, outermost first.
-      scans: lengths of these.
+      steps: what was done to it, a ``MAP`` for each scan that slices it.
       obstacle: why the leaf cannot be made from what is read at the end, "" where it can.
     """
 
     leaf: int
     steps: tuple[Step, ...] = ()
-    scans: tuple[int, ...] = ()
     obstacle: str = ""
 
-    def then(self, steps: Sequence[Step]) -> Route:
-        """Return the route after steps on one scan's slice."""
-        lifted = list(steps)
-        for length in reversed(self.scans):
-            lifted = [step.lifted(length) for step in lifted]
-        return dataclasses.replace(self, steps=(*self.steps, *lifted))
-
-    def on_array(self, leaf: jax.Array) -> jax.Array:
-        """Make the value of all scans' slices."""
-        for step in self.steps:
-            leaf = step.on_array(leaf)
-        return leaf
+    def then(self, *steps: Step) -> Route:
+        """Return the route after further steps."""
+        return dataclasses.replace(self, steps=(*self.steps, *steps))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +163,7 @@ def enter_scan(flow: Flow, level: int, length: int) -> Flow:
         return dataclasses.replace(leaf, stack=(*leaf.stack, (level, length)), split=split)
 
     if isinstance(flow.route, Route):
-        flow = dataclasses.replace(flow, route=dataclasses.replace(flow.route, scans=(*flow.route.scans, length)))
+        flow = dataclasses.replace(flow, route=flow.route.then(MAP))
     return change_leaves(flow, enter)
 
 

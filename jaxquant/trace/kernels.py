@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,16 @@ import jax.numpy as jnp
 from jaxquant.backends import Backend, load
 from jaxquant.backends._weights import settle_input_scale
 from jaxquant.config.backends import BackendName
+from jaxquant.core.blocks import BlocksError
 from jaxquant.core.delayed import together
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, stacked_blocks
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.quant_state import nested
 from jaxquant.core.recipe import Recipe
 from jaxquant.trace.analysis import Analysis
-from jaxquant.trace.contract import batch_first, leading_axes, without_batch
+from jaxquant.trace.contract import batch_steps, without_batch
 from jaxquant.trace.flow import Lost, Route
 from jaxquant.trace.plan import Contraction, Key
-from jaxquant.trace.structure import BlocksError, Step, dtype_read, full_block, sliced, sources_of
+from jaxquant.trace.structure import Step, dtype_read, run_steps, sliced, sources_of, without_axes
 
 Array = jax.Array
 
@@ -38,55 +40,39 @@ class _Job:
       operation: primitive of the contraction.
       backend: whose quantization.
       recipe: all numbers.
-      steps: from the leaf to the weight, with the batch axes of the weight behind those of its scans.
-      lead: number of those axes.
-      axes: contraction axes of what is left.
-      batch: batch axes of it, whose elements share their scales.
+      steps: from the leaf to one weight that is quantized by itself: of one step of the scans, of one batch element.
+      axes: its contraction axes.
+      batch: its batch axes, whose elements share their scales.
     """
 
     operation: str
     backend: BackendName
     recipe: Recipe
     steps: tuple[Step, ...]
-    lead: int
     axes: tuple[int, ...]
     batch: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, chosen: Backend, site: Contraction, route: Route) -> _Job:
-        assert site.side is not None
         assert site.recipe is not None
         backend = chosen.runner(site.operation, site.recipe).name
         axes, batch = site.weight_axes
         if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
-            return cls(site.operation, backend, site.recipe, route.steps, len(site.stack), axes, batch)
-        order = batch_first(batch, len(site.shapes[site.side]))
-        steps, lead = route.then((order,)).steps, len(leading_axes(site))
-        return cls(site.operation, backend, site.recipe, steps, lead, without_batch(axes, batch))
+            return cls(site.operation, backend, site.recipe, route.steps, axes, batch)
+        steps = (*route.steps, *batch_steps(site))
+        return cls(site.operation, backend, site.recipe, steps, without_batch(axes, batch))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -> ConvertedKernel:
-    weight = leaf
-    for step in job.steps:
-        weight = step.on_array(weight)
-
-    def convert_one(weight: Array, state: Any) -> tuple[QTensor, Array | None]:
+    def convert(weight: Array, state: Any) -> ConvertedKernel:
         quantize = load(job.backend).quantize_weight
         tensor, scale = quantize(job.operation, job.recipe, weight, job.axes, state, job.batch)
-        if scale is None or job.operation == "ragged_dot_general":
-            return tensor, scale
-        return tensor, scale.reshape((1,) * weight.ndim)
+        if scale is not None and job.operation != "ragged_dot_general":
+            scale = scale.reshape((1,) * weight.ndim)
+        return ConvertedKernel(tensor, leaf.dtype.name, scale)
 
-    run = convert_one
-    for _ in range(job.lead):
-        run = jax.vmap(run)
-    tensor, scale = run(weight, state)
-    kernel = ConvertedKernel(stacked_blocks(tensor, range(job.lead)), leaf.dtype.name, scale)
-    for step in reversed(job.steps):
-        back = step.inverse()
-        kernel = kernel if back is None else back.on_kernel(kernel)
-    return kernel
+    return run_steps(job.steps, convert, leaf, state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,16 +101,13 @@ class LayerKernel:
 
     @classmethod
     def of(cls, site: Contraction, job: _Job, leaf: Any, name: tuple[str, ...], states: Any) -> LayerKernel:
-        steps, stacked = job.steps, []
         try:
-            for index in range(len(site.stack)):
-                steps, axis = sliced(steps, index)
-                stacked.append(axis)
+            steps, stacked = sliced(job.steps, len(site.stack))
         except BlocksError:  # the layers lie among each other, and are converted together
             steps, stacked = job.steps, []
-        sources = (sources_of(job.steps, job.lead + axis) for axis in job.axes)
-        axes = without_batch(tuple(sorted(set().union(*sources))), tuple(stacked))
-        shape = _without_axes(tuple(leaf.shape), stacked)
+        axes = set().union(*(sources_of(job.steps, axis) for axis in job.axes))
+        axes = without_batch(tuple(sorted(axes)), tuple(stacked))
+        shape = without_axes(tuple(leaf.shape), stacked)
         dtype = dtype_read(job.steps, jnp.dtype(leaf.dtype).name)
         one = dataclasses.replace(job, steps=steps)
         return cls(site.path, name, dtype, states, axes, tuple(stacked), shape, job, one)
@@ -144,18 +127,8 @@ class LayerKernel:
           The kernel and the static scale of the activation, of the kernel's rank (None where it is dynamic; 0 where the
           recipe has one and its tensor was never seen).
         """
-        ones = list(self.shape)
-        for axis in sorted(self.stacked):
-            ones.insert(axis, 1)
-        lead = (1,) * len(self.stacked)
-        states = jax.tree.map(lambda value: value.reshape(lead + value.shape), list(states))
-        made = _convert(self._one, kernel.reshape(ones), _joined(states))
-        tensor = made.tensor.replace(lambda _, part: jnp.squeeze(part, self.stacked))
-        block = full_block(made.tensor)
-        if block is not None:
-            tensor = dataclasses.replace(tensor, block=_without_axes(block, self.stacked))
-        scale = made.input_scale
-        return tensor, None if scale is None else scale.reshape(_without_axes(scale.shape, self.stacked))
+        made = _convert(self._one, kernel, _joined(states))
+        return made.tensor, made.input_scale
 
     def convert_stacked(self, leaf: Array, states: Sequence[Mapping[str, Any]]) -> ConvertedKernel:
         """Convert the parameter, all its layers at once.
@@ -168,21 +141,9 @@ class LayerKernel:
         return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
 
 
-def _without_axes(sizes: tuple[int, ...], axes: Collection[int]) -> tuple[int, ...]:
-    return tuple(size for axis, size in enumerate(sizes) if axis not in axes)
-
-
-def _nested(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    nested: dict[str, dict[str, Any]] = {}
-    for name, value in state.items():
-        tensor, _, field = name.partition("_")
-        nested.setdefault(tensor, {})[field] = value
-    return nested
-
-
 def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the state of a contraction, that of its activation joined with the others that read it."""
-    own, *others = map(_nested, states or ({},))
+    own, *others = map(nested, states or ({},))
     inputs = [each["input"] for each in others if "input" in each]
     return own | ({"input": together(inputs)} if inputs else {})
 

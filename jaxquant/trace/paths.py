@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from jaxquant.core.paths import join_path
+
 Name = tuple[str, ...]
 
 GENERIC = frozenset({"kernel", "weight", "weights", "w", "W", "embedding", "table"})
@@ -26,14 +28,7 @@ def _leaf_name(path: Sequence[Any]) -> Name:
     keys = list(path)
     while len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in _BOXES:
         keys.pop()
-    return tuple(_key_text(key) for key in keys)
-
-
-def _key_text(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return tuple(join_path([key]) for key in keys)
 
 
 def layer_names(names: Sequence[Name], root_is_layer: bool = False) -> list[Name]:

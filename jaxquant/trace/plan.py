@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Contraction:
       is_einsum: whether it is part of a ``jnp.einsum``.
       precision: that the program asks for.
       implementation: what computes its casts and matmuls, None to pick.
+      activation: which tensor its activation is: equal for contractions that read one, or equal casts of one.
       reading: of its activation, where other contractions share it.
     """
 
@@ -87,6 +88,7 @@ class Contraction:
     is_einsum: bool = False
     precision: Any = None
     implementation: str | None = None
+    activation: Hashable = None
     reading: Reading | None = None
 
     @property
@@ -167,3 +169,30 @@ class Plan:
             return each.recipe, each.implementation, each.side, order[each.key], each.stack, each.batch, shared
 
         return tuple(None if each.recipe is None else own(each) for each in self.contractions())
+
+
+def mark_readings(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
+    """Set the reading of every chosen contraction that shares its activation with others of its jaxpr.
+
+    Layers that share a tensor (query, key, value) keep state of their own, and each observes it. Their states are equal
+    as long as all of them observe the same tensors, so only layers that read the same ones everywhere share any. What
+    differs in recipe, by a rule or an implementation, stays apart.
+
+    Args:
+      plan: of the program, on which was decided.
+      can_share: whether the backend quantizes activations by themselves in a recipe.
+    """
+    tensors: dict[Key, set[Hashable]] = {}
+    for site in plan.chosen:
+        tensors.setdefault(site.key, set()).add(site.activation)
+    groups: dict[Any, list[Contraction]] = {}
+    for site in plan.chosen:
+        assert site.recipe is not None
+        if site.operation == "dot_general" and not site.batch and can_share(site.recipe):
+            alike = site.recipe, site.implementation, site.activation, frozenset(tensors[site.key])
+            groups.setdefault(alike, []).append(site)
+    for (recipe, implementation, (_, axes), _), sites in groups.items():
+        keys = tuple(dict.fromkeys(site.key for site in sites))
+        reading = Reading(keys, recipe, axes, implementation) if len(sites) > 1 else None
+        for site in sites:
+            site.reading = reading

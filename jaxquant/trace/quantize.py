@@ -105,7 +105,6 @@ class QuantizedFunction:
             layer, or no layer at all.
           NotImplementedError: the config is strict, and a layer is out of reach.
         """
-        self._check_bound()
         if key is not None and "key" in self._plain.parameters:
             raise TypeError(
                 "key= is the random key of stochastic rounding, and the quantized function has an argument 'key' of "
@@ -124,7 +123,6 @@ class QuantizedFunction:
         Raises:
           ValueError, NotImplementedError: as the function itself.
         """
-        self._check_bound()
         fn, (params, *rest) = self._bound(self._plain, args, kwargs)
         return self.engine.init(fn, params, tuple(rest))
 
@@ -146,7 +144,6 @@ class QuantizedFunction:
           ValueError: quant state that is missing, or has not seen what a static scale must know.
           NotImplementedError: the config is strict, and the weight of a quantized layer stays float.
         """
-        self._check_bound()
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
         return self.engine.convert(fn, params, tuple(rest), _checked(quant_state))[0]
 
@@ -156,7 +153,6 @@ class QuantizedFunction:
         Args:
           args, kwargs: as for ``init``.
         """
-        self._check_bound()
         fn, (params, *rest) = self._bound(self._plain, args, kwargs)
         return self.engine.report(fn, params, tuple(rest))
 
@@ -165,7 +161,10 @@ class QuantizedFunction:
 
         Raises:
           TypeError: arguments that do not fit the signature.
+          ValueError: the function is part of a whole model that has no decisions yet.
         """
+        if self._like is not None and self.engine.resolver is not None and self.engine.decisions is None:
+            raise ValueError("jaxquant.quantize like: the whole model has no decisions yet; call its init first")
         if not kwargs and len(args) > (signature is self._stateful):
             return self.hashable, list(args)
         try:
@@ -175,10 +174,6 @@ class QuantizedFunction:
         named = bound.kwargs
         fn = _Named(self.hashable, tuple(named)) if named else self.hashable
         return fn, [*bound.args, *named.values()]
-
-    def _check_bound(self) -> None:
-        if self._like is not None and self.engine.resolver is not None and self.engine.decisions is None:
-            raise ValueError("jaxquant.quantize like: the whole model has no decisions yet; call its init first")
 
 
 @dataclasses.dataclass(frozen=True)

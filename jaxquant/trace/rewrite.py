@@ -8,6 +8,7 @@ a converted kernel goes into; a step of structure is replayed on the kernel (``c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.ops.gradients import forward_only
 from jaxquant.trace import converted
 from jaxquant.trace.analysis import JITS, REMATS, called, scan_counts
-from jaxquant.trace.contract import stacked
 from jaxquant.trace.plan import Contraction, Key, Plan, Reading
 from jaxquant.trace.registry import CUSTOM, function_name, own_program
 
@@ -130,29 +130,22 @@ class Rewriter:
             if name in CUSTOM and program is None:  # of converted kernels alone, which have no derivative
                 program = own_program(eqn)
             if program is not None:
-                return self._program(eqn, program, inner[0], ins, states, noise)
-            if name in JITS:
-                return self._jit(eqn, inner[0], ins, states, noise)
-            if name in REMATS:
-                return self._remat(eqn, inner[0], ins, states, noise)
-            build = {
-                "scan": self._scan,
-                "while": self._while,
-                "cond": self._cond,
-                "shard_map": self._shard_map,
-            }[name]
-            return build(eqn, inner, ins, states, noise)
+                return self._program(eqn, self._body(inner[0], program), ins, states, noise)
+            kind = "jit" if name in JITS else "remat" if name in REMATS else name
+            return getattr(self, f"_{kind}")(eqn, inner, ins, states, noise)
 
-    def _program(
-        self, eqn: Any, program: Any, plan: Plan, ins: list[Any], states: States, noise: Noise | None
-    ) -> list[Any]:
+    def _body(self, plan: Plan, program: Any) -> functools.partial[list[Any]]:
+        """Return what evaluates a program within an equation, of (inputs, states, noise)."""
+        return functools.partial(self.evaluate, plan, getattr(program, "consts", ()))
+
+    def _program(self, eqn: Any, body: Any, ins: list[Any], states: States, noise: Noise | None) -> list[Any]:
         """Evaluate what was read in place of a registered function.
 
         Raises:
           NotImplementedError: it combines what differs between the devices of a shard_map with what does not.
         """
         try:
-            return self.evaluate(plan, _consts(program), ins, states, noise)
+            return body(ins, states, noise)
         except (TypeError, ValueError) as error:
             if not any(atom.aval.manual_axis_type.varying for atom in eqn.invars) or "varying" not in str(error):
                 raise
@@ -178,16 +171,16 @@ class Rewriter:
             shared[reading] = self._share(site, ins[1 - site.side], given)
         return shared[reading]
 
-    def _jit(self, eqn: Any, plan: Plan, ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+    def _jit(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
         """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""
-        inner, params = called(eqn), eqn.params
+        (plan,), inner, params = plans, called(eqn), eqn.params
         kinds = tuple(isinstance(each, ConvertedKernel) for each in ins)
         cached = (id(inner), plan.signature, kinds, noise is None)
         if cached not in self._jits:
-            keys = list(plan.stacks)
+            keys, body = list(plan.stacks), self._body(plan, inner)
 
             def call(args: list[Any], given: list[Any], noise: Noise | None) -> list[Any]:
-                return self.evaluate(plan, _consts(inner), args, dict(zip(keys, given, strict=True)), noise)
+                return body(args, dict(zip(keys, given, strict=True)), noise)
 
             call.__name__ = call.__qualname__ = params.get("name", eqn.primitive.name)
             options: dict[str, Any] = {"inline": params.get("inline", False)}
@@ -201,30 +194,25 @@ class Rewriter:
             self._jits[cached] = jax.jit(call, **options), inner  # the jaxpr is held, so that its id stays its own
         return self._jits[cached][0](ins, [states[each] for each in plan.stacks], noise)
 
-    def _remat(self, eqn: Any, plan: Plan, ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
-        inner = called(eqn)
-
-        def call(args: list[Any], states: dict[Key, Any], noise: Noise | None) -> list[Any]:
-            return self.evaluate(plan, _consts(inner), args, states, noise)
-
-        remat = jax.checkpoint(call, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-        return remat(ins, _of(states, [plan]), noise)
+    def _remat(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(self._body(plans[0], called(eqn)), **options)(ins, _of(states, plans), noise)
 
     def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
         """Build a scan that goes over the state of weights that it goes over; other state is the same in every step."""
         (plan,), params = plans, eqn.params
         consts, carries = scan_counts(params)
         given, carry, slices = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
-        slices = [stacked(each, (params["length"],)) if isinstance(each, ConvertedKernel) else each for each in slices]
+        slices = [each.stacked((params["length"],)) if isinstance(each, ConvertedKernel) else each for each in slices]
         over = [each for each, stack in plan.stacks.items() if any(level == plan.level for level, _ in stack)]
         fixed = {each: states[each] for each in plan.stacks if each not in over}
         keys = noise and jax.random.split(noise.key, params["length"])
+        evaluate = self._body(plan, params["jaxpr"])
 
         def body(carry: list[Any], step: Any) -> tuple[list[Any], list[Any]]:
             slices, sliced, key = step
             mine = fixed | dict(zip(over, sliced, strict=True))
-            own = noise and noise._replace(key=key)
-            outs = self.evaluate(plan, _consts(params["jaxpr"]), [*given, *carry, *slices], mine, own)
+            outs = evaluate([*given, *carry, *slices], mine, noise and noise._replace(key=key))
             return outs[:carries], outs[carries:]
 
         steps = (slices, [states[each] for each in over], keys)
@@ -233,38 +221,25 @@ class Rewriter:
         return [*carry, *made]
 
     def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
-        params, (test, body) = eqn.params, plans
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        parts = _parts(noise, plans)
-
-        def go_on(carry: list[Any]) -> Any:
-            return self.evaluate(test, _consts(params["cond_jaxpr"]), [*ins[:first], *carry], states, parts[0])[0]
-
-        def step(carry: list[Any]) -> list[Any]:
-            given = ins[first : first + second]
-            return self.evaluate(body, _consts(params["body_jaxpr"]), [*given, *carry], states, parts[1])
-
-        return jax.lax.while_loop(go_on, step, ins[first + second :])
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test, body = map(self._body, plans, (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
+        given, parts = ins[first : first + second], _parts(noise, plans)
+        return jax.lax.while_loop(
+            lambda carry: test([*ins[:first], *carry], states, parts[0])[0],
+            lambda carry: body([*given, *carry], states, parts[1]),
+            ins[first + second :],
+        )
 
     def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
-        def branch(plan: Plan, inner: Any, own: Noise | None) -> Callable[..., list[Any]]:
-            return lambda args, states: self.evaluate(plan, _consts(inner), args, states, own)
-
-        branches = list(map(branch, plans, eqn.params["branches"], _parts(noise, plans)))
+        bodies = zip(map(self._body, plans, eqn.params["branches"]), _parts(noise, plans), strict=True)
+        branches = [functools.partial(body, noise=own) for body, own in bodies]
         return jax.lax.switch(ins[0], branches, ins[1:], _of(states, plans))
 
-    def _shard_map(
-        self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None
-    ) -> Sequence[Any]:
-        (plan,), params = plans, eqn.params
-        given = _of(states, plans)
+    def _shard_map(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Any) -> Sequence[Any]:
+        params, given = eqn.params, _of(states, plans)
         args_specs = list(map(converted.part_specs, ins, params["in_specs"]))
-
-        def call(args: list[Any], states: dict[Key, Any], noise: Noise | None) -> list[Any]:
-            return self.evaluate(plan, _consts(params["jaxpr"]), args, states, noise)
-
         return jax.shard_map(
-            call,
+            self._body(plans[0], params["jaxpr"]),
             mesh=params["mesh"],
             in_specs=(args_specs, jax.tree.map(lambda _: PartitionSpec(), given), PartitionSpec()),
             out_specs=list(params["out_specs"]),
@@ -281,10 +256,6 @@ def _parts(noise: Noise | None, plans: list[Plan]) -> list[Noise | None]:
 
 def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:
     return {each: states[each] for plan in plans for each in plan.stacks}
-
-
-def _consts(jaxpr: Any) -> Sequence[Any]:
-    return getattr(jaxpr, "consts", ())
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
