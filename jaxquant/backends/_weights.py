@@ -1,49 +1,17 @@
-"""Shared by ops on converted kernels: dimension numbers, the input gradient, and errors about such kernels."""
+"""Shared by ops on converted kernels: the static scale of their activation, and errors about such kernels."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
-from jaxquant.ops import converted
-from jaxquant.ops.dimensions import Dimensions
-
-Array = jax.Array
-
-
-def hashable(dimension_numbers: Any) -> Any:
-    """Return dimension numbers as nested tuples, for a static argument."""
-    return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-
-
-def is_swapped(run: Callable[[Array, Array], Any], equation: str, lhs: Array, rhs: Array) -> bool:
-    """Return whether an einsum's matmul has our rhs on its left.
-
-    Raises:
-      NotImplementedError: the einsum is not one matmul of the two operands.
-    """
-    jaxpr = jax.make_jaxpr(run)(lhs, rhs).jaxpr
-    origin = {variable: index for index, variable in enumerate(jaxpr.invars)}
-    order: list[list[int | None]] = []
-    for eqn in jaxpr.eqns:
-        sources = [None if isinstance(atom, Literal) else origin.get(atom) for atom in eqn.invars]
-        if eqn.primitive is jax.lax.dot_general_p:
-            order.append(sources)
-        elif len(sources) == 1 and sources[0] is not None:
-            origin.update(dict.fromkeys(eqn.outvars, sources[0]))
-    if order not in ([[0, 1]], [[1, 0]]):
-        raise NotImplementedError(f"einsum {equation!r} is not one matmul of its operands; use quant_backend 'native'")
-    return order == [[1, 0]]
 
 
 def check_converted(path: str, has: str, taker: str, wanted: str) -> None:
@@ -112,27 +80,3 @@ def settle_input_scale(path: str, recipe: Recipe, scale: Any) -> Any:
             stacklevel=3,
         )
     return filled if isinstance(scale, jax.Array) else np.asarray(filled)
-
-
-def with_input_gradient(
-    run: Callable[[Any, Array, ConvertedKernel, Any], Array],
-    recipe: Recipe,
-    lhs: Array,
-    weight: ConvertedKernel,
-    dimension_numbers: Any,
-) -> Array:
-    """Run a backend's contraction with a converted kernel, whose input gradient is that of the dequantized kernel.
-
-    Args:
-      run: (recipe, activation, kernel, dimension numbers) -> the contraction.
-      recipe: all numbers.
-      lhs: the activation.
-      weight: the converted kernel.
-      dimension_numbers: as for ``jax.lax.dot_general``, hashable.
-    """
-    return converted.with_input_gradient(
-        lambda lhs, weight: run(recipe, lhs, weight, dimension_numbers),
-        Dimensions.of(dimension_numbers, lhs.ndim, weight.ndim),
-        lhs,
-        weight,
-    )

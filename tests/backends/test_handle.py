@@ -250,7 +250,7 @@ def test_what_convert_and_serve_lack_is_named():
             "aqt",
             "int8",
             "aqt_fp8",
-            "layer 'block/query' has a converted kernel of int8, and its recipe takes float8",
+            r"layer 'block/query' has a converted kernel of int8 .*, and 'aqt_fp8' takes float8",
         ),
     ],
 )

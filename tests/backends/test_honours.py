@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aqt.jax.v2.flax import aqt_flax
 
 import jaxquant
-from jaxquant.backends import load
+from jaxquant.backends import aqt_config, load
 from jaxquant.backends.base import Given
 from jaxquant.backends.honours import check_honoured
 from jaxquant.config.backends import BACKENDS
@@ -130,9 +131,7 @@ def test_what_a_backend_has_not_is_said():
     for name, row in BACKENDS.items():
         backend = load(name)
         assert (backend.name, backend.row) == (name, row)
-        if not row.has_layer_ops:
-            with pytest.raises(NotImplementedError, match="'qwix' has no op to pass to a layer; use quant_backend 'na"):
-                backend.linen_op("dot_general", RECIPES["fp8_full"].recipe)
+        assert bool(backend.op_names) == row.has_layer_ops
 
 
 # -- shards of Qwix ----------------------------------------------------------------------------------------------------
@@ -161,8 +160,8 @@ def test_qwix_shards_that_do_not_divide(count, fits):
 @pytest.mark.parametrize(
     ("string", "tile"), [("aqt_fp8_full", None), ("int8", None), ("intmp", 4)], ids=["fp8", "stochastic", "tiled"]
 )
-def test_aqt_as_a_function_is_its_module(string, tile):
-    """Forward and both gradients, to the bit; the stochastic one forward, where the module draws a key of its own."""
+def test_aqt_as_a_function_is_aqts_own_module(string, tile):
+    """Forward and both gradients, to the bit; the stochastic one forward, which rounds to nearest."""
     recipe = RECIPES[string].recipe
     if tile is not None:
         tiled = TensorSpec("int8", "per_tile", tile_size=tile, tiling="each_axis")
@@ -170,7 +169,8 @@ def test_aqt_as_a_function_is_its_module(string, tile):
     lhs, rhs = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(8, 16), (16, 4)]))
     numbers = (((1,), (0,)), ((), ()))
     backend = load("aqt")
-    module = backend.linen_op("dot_general", recipe)()
+    options: dict = {"prng_name": None, "tiling_fn": aqt_config.tiling_fn(recipe), "use_legacy_freezer": False}
+    module = aqt_flax.AqtDotGeneral(aqt_config.to_aqt(recipe), **options)
     ways = (
         lambda lhs, rhs: backend.contract(lhs, rhs, Product(numbers), Given(recipe)),
         lambda lhs, rhs: module.apply({}, lhs, rhs, numbers, None),
