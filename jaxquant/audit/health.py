@@ -280,7 +280,8 @@ def _contract(
 
 def _without_batch(x: Array, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
     """Move the batch axes of an operand to the front; also return its contraction axes as they are behind these."""
-    return contract.batch_first(batch, x.ndim).on_array(x), contract.without_batch(contracted, batch)
+    others = (axis for axis in range(x.ndim) if axis not in batch)
+    return x.transpose((*batch, *others)), contract.without_batch(contracted, batch)
 
 
 def _tap_one(static: _Static, out: Array, probe: Array, lhs: Array, rhs: Array, state: dict[str, Array]) -> Array:

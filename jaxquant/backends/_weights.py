@@ -1,51 +1,17 @@
-"""Shared by ops on converted kernels: dimension numbers, the input gradient, and errors about such kernels."""
+"""Shared by ops on converted kernels: the static scale of their activation, and errors about such kernels."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 
 from jaxquant.core.paths import layer_name
-from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
-from jaxquant.core.sharding import Placement, fit_varying
-from jaxquant.ops.contract import contract
-from jaxquant.ops.converted import straight_through
-from jaxquant.ops.dimensions import Dimensions
-
-Array = jax.Array
-
-
-def hashable(dimension_numbers: Any) -> Any:
-    """Return dimension numbers as nested tuples, for a static argument."""
-    return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-
-
-def is_swapped(run: Callable[[Array, Array], Any], equation: str, lhs: Array, rhs: Array) -> bool:
-    """Return whether an einsum's matmul has our rhs on its left.
-
-    Raises:
-      NotImplementedError: the einsum is not one matmul of the two operands.
-    """
-    jaxpr = jax.make_jaxpr(run)(lhs, rhs).jaxpr
-    origin = {variable: index for index, variable in enumerate(jaxpr.invars)}
-    order: list[list[int | None]] = []
-    for eqn in jaxpr.eqns:
-        sources = [None if isinstance(atom, Literal) else origin.get(atom) for atom in eqn.invars]
-        if eqn.primitive is jax.lax.dot_general_p:
-            order.append(sources)
-        elif len(sources) == 1 and sources[0] is not None:
-            origin.update(dict.fromkeys(eqn.outvars, sources[0]))
-    if order not in ([[0, 1]], [[1, 0]]):
-        raise NotImplementedError(f"einsum {equation!r} is not one matmul of its operands; use quant_backend 'native'")
-    return order == [[1, 0]]
 
 
 def check_converted(path: str, has: str, taker: str, wanted: str) -> None:
@@ -114,31 +80,3 @@ def settle_input_scale(path: str, recipe: Recipe, scale: Any) -> Any:
             stacklevel=3,
         )
     return filled if isinstance(scale, jax.Array) else np.asarray(filled)
-
-
-def with_input_gradient(
-    run: Callable[[Any, Array, ConvertedKernel, Any], Array],
-    recipe: Recipe,
-    lhs: Array,
-    weight: ConvertedKernel,
-    dimension_numbers: Any,
-) -> Array:
-    """Run a backend's contraction with a converted kernel, whose input gradient is that of the dequantized kernel.
-
-    Args:
-      run: (recipe, activation, kernel, dimension numbers) -> the contraction.
-      recipe: all numbers.
-      lhs: the activation.
-      weight: the converted kernel.
-      dimension_numbers: as for ``jax.lax.dot_general``.
-    """
-    numbers = hashable(dimension_numbers)
-    place = Placement.of(lhs, weight.tensor.qvalue)
-    dims, order = Dimensions.of(numbers, lhs.ndim, weight.ndim).for_dlhs()
-    options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": place.sharding_before(order)}
-
-    def gradient(grad: Array, weight: ConvertedKernel) -> Array:
-        out = contract(grad, weight.tensor, dims, out_dtype=grad.dtype.name, **options)
-        return fit_varying(out.transpose(order).astype(lhs.dtype), place.varying)
-
-    return straight_through(lambda lhs, weight: run(recipe, lhs, weight, numbers), gradient, lhs, weight)

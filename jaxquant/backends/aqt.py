@@ -1,6 +1,6 @@
-"""AQT's Linen modules with the config of a recipe: for training, and for MaxText's convert and serve modes.
+"""AQT as a backend: its matmul with the config of a recipe, in training and with converted kernels.
 
-``aqt_config`` translates the recipe; ``aqt_serving`` has the modules for converted kernels.
+``aqt_config`` translates the recipe.
 """
 
 # See aqt_config.py.
@@ -8,188 +8,123 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
 
-from jaxquant.backends._aqt import aqt_dot_general, aqt_flax, config, tiled_dot_general
+from jaxquant.backends._aqt import aqt_dot_general, aqt_tensor, config, tiled_dot_general
 from jaxquant.backends._aqt import utils as aqt_utils
-from jaxquant.backends._weights import check_converted, is_swapped
-from jaxquant.backends.aqt_config import swap_sides, tiling_fn, to_aqt
-from jaxquant.backends.base import RANDOM_STREAM, TRAINING, Op, OpOptions
-from jaxquant.core.paths import join_path
+from jaxquant.backends.aqt_config import HONOURS, tile_size, tiling_fn, to_aqt
+from jaxquant.backends.base import LibraryBackend, Op
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
 from jaxquant.core.rounding import operands_key
 
-_MODES = {
-    "train": aqt_utils.QuantMode.TRAIN,
-    "convert": aqt_utils.QuantMode.CONVERT,
-    "serve": aqt_utils.QuantMode.SERVE,
-}
+Array = jax.Array
+_TRAIN, _SERVE = aqt_utils.QuantMode.TRAIN, aqt_utils.QuantMode.SERVE
 
 
-def _axis_names(
-    value: jax.Array,
-    tile_map: dict[Any, list[int]] | None,
-    unsharded: Sequence[int],
-    *,
-    mesh_axes: tuple[str | None, ...],
-    replicate_scale: bool,
-) -> nn.LogicallyPartitioned:
-    """Label the axes of a stored qvalue or scale after those of the kernel.
-
-    A tiled axis keeps its name on the part inside the tile. A scale has no name on the axes that it is shared along,
-    and none at all when ``replicate_scale`` is set; only scales have such axes.
-    """
-    names: list[str | None] = [None] * value.ndim
-    for axis, name in enumerate(mesh_axes):
-        names[tile_map[axis][-1] if tile_map else axis] = name
-    for axis in range(value.ndim):
-        if axis in unsharded or (unsharded and replicate_scale):
-            names[axis] = None
-    return nn.LogicallyPartitioned(value, tuple(names))
+def _translated(recipe: Recipe, key: Array | None, weight: Any = _TRAIN) -> aqt_dot_general.DotGeneral:
+    return config.set_context(to_aqt(recipe), key, train_step=None, lhs_quant_mode=_TRAIN, rhs_quant_mode=weight)
 
 
-def refuse_options(dtype: Any, precision: Any, preferred_element_type: Any) -> None:
-    """Refuse the options of a matmul that AQT would ignore."""
-    if precision not in (None, jax.lax.Precision.DEFAULT):
-        raise NotImplementedError(f"precision {precision} has no meaning in an AQT matmul; leave it at None")
-    if preferred_element_type is not None and jnp.dtype(preferred_element_type) != dtype:
-        raise NotImplementedError(
-            f"preferred_element_type {jnp.dtype(preferred_element_type).name} of a {dtype} matmul is not "
-            "honoured by AQT; use quant_backend 'native'"
-        )
+def _tiled(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, dot: Any) -> Array:
+    """Contract tile by tile, where the recipe has tiles."""
+    make_tiles = tiling_fn(recipe)
+    if make_tiles is None:
+        return dot(lhs, rhs, numbers)
+    tiles = make_tiles(lhs, rhs, numbers)
+    return tiled_dot_general.tiled_dot_general(tiles, lhs, rhs, numbers, dot_general=dot)
 
 
-class AqtDotGeneral(aqt_flax.AqtDotGeneral):
-    """AQT's module, drawing from the random stream ``quant`` alone and refusing what it would ignore."""
-
-    def make_rng(self, name: str = RANDOM_STREAM) -> jax.Array | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Draw a key, or None where the stream is absent: Linen would fall back to the stream "params"."""
-        return super().make_rng(name) if self.has_rng(name) else None
-
-    def make_aqt_dg(self, *args: Any, **kwargs: Any) -> Callable[..., jax.Array]:
-        """Build AQT's matmul for two shapes."""
-        inner = super().make_aqt_dg(*args, **kwargs)
-        self._check_frozen()
-
-        def matmul(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
-            refuse_options(lhs.dtype, precision, preferred_element_type)
-            return inner(jnp.asarray(lhs), jnp.asarray(rhs), dimension_numbers)
-
-        return matmul
-
-    def _check_frozen(self) -> None:
-        """Refuse to serve a kernel that another recipe converted."""
-        for side in ("lhs", "rhs"):
-            stored = self.variables.get(self.quant_collection, {}).get(getattr(self, f"{side}_var_name"), {})
-            if getattr(self, f"{side}_quant_mode") != aqt_utils.QuantMode.SERVE or "frozen" not in stored:
-                continue
-            has = nn.meta.unbox(stored["frozen"]).qvalue.dtype
-            wanted = getattr(self.cfg.fwd.dg_quantizer, side).numerics.get_dtype()  # pyright: ignore[reportOptionalMemberAccess]
-            check_converted(join_path(self.path[:-1]), has.name, "its recipe", jnp.dtype(wanted).name)
+def _dot(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: Array | None) -> Array:
+    if key is None and recipe.is_stochastic:
+        key = operands_key(lhs, rhs)
+    return _tiled(recipe, lhs, rhs, numbers, _translated(recipe, key))
 
 
-class AqtEinsum(nn.Module):
-    """A quantized einsum of an activation and a weight, whichever way jax.numpy orders them for the matmul.
+def _dot_converted(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers: Any) -> Array:
+    # The forward rounds to nearest; a key is what AQT asks of a config with a stochastic operand.
+    translated = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None, _SERVE)
+    translated.apply_custom_vjp_on_jax = False
+    frozen = _frozen(recipe, weight, numbers[0][1])
+    standin = jnp.zeros(weight.shape, weight.dtype)  # AQT looks at its shape and dtype alone
 
-    Attributes:
-      recipe, options: as for ``linen_op``.
-    """
+    def dot(a: Array, b: Array, numbers: Any, *args: Any, **kwargs: Any) -> Array:
+        return translated.dg_core(a, b, None, frozen, numbers)[0]
 
-    recipe: Recipe
-    options: OpOptions = OpOptions()
-
-    @nn.compact
-    def __call__(
-        self,
-        equation: str,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> jax.Array:
-        """Contract activation ``lhs`` and weight ``rhs`` as the equation says."""
-        lhs, rhs = promote_dtype(lhs, rhs)
-        refuse_options(lhs.dtype, precision, preferred_element_type)
-        make = _module(self.recipe, self.options, _is_swapped(equation, lhs, rhs))
-        return jnp.asarray(aqt_dot_general.einsum(equation, lhs, rhs, dg=make()))  # pyright: ignore[reportArgumentType]
+    return _tiled(recipe, lhs, standin, numbers, dot)
 
 
-def _is_swapped(equation: str, lhs: jax.Array, rhs: jax.Array) -> bool:
-    return is_swapped(functools.partial(aqt_dot_general.einsum, equation), equation, lhs, rhs)
+def _cut(axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Return a shape in which each of the axes is (tiles, tile)."""
+    each = enumerate(zip(sizes, counts, strict=True))
+    return [part for axis, (size, n) in each for part in ((n, size // n) if axis in axes else (size,))]
 
 
-def _module(recipe: Recipe, options: OpOptions, swap: bool = False) -> Callable[[], nn.Module]:
-    translated = to_aqt(recipe)
-    wrapper = None
-    if options.mesh_axes and options.quant_mode != "convert":
-        wrapper = functools.partial(_axis_names, mesh_axes=options.mesh_axes, replicate_scale=options.replicate_scale)
-    weight = {
-        "quant_mode": _MODES[options.quant_mode],
-        "var_name": "qrhs",
-        "freeze_mode": aqt_flax.FreezerMode.CALIBRATION_AND_VALUE,
-        "axis_metadata_wrapper": wrapper,
-    }
-    activation = {"var_name": "qlhs", "freeze_mode": aqt_flax.FreezerMode.NONE}
-    if swap:
-        swap_sides(translated)
-    sides = {"lhs": weight, "rhs": activation} if swap else {"lhs": activation, "rhs": weight}
-    return functools.partial(
-        AqtDotGeneral,
-        translated,
-        prng_name=RANDOM_STREAM,
-        tiling_fn=tiling_fn(recipe),
-        use_legacy_freezer=False,
-        **{f"{side}_{key}": value for side, settings in sides.items() for key, value in settings.items()},
+def _frozen(recipe: Recipe, weight: ConvertedKernel, axes: Sequence[int]) -> aqt_tensor.QTensor:
+    """Return AQT's form of a converted kernel; with tiles a contraction axis becomes (tiles, tile)."""
+    qvalue, scale = weight.tensor.qvalue, weight.tensor.scale.astype(weight.dtype)
+    axes = () if tile_size(recipe) is None else axes
+    return aqt_tensor.QTensor(
+        qvalue=qvalue.reshape(_cut(axes, qvalue.shape, scale.shape)),
+        scale=[scale.reshape(_cut(axes, scale.shape, scale.shape))],
+        scale_t=None,
+        bias=[],
+        dequant_dtype=jnp.dtype(weight.dtype),
     )
 
 
-def dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    *,
-    recipe: Recipe,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """Contract an activation with a float weight as the Linen module does, without a module.
+def _thawed(stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
+    """Return the tensor of AQT's form of a kernel."""
+    (scale,) = stored.scale
 
-    Args:
-      lhs, rhs, dimension_numbers, precision, preferred_element_type: as for ``jax.lax.dot_general``.
-      recipe: all numbers.
-      key: for stochastic rounding; None makes noise from the bits of both operands.
+    def whole(part: Array) -> Array:
+        sizes = iter(part.shape)
+        cut = () if part.ndim == ndim else axes
+        return part.reshape([next(sizes) * (next(sizes) if axis in cut else 1) for axis in range(ndim)])
 
-    Raises:
-      NotImplementedError: AQT cannot do what the recipe asks, or would ignore an option.
-    """
-    refuse_options(lhs.dtype, precision, preferred_element_type)
-    if key is None and recipe.is_stochastic:
-        key = operands_key(lhs, rhs)
-    train = aqt_utils.QuantMode.TRAIN
-    matmul = config.set_context(to_aqt(recipe), key, None, lhs_quant_mode=train, rhs_quant_mode=train)
-    make_tiles = tiling_fn(recipe)
-    if make_tiles is None:
-        return matmul(lhs, rhs, dimension_numbers)
-    tiles = make_tiles(lhs, rhs, dimension_numbers)
-    return tiled_dot_general.tiled_dot_general(tiles, lhs, rhs, dimension_numbers, dot_general=matmul)
+    return QTensor(whole(stored.qvalue), whole(scale).astype(jnp.float32))
 
 
-def linen_op(op: Op, recipe: Recipe, options: OpOptions = TRAINING) -> Callable[[], nn.Module]:
-    """Make a factory of Linen modules; an einsum's is called as ``module(equation, activation, weight)``.
+def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
+    cut, counts = (), weight.shape
+    if (make_tiles := tiling_fn(recipe)) is not None:
+        make_tiles(weight, weight, ((axes, axes), ((), ())))  # refuses what does not divide
+        cut, counts = axes, [n // (tile_size(recipe) or 1) for n in weight.shape]
+    quantizer = _translated(recipe, jax.random.key(0) if recipe.is_stochastic else None).fwd.dg_quantizer.rhs
+    quantizer.init_calibration()
+    inner = [axis + sum(other <= axis for other in cut) for axis in axes]
+    tensor, _ = quantizer.quant(weight.reshape(_cut(cut, weight.shape, counts)), calibration_axes=inner)
+    return _thawed(tensor, weight.ndim, axes)
 
-    Args:
-      op, recipe, options: as for ``Backend.linen_op``.
 
-    Raises:
-      NotImplementedError: AQT cannot do what the recipe asks.
-    """
-    module = _module(recipe, options)
-    return module if op == "dot_general" else functools.partial(AqtEinsum, recipe, options)
+class AqtBackend(LibraryBackend):
+    """AQT's matmul."""
+
+    honours = HONOURS
+    op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsum"}
+    einsum_holds = "AqtDotGeneral_0"
+    translate, train = staticmethod(to_aqt), staticmethod(_dot)
+    serve, convert = staticmethod(_dot_converted), staticmethod(_convert)
+
+    def forward_config(self, recipe: Recipe) -> Any:
+        """Return AQT's own config of a recipe; see ``Backend.forward_config``."""
+        return to_aqt(recipe)
+
+    def freeze(
+        self, recipe: Recipe, kernel: ConvertedKernel, axes: Sequence[int], names: Sequence[str | None]
+    ) -> tuple[Any, Sequence[str | None]]:
+        """Return AQT's own tensor; see ``Backend.freeze``. A tiled axis keeps its name on the part inside the tile."""
+        cut = () if tile_size(recipe) is None else axes
+        inner = [part for axis, name in enumerate(names) for part in ((None, name) if axis in cut else (name,))]
+        return _frozen(recipe, kernel, axes), inner
+
+    def thaw(self, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
+        """Return the tensor that AQT's own stands for; see ``Backend.thaw``."""
+        return _thawed(stored, ndim, axes)
+
+
+BACKEND = AqtBackend("aqt")

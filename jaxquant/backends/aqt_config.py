@@ -38,27 +38,12 @@ from jaxquant.backends._aqt import (
 )
 from jaxquant.backends._aqt import tiled_dot_general as tiling
 from jaxquant.backends._aqt import utils as aqt_utils
-from jaxquant.backends.base import RANDOM_STREAM
 from jaxquant.backends.honours import NATIVE_INSTEAD, Asked, Honours, Lack, any_value, check_honoured, only, refuse
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Operand, Recipe, TensorSpec
 
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-
-
-@aqt_utils.flax_slots_kw_only_dataclass
-class _Int(int_numerics.IntSymmetric):
-    """AQT's symmetric integer, with an error that says which random stream is missing."""
-
-    def vjp_fwd(self, x, context):
-        if self.noise_fn is not None and context.key is None:
-            raise ValueError(
-                "the recipe rounds stochastically and the model was applied without the random stream "
-                f"{RANDOM_STREAM!r}; pass rngs={{{RANDOM_STREAM!r}: key}} to apply, and list it in split_rngs of "
-                "nn.scan"
-            )
-        return int_numerics.IntSymmetric.vjp_fwd(self, x, context)
 
 
 @aqt_utils.flax_slots_kw_only_dataclass
@@ -160,7 +145,7 @@ def _numerics(spec: TensorSpec) -> Any:
         name = _FP8[spec.dtype]
         kind = _ClippingFp8 if spec.calibration.clips else fp8_numerics.Fp8Numerics
         return kind(dtype=fp8_numerics.fp8_map[name], exponent_bits=int(name[1]), mantissa_bits=int(name[3]))
-    return _Int(
+    return int_numerics.IntSymmetric(
         bits=element(spec.dtype).bits,
         preserve_zero=True,
         preserve_max_val=False,
@@ -220,7 +205,7 @@ def _dot_int8(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.
     return jax.lax.dot_general(lhs.astype(jnp.int8), rhs.astype(jnp.int8), *args, **kwargs)
 
 
-def _tile(recipe: Recipe) -> int | None:
+def tile_size(recipe: Recipe) -> int | None:
     """Return the tile size of the forward matmul, which AQT tiles on both sides."""
     specs = {side: spec for side in ("lhs", "rhs") if isinstance(spec := getattr(recipe.fwd, side), TensorSpec)}
     sizes = {spec.tile_size for spec in specs.values()}
@@ -244,7 +229,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
     Source: ``aqt.jax.v2.config.config_v4``, without the settings that it resets.
     """
     check_honoured("AQT", HONOURS, recipe)
-    tile_size = _tile(recipe)
+    tile = tile_size(recipe)
     result = config.default_unquantized_config()
     for name, raw, places in (
         ("fwd", result.fwd, ("lhs", "rhs")),
@@ -253,7 +238,7 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
     ):
         matmul: MatmulSpec = getattr(recipe, name)
         operands = [getattr(matmul, side) for side in places]
-        if name != "fwd" and tile_size is not None and any(operands):
+        if name != "fwd" and tile is not None and any(operands):
             raise _refuse(recipe, f"{name}_{places[0]}", "quantized backward of a tiled forward", NATIVE_INSTEAD)
         dtypes: list[str | None] = []
         for ours, theirs, spec in zip(places, ("lhs", "rhs"), operands, strict=True):
@@ -286,7 +271,7 @@ def _blocked(recipe: Recipe, raw: aqt_dot_general.DotGeneralRaw, shards: int) ->
 
 def tiling_fn(recipe: Recipe) -> Callable[..., tiling.Cfg] | None:
     """Return the function that tiles every contraction axis of both operands."""
-    size = _tile(recipe)
+    size = tile_size(recipe)
     if size is None:
         return None
 
@@ -304,10 +289,3 @@ def tiling_fn(recipe: Recipe) -> Callable[..., tiling.Cfg] | None:
         return tiling.Cfg(*sides)
 
     return tile
-
-
-def swap_sides(translated: aqt_dot_general.DotGeneral) -> None:
-    """Exchange the operands of an AQT config, for a matmul that has the weight on its left."""
-    translated.fwd.lhs, translated.fwd.rhs = translated.fwd.rhs, translated.fwd.lhs
-    translated.fwd.dg_quantizer.swap_lhs_and_rhs()
-    translated.dlhs, translated.drhs = translated.drhs, translated.dlhs

@@ -6,44 +6,28 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxquant.backends.honours import NATIVE_INSTEAD, Honours, check_honoured
+from jaxquant.backends.honours import NATIVE_INSTEAD, Honours
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.arguments import QuantState
-from jaxquant.ops.dimensions import ANYHOW, How, Product
+from jaxquant.ops.contract import contract
+from jaxquant.ops.converted import straight_through
+from jaxquant.ops.dimensions import ANYHOW, Dimensions, How, Product
+from jaxquant.ops.prepared import share
 
 Array = jax.Array
 Op = Literal["dot_general", "einsum"]
 RANDOM_STREAM = "quant"
 """The random stream for stochastic rounding in a Linen model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OpOptions:
-    """How the Linen module of an op is built.
-
-    Attributes:
-      quant_mode: "train", "convert" (write the converted kernel to the collection "aqt") or "serve" (read it).
-      mesh_axes: logical axis names of the kernel; what is stored in serve mode is named after them.
-      replicate_scale: leave every axis of stored scales unnamed, so that they are replicated.
-      implementation: what computes the matmuls; None picks.
-    """
-
-    quant_mode: str = "train"
-    mesh_axes: tuple[str | None, ...] = ()
-    replicate_scale: bool = False
-    implementation: str | None = None
-
-
-TRAINING = OpOptions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,33 +49,21 @@ class Given:
     prepared: Any = None
 
 
-@functools.cache
-def renamed(kind: type, name: str) -> Any:
-    """Return a Linen class under another name, after which Linen names modules and their variables.
-
-    It is one object for each name: jit finds what it traced only where modules are of the same class.
-    """
-    return types.new_class(
-        name, (kind,), {}, lambda body: body.update(__module__=kind.__module__, __doc__=kind.__doc__)
-    )
-
-
 class Backend:
     """One backend; ``jaxquant.backends.load`` imports it by name.
 
-    A backend with ``row.has_layer_ops`` implements ``linen_op``, for models that plumb quantization by hand.
-    All implement ``contract``, which is what a traced function runs, ``quantize_weight``, which converts, and
-    ``unsupported``, which says what they do not run.
+    Each implements ``contract``, which is what a traced function runs, ``quantize_weight``, which converts, and
+    ``unsupported``, which says what it does not run.
 
     Attributes:
       name: key of ``BACKENDS``.
       row: what is known of it without its library.
-      honours: fields of a recipe that it honours, with a rule for each; None for every field.
-      op_names: names of its Linen modules for recipes without state; Linen names variables after them.
+      op_names: names of the Linen modules of its ops in layers; Linen names variables after them.
+      einsum_holds: name of the ``dot_general`` that a layer's einsum holds, "" where the einsum itself is one.
     """
 
-    honours: Honours | None = None
     op_names: ClassVar[Mapping[Op, str]] = {}
+    einsum_holds: str = ""
 
     def __init__(self, name: BackendName) -> None:
         self.name: BackendName = name
@@ -106,37 +78,20 @@ class Backend:
         Raises:
           NotImplementedError: names the recipe, the operand, the field and what would do.
         """
-        if self.honours is not None:
-            check_honoured(self.row.title, self.honours, recipe)
+        raise NotImplementedError
 
     def forward_config(self, recipe: Recipe) -> Any:
         """Describe the forward operands as AQT's configs do, in ``fwd.dg_quantizer.lhs.numerics`` and ``….rhs.…``.
 
         MaxText's experts read there what their grouped matmul casts to: ``get_dtype()``, None for float.
         """
-        sides = {side: _Numerics(recipe.resolve("fwd", side)) for side in ("lhs", "rhs")}
-        quantizers = types.SimpleNamespace(
-            **{side: types.SimpleNamespace(numerics=numerics) for side, numerics in sides.items()}
-        )
-        return types.SimpleNamespace(fwd=types.SimpleNamespace(dg_quantizer=quantizers))
-
-    # -- training ----------------------------------------------------------------------------------------------------
-
-    def linen_op(self, op: Op, recipe: Recipe, options: OpOptions = TRAINING) -> Callable[[], Any]:
-        """Make a factory of Linen modules: a layer's ``dot_general_cls``, or its counterpart for an einsum.
-
-        Args:
-          op: which op.
-          recipe: all numbers.
-          options: how it is built.
-
-        Raises:
-          NotImplementedError: as ``check``.
-        """
-        raise self._absent("op to pass to a layer")
+        sides = {
+            side: types.SimpleNamespace(numerics=_numerics(recipe.resolve("fwd", side))) for side in ("lhs", "rhs")
+        }
+        return types.SimpleNamespace(fwd=types.SimpleNamespace(dg_quantizer=types.SimpleNamespace(**sides)))
 
     def op_name(self, op: Op, recipe: Recipe | None) -> str:
-        """Return the name of an op's Linen module for a recipe, after which Linen names its variables."""
+        """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
         return self.op_names[op]
 
     def unsupported(self, operation: str, recipe: Recipe) -> str:
@@ -170,7 +125,7 @@ class Backend:
         Raises:
           NotImplementedError: an option that the backend would drop.
         """
-        raise self._absent("op for a function")
+        raise NotImplementedError
 
     def can_share(self, recipe: Recipe) -> bool:
         """Check whether contractions of one recipe can share an activation that is quantized once."""
@@ -194,9 +149,8 @@ class Backend:
           axes: contraction axes of the activation.
           implementation: what computes the cast, None to pick.
         """
-        raise self._absent("shared activation")
-
-    # -- converted kernels -------------------------------------------------------------------------------------------
+        of_input = [state["input"] for state in states if "input" in state]
+        return share(x, of_input, recipe=recipe, axes=axes, implementation=implementation)
 
     def quantize_weight(
         self,
@@ -221,23 +175,49 @@ class Backend:
           The weight and the static scale of the activation, None where that is scaled dynamically: of shape (1,), with
           a leading axis of groups for a ragged matmul.
         """
-        raise self._absent("conversion of a kernel")
+        raise NotImplementedError
 
-    def _absent(self, what: str) -> NotImplementedError:
-        return NotImplementedError(f"quant_backend {self.name!r} has no {what}; use quant_backend 'native'")
+    def freeze(
+        self, recipe: Recipe, kernel: ConvertedKernel, axes: Sequence[int], names: Sequence[str | None]
+    ) -> tuple[Any, Sequence[str | None]]:
+        """Return a converted kernel as models store it that plumb quantization by hand, and the names of its axes.
+
+        Args:
+          recipe: all numbers.
+          kernel: the kernel.
+          axes: its contraction axes.
+          names: of all of its axes.
+        """
+        return kernel.tensor, names
+
+    def thaw(self, stored: Any, ndim: int, axes: Sequence[int]) -> QTensor:
+        """Return the kernel of rank ``ndim`` with contraction axes ``axes`` that ``freeze`` gave."""
+        return stored
 
 
 class LibraryBackend(Backend):
     """A backend whose numbers are another library's: what the library would drop is refused, sides have one dtype.
 
     Attributes:
-      training: its ``dot_general`` (and ``ragged_dot``) of float operands of one dtype.
-      serving: its ``dot_general`` (and ``ragged_dot``) of converted kernels, and what makes these.
+      honours: fields of a recipe that it honours, with a rule for each.
+      translate: makes the library's own config of a recipe, and refuses what it does not honour.
+      train: contracts, of (recipe, activation, weight, dimension numbers, random key or None).
+      serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
+      convert: quantizes a weight, of (recipe, weight, contraction axes).
+      groups: contracts groups of rows with weights, converted or not, of (recipe, rows, weights, sizes).
     """
 
-    training: ClassVar[Any]
-    serving: ClassVar[Any]
+    honours: ClassVar[Honours]
+    translate: ClassVar[Any]
+    train: ClassVar[Any]
+    serve: ClassVar[Any]
+    convert: ClassVar[Any]
+    groups: ClassVar[Any]
     _native: Backend | None = None
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe that the library does not honour in full; see ``Backend.check``."""
+        self.translate(recipe)
 
     def completed_by(self, native: Backend) -> LibraryBackend:
         """Return this backend with another that computes what the library has no op for."""
@@ -265,14 +245,15 @@ class LibraryBackend(Backend):
         check_implementation(self.name, given.how.implementation)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         self._refuse_dropped(dtype, product, given.how)
-        lhs, more = lhs.astype(dtype), {}
-        if isinstance(rhs, ConvertedKernel):
-            ops, rhs = self.serving, dataclasses.replace(rhs, dtype=dtype.name)
-        else:
-            ops, rhs, more = self.training, rhs.astype(dtype), {"key": given.key}
+        lhs = lhs.astype(dtype)
+        rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
         if group_sizes is not None:
-            return ops.ragged_dot(lhs, rhs, group_sizes, recipe=given.recipe)
-        return ops.dot_general(lhs, rhs, product.numbers, recipe=given.recipe, **more)
+            return self.groups(given.recipe, lhs, rhs, group_sizes)
+        dims = Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)
+        if isinstance(rhs, ConvertedKernel):
+            serve = functools.partial(self.serve, given.recipe, numbers=dims.numbers)
+            return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
+        return self.train(given.recipe, lhs, rhs, dims.numbers, given.key)
 
     def quantize_weight(
         self,
@@ -283,10 +264,20 @@ class LibraryBackend(Backend):
         state: Mapping[str, Mapping[str, Array]],
         batch: Sequence[int] = (),
     ) -> tuple[QTensor, Array | None]:
-        """Quantize the weight of a contraction; see ``Backend.quantize_weight``."""
-        if operation == "ragged_dot_general":
-            return self.serving.convert_groups(recipe, weight), None
-        return self.serving.convert_kernel(recipe, weight, axes, state)
+        """Quantize the weight of a contraction, that of a ragged one with a scale a column, which all groups share."""
+        return self.convert(recipe, weight, (0, 1) if operation == "ragged_dot_general" else axes), None
+
+    def _input_gradient(self, lhs: Array, rhs: ConvertedKernel, dims: Dimensions) -> Any:
+        """Return the activation's gradient as a function: that of the dequantized kernel."""
+        place = Placement.of(lhs, rhs.tensor.qvalue)
+        backward, order = dims.for_dlhs()
+        options = {"precision": jax.lax.Precision.HIGHEST, "out_sharding": place.sharding_before(order)}
+
+        def gradient(grad: Array, weight: ConvertedKernel) -> Array:
+            out = contract(grad, weight.tensor, backward, out_dtype=grad.dtype.name, **options)
+            return fit_varying(out.transpose(order).astype(lhs.dtype), place.varying)
+
+        return gradient
 
     def _refuse_dropped(self, dtype: Any, product: Product, how: How) -> None:
         """Refuse the options of a traced contraction that the library drops, those that change nothing apart."""
@@ -304,19 +295,8 @@ class LibraryBackend(Backend):
                 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Numerics:
-    """What an operand is cast to, under the names of AQT's numerics."""
-
-    spec: Any
-
-    @property
-    def dtype(self) -> Any:
-        return None if self.spec is None else jnp.dtype(self.spec.dtype)
-
-    @property
-    def bits(self) -> int | None:
-        return None if self.spec is None else element(self.spec.dtype).bits
-
-    def get_dtype(self) -> Any:
-        return self.dtype
+def _numerics(spec: TensorSpec | None) -> Any:
+    """Return what an operand is cast to, under the names of AQT's numerics."""
+    dtype = None if spec is None else jnp.dtype(spec.dtype)
+    bits = None if spec is None else element(spec.dtype).bits
+    return types.SimpleNamespace(dtype=dtype, bits=bits, get_dtype=lambda: dtype)

@@ -1,4 +1,4 @@
-"""Qwix: quantize a model with the rules of ``qwix_config``. The only place that imports Qwix.
+"""Qwix as a backend: its rules in training, its arrays with converted kernels. The only place that imports Qwix.
 
 What Qwix does in its own way, under every recipe:
 
@@ -12,7 +12,7 @@ What Qwix does in its own way, under every recipe:
   refused.
 - The weights of a ragged matmul have one scale for each column, which all groups share, and its gradients' scales take
   rows behind the last group in.
-- An operand of the same shape as a parameter counts as a weight. ``dot_general`` here gives the kernel more axes than
+- An operand of the same shape as a parameter counts as a weight. ``_train`` gives the kernel more axes than
   any activation has, and a jit of its own, so that roles come from the call as with the other backends.
 
 Tested with the series in ``jaxquant.config.backends``; everything imported is public there.
@@ -21,70 +21,53 @@ Tested with the series in ``jaxquant.config.backends``; everything imported is p
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxquant.backends import _weights
 from jaxquant.backends._versions import require
-from jaxquant.backends.qwix_config import to_qwix
+from jaxquant.backends.base import Given, LibraryBackend
+from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
+from jaxquant.backends.qwix_config import HONOURS, ragged_lack, to_qwix
 from jaxquant.config.backends import BACKENDS
-from jaxquant.core.recipe import Recipe
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.recipe import Operand, Recipe, TensorSpec
 from jaxquant.core.rounding import operands_key
+from jaxquant.core.sharding import device_kind_of, platform_of
+from jaxquant.ops.converted import straight_through
+from jaxquant.ops.dimensions import Product
 
 require(BACKENDS["qwix"].package, BACKENDS["qwix"].series, BACKENDS["qwix"].title)
 
 import qwix  # noqa: E402
 
-
-def _rules(recipes: Mapping[str, Recipe]) -> list[qwix.QtRule]:
-    """Make one rule a recipe, matching exactly the paths that have it."""
-    groups: dict[Recipe, list[str]] = {}
-    for path, recipe in recipes.items():
-        groups.setdefault(recipe, []).append(path)
-    return [
-        qwix.QtRule(
-            module_path="|".join(re.escape(path) for path in paths),
-            op_names=("dot_general", "einsum", "ragged_dot"),
-            **to_qwix(recipe),
-        )
-        for recipe, paths in groups.items()
-    ]
+Array = jax.Array
 
 
-def make_rules(entries: Iterable[tuple[str, Recipe | None]]) -> list[qwix.QtRule]:
-    """Make one rule of each regex, with the grouped matmuls of experts among its operations."""
-    ops = ("dot_general", "einsum", "ragged_dot")
-    return [
-        qwix.QtRule(module_path=pattern, op_names=ops, **({} if recipe is None else to_qwix(recipe)))
-        for pattern, recipe in entries
-    ]
+def _rule(pattern: str, fields: Mapping[str, Any]) -> qwix.QtRule:
+    return qwix.QtRule(module_path=pattern, op_names=("dot_general", "einsum", "ragged_dot"), **fields)
 
 
-def make_provider(rules: Sequence[qwix.QtRule]) -> qwix.QtProvider:
-    """Make the provider that ``qwix.quantize_model`` takes."""
-    return qwix.QtProvider(list(rules))
-
-
-class _FromOperands(qwix.QtProvider):
-    """Round stochastically with noise from a layer's own operands.
+class _Provider(qwix.QtProvider):
+    """Round stochastically with noise from a key, or else from a layer's own operands.
 
     Qwix would draw it from a random stream of the module, which a traced matmul has not.
     """
 
-    def _key(self, lhs: Any, rhs: Any) -> Any:
-        return operands_key(lhs, rhs)
+    def __init__(self, rule: qwix.QtRule, key: Array | None) -> None:
+        super().__init__([rule])
+        self._given = key
 
     def _create_dot_general_qt_config(self, rule: qwix.QtRule, op_id: str, lhs: Any, rhs: Any) -> Any:
         if rule.bwd_stochastic_rounding is None:
             return super()._create_dot_general_qt_config(rule, op_id, lhs, rhs)
         plain = dataclasses.replace(rule, bwd_stochastic_rounding=None)
         config = super()._create_dot_general_qt_config(plain, op_id, lhs, rhs)
-        noise = _Noise(self._key(lhs, rhs))
+        noise = _Noise(operands_key(lhs, rhs) if self._given is None else self._given)
         chosen = rule.additional_qt_config or {}
         fields = ("dlhs_stochastic_rounding_noise_fn", "drhs_stochastic_rounding_noise_fn")
         return dataclasses.replace(config, **{name: chosen.get(name, noise) for name in fields})
@@ -99,17 +82,6 @@ class _Noise:
 
     def __call__(self, shape: tuple[int, ...]) -> Any:
         return jax.random.uniform(self.key, shape, jnp.float32, -0.5, 0.5)
-
-
-class _WithKey(_FromOperands):
-    """Round stochastically with noise from a key."""
-
-    def __init__(self, rules: Sequence[qwix.QtRule], key: Any) -> None:
-        super().__init__(rules)
-        self._given = key
-
-    def _key(self, lhs: Any, rhs: Any) -> Any:
-        return self._given
 
 
 class _Contraction(nn.Module):
@@ -129,30 +101,18 @@ class _Contraction(nn.Module):
         return jax.lax.dot_general(lhs, kernel.reshape(self.shape), self.dimension_numbers)
 
 
-def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *, recipe: Recipe, key: jax.Array | None = None
-) -> jax.Array:
+def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: Array | None) -> Array:
     """Contract an activation with a float weight as Qwix trains.
 
     Qwix has no public function for that, so a module of one matmul is quantized by its rules. Qwix knows a weight by
     its way from a parameter or by a parameter's shape; the parameter has more axes here than any operand, and the
     matmul a jit of its own, in which that way can be followed.
-
-    Args:
-      lhs, rhs, dimension_numbers: as for ``jax.lax.dot_general``.
-      recipe: all numbers.
-      key: for stochastic rounding; None makes noise from the bits of both operands, as in an NNX model.
-
-    Raises:
-      NotImplementedError: see ``to_qwix``.
     """
-    rules = _rules({"": recipe})
-    provider = _FromOperands(rules) if key is None else _WithKey(rules, key)
-    model = _Contraction(_weights.hashable(dimension_numbers), rhs.shape, parent=None)
-    quantized = qwix.quantize_model(model, provider)
+    provider = _Provider(_rule("", to_qwix(recipe)), key)
+    quantized = qwix.quantize_model(_Contraction(numbers, rhs.shape, parent=None), provider)
 
     @jax.jit
-    def run(lhs: jax.Array, kernel: jax.Array) -> jax.Array:
+    def run(lhs: Array, kernel: Array) -> Array:
         return quantized.apply({"params": {"kernel": kernel}}, lhs)  # pyright: ignore[reportReturnType]
 
     return run(lhs, rhs.reshape((1,) * (1 + max(0, lhs.ndim - rhs.ndim)) + rhs.shape))
@@ -167,17 +127,91 @@ class _Groups(nn.Module):
         return jax.lax.ragged_dot(lhs, kernel, group_sizes)
 
 
-def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, recipe: Recipe) -> jax.Array:
-    """Contract groups of rows with float weights as Qwix trains; see ``dot_general``.
-
-    Args:
-      lhs, rhs, group_sizes: as for ``jax.lax.ragged_dot``.
-      recipe: all numbers, without a ``qwix_config.ragged_lack``.
-    """
-    quantized = qwix.quantize_model(_Groups(parent=None), make_provider(_rules({"": recipe})))
+def _train_groups(recipe: Recipe, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    quantized = qwix.quantize_model(_Groups(parent=None), qwix.QtProvider([_rule("", to_qwix(recipe))]))
 
     @jax.jit
-    def run(lhs: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+    def run(lhs: Array, kernel: Array, sizes: Array) -> Array:
         return quantized.apply({"params": {"kernel": kernel}}, lhs, sizes)  # pyright: ignore[reportReturnType]
 
     return run(lhs, rhs, group_sizes)
+
+
+# -- converted kernels -------------------------------------------------------------------------------------------------
+
+
+def _quantize(x: Array, spec: Operand, axes: Sequence[int]) -> Any:
+    assert isinstance(spec, TensorSpec)
+    others = [] if spec.granularity == "per_tensor" else [axis for axis in range(x.ndim) if axis not in axes]
+    return qwix.quantize(x, getattr(jnp, spec.dtype), channelwise_axes=others, calibration_method=str(spec.calibration))
+
+
+def _convert(recipe: Recipe, weight: Array, axes: Sequence[int]) -> QTensor:
+    tensor = _quantize(weight, recipe.fwd.rhs, axes)
+    return QTensor(tensor.qvalue, tensor.scale.astype(jnp.float32), tensor.zero_point)
+
+
+def _qarray(weight: ConvertedKernel) -> Any:
+    tensor = weight.tensor
+    return qwix.QArray(tensor.qvalue, tensor.scale.astype(weight.dtype), tensor.zero_point, tensor.qvalue.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "numbers"))
+def _serve(recipe: Recipe, lhs: Array, weight: ConvertedKernel, numbers: Any) -> Array:
+    activation = lhs if recipe.fwd.lhs is None else _quantize(lhs, recipe.fwd.lhs, numbers[0][0])
+    return qwix.dot_general(activation, _qarray(weight), numbers)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _serve_groups(recipe: Recipe, lhs: Array, weight: ConvertedKernel, sizes: Array) -> Array:
+    return qwix.ragged_dot(_quantize(lhs, recipe.fwd.lhs, (1,)), _qarray(weight), sizes)
+
+
+@jax.jit
+def _groups_gradient(grad: Array, weight: ConvertedKernel, sizes: Array) -> Array:
+    kernel = dequantize(weight.tensor, grad.dtype.name).swapaxes(1, 2)
+    out = jax.lax.ragged_dot(grad, kernel, sizes, precision="highest")
+    return jnp.where(jnp.arange(len(grad))[:, None] < sizes.sum(), out, 0)
+
+
+def _contract_groups(recipe: Recipe, lhs: Array, rhs: Array | ConvertedKernel, sizes: Array) -> Array:
+    if not isinstance(rhs, ConvertedKernel):
+        return _train_groups(recipe, lhs, rhs, sizes)
+    return straight_through(functools.partial(_serve_groups, recipe), _groups_gradient, lhs, rhs, sizes)
+
+
+class QwixBackend(LibraryBackend):
+    """Qwix's rules on a module of one matmul, and its op on converted kernels."""
+
+    honours = HONOURS
+    translate, train, convert = staticmethod(to_qwix), staticmethod(_train), staticmethod(_convert)
+    serve, groups = staticmethod(_serve), staticmethod(_contract_groups)
+
+    def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
+        """Make Qwix's rules of regexes and recipes, for ``qwix.quantize_model``; None is float.
+
+        Raises:
+          NotImplementedError: Qwix does not honour a recipe.
+        """
+        return [_rule(pattern, {} if recipe is None else to_qwix(recipe)) for pattern, recipe in entries]
+
+    def make_provider(self, rules: Sequence[Any]) -> Any:
+        """Make Qwix's provider of its rules."""
+        return qwix.QtProvider(list(rules))
+
+    def lacks(self, operation: str, recipe: Recipe) -> str:
+        """Explain why Qwix does not run an operation; see ``LibraryBackend.lacks``."""
+        return ragged_lack(recipe) if operation == "ragged_dot_general" else super().lacks(operation, recipe)
+
+    def contract(
+        self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
+    ) -> Array:
+        """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
+        specs = [spec for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)]
+        if platform_of(lhs) == "gpu" and any(spec.dtype == "float4_e2m1fn" for spec in specs):
+            what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"
+            raise refuse("Qwix", given.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
+        return super().contract(lhs, rhs, product, given, group_sizes)
+
+
+BACKEND = QwixBackend("qwix")

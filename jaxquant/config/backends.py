@@ -40,13 +40,13 @@ class BackendRow:
 BACKENDS: dict[BackendName, BackendRow] = {
     "aqt": BackendRow(
         title="AQT",
-        module="jaxquant.backends.aqt_backend",
+        module="jaxquant.backends.aqt",
         package="aqtp",
         series="0.9.",
     ),
     "qwix": BackendRow(
         title="Qwix",
-        module="jaxquant.backends.qwix_backend",
+        module="jaxquant.backends.qwix",
         package="qwix",
         series="0.1.",
         has_layer_ops=False,
@@ -54,7 +54,7 @@ BACKENDS: dict[BackendName, BackendRow] = {
     ),
     "native": BackendRow(
         title="native",
-        module="jaxquant.backends.native_backend",
+        module="jaxquant.backends.native",
         needs_random_stream=False,
         names_residuals=True,
         implementations=("xla", "pallas"),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from jaxquant.backends import RANDOM_STREAM
 
 STREAMS: tuple[str, ...] = ("params", "dropout", RANDOM_STREAM)
 """Random streams that an example call of a Linen model gets."""
+
+# Part of the key of jit's caches too, so that a function which was traced inside a trace is traced anew outside.
+at_work = jax.make_user_context(None)
+"""The face of the model that is being traced or initialized, None where none is."""
 
 
 def quantized_with(model: Any) -> Any:
@@ -37,3 +44,33 @@ def subclass(face: Any, base: type, fields: Mapping[str, Any], metaclass: type |
     return types.new_class(
         base.__name__, (base,), {"metaclass": metaclass or type(base)}, lambda body: body.update({**fields, **own})
     )
+
+
+def wrap_methods(
+    base: type, root: type, is_method: Callable[[str, Any], bool], call: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
+    """Wrap the methods that a model's own classes define: ``__call__`` and public ones, outside of a trace.
+
+    Args:
+      base: the model's class.
+      root: the framework's class of all modules, whose methods are left alone.
+      is_method: whether a class attribute, of (name, value), is a method that runs layers.
+      call: what a wrapped method does, of (face, module, base, name, args, kwargs).
+    """
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        plain = getattr(base, name)
+
+        @functools.wraps(plain)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            face = quantized_with(self)
+            if face is None or at_work.value is face:
+                return plain(self, *args, **kwargs)
+            return call(face, self, base, name, args, kwargs)
+
+        return method
+
+    own = [cls for cls in reversed(base.__mro__) if cls not in root.__mro__]
+    methods = {name: value for cls in own for name, value in vars(cls).items()}
+    public = {name: value for name, value in methods.items() if name == "__call__" or not name.startswith("_")}
+    return {name: wrapped(name) for name, value in public.items() if is_method(name, value)}

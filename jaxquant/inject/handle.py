@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +14,17 @@ import flax.linen as nn
 import jax
 
 from jaxquant.backends import Backend, load
-from jaxquant.backends.base import Op, OpOptions, renamed
+from jaxquant.backends.base import Op
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.mixed_precision import DEFAULT
 from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject import linen, nnx
+from jaxquant.inject.faces import at_work
+from jaxquant.inject.layer_op import LayerOp
 from jaxquant.inject.layers import einsum_out_features
+from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.watch import require_hand
 
 
@@ -87,10 +91,10 @@ class Quantization:
         Of ``intmp`` a dictionary of regex to (config, tile size), with the default under ``"__default__"``.
         """
         if self.base is not None and self.base.name != "intmp" and not self.resolver.patterns:
-            return self._backend.forward_config(self.base)
+            return self.made_by.forward_config(self.base)
         entries = {DEFAULT: self.base, **dict(self.resolver.patterns)}
         return {
-            pattern: (None if recipe is None else self._backend.forward_config(recipe), _tile_size(recipe))
+            pattern: (None if recipe is None else self.made_by.forward_config(recipe), _tile_size(recipe))
             for pattern, recipe in entries.items()
         }
 
@@ -124,22 +128,23 @@ class Quantization:
         """Whether the ops are float here, because a model is being traced that is quantized with the same config."""
         if self.quant_mode is not QuantMode.TRAIN:
             return False
-        engines = (linen.tracing_engine(), nnx.tracing_engine())
-        return any(e is not None and (e.resolver, e.backend.name) == (self.resolver, self.backend) for e in engines)
+        engine = None if at_work.value is None else at_work.value.engine
+        return engine is not None and (engine.resolver, engine.backend.name) == (self.resolver, self.backend)
 
     @property
-    def _backend(self) -> Backend:
+    def made_by(self) -> Backend:
+        """The backend itself."""
         return load(self.backend)
 
     def _named(self, op: Op, kind: type[_ByPath]) -> type[_ByPath]:
         """Return a class named after the backend's own op: Linen names modules, and the state in them, after theirs."""
-        return renamed(kind, self._backend.op_name(op, self.base))
+        return _renamed(kind, self.made_by.op_name(op, self.base))
 
-    def make_op(self, op: Op, recipe: Recipe, mesh_axes: tuple[str | None, ...]) -> Any:
-        """Make a factory of the backend's op for one recipe; see ``Backend.linen_op``."""
-        mode = self.quant_mode.value
-        options = OpOptions(mode, mesh_axes, self.replicate_scale, self.resolver.implementation)
-        return self._backend.linen_op(op, recipe, options)
+
+@functools.cache
+def _renamed(kind: type, name: str) -> Any:
+    """Return a Linen class under another name: one object for each, as jit finds what it traced by class."""
+    return types.new_class(name, (kind,), {}, lambda body: body.update(__module__=__name__, __doc__=kind.__doc__))
 
 
 class _ByPath(nn.Module):
@@ -148,14 +153,18 @@ class _ByPath(nn.Module):
     quantization: Quantization
     mesh_axes: tuple[str | None, ...] = ()
 
-    def _op(self, name: Op, out_features: int, *operands: jax.Array) -> nn.Module | None:
+    def _op(self, out_features: int, *operands: jax.Array, name: str = "") -> LayerOp | None:
         if self.quantization.is_left_to_the_trace:
             return None
         path = join_path(self.path[:-1])
-        if not self.path and self._has_patterns:
+        if not self.path and self.quantization.resolver.patterns:
             if self._is_built(operands):
                 return None  # a trace of the model may honour the rules
-            self._refuse_unknown_path()
+            raise NotImplementedError(  # an NNX layer holds this op, and Linen cannot see that
+                f"rule {self.quantization.resolver.patterns[0][0]!r} cannot be honoured by the op of "
+                "configure_quantization in an NNX layer, which does not know the layer's path; call "
+                "jaxquant.maybe_quantize_model(model, config), which knows every path"
+            )
         self.quantization.asked.add(path)
         recipe = self.quantization.resolver(path, out_features).recipe
         if recipe is None:
@@ -165,8 +174,11 @@ class _ByPath(nn.Module):
                 f"quantization_share_expert_scales true at {at_layer(path)}: an op of configure_quantization does not "
                 "see the experts that a vmap around it maps over; use jaxquant.maybe_quantize_model"
             )
-        op = self.quantization.make_op(name, recipe, self.mesh_axes)()
-        nn.share_scope(self, op)  # the op's variables lie where this module's would
+        quant = self.quantization
+        options = (quant.quant_mode.value, self.mesh_axes, quant.replicate_scale, quant.resolver.implementation)
+        op = LayerOp(quant.made_by, recipe, path, *options, name=name or None)
+        if not name:
+            nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op
 
     def _is_built(self, operands: tuple[jax.Array, ...]) -> bool:
@@ -182,23 +194,10 @@ class _ByPath(nn.Module):
         building.clear()
         return is_same
 
-    @property
-    def _has_patterns(self) -> bool:
-        return bool(self.quantization.resolver.patterns)
-
-    def _refuse_unknown_path(self) -> None:
-        """Refuse rules in an op that has no layer above it: one that an NNX layer holds, which Linen cannot see."""
-        pattern, _ = self.quantization.resolver.patterns[0]
-        raise NotImplementedError(
-            f"rule {pattern!r} cannot be honoured by the op of configure_quantization in an NNX layer, which does not "
-            "know the layer's path; call jaxquant.maybe_quantize_model(model, config), which knows every path"
-        )
-
-    def _watch(self, op: nn.Module | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def _watch(self, op: LayerOp | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Return operands as they are, and raise in training where nobody is known to advance the op's state."""
-        recipe: Recipe | None = getattr(op, "recipe", None)
         is_training = self.quantization.quant_mode is QuantMode.TRAIN
-        is_hidden = is_training and not self.path and recipe is not None and recipe.is_stateful
+        is_hidden = is_training and not self.path and op is not None and op.recipe.is_stateful
         return require_hand(_STANDS_STILL, operands) if is_hidden else operands
 
 
@@ -219,7 +218,7 @@ class _DotGeneral(_ByPath):
     ) -> jax.Array:
         (_, contracting), (_, batch) = dimension_numbers
         kept = [size for axis, size in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
-        op = self._op("dot_general", math.prod(kept), lhs, rhs)
+        op = self._op(math.prod(kept), lhs, rhs)
         compute: Any = op or jax.lax.dot_general
         return compute(*self._watch(op, lhs, rhs), dimension_numbers, precision, *args, **kwargs)
 
@@ -230,8 +229,16 @@ class _Einsum(_ByPath):
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         out_features = einsum_out_features(equation, lhs.ndim, rhs.shape)
-        op = self._op("einsum", out_features, lhs, rhs)
-        return (op or jax.numpy.einsum)(equation, *self._watch(op, lhs, rhs), **options)
+        op = self._op(out_features, lhs, rhs, name=self.quantization.made_by.einsum_holds)
+        if op is None:
+            return jax.numpy.einsum(equation, lhs, rhs, **options)
+        lhs, rhs = self._watch(op, lhs, rhs)
+        plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
+        if self.quantization.quant_mode is not QuantMode.TRAIN:
+            plan.kernel_axes(f"einsum {equation!r}")
+        lhs = lhs.sum(plan.lhs_sum) if plan.lhs_sum else lhs
+        rhs = rhs.sum(plan.rhs_sum) if plan.rhs_sum else rhs
+        return jax.numpy.transpose(op(lhs, rhs, plan.dimension_numbers, **options), plan.permutation)
 
 
 def _tile_size(recipe: Recipe | None) -> int:

@@ -25,14 +25,14 @@ from flax.core import DenyList, unfreeze
 from flax.core.scope import in_filter
 from jax.extend.core import Literal
 
-from jaxquant.backends import native
+from jaxquant.backends import load
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.trees import leaves_by_path
-from jaxquant.inject.faces import STREAMS, quantized_with, refuse_twice
-from jaxquant.inject.layers import split_arrays, trace_init
-from jaxquant.inject.linen_classes import Use, asked, at_work, make_class, own
+from jaxquant.inject.faces import STREAMS, at_work, quantized_with, refuse_twice
+from jaxquant.inject.layers import trace_init
+from jaxquant.inject.linen_classes import Use, asked, make_class, own
 from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.engine import Dialect, Engine, Traced
@@ -57,12 +57,6 @@ def quantize_linen(model: nn.Module, config: QuantConfig, *example_inputs: Any, 
     return face.of(model)
 
 
-def tracing_engine() -> Engine | None:
-    """Return the engine of the model that is being traced or initialized, None where none is."""
-    face = at_work.value
-    return None if face is None else face.engine
-
-
 def _missing(recipe: str, path: str, field: str) -> str:
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', and this "
@@ -74,7 +68,7 @@ def _missing(recipe: str, path: str, field: str) -> str:
 def operation_name(site: Contraction) -> str:
     """Return the name of a contraction's state, that of the op module which flax's own layers would have."""
     assert site.recipe is not None
-    return f"{native.op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
+    return f"{load('native').op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
 
 DIALECT = Dialect(
@@ -134,27 +128,19 @@ def _initialize(module: nn.Module, method: Any, variables: Any, rngs: Any, args:
     return core.apply(run, mutable=made, flags={"initializing": True})(variables, *args, rngs=rngs, **kwargs)[0]
 
 
-def _same(first: nn.Module, second: nn.Module) -> bool:
-    """Whether two unbound modules compute the same; fields that are arrays are the same only as objects."""
+def _same(first: Any, second: Any) -> bool:
+    """Whether two unbound modules, or fields of them, compute the same; arrays are the same only as objects."""
     if first is second:
         return True
-    if type(first) is not type(second):
+    if type(first) is not type(second) or hasattr(first, "shape"):
         return False
-    for field in dataclasses.fields(first):  # pyright: ignore[reportArgumentType]
-        mine, theirs = getattr(first, field.name), getattr(second, field.name)
-        if mine is theirs or field.name == "parent":
-            continue
-        (leaves, structure), (others, like) = (jax.tree.flatten(each) for each in (mine, theirs))
-        if structure != like or not all(map(_same_leaf, leaves, others)):
-            return False
-    return True
-
-
-def _same_leaf(first: Any, second: Any) -> bool:
-    if isinstance(first, nn.Module) and isinstance(second, nn.Module):
-        return _same(first, second)
-    is_array = hasattr(first, "shape") or hasattr(second, "shape")
-    return first is second or (not is_array and type(first) is type(second) and bool(first == second))
+    if isinstance(first, nn.Module):
+        names = [field.name for field in dataclasses.fields(first) if field.name != "parent"]  # pyright: ignore[reportArgumentType]
+        return all(_same(getattr(first, name), getattr(second, name)) for name in names)
+    if jax.tree_util.all_leaves([first]):
+        return bool(first == second)
+    (leaves, structure), (others, like) = map(jax.tree.flatten, (first, second))
+    return structure == like and all(map(_same, leaves, others))
 
 
 class Face:
@@ -255,15 +241,9 @@ class Face:
 
     def _shapes_of(self, use: Use) -> Any:
         """Trace the initialization of the float model that a call runs; returns its parameters' shapes."""
-        arrays, rebuild = split_arrays((use.args, dict(use.kwargs)))
-
-        def initialize(key: jax.Array, arrays: list[Any]) -> Any:
-            args, kwargs = rebuild(arrays)
-            streams = dict.fromkeys((*STREAMS, *(use.rngs or {})), key)
-            with at_work(self):
-                return own(use.module, "init")(use.module, streams, *args, **asked(method=use.method), **kwargs)
-
-        return nn.meta.unbox(jax.eval_shape(initialize, jax.random.key(0), arrays)["params"])
+        with at_work(self):
+            made = trace_init(use.module, *use.args, **asked(method=use.method), **use.kwargs)
+        return nn.meta.unbox(made["params"])
 
     # -- classes -----------------------------------------------------------------------------------------------------
 

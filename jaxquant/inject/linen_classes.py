@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,14 +13,10 @@ from flax.core import unfreeze
 from flax.core.scope import DenyList, in_filter
 
 from jaxquant.backends.base import RANDOM_STREAM
-from jaxquant.inject.faces import quantized_with, subclass
+from jaxquant.inject.faces import at_work, quantized_with, subclass, wrap_methods
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 
-_ALL_BUT_INTERMEDIATES = DenyList("intermediates")
 _DEFAULTS = {"rngs": None, "method": None, "mutable": False, "capture_intermediates": False}
-
-# Part of the key of jit's caches too, so that a function which was traced inside a trace is traced anew outside.
-at_work = jax.make_user_context(None)
 
 
 class Use(NamedTuple):
@@ -59,36 +54,19 @@ class Use(NamedTuple):
 
 def make_class(face: Any, base: type, *, is_model: bool) -> type:
     """Make the class of a quantized model, or of a submodule of one that is bound."""
-    methods = {name: _wrapped(base, name) for name in _model_methods(base)}
+    methods = wrap_methods(base, nn.Module, _runs_layers, _call_bound)
     return subclass(face, base, methods | _BOUND | (_MODEL if is_model else {}))
 
 
-def _model_methods(base: type) -> list[str]:
-    """Return the methods that a model's own classes define, for which layers may run: ``__call__`` and public ones."""
-    own = [cls for cls in reversed(base.__mro__) if cls not in nn.Module.__mro__]
-    methods = {name: value for cls in own for name, value in vars(cls).items() if inspect.isfunction(value)}
-    return [
-        name
-        for name, value in methods.items()
-        if name == "__call__" or not (name == "setup" or name.startswith("_") or getattr(value, "nowrap", False))
-    ]
+def _runs_layers(name: str, value: Any) -> bool:
+    return inspect.isfunction(value) and name != "setup" and not getattr(value, "nowrap", False)
 
 
-def _wrapped(base: type, name: str) -> Callable[..., Any]:
-    """Wrap a method: called from plain Python on a bound module, it is traced like a call of ``apply``."""
+def _call_bound(face: Any, module: Any, base: type, name: str, args: Any, kwargs: Any) -> Any:
+    """Compute a method that plain Python calls on a bound module: it is traced like a call of ``apply``."""
     plain = getattr(base, name)
-
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = quantized_with(self)
-        if self.scope is None or face is None or at_work.value is face:
-            return plain(self, *args, **kwargs)
-        return _call_bound(face, self, name, plain, args, kwargs)
-
-    return method
-
-
-def _call_bound(face: Any, module: Any, name: str, plain: Any, args: Any, kwargs: Any) -> Any:
+    if module.scope is None:
+        return plain(module, *args, **kwargs)
     root = getattr(module, "_jaxquant_root", module)
     prefix = tuple(module.path[len(root.path) :])
     if module.is_initializing():
@@ -135,83 +113,56 @@ def _rngs(module: Any) -> dict[str, Any]:
 # -- what the class of a quantized model has beside its methods --------------------------------------------------------
 
 
-def _init_with_output(
-    self: Any,
-    rngs: Any,
-    *args: Any,
-    method: Any = None,
-    mutable: Any = _ALL_BUT_INTERMEDIATES,
-    capture_intermediates: Any = False,
-    **kwargs: Any,
-) -> tuple[Any, Any]:
+def _init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Initialize the float model's variables and the quant state; returns the quantized output and the variables."""
     face = self._jaxquant_face
-    options = asked(method=method, capture_intermediates=capture_intermediates)
-    options |= {} if mutable is _ALL_BUT_INTERMEDIATES else {"mutable": mutable}
     if at_work.value is face:
-        return own(self, "init_with_output")(self, rngs, *args, **options, **kwargs)
-    variables = _init(self, rngs, *args, **options, **kwargs)
-    return face.initial_output(Use(self, variables, args, kwargs, _streams(rngs), method)), variables
+        return own(self, "init_with_output")(self, rngs, *args, **kwargs)
+    variables = _init(self, rngs, *args, **kwargs)
+    return face.initial_output(_use(self, variables, args, kwargs | {"rngs": rngs})), variables
 
 
-def _init(
-    self: Any,
-    rngs: Any,
-    *args: Any,
-    method: Any = None,
-    mutable: Any = _ALL_BUT_INTERMEDIATES,
-    capture_intermediates: Any = False,
-    **kwargs: Any,
-) -> Any:
+def _init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Initialize the float model's variables and the quant state, without computing the output."""
-    face = self._jaxquant_face
-    options = asked(method=method, capture_intermediates=capture_intermediates)
-    options |= {} if mutable is _ALL_BUT_INTERMEDIATES else {"mutable": mutable}
-    if face.engine.config.checkpoint_is_quantized and at_work.value is not face:
+    face, is_traced = self._jaxquant_face, at_work.value is self._jaxquant_face
+    if face.engine.config.checkpoint_is_quantized and not is_traced:
         raise ValueError(
             f"{type(self).__name__} with checkpoint_is_quantized true has no float kernel to initialize; convert the "
             "parameters with jaxquant.convert"
         )
-    if at_work.value is face:
-        return own(self, "init")(self, rngs, *args, **options, **kwargs)
     with at_work(face):
-        variables = own(self, "init")(self, rngs, *args, **options, **kwargs)
-    if mutable is False:
+        variables = own(self, "init")(self, rngs, *args, **kwargs)
+    use = _use(self, variables, args, {"mutable": DenyList("intermediates"), **kwargs, "rngs": rngs})
+    if is_traced or use.mutable is False:
         return variables
-    state = face.init_state(Use(self, variables, args, kwargs, _streams(rngs), method))
-    if not state or not in_filter(mutable, OVERWRITE_WITH_GRADIENT):
+    state = face.init_state(use)
+    if not state or not in_filter(use.mutable, OVERWRITE_WITH_GRADIENT):
         return variables
     given: Any = variables.get(OVERWRITE_WITH_GRADIENT, {})
     merged = _merge(unfreeze(given), state)
     return type(variables)({**variables, OVERWRITE_WITH_GRADIENT: merged})
 
 
-def _apply(
-    self: Any,
-    variables: Any,
-    *args: Any,
-    rngs: Any = None,
-    method: Any = None,
-    mutable: Any = False,
-    capture_intermediates: Any = False,
-    **kwargs: Any,
-) -> Any:
+def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a method in low precision; as ``nn.Module.apply``."""
     face = self._jaxquant_face
     if at_work.value is face or self.scope is not None:
-        options = asked(rngs=rngs, method=method, mutable=mutable, capture_intermediates=capture_intermediates)
-        return own(self, "apply")(self, variables, *args, **options, **kwargs)
-    return face.call(Use(self, variables, args, kwargs, _streams(rngs), method, mutable, capture_intermediates))
+        return own(self, "apply")(self, variables, *args, **kwargs)
+    return face.call(_use(self, variables, args, kwargs))
+
+
+def _use(module: Any, variables: Any, args: Any, kwargs: Mapping[str, Any]) -> Use:
+    """Return the call of arguments among which Linen's own options are."""
+    rngs, *options = (kwargs.get(name, default) for name, default in _DEFAULTS.items())
+    rngs = rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
+    kwargs = {name: value for name, value in kwargs.items() if name not in _DEFAULTS}
+    return Use(module, variables, args, kwargs, rngs, *options)
 
 
 def _merge(first: Any, second: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested dicts; a model may have quant state of its own ops."""
     both = {name: _merge(first[name], second[name]) for name in second if isinstance(first.get(name), Mapping)}
     return {**first, **second, **both}
-
-
-def _streams(rngs: Any) -> Any:
-    return rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
 
 
 def _getattr(self: Any, name: str) -> Any:

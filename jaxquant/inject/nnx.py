@@ -27,8 +27,8 @@ from jaxquant.config.rules import Decision
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.trees import leaves_by_path
-from jaxquant.inject.faces import quantized_with, refuse_twice, subclass
-from jaxquant.inject.nnx_call import Call, at_work
+from jaxquant.inject.faces import at_work, quantized_with, refuse_twice, subclass, wrap_methods
+from jaxquant.inject.nnx_call import Call
 from jaxquant.inject.nnx_held import CONTAINERS, StateHolder, holders, takes_attributes
 from jaxquant.inject.nnx_layers import (
     PLAIN_OPS,
@@ -104,12 +104,6 @@ def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) 
                 decision = known[path] if is_known_float and decision.rule is None else decision
             rows.append(row_alone(path, module, decision, face.engine.backend))
     return rows
-
-
-def tracing_engine() -> Engine | None:
-    """Return the engine of the model that is being traced, None where none is."""
-    face = at_work.value
-    return None if face is None else face.engine
 
 
 def plain_model(model: nnx.Module) -> nnx.Module:
@@ -325,9 +319,8 @@ class Face:
     def _class(self, base: type, path: str) -> type:
         """Make the class of one module. It knows the path: flax's ``ToNNX`` takes every attribute for a variable."""
         if (base, path) not in self._classes:
-            fields: dict[str, Any] = {name: _wrapped(base, name) for name in _methods(base)}
-            metaclass = _picklable(type(base))
-            self._classes[base, path] = subclass(self, base, fields | {"_jaxquant_path": path}, metaclass)
+            fields = {**wrap_methods(base, nnx.Module, _is_method, Face.call), "_jaxquant_path": path}
+            self._classes[base, path] = subclass(self, base, fields, _picklable(type(base)))
         return self._classes[base, path]
 
 
@@ -349,33 +342,10 @@ def _class_of(face: Face, base: type, path: str) -> type:
     return face._class(base, path)
 
 
-def _wrapped(base: type, name: str) -> Callable[..., Any]:
-    plain = getattr(base, name)
-
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        face = quantized_with(self)
-        if face is None or at_work.value is face:
-            return plain(self, *args, **kwargs)
-        return face.call(self, base, name, args, kwargs)
-
-    return method
-
-
-def _methods(kind: type) -> list[str]:
-    """Return the methods that a model's own classes define: ``__call__`` and public ones, jitted ones too."""
-    own = [cls for cls in reversed(kind.__mro__) if cls not in nnx.Module.__mro__]
-    methods = {name: value for cls in own for name, value in vars(cls).items() if _is_method(value)}
-    return [
-        name
-        for name, value in methods.items()
-        if (name == "__call__" or not name.startswith("_")) and not isinstance(value, (type, staticmethod, classmethod))
-    ]
-
-
-def _is_method(value: Any) -> bool:
+def _is_method(name: str, value: Any) -> bool:
     """Whether a class attribute gets the instance when it is called: a function, jitted or not, but no partial."""
-    return callable(value) and hasattr(type(value), "__get__")
+    is_bound = callable(value) and hasattr(type(value), "__get__")
+    return is_bound and not isinstance(value, (type, staticmethod, classmethod))
 
 
 def _own(kind: Any) -> Callable[[Any, Any], bool]:

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 from flax.linen import get_logical_axis_rules
 
-at_work = jax.make_user_context(None)
-"""The face of the model that is being traced, None where none is."""
+from jaxquant.inject.faces import at_work
+
 Path = tuple[Any, ...]
 
 
@@ -51,14 +51,14 @@ class Told:
             setattr(nodes[path], attribute, nodes[other])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Call:
     """A method of a module as a function of its variables; equal calls share their trace."""
 
     face: Any
     kind: type
     name: str
-    graph: Any
+    graph: Any = dataclasses.field(hash=False)  # a module may have a list among its fields
     kinds: tuple[type, ...]  # of the arguments: to the graph 1 is True
     rules: Any = dataclasses.field(default_factory=lambda: tuple(get_logical_axis_rules()))
 
@@ -81,18 +81,6 @@ class Call:
                 values[path, name] = value
         told = Told(tuple(changed), tuple(values), tuple(moved), tuple(deleted))
         return told, [*changed.values()], nnx.split((tuple(values.values()), out))
-
-    def __hash__(self) -> int:
-        # Not of the graph: a module may have a list among its fields.
-        return hash((id(self.face), self.kind, self.name, self.kinds, self.rules))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Call)
-            and (self.face, self.kind, self.name) == (other.face, other.kind, other.name)
-            and (self.kinds, self.rules) == (other.kinds, other.rules)
-            and self.graph == other.graph
-        )
 
 
 def _attributes(node: Any) -> dict[str, Any]:

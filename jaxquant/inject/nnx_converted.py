@@ -19,7 +19,7 @@ from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.linen import scale_name
 from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
 from jaxquant.inject.nnx_held import StateHolder
-from jaxquant.inject.nnx_layers import kind_of, linear_modules
+from jaxquant.inject.nnx_layers import Linear, linear_modules
 from jaxquant.state.nnx import QuantState
 
 
@@ -71,7 +71,7 @@ def _put_kernels(model: nnx.Module, kernels: Mapping[str, ConvertedKernel], has_
                 setattr(node, name, new[id(value)])
             elif isinstance(value, StateHolder) and not has_state:
                 delattr(node, name)
-                if name in plain and kind_of(node) is not None:
+                if name in plain and isinstance(node, Linear):
                     setattr(node, name, plain[name])
 
 

@@ -23,8 +23,7 @@ from jaxquant.trace.paths import get, put
 from jaxquant.trace.report import Row, decision_fields
 
 Linear = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
-LINEAR: dict[type[nnx.Module], str] = {nnx.Linear: "dense", nnx.LinearGeneral: "dense_general", nnx.Einsum: "einsum"}
-"""NNX's linear layers and the name of each kind."""
+"""NNX's linear layers."""
 
 PLAIN_OPS = (jax.lax.dot_general, jnp.einsum)
 """What flax's layers compute with unless told otherwise."""
@@ -34,7 +33,7 @@ _KNOWN_CALLS = (nnx.Linear.__call__, nnx.LoRALinear.__call__, nnx.LinearGeneral.
 def linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
     """Yield each linear layer with its path as users write it in rules; a shared layer once, by its first path."""
     for path, node in nnx.iter_graph(model):
-        if kind_of(node) is not None:
+        if isinstance(node, Linear):
             yield join_path(path), node
 
 
@@ -198,8 +197,3 @@ def check_alone(model: nnx.Module, paths: Collection[str]) -> None:
                 f"{layer_name(path)} ({kind.__name__}) {what}, and nothing shows how it reads its kernel; give convert "
                 f"example inputs whose call runs it, or {float_rule(path)}"
             )
-
-
-def kind_of(module: Any) -> str | None:
-    """Return the kind of a linear layer, None for anything else."""
-    return next((kind for base, kind in LINEAR.items() if isinstance(module, base)), None)

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.backends import aqt, aqt_config, qwix
+from jaxquant.backends import aqt_config, load, qwix
+from jaxquant.backends.base import Given
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
 from jaxquant.core.calibration import parse_calibration
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, SparsitySpec, TensorSpec
+from jaxquant.ops.dimensions import Product
 from tests.lowering import dot_operand_types
 from tests.numerics import INTEGER_MATMUL_NULP, SMALL_SUM_ATOL, SMALL_SUM_RTOL
 
@@ -37,6 +39,11 @@ def reusing(shards=1, grad=INT8):
     )
 
 
+def aqt_dot(recipe, x, w, **product):
+    """The matmul of two matrices on AQT."""
+    return load("aqt").contract(x, w, Product((((1,), (0,)), ((), ())), **product), Given(recipe))
+
+
 def quantize(x, axis):
     """int8 per channel as AQT computes it: multiply by 1/scale, round half to even, clip at 127."""
     scale = np.max(np.abs(x), axis=axis, keepdims=True) / np.float32(127.5)
@@ -50,12 +57,10 @@ def test_aqt_reuses_the_forward_qvalues(shards):
         np.asarray(jax.random.normal(jax.random.key(i), shape), np.float32)
         for i, shape in enumerate([(rows, depth), (depth, columns), (rows, columns)])
     )
-    module = aqt.linen_op("dot_general", reusing(shards))()
-    dims = (((1,), (0,)), ((), ()))
 
     @jax.jit
     def run(x, w, g):
-        y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, dims, None), x, w)
+        y, vjp = jax.vjp(functools.partial(aqt_dot, reusing(shards)), x, w)
         return y, *vjp(g)
 
     y, dx, dw = run(x, w, g)
@@ -75,17 +80,14 @@ def test_aqt_reuses_the_forward_qvalues(shards):
 
 
 def test_aqt_shards_that_do_not_divide():
-    module = aqt.linen_op("dot_general", reusing(3))()
-    dims = (((1,), (0,)), ((), ()))
     with pytest.raises(ValueError, match=r"quantization_local_shard_count 3 of 'int8' .* which has size 8; use"):
-        jax.grad(lambda w: module.apply({}, jnp.ones((8, 4)), w, dims, None).sum())(jnp.ones((4, 2)))
+        jax.grad(lambda w: aqt_dot(reusing(3), jnp.ones((8, 4)), w).sum())(jnp.ones((4, 2)))
 
 
 def test_aqt_tile_that_does_not_divide():
     tiled = TensorSpec("int8", "per_tile", tile_size=5, tiling="each_axis")
-    module = aqt.linen_op("dot_general", Recipe("intmp", MatmulSpec(None, tiled)))()
     with pytest.raises(ValueError, match="tile_size 5 of 'intmp' does not divide contraction axis 1 of size 8"):
-        module.apply({}, jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())), None)
+        aqt_dot(Recipe("intmp", MatmulSpec(None, tiled)), jnp.ones((2, 8)), jnp.ones((8, 3)))
 
 
 @pytest.mark.parametrize(
@@ -98,17 +100,28 @@ def test_each_constant_bound_reaches_its_operand(index, changed):
 
     def run_with(bounds):
         recipe = QuantConfig(quantization="aqt_fp8_full", constant_bound_config=tuple(bounds)).recipe()
-        module = aqt.linen_op("dot_general", recipe)()
 
         @jax.jit
         def outputs(x, w):
-            y, vjp = jax.vjp(lambda x, w: module.apply({}, x, w, (((1,), (0,)), ((), ())), None), x, w)
+            y, vjp = jax.vjp(functools.partial(aqt_dot, recipe), x, w)
             return y, *vjp(jnp.ones_like(y))
 
         return dict(zip(("y", "dx", "dw"), outputs(x, w), strict=True))
 
     wide, tight = run_with([8.0] * 6), run_with([0.01 if i == index else 8.0 for i in range(6)])
     assert {name for name in wide if not np.array_equal(wide[name], tight[name])} == changed
+
+
+class Einsum(nn.Module):
+    """An einsum of a model that plumbs AQT's op by hand."""
+
+    recipe: Recipe
+    equation: str
+
+    @nn.compact
+    def __call__(self, x, w):
+        quant = jaxquant.configure_quantization(QuantConfig(quant_backend="aqt", rules=(Rule(".*", self.recipe),)))
+        return quant.einsum()(self.equation, x, w)
 
 
 @pytest.mark.parametrize("equation", ["bsd,df->bsf", "bsd,fd->fbs", "bsd,edf->ebsf", "bsd,bdf->bsf"])
@@ -119,8 +132,7 @@ def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
     weight_axes = equation.split("->")[0].split(",")[1]
     w = np.asarray(jax.random.normal(jax.random.key(1), [sizes[label] for label in weight_axes]))
     recipe = Recipe("intmp", MatmulSpec(TensorSpec("int8"), TensorSpec("int4")))
-    module = aqt.linen_op("einsum", recipe)()
-    y = jax.jit(lambda x, w: module.apply({}, equation, x, w))(x, w)
+    y = jax.jit(lambda x, w: Einsum(recipe, equation).apply({}, x, w))(x, w)
 
     qx, sx = quantize(x, 2)
     axis = weight_axes.index("d")
@@ -130,21 +142,19 @@ def test_aqt_einsum_gives_each_operand_its_own_spec(equation):
 
 
 def test_aqt_einsum_that_is_no_matmul():
-    module = aqt.linen_op("einsum", reusing())()
-    with pytest.raises(NotImplementedError, match="'bb,bd->bd' is not one matmul"):
-        module.apply({}, "bb,bd->bd", jnp.ones((2, 2)), jnp.ones((2, 3)))
+    with pytest.raises(NotImplementedError, match="'bb,bd->bd' takes a diagonal"):
+        Einsum(reusing(), "bb,bd->bd").apply({}, jnp.ones((2, 2)), jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize(
-    ("option", "match"), [("precision", "precision HIGHEST"), ("type", "type float32 of a bfloat16")]
+    ("option", "match"), [("precision", "precision HIGHEST"), ("type", "type float32 of a contraction")]
 )
 def test_aqt_refuses_what_it_would_ignore(option, match):
-    module = aqt.linen_op("dot_general", reusing())()
     precision = jax.lax.Precision.HIGHEST if option == "precision" else None
     wanted = jnp.float32 if option == "type" else None
     x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=match):
-        module.apply({}, x, w, (((1,), (0,)), ((), ())), precision, wanted)
+        aqt_dot(reusing(), x, w, precision=precision, dtype=wanted)
 
 
 # -- stochastic rounding -----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from flax.training.train_state import TrainState
 
 import jaxquant
 from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
-from jaxquant.backends import native as native_backend
 from jaxquant.config.recipes import RECIPES
 
 OPTIMIZED = False
@@ -113,7 +112,7 @@ def test_two_ops_of_one_layer_have_a_state_each():
         @nn.compact
         def __call__(self, x):
             kernel = self.param("kernel", nn.initializers.ones, (4, 4))
-            einsum = native_backend.linen_op("einsum", RECIPES["fp8"].recipe)
+            einsum = jaxquant.configure_quantization(native("fp8")).einsum
             return einsum()("ab,bc->ac", x, kernel) + einsum()("ab,cb->ac", x, kernel)
 
     variables = jax.jit(Two().init)(jax.random.key(0), jnp.ones((2, 4)))

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxquant.backends.native import convert_kernel
+from jaxquant.backends import load
 from jaxquant.config.hf import read_quantization
 from jaxquant.config.hf.recipe import to_recipe
 from jaxquant.config.quant_config import QuantConfig
@@ -170,7 +170,7 @@ def test_what_is_refused(config, message):
 def test_what_is_converted_serves_the_training_forward(config):
     x, w, g = operands("bfloat16")
     chosen = recipe(config)
-    tensor, scale = convert_kernel(chosen, w, (0,), {})
+    tensor, scale = load("native").quantize_weight("dot_general", chosen, w, (0,), {})
     scales = np.asarray(tensor.scale, F32)
     np.testing.assert_array_equal(scales, np.exp2(np.round(np.log2(scales))))
     served = dot_general(x, ConvertedKernel(tensor, "bfloat16", scale), NUMBERS, recipe=chosen)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 import jaxquant
 from jaxquant import state as quant_state
 from jaxquant.audit.cost import saved_for_backward
-from jaxquant.backends.native_backend import NativeBackend
+from jaxquant.backends.native import NativeBackend
 from jaxquant.trace.quantize import QuantizedFunction
 from tests.lowering import equations
 from tests.trace.functions import FP8, assert_same_bits, normal, shape

@@ -1,0 +1,157 @@
+"""The op of a layer that is handed one: a contraction on any backend, its quant state and its converted kernel.
+
+Convert mode runs the training forward and writes the quantized kernel to the collection "aqt", at
+``LAYER/OP/qrhs/frozen``, with the static scale of the activation, where the recipe has one, at
+``LAYER/OP/qrhs/input_scale``. Serve mode reads them and looks at shape and dtype alone of the kernel that the layer
+hands over, which may be zeros. Collection and names are AQT's, so that a model which lists them in its ``nn.scan`` and
+its checkpoints runs on any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jaxquant.backends import RANDOM_STREAM, Backend
+from jaxquant.backends._weights import check_converted, never_seen
+from jaxquant.backends.base import Given
+from jaxquant.core.paths import at_layer, layer_name
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
+from jaxquant.core.recipe import Recipe
+from jaxquant.ops import sparsity
+from jaxquant.ops.dimensions import Dimensions, How, Product
+from jaxquant.ops.dot_general import initial_state
+from jaxquant.state import OVERWRITE_WITH_GRADIENT, watch
+
+Array = jax.Array
+COLLECTION, STORED = "aqt", "qrhs"
+
+
+class LayerOp(nn.Module):
+    """Contract an activation and a weight by a recipe; quant state lies in ``_overwrite_with_gradient``.
+
+    Attributes:
+      backend: what computes it.
+      recipe: all numbers.
+      layer: path of the layer.
+      mode: whether the model trains, or writes or reads converted kernels.
+      mesh_axes: logical axis names of the kernel; what is stored in serve mode is named after them.
+      replicate_scale: leave every axis of stored scales unnamed, so that they are replicated.
+      implementation: what computes the matmuls; None picks.
+    """
+
+    backend: Backend
+    recipe: Recipe
+    layer: str
+    mode: Literal["train", "convert", "serve"] = "train"
+    mesh_axes: tuple[str | None, ...] = ()
+    replicate_scale: bool = False
+    implementation: str | None = None
+
+    @nn.compact
+    def __call__(
+        self, lhs: Array, rhs: Array, dimension_numbers, precision: Any = None, preferred_element_type: Any = None
+    ) -> Array:
+        """Compute ``jax.lax.dot_general`` of an activation and a weight."""
+        dims, recipe = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), self.recipe
+        weight: Any = rhs
+        state, masks = {}, {}
+        if self.mode == "serve" and recipe.fwd.rhs is not None:
+            weight = self._read(rhs, dims)
+        else:
+            if recipe.sparsity is not None:
+                masks = self._quant_state("sparsity", sparsity.initial_state(rhs, recipe.sparsity, dims.rhs_contract))
+                weight = sparsity.sparsify(recipe.sparsity, dims.rhs_contract, rhs, self._watched((rhs,), masks))
+            state = {tensor: self._quant_state(tensor, values) for tensor, values in initial_state(recipe).items()}
+        # Without a stream the op makes a key of what it rounds.
+        key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
+        given = Given(recipe, self._watched((lhs, weight), state), key, How(self.implementation))
+        out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
+        if self.mode == "convert" and recipe.fwd.rhs is not None:
+            self._write(rhs, dims, {**state, "sparsity": masks})
+        return out
+
+    def _quant_state(self, prefix: str, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Read the state, or make it while initializing; state that is made anew in each call would never advance."""
+        names = [f"{prefix}_{name}" for name in values]
+        missing = [name for name in names if not self.has_variable(OVERWRITE_WITH_GRADIENT, name)]
+        if missing and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
+            raise ValueError(
+                f"recipe {self.recipe.name!r} at {at_layer(self.layer)} keeps state in the collection "
+                f"'{OVERWRITE_WITH_GRADIENT}', and this call has no {missing[0]!r} there: pass the collection to apply "
+                f"beside 'params', and where the layer is under nn.scan, give it "
+                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}; state that was stored, or of flax's "
+                "own ops, goes through jaxquant.state.with_bins"
+            )
+        return {
+            name: self.variable(OVERWRITE_WITH_GRADIENT, full, lambda value=value: value).value
+            for full, (name, value) in zip(names, values.items(), strict=True)
+        }
+
+    def _watched(self, operands: tuple[Array, ...], state: Any) -> Any:
+        """Return state, watched so that a gradient which leaves it out is an error."""
+        return watch.LINEN(self.layer, operands, state) if state else state
+
+    # -- converted kernels -------------------------------------------------------------------------------------------
+
+    def _convert(self, kernel: Array, dims: Dimensions, state: Any) -> tuple[QTensor, Array | None]:
+        axes, batch = dims.rhs_contract, dims.rhs_batch
+        return self.backend.quantize_weight("dot_general", self.recipe, kernel, axes, state, batch)
+
+    def _write(self, kernel: Array, dims: Dimensions, state: Any) -> None:
+        """Store the converted kernel, by the quant state that the op has just made or read."""
+        tensor, scale = self._convert(kernel, dims, state)
+        # Under jit there is no telling, and what is served is NaN.
+        if scale is not None and not self.is_initializing() and not isinstance(scale, Tracer) and not scale.all():
+            raise never_seen(self.layer, self.recipe)
+        if not self.is_mutable_collection(COLLECTION):
+            raise ValueError(
+                f"{layer_name(self.layer)} converts and the collection {COLLECTION!r} cannot be written; apply the "
+                f"model with mutable=[{COLLECTION!r}]"
+            )
+        frozen, _ = self.backend.freeze(self.recipe, ConvertedKernel(tensor, kernel.dtype.name), dims.rhs_contract, ())
+        self.put_variable(COLLECTION, STORED, {"frozen": frozen} | ({} if scale is None else {INPUT_SCALE: scale}))
+
+    def _read(self, kernel: Array, dims: Dimensions) -> ConvertedKernel:
+        """Return the stored kernel; while initializing, make zeros for it."""
+        axes, state = dims.rhs_contract, initial_state(self.recipe)
+        wanted, scale = jax.eval_shape(lambda k: self._convert(k, dims, {**state, "sparsity": {"mask": k}}), kernel)
+        if self.is_initializing() and self.is_mutable_collection(COLLECTION):
+            zeros = wanted.replace(lambda _, part: jnp.zeros(part.shape, part.dtype))
+            values = {} if scale is None else {INPUT_SCALE: jnp.zeros(scale.shape, scale.dtype)}
+            as_stored = ConvertedKernel(zeros, kernel.dtype.name)
+            frozen, names = self.backend.freeze(self.recipe, as_stored, axes, self.mesh_axes)
+            frozen = _named(frozen, names, self.replicate_scale) if names else frozen
+            self.put_variable(COLLECTION, STORED, {"frozen": frozen, **values})
+        stored: Any = nn.meta.unbox(self.get_variable(COLLECTION, STORED, {}))
+        if "frozen" not in stored:
+            raise ValueError(
+                f"{layer_name(self.layer)} serves and the collection {COLLECTION!r} has no converted kernel "
+                f"for it; convert first: apply the model of configure_quantization(config, 'convert') with "
+                f"mutable=[{COLLECTION!r}]"
+            )
+        tensor, found = self.backend.thaw(stored["frozen"], kernel.ndim, axes), stored.get(INPUT_SCALE)
+        check_converted(self.layer, _describe(tensor, found), repr(self.recipe.name), _describe(wanted, scale))
+        return ConvertedKernel(tensor, kernel.dtype.name, found)
+
+
+def _describe(tensor: QTensor, scale: Any) -> str:
+    return f"{tensor.description}{'' if scale is None else ', with an input_scale'}"
+
+
+def _named(tensor: Any, names: Any, replicate_scale: bool) -> Any:
+    """Label the axes of a stored kernel as those of the float one; a scale has no name where it is shared."""
+
+    def name(part: Array) -> nn.LogicallyPartitioned:
+        is_scale = part is not tensor.qvalue
+        sizes = zip(names, part.shape, strict=True)
+        return nn.LogicallyPartitioned(
+            part, tuple(None if is_scale and (replicate_scale or size == 1) else name for name, size in sizes)
+        )
+
+    return jax.tree.map(name, tensor)
