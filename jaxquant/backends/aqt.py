@@ -105,6 +105,7 @@ class AqtBackend(LibraryBackend):
     """AQT's matmul."""
 
     honours = HONOURS
+    float16_fault = "brings sums to float16 before their scales, and they overflow"
     op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsum"}
     einsum_holds = "AqtDotGeneral_0"
     translate, train = staticmethod(to_aqt), staticmethod(_dot)

@@ -200,6 +200,7 @@ class LibraryBackend(Backend):
 
     Attributes:
       honours: fields of a recipe that it honours, with a rule for each.
+      float16_fault: why it does not multiply operands in float16.
       translate: makes the library's own config of a recipe, and refuses what it does not honour.
       train: contracts, of (recipe, activation, weight, dimension numbers, random key or None).
       serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
@@ -208,6 +209,7 @@ class LibraryBackend(Backend):
     """
 
     honours: ClassVar[Honours]
+    float16_fault: ClassVar[str]
     translate: ClassVar[Any]
     train: ClassVar[Any]
     serve: ClassVar[Any]
@@ -245,6 +247,10 @@ class LibraryBackend(Backend):
         check_implementation(self.name, given.how.implementation)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         self._refuse_dropped(dtype, product, given.how)
+        if dtype == jnp.float16:
+            raise NotImplementedError(
+                f"recipe {given.recipe.name!r}: {self.row.title} {self.float16_fault}; {NATIVE_INSTEAD}, or bfloat16"
+            )
         lhs = lhs.astype(dtype)
         rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
         if group_sizes is not None:

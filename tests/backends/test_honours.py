@@ -91,6 +91,21 @@ def test_a_model_is_refused_before_it_runs():
             refuse()
 
 
+@pytest.mark.parametrize("backend", ["native", "aqt", "qwix"])
+def test_float16_is_right_or_refused(backend):
+    """Sums of 960 products of int8 are above 65504; the scales of weights are below the root of its smallest number."""
+    x = jax.random.normal(jax.random.key(0), (4, 960), jnp.float16)
+    layer = nn.Dense(8, dtype=jnp.float16)
+    model = jaxquant.maybe_quantize_model(layer, {"quantization": "int8", "quant_backend": backend})
+    variables = layer.init(jax.random.key(0), x)
+    if backend != "native":
+        with pytest.raises(NotImplementedError, match=f"recipe 'int8': {BACKENDS[backend].title} .* 'native', or b"):
+            model.apply(variables, x)
+        return
+    out, wanted = model.apply(variables, x), layer.apply(variables, x)
+    assert jnp.linalg.norm(out - wanted) < 0.02 * jnp.linalg.norm(wanted)
+
+
 def test_a_library_is_imported_only_where_it_is_asked_for():
     program = "import sys, jaxquant; from jaxquant.backends import load; load('native'); "
     program += "print([name for name in ('aqt', 'qwix') if name in sys.modules])"
