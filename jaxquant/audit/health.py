@@ -38,6 +38,7 @@ from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.linen import Face
+from jaxquant.ops.converted import each_element
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.gradients import align
 from jaxquant.ops.operand import quantize_operand
@@ -256,32 +257,20 @@ def _contract(
     contracted, batch = eqn.params["dimension_numbers"]
     if site.side == 0:
         contracted, batch = contracted[::-1], batch[::-1]
-    groups = len(batch[0])
-    free = [x.ndim - groups - len(contracted[0]) for x in (activation, weight)]
-    if recipe is not None and recipe.shares_experts:
-        tapped = functools.partial(
-            _tap_one, _Static(recipe, Dimensions.of((contracted, batch), activation.ndim, weight.ndim))
-        )
-    else:
-        (activation, over), (weight, by) = (
-            _without_batch(x, axes, first)
-            for x, axes, first in zip((activation, weight), contracted, batch, strict=True)
-        )
-        dims = Dimensions.of(((over, by), ((), ())), activation.ndim - groups, weight.ndim - groups)
-        tapped = functools.partial(_tap_one, _Static(recipe, dims))
-        for _ in range(groups):
-            tapped = jax.vmap(tapped)
+    dims = Dimensions.of((contracted, batch), activation.ndim, weight.ndim)
+    groups, free = len(dims.lhs_batch), (len(dims.lhs_free), len(dims.rhs_free))
+    is_one = recipe is not None and recipe.shares_experts
+    static = _Static(recipe, dims if is_one else dims.of_element())
+
+    def tap(lhs: Array, rhs: Array, _: None, out: Array, probe: Array, state: dict[str, Array]) -> Array:
+        return _tap_one(static, out, probe, lhs, rhs, state)
+
     order = tuple(range(groups + sum(free)))
     if site.side == 0:  # the equation has the weight's axes first
         order = (*order[:groups], *order[groups + free[1] :], *order[groups : groups + free[1]])
-    out = tapped(jnp.transpose(out, order), state[PROBE], activation, weight, own)
+    rest = None, jnp.transpose(out, order), state[PROBE], own
+    out = tap(activation, weight, *rest) if is_one else each_element(tap, activation, weight, dims, *rest)
     return jnp.transpose(out, tuple(map(int, np.argsort(order))))
-
-
-def _without_batch(x: Array, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """Move the batch axes of an operand to the front; also return its contraction axes as they are behind these."""
-    others = (axis for axis in range(x.ndim) if axis not in batch)
-    return x.transpose((*batch, *others)), contract.without_batch(contracted, batch)
 
 
 def _tap_one(static: _Static, out: Array, probe: Array, lhs: Array, rhs: Array, state: dict[str, Array]) -> Array:
