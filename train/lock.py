@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
-from filelock import SoftFileLease, Timeout
-
-NAME = "writer.lease"
-PATIENCE_S = 3.0
-"""The time to take a dead writer's place on this host, or that of a file that is no lease."""
+NAME = "writer.lock"
+BEAT_S = 15.0
 STALE_S = 90.0
-"""A writer on another host that has not renewed its lease for so long is dead."""
+"""A writer on another host, or on a file system without locks, that has not touched the file for so long is dead."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Busy(ValueError):
@@ -20,44 +25,88 @@ class Busy(ValueError):
 
 
 class RunLock:
-    """The right to write to a run folder, for the first process of a run: a lease that its process renews."""
+    """The right to write to a run folder, for the first process of a run.
+
+    The kernel holds the lock on the file and frees it when the process ends, however it ends. The file says who it is,
+    and its time of change is a heartbeat for hosts whose locks do not reach each other.
+    """
 
     def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
-        self._lease = SoftFileLease(run_dir / NAME, lease_duration=STALE_S, thread_local=False)
+        self._path = run_dir / NAME
+        self._file: IO[str] | None = None
+        self._ended = threading.Event()
 
     def acquire(self, say: Callable[[str], None]) -> None:
         """Take the folder, which is there; nothing to do where this process has it.
-
-        Of a writer on another host nobody here knows whether it lives: its lease is watched until it is renewed.
 
         Raises:
           Busy: a living process has it, named with its host.
           OSError: the file cannot be written.
         """
-        if self._lease.is_locked:
+        if self._file is not None:
             return
-        who, is_elsewhere = self._owner()
-        if is_elsewhere:
-            say(f"{who} writes to {self._run_dir}; waiting up to {STALE_S:.0f} s to see whether it still runs")
+        file = self._path.open("a+", encoding="utf-8")
         try:
-            self._lease.acquire(timeout=STALE_S + PATIENCE_S if is_elsewhere else PATIENCE_S)
-        except Timeout:
-            raise Busy(
-                f"run {self._run_dir} is being written by {self._owner()[0] or 'another process'}; wait for it, stop "
-                "it, or choose another run_dir"
-            ) from None
-        if who:
-            say(f"{who} has ended without a word; going on in its place")
+            self._take(file, say)
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+        threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 
     def release(self) -> None:
         """Let others have the folder."""
-        self._lease.release()
+        self._ended.set()
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
 
-    def _owner(self) -> tuple[str, bool]:
-        """Return who writes ("" for nobody), and whether that is on another host."""
-        owner = self._lease.owner
-        if owner is None:
-            return "", False
-        host = owner.hostname.partition("?")[0]  # without the namespace of its process numbers
-        return f"process {owner.pid} on {host}", host != socket.gethostname()
+    def _take(self, file: IO[str], say: Callable[[str], None]) -> None:
+        has_locks = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(self._refusal(_owner(file))) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            has_locks = False
+        owner = _owner(file)
+        if owner is not None:
+            # The kernel has freed the lock of a process that ended here; of others the heartbeat tells.
+            if (not has_locks or owner["host"] != socket.gethostname()) and self._is_fresh(file):
+                raise Busy(self._refusal(owner))
+            say(f"process {owner['pid']} on {owner['host']} has ended without a word; going on in its place")
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        file.flush()
+
+    def _refusal(self, owner: dict[str, Any] | None) -> str:
+        who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+        return f"run {self._path.parent} is being written by {who}; wait for it, stop it, or choose another run_dir"
+
+    def _is_fresh(self, file: IO[str]) -> bool:
+        """Whether the file was touched lately, by the clock of whoever keeps the file."""
+        before = os.fstat(file.fileno())
+        os.utime(self._path)
+        age = os.stat(self._path).st_mtime - before.st_mtime
+        if age < STALE_S:
+            os.utime(self._path, ns=(before.st_atime_ns, before.st_mtime_ns))  # looking is no heartbeat
+        return age < STALE_S
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                os.utime(self._path)
+            except OSError:  # the folder is gone, which the next checkpoint tells
+                return
+
+
+def _owner(file: IO[str]) -> dict[str, Any] | None:
+    file.seek(0)
+    try:
+        owner = json.loads(file.read(4096))
+        return {"pid": int(owner["pid"]), "host": str(owner["host"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
