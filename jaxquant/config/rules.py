@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxquant.config.mixed_precision import MixedPrecision
-from jaxquant.config.patterns import compile_pattern
+from jaxquant.config.patterns import Pattern
 from jaxquant.config.recipes import spell
 from jaxquant.core.recipe import Recipe
-from jaxquant.core.typed import check_fields
+from jaxquant.core.typed import check_fields, show
 
 HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
 """Last path parts that name an output head."""
@@ -70,6 +71,19 @@ class Decision:
     implementation: str | None = None
 
 
+@functools.lru_cache(maxsize=1024)
+def compile_pattern(pattern: str, place: str) -> Pattern:
+    """Compile a regex.
+
+    Raises:
+      ValueError: not a regex; names it, its place and what is wrong.
+    """
+    try:
+        return Pattern(pattern)
+    except ValueError as error:
+        raise ValueError(f"{place} {show(pattern)} is not a regular expression: {error}") from None
+
+
 def default_exclusion(path: str, out_features: int) -> str | None:
     """Return the reason that a layer is left in float where no rule says otherwise, or None.
 
@@ -97,7 +111,7 @@ class _Entry:
     is_rule: bool
 
     def matches(self, path: str) -> bool:
-        return compile_pattern(self.pattern, self.place)(path)
+        return compile_pattern(self.pattern, self.place).fullmatch(path)
 
 
 class Resolver:

@@ -16,7 +16,7 @@ import pytest
 
 from jaxquant.config.loader import MAX_CHARACTERS, load_yaml, parse_overrides
 from jaxquant.config.mixed_precision import MixedPrecisionEntry, load_mixed_precision
-from jaxquant.config.patterns import compile_pattern
+from jaxquant.config.patterns import Pattern
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
@@ -155,27 +155,22 @@ def test_every_number_of_a_run_has_a_range():
 
 # Patterns of rules.
 
-BLOW_UPS: dict[str, tuple[str, str, str]] = {
-    "nested": (r"(a+)+[bc]", "a" * 60, ""),
-    "alternatives that overlap": (r"(a|a)*[bc]", "a" * 60, "takes too long"),
-    "words": (r"(\w+/?)*!", "layers/self_attention/query_projection_of_a_decoder", ""),
-    "polynomial": (".*" * 20 + "[!?]", "layers/" * 12, ""),
-    "counted": (r"(a{0,60}){0,60}[bc]", "a" * 60, "takes too long"),
-    "a look-ahead": (r"(?=(a|a)*[bc])a", "a" * 60, "takes too long"),
-    "repeated emptiness": (r"(a*|b*)*(c?){100000000}!", "ab" * 30, "counted repeats multiply to more than 10,000"),
-    "repeats that are written out": (r"((c?){900}){900}!", "c" * 30, "counted repeats multiply to more than 10,000"),
+BLOW_UPS = {
+    "nested": (r"(a+)+b", "a" * 60),
+    "alternatives that overlap": (r"(a|a)*b", "a" * 60),
+    "words": (r"(\w+/?)*!", "layers/self_attention/query_projection_of_a_decoder"),
+    "polynomial": (".*" * 20 + "!", "layers/" * 12),
+    "counted": (r"(a{0,60}){0,60}b", "a" * 60),
+    "a look-ahead": (r"(?=(a*)*b)a", "a" * 60),
+    "repeated emptiness": (r"(a*|b*)*(c?){100000000}!", "ab" * 30),
 }
-"""Patterns that match nothing, and what says so where no answer comes soon."""
 
 
 @pytest.mark.parametrize("case", BLOW_UPS)
 def test_no_pattern_takes_long(case: str):
-    pattern, text, message = BLOW_UPS[case]
+    pattern, text = BLOW_UPS[case]
     began = time.process_time()
-    if message:
-        assert message in refused(lambda: compile_pattern(pattern, "rule path")(text))
-    else:
-        assert not compile_pattern(pattern, "rule path")(text)
+    assert not Pattern(pattern).fullmatch(text)
     assert time.process_time() - began < LIMIT_S
 
 
@@ -193,10 +188,10 @@ def test_what_matches_in_full_is_what_re_says():
     for _ in range(1500):
         pattern = rng.choice(["", "", "(?i)"]) + "".join(rng.choices(ATOMS, k=rng.randrange(1, 5)))
         expected = re.compile(pattern)
-        found = compile_pattern(pattern, "rule path")
+        found = Pattern(pattern)
         for text in rng.sample(texts, 8):
             matches = expected.fullmatch(text) is not None
-            assert found(text) == matches, (pattern, text)
+            assert found.fullmatch(text) == matches, (pattern, text)
             count += matches
     assert count > 500
 
@@ -205,14 +200,17 @@ def test_what_matches_in_full_is_what_re_says():
     ("pattern", "message"),
     [
         ("(a", "missing ), unterminated subpattern"),
+        (r"(a)\1", "it has a back-reference"),
+        ("(?>a)", "it has an atomic group"),
+        ("a*+", "it has a possessive repeat"),
         ("(" * 490 + ")" * 490, "it is nested too deep"),
-        ("a{99999999999999999999}", "its counted repeats multiply to more than 10,000"),
-        ("a{,99999999999999999999}", "repetition number is too large"),
-        ("a" * 20_000, "it has 20,000 characters, of at most 10,000"),
+        ("a{99999999999999999999}", "repetition number is too large"),
+        ("a" * 2000, "it has 2,000 characters, of at most 1,000"),
         ("(?<=a*)b", "fixed-width"),
-        ("(?R)a", "unknown extension ?R"),
+        ("(?i:a)", "a flag inside a group"),
+        ("(?m)a", "a flag that is not read"),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_a_pattern_that_is_not_read_is_refused_with_its_place(pattern: str, message: str):
     text = refused(lambda: build(QuantConfig, {"rules": [{"path": pattern, "recipe": None}], "quantization": "int8"}))

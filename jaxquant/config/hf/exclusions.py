@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxquant.config.patterns import compile_pattern
+from jaxquant.config.patterns import full_matcher
 
 REGEX = "re:"
 ANY_CLASS = "Linear"
@@ -29,7 +29,7 @@ def transformers_pattern(key: str, place: str) -> str:
     """
     if not key:
         raise ValueError(f"{place} is empty; it must name a module")
-    return _checked(rf"{_group(key)}(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(key)}", key, place)
+    return checked(rf"{_group(key)}(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(key)}", key, place)
 
 
 def compressed_tensors_pattern(target: str, place: str) -> str:
@@ -40,7 +40,7 @@ def compressed_tensors_pattern(target: str, place: str) -> str:
     Source: ``match_named_modules`` of compressed-tensors.
     """
     if target.startswith(REGEX):
-        return _checked(f"{_group(target[len(REGEX) :])}.*", target, place)
+        return checked(f"{_group(target[len(REGEX) :])}.*", target, place)
     return ".*" if target == ANY_CLASS else re.escape(target)
 
 
@@ -69,12 +69,7 @@ def modelopt_pattern(glob: str, place: str) -> str:
     wrappers = "".join(f"(?:{re.escape(wrapper)})?" for wrapper in ("model.", "language_model.", "model."))
     if body:
         body += r"\."
-    return _checked(rf"{wrappers}{body}{end}(?:\..*)?", glob, place)
-
-
-def _checked(pattern: str, written: str, place: str) -> str:
-    compile_pattern(pattern, place, written)
-    return pattern
+    return checked(rf"{wrappers}{body}{end}(?:\..*)?", glob, place)
 
 
 def _group(regex: str) -> str:
@@ -95,3 +90,16 @@ def _from_glob(part: str) -> str:
         else re.escape(piece)
         for piece in pieces
     )
+
+
+def checked(pattern: str, written: str, place: str) -> str:
+    """Return a regex after compiling it.
+
+    Raises:
+      ValueError: not a regex, or one that could take forever to match; names what was written and where.
+    """
+    try:
+        full_matcher(pattern)
+    except ValueError as error:
+        raise ValueError(f"{place} {written!r} is not a regular expression: {error}") from None
+    return pattern

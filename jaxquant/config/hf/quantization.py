@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec
-from jaxquant.config.patterns import compile_pattern
+from jaxquant.config.patterns import full_matcher
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that a model may fuse, and those of the checkpoint that they are made of."""
+
+_matcher = functools.lru_cache(maxsize=2**16)(full_matcher)
 
 HEAD_PATTERN = r"(?:.*\.)?(?:lm_head|embed_out|head|output)"
 ROUTER_PATTERN = r"(?:.*\.)?(?:gate|router)"
@@ -35,7 +37,7 @@ class LayerRule:
     names: frozenset[str] = frozenset()
 
     def matches(self, module: str) -> bool:
-        return module in self.names if self.names else compile_pattern(self.pattern, self.origin)(module)
+        return module in self.names if self.names else _matcher(self.pattern)(module)
 
     @property
     def path(self) -> str:
