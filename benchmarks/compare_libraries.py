@@ -100,8 +100,8 @@ on h200, where a bfloat16 activation of the hidden layer is 67 MB):
 
 - `fp8_full` and Qwix's. The gradient times the residual's scales is float32 here and bfloat16 there; the compiler
   stores it between two reductions, in twice the bytes: 35 MB.
-- `int8` and Qwix's, on GPUs. A sum is float32 here until its scales are multiplied. Qwix rounds it to bfloat16 first, and
-  the compiler writes that from the matmul.
+- `int8` and Qwix's, on GPUs. A sum is float32 here until its scales are multiplied. Qwix rounds it to bfloat16 first,
+  and the compiler writes that from the matmul.
 
 Block recipes without an instruction of the chip read a tensor for its amaxes and again for the cast, which the compiler
 does not fuse; `quartet2` rotates and casts both operands of both gradients anew.

@@ -145,7 +145,9 @@ def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:
     for whole in (tuple(own.split("/")), each.modules):
         if matches := [layer for layer in known if contains(whole, layer)]:
             return "/".join(max(matches, key=len))
-    return "/".join(itertools.dropwhile(_ROOT.fullmatch, each.modules)) if each.site is None else own
+    if each.site is not None:
+        return own
+    return "/".join(_without_repeats(tuple(itertools.dropwhile(_ROOT.fullmatch, each.modules))))
 
 
 def _open(contraction: Contraction) -> LabeledContraction:

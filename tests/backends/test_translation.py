@@ -259,7 +259,7 @@ def test_qwix_without_a_quantized_weight_gradient():
     model = jaxquant.maybe_quantize_model(nn.Dense(5), config, X)
     params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
     loss = lambda params, x: model.apply({"params": params}, x, rngs={"quant": jax.random.key(1)}).sum()  # noqa: E731
-    dots = dot_operand_types(jax.jit(jax.grad(loss, (0, 1))).lower(params, X).as_text())
+    dots = dot_operand_types(jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, X).as_text())
     assert ["i8" in types for types in dots].count(True) == 2
 
 
