@@ -94,20 +94,21 @@ class Backend:
         """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
         return self.op_names[op]
 
-    def unsupported(self, operation: str, recipe: Recipe) -> str:
+    def unsupported(self, operation: str, recipe: Recipe, dtype: str) -> str:
         """Explain why a contraction of a traced function does not run a recipe; "" where it does.
 
         Args:
           operation: primitive of the contraction, such as "dot_general".
           recipe: all numbers.
+          dtype: of both operands, by name; "" where they differ.
         """
         return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
-    def runner(self, operation: str, recipe: Recipe) -> Backend:
+    def runner(self, operation: str, recipe: Recipe, dtype: str) -> Backend:
         """Return the backend that computes a contraction: this one, unless it was completed and lacks the op.
 
         Args:
-          operation, recipe: as ``unsupported`` takes them.
+          operation, recipe, dtype: as ``unsupported`` takes them.
         """
         return self
 
@@ -227,18 +228,20 @@ class LibraryBackend(Backend):
         completed._native = native
         return completed
 
-    def runner(self, operation: str, recipe: Recipe) -> Backend:
+    def runner(self, operation: str, recipe: Recipe, dtype: str) -> Backend:
         """Return what computes a contraction; see ``Backend.runner``."""
-        return self if self._native is None or not self.lacks(operation, recipe) else self._native
+        return self if self._native is None or not self.lacks(operation, recipe, dtype) else self._native
 
-    def unsupported(self, operation: str, recipe: Recipe) -> str:
+    def unsupported(self, operation: str, recipe: Recipe, dtype: str) -> str:
         """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
-        why = self.lacks(operation, recipe)
-        return why if not why or self._native is None else self._native.unsupported(operation, recipe)
+        why = self.lacks(operation, recipe, dtype)
+        return why if not why or self._native is None else self._native.unsupported(operation, recipe, dtype)
 
-    def lacks(self, operation: str, recipe: Recipe) -> str:
+    def lacks(self, operation: str, recipe: Recipe, dtype: str) -> str:
         """Explain why the library itself does not run an operation by a recipe, "" where it does."""
-        return super().unsupported(operation, recipe)
+        if dtype == "float16":
+            return f"{self.row.title} {self.float16_fault}; {NATIVE_INSTEAD}, or bfloat16"
+        return super().unsupported(operation, recipe, dtype)
 
     def contract(
         self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
@@ -247,10 +250,8 @@ class LibraryBackend(Backend):
         check_implementation(self.name, given.how.implementation)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         self._refuse_dropped(dtype, product, given.how)
-        if dtype == jnp.float16:
-            raise NotImplementedError(
-                f"recipe {given.recipe.name!r}: {self.row.title} {self.float16_fault}; {NATIVE_INSTEAD}, or bfloat16"
-            )
+        if why := self.lacks("dot_general", given.recipe, dtype.name):
+            raise NotImplementedError(f"recipe {given.recipe.name!r}: {why}")
         lhs = lhs.astype(dtype)
         rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
         if group_sizes is not None:

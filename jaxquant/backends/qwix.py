@@ -200,9 +200,11 @@ class QwixBackend(LibraryBackend):
         """Make Qwix's provider of its rules."""
         return qwix.QtProvider(list(rules))
 
-    def lacks(self, operation: str, recipe: Recipe) -> str:
+    def lacks(self, operation: str, recipe: Recipe, dtype: str) -> str:
         """Explain why Qwix does not run an operation; see ``LibraryBackend.lacks``."""
-        return ragged_lack(recipe) if operation == "ragged_dot_general" else super().lacks(operation, recipe)
+        if operation != "ragged_dot_general":
+            return super().lacks(operation, recipe, dtype)
+        return super().lacks("dot_general", recipe, dtype) or ragged_lack(recipe)
 
     def contract(
         self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None

@@ -73,6 +73,7 @@ def row_alone(path: str, module: Linear, decision: Decision, backend: Backend) -
     stacked, shape = stacked_axes(path, module), _shape(module)
     named = {"kernel": module.kernel, "bias": module.bias}
     beside = tuple((name, tuple(value.shape)[stacked:]) for name, value in named.items() if value is not None)
+    dtype = "" if module.dtype is None else jnp.dtype(module.dtype).name
     return Row(
         path=path,
         operation="dot_general",
@@ -86,7 +87,7 @@ def row_alone(path: str, module: Linear, decision: Decision, backend: Backend) -
         precision=module.precision,
         is_out_of_reach=False,
         parameter_shapes=beside,
-        **decision_fields(decision.recipe, decision.reason, "dot_general", backend),
+        **decision_fields(decision.recipe, decision.reason, "dot_general", dtype, backend),
     )
 
 

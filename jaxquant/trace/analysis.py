@@ -331,6 +331,8 @@ class Analysis:
     def _contraction(self, site: Contraction, eqn: Any, ins: list[Flow], place: Place) -> Flow:
         operands, out = ins[:2], flows.join(ins)
         site.shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
+        first, second = (atom.aval.dtype for atom in eqn.invars[:2])
+        site.dtype = first.name if first == second else ""
         site.side, site.route, site.is_out_of_reach, site.reason = None, None, False, ""
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
         if not any(each.is_weight for each in operands):

@@ -191,7 +191,7 @@ def contract(
     recipe = site.recipe
     assert recipe is not None
     assert site.side is not None
-    backend, own = backend.runner(site.operation, recipe), {}
+    backend, own = backend.runner(site.operation, recipe, site.dtype), {}
     if not isinstance(operands[site.side], ConvertedKernel):
         own = nested(state)
     elif backend.name == "native":

@@ -243,7 +243,8 @@ def _check_sparsity(plan: Plan) -> None:
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:
     """Return the reason that an operation among a layer's contractions does not run a recipe, "" where all do."""
-    reasons = (backend.unsupported(operation, recipe) for operation in dict.fromkeys(site.operation for site in sites))
+    asked = dict.fromkeys((site.operation, site.dtype) for site in sites)
+    reasons = (backend.unsupported(operation, recipe, dtype) for operation, dtype in asked)
     return next(filter(None, reasons), "")
 
 

@@ -55,7 +55,7 @@ class _Job:
     @classmethod
     def of(cls, chosen: Backend, site: Contraction, route: Route) -> _Job:
         assert site.recipe is not None
-        backend = chosen.runner(site.operation, site.recipe).name
+        backend = chosen.runner(site.operation, site.recipe, site.dtype).name
         axes, batch = site.weight_axes
         if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
             return cls(site.operation, backend, site.recipe, route.steps, axes, batch)

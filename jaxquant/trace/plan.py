@@ -45,6 +45,7 @@ class Contraction:
       operation: primitive, one of ``CONTRACTIONS``, or that of a program which is not opened.
       scope: name scopes around it.
       shapes: of both operands.
+      dtype: of both operands, by name; "" where they differ.
       side: which operand is the weight, None where none is.
       leaves: what the weight is made of.
       route: how the weight is made of them.
@@ -70,6 +71,7 @@ class Contraction:
     operation: str
     scope: str
     shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
     side: int | None = None
     leaves: frozenset[Leaf] = frozenset()
     route: Route | Lost | None = None
