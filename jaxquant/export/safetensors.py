@@ -1,13 +1,15 @@
 """The safetensors container: eight bytes of header length, a JSON header, then the tensors, little endian.
 
-The library checks every name, dtype, shape and place of a header before a byte is looked at. Arrays are views of the
-file, of the 8-bit floats, E8M0 scales and sub-byte types too, which the library's numpy front end does not read.
+The library checks every dtype, shape and place of a header before a byte is looked at, and the reader what the library
+lets pass: names that stand there twice, keys of no meaning, shapes that no array has. Arrays are views of the file, of
+the 8-bit floats, E8M0 scales and sub-byte types too, which the library's numpy front end does not read.
 
 Source: the format's own description in the README of huggingface/safetensors.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import mmap
@@ -71,15 +73,29 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
                 reason = str(error)[:200]
                 raise ValueError(f"{path} is not a safetensors file ({reason}); download it again") from None
             length = struct.unpack("<Q", file.read(8))[0]
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=self._once)
             self._start = 8 + length
             self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.entries = {name: self._entry(name, row) for name, row in header.items() if name != "__metadata__"}
 
-    def _entry(self, name: str, row: dict[str, Any]) -> Entry:
+    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the mapping of pairs, none of whose names stands there twice."""
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"{self.path} has {show(twice)} twice in its header; download it again")
+        return found
+
+    def _entry(self, name: str, row: Any) -> Entry:
+        # The library takes a JSON array for a row, and looks over keys that it does not know.
+        if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(
+                f"{self.path}: tensor {show(name)} must have dtype, shape and data_offsets, got {show(row)}"
+            )
         dtype, shape = row["dtype"], row["shape"]
         is_known = dtype in DTYPES or (dtype in SUB_BYTE and shape and shape[-1] * SUB_BYTE[dtype] % 8 == 0)
-        if not is_known or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_ELEMENTS:
+        # An axis of no elements leaves the others bounded: numpy makes no array of more.
+        if not is_known or len(shape) > _MAX_AXES or math.prod(max(1, n) for n in shape) > _MAX_ELEMENTS:
             raise ValueError(
                 f"{self.path}: tensor {show(name)} of type {dtype} and shape {show(shape)} is not read; types are "
                 f"{', '.join(DTYPES)}, and {', '.join(SUB_BYTE)} with whole bytes in each row"
