@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxquant.config.hf import BlockScaleQuantize, ScaleOrigin, read_mlc_quantization
+from jaxquant.config.hf.mlc import block_scale_quantize
 
 DYNAMIC = "fp8_e4m3fn_bf16_block_scale"
 STATIC = f"{DYNAMIC}_static_activation"
@@ -28,6 +29,13 @@ def test_fields_in_place_of_a_preset():
     fields = {"name": "mine", "weight_dtype": "float8_e5m2", "model_dtype": "float16", "weight_block_size": [128, 64]}
     assert read(fields, BLOCKS).spec("a").weight.dtype == "float8_e5m2"
     assert read(BlockScaleQuantize("mine", quantize_linear=False), BLOCKS).spec("a") is None
+
+
+def test_a_null_field_has_its_default():
+    nulls = dict.fromkeys(("kind", "weight_dtype", "model_dtype", "quantize_linear", "weight_block_size"))
+    assert block_scale_quantize({"name": "x", "use_activation_scale": None} | nulls) == BlockScaleQuantize("x")
+    with pytest.raises(ValueError, match="needs field 'name'"):
+        block_scale_quantize({"name": None})
 
 
 def test_the_head_gates_and_excluded_modules_stay_in_float():

@@ -65,6 +65,8 @@ def block_scale_quantize(config: str | Mapping[str, Any]) -> BlockScaleQuantize:
         if config not in PRESETS:
             raise ValueError(f"MLC quantization {config!r} is not known; known ones are {', '.join(PRESETS)}")
         return PRESETS[config]
+    if isinstance(config, Mapping):  # a null field has its default, as everywhere in a checkpoint's config
+        config = {name: value for name, value in config.items() if value is not None}
     return build(BlockScaleQuantize, config, "quantization")
 
 
