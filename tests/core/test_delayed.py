@@ -18,6 +18,37 @@ from jaxquant.core.recipe import DelayedSpec
 
 LENGTH = 4
 E4M3 = ELEMENTS["float8_e4m3fn"]
+AMAXES = [0.0, 3.0, 0.5, 0.25, math.inf, 7.0, 0.0, math.nan, 1.0, 1.0, 1.0, 1.0, 2.0, 1e-9, 1e5, 2.0]
+
+
+def loop(mode: str, margin: int):
+    """The rule in Python: yields (scale, history) for each step."""
+    scale, history = 1.0, [0.0] * LENGTH
+    for amax in AMAXES:
+        past = max(history, key=lambda v: (math.isnan(v), v))
+        if math.isfinite(past) and past > 0:
+            scale = past / 448 * 2.0**margin
+        if mode == "flax" or math.isfinite(amax):
+            history = [amax, *history[2:], history[0]]
+        yield scale, list(history)
+
+
+@pytest.mark.parametrize("mode", ["warmup", "flax"])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_sixteen_steps_are_those_of_a_python_loop(mode, margin):
+    spec = DelayedSpec(LENGTH, margin, mode)
+    state = delayed.initial_state(spec)
+
+    @jax.jit
+    def step(state, amax):
+        scale = delayed.current_scale(state, amax, E4M3, spec)
+        seen = delayed.observe(state, scale, amax, spec)
+        return seen if mode == "flax" else delayed.advance(state, seen)
+
+    for amax, (scale, history) in zip(AMAXES, loop(mode, margin), strict=True):
+        state = step(state, jnp.float32(amax))
+        np.testing.assert_allclose(state["scale"][0], scale, rtol=2e-7)
+        np.testing.assert_array_equal(state["amax_history"], np.asarray(history, np.float32))
 
 
 @pytest.mark.parametrize("amax", [1e-30, 1e-7, 0.3, 1.0, 1.0625, 448.0, 3e38])
@@ -84,6 +115,35 @@ def test_what_is_recorded_is_never_below_the_maximum(uses):
 @hypothesis.given(AMAX, st.lists(WEIGHT, min_size=1, max_size=64))
 def test_equal_amaxes_are_recorded_exactly_under_any_weights(amax, weights):
     assert combined([amax] * len(weights), weights) == np.float32(amax)
+
+
+@pytest.mark.parametrize("apart", [1, 2, 8, 100, 202])
+def test_amaxes_in_bins_of_different_places_do_not_mix(apart):
+    """All ones below the largest one, whose bits are zeros and ones by turns."""
+    index = delayed.bin_of(jnp.float32(1e6))
+    largest = float(delayed.bin_value(index, 0x55555))
+    assert combined([float(delayed.bin_value(index - apart)), largest], [1, 1]) == largest
+
+
+@pytest.mark.parametrize(
+    ("amaxes", "weights", "recorded"),
+    [
+        ([1.01, 1.12, 9.3, 9.3, 9.3], [0.5, 0.5, 0.01, 0.01, 0.01], 9.3),
+        ([2.0, math.inf], [1, 1], 2.0),
+        ([2.0, math.nan], [0.5, 0.5], 2.0),
+        ([0.0, 0.0], [1, 1], 0.0),
+        ([math.inf], [1], 7.0),  # not recorded: the history stays
+        ([5.0], [0], 7.0),  # not used
+    ],
+)
+def test_combined_uses_record_the_maximum(amaxes, weights, recorded):
+    states, each = zip(*(emitted(amax, history=7.0) for amax in amaxes), strict=True)
+    seen = jax.tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *each)
+    new = delayed.advance(states[0], seen)
+    np.testing.assert_array_equal(new["amax_history"], np.float32([recorded, 7.0, 7.0, 7.0]))
+    expected = 7.0 / 448 if sum(weights) else 1.0  # an unused state keeps its scale, which was 1
+    np.testing.assert_allclose(new["scale"], expected, rtol=2e-7)
+    assert not new["amax_bins"].any()
 
 
 @pytest.mark.parametrize("mode", ["warmup", "flax"])
