@@ -160,6 +160,39 @@ def test_aqt_refuses_what_it_would_ignore(option, match):
 # -- stochastic rounding -----------------------------------------------------------------------------------------------
 
 
+class Scanned(nn.Module):
+    """Two equal layers under scan and remat; the second sees what the first saw."""
+
+    @nn.compact
+    def __call__(self, x):
+        def body(_, x, __):
+            return x, nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones, name="dense")(x)
+
+        rngs = {"params": True, "quant": True}
+        return nn.scan(nn.remat(body), variable_axes={"params": 0}, split_rngs=rngs, length=2)(self, x, None)[1].sum(0)
+
+
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_stochastic_rounding_follows_the_stream(backend):
+    """Gradients differ by key and by scanned layer, the forward does not, and each element has its own noise."""
+    model = jaxquant.maybe_quantize_model(Scanned(), {"quantization": "int8", "quant_backend": backend}, X[0])
+    params = Scanned().init(jax.random.key(1), X[0])
+    cotangent = jnp.tile(jax.random.normal(jax.random.key(2), (7, 1)), 8)
+
+    @jax.jit
+    def run(seed):
+        y, vjp = jax.vjp(lambda params: model.apply(params, X[0], rngs={"quant": jax.random.key(seed)}), params)
+        return y, vjp(cotangent)[0]["params"]["dense"]["kernel"]
+
+    (y0, g0), (y1, g1), (_, g2) = run(0), run(1), run(0)
+    np.testing.assert_array_equal(y0, y1)
+    np.testing.assert_array_equal(g0, g2)
+    assert not np.array_equal(g0, g1)
+    assert not np.array_equal(g0[0], g0[1])
+    # Noise shared along a row of the gradient, whose columns are equal, would leave them equal.
+    assert not np.array_equal(g0[0, :, :1], g0[0, :, 1:2])
+
+
 # -- Qwix: the layers that it touches ----------------------------------------------------------------------------------
 
 
