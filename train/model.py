@@ -62,7 +62,7 @@ SCANNED: Any = {
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Shape):
-    """What a decoder is made of: a shape whose vocabulary and attention are chosen, and where its activations lie."""
+    """A decoder's shape, with its dtype, the kind of its attention and where its activations lie."""
 
     dtype: Literal["bfloat16", "float32"] = "float32"
     attention: Kind = "xla"

@@ -1,4 +1,4 @@
-"""AQT: translate a recipe to an AQT v2 config. ``aqt`` has the modules that run it.
+"""AQT: translate a recipe to an AQT v2 config. ``aqt`` is the backend that runs it.
 
 What AQT does in its own way, under every recipe:
 

@@ -57,13 +57,13 @@ class Scheme:
 
     @functools.cached_property
     def spec(self) -> LayerSpec | None:
-        """What a reader finds in the config about linear layers, None in float."""
+        """Return how a reader of the config takes linear layers; None in float."""
         found = None if self.config is None else read_quantization({"quantization_config": self.config})
         return None if found is None else found.specs[0]
 
     @property
     def multiple(self) -> int:
-        """Of which the contraction must be: elements that share a scale and are stored together."""
+        """Return how many elements share a scale and are stored together: they must divide the contraction."""
         free, tile = (self.spec and self.spec.weight.block_size) or (0, 1)
         return tile if free == 1 else 1
 

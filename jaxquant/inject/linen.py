@@ -129,7 +129,7 @@ def _initialize(module: nn.Module, method: Any, variables: Any, rngs: Any, args:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether two unbound modules, or fields of them, compute the same; arrays are the same only as objects."""
+    """Return whether two unbound modules, or fields of them, compute the same; an array is the same only as itself."""
     if first is second:
         return True
     if type(first) is not type(second) or hasattr(first, "shape"):

@@ -100,11 +100,6 @@ class Analysis:
             elif isinstance(reader.route, Route) and reader.route.obstacle:
                 yield Stop(leaf, f"{reader.operation} after it {reader.route.obstacle}", reader)
 
-    @property
-    def layer_paths(self) -> list[str]:
-        """The layer's path of every leaf."""
-        return ["/".join(layer) for layer in self._layers]
-
     def path(self, leaves: Sequence[int]) -> str:
         """Return the layer's path of a weight made of these leaves."""
         return layer_path(self._layers[leaf] for leaf in leaves)

@@ -21,7 +21,7 @@ from jaxquant.ops.gradients import REVERSE_ONLY
 
 
 class Step(NamedTuple):
-    """What is done to an array: the call of a method, or going over its first axis (``MAP``).
+    """A step from one array to another: the call of a method, or going over its first axis (``MAP``).
 
     Attributes:
       method: "astype", "transpose", "reshape" or "map".

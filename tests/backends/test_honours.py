@@ -139,6 +139,3 @@ def test_qwix_shards_that_do_not_divide(count, fits):
         ValueError, match=rf"quantization_local_shard_count {count} of 'fp8_e4m3' .* which has size 8; use a divisor"
     ):
         trace(params)
-
-
-# -- an op as a plain function -----------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class LayerSpec:
 
     @property
     def has_static_input(self) -> bool:
-        """Whether a scale of the input is stored."""
+        """Return whether a scale of the input is stored."""
         return self.input is not None and self.input.origin.is_static
 
 
