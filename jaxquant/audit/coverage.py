@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxquant.audit import whole
@@ -69,21 +69,24 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerRow] | None 
 def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerRow] | None) -> Coverage:
     reports = {report.path: report for report in layers or ()}
     program = graph(closed, names)
-    labeled, reading = label_contractions(closed, names, program.contractions, reports)
+    labeled, reading = label_contractions(closed, names, program.contractions, reports, program.unread)
     asked = QuantConfig() if config is None else QuantConfig.from_any(config)
     has_config = config is not None or layers is not None
     backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
     decide = _Decider(reports, asked.resolver(), has_config, reading, _sites(labeled), backend)
-    rows = tuple(_row(each, decide) for each in labeled)
+    layers_found = _layers(labeled, decide)
+    lent = _lend(layers_found, labeled, decide)
+    rows = tuple(_row(each, decide, is_lent=each in lent) for each in labeled)
+    missing = tuple(_missing(layers_found, labeled, lent))
     state = standing(program, labeled)
-    return Coverage(rows, tuple(_missing(labeled, decide)), tuple(_nothing_seen(rows, decide)), *state)
+    return Coverage(rows, missing, tuple(_nothing_seen(rows, decide)), *state)
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
     """Collect what is multiplied with the parameters of each layer in the forward pass."""
     sites: dict[str, list[Site]] = {}
-    for each in labeled:
-        if not each.is_backward and each.site is not None and each.site.side is not None:
+    for each in dict.fromkeys(each.forward for each in labeled):
+        if each is not None and each.site is not None and each.site.side is not None:
             sites.setdefault(each.path, []).append(each.site)
     return sites
 
@@ -96,34 +99,112 @@ def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
         yield f"the config quantizes nothing of this function: {what}"
 
 
-def _missing(labeled: Sequence[LabeledContraction], decide: _Decider) -> Iterator[str]:
+_Layers = dict[str, list[LabeledContraction]]
+"""The contractions of every layer to quantize, forward and backward, by its path."""
+
+
+def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
+    layers: _Layers = {path: [] for path, report in decide.reports.items() if report.recipe}
+    for each in labeled:
+        if each.path in layers or ((decision := decide(each)) is not None and any(decision.wanted.values())):
+            layers.setdefault(each.path, []).append(each)
+    return layers
+
+
+def _missing(
+    layers: _Layers, labeled: Sequence[LabeledContraction], lent: Mapping[LabeledContraction, _Gap]
+) -> Iterator[str]:
     """List the layers to quantize that are not there, and of those that are there the backward matmuls that are not.
 
     The gradient of a layer's input is asked for where a layer that is trained itself comes before it.
     """
-    layers: dict[str, list[LabeledContraction]] = {path: [] for path, report in decide.reports.items() if report.recipe}
-    for each in labeled:
-        if each.path in layers or ((decision := decide(each)) is not None and any(decision.wanted.values())):
-            layers.setdefault(each.path, []).append(each)
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
     has_backward = any(each.is_backward for each in labeled)
-    unnamed = sum(map(_is_unnamed, labeled))
     for path, own in layers.items():
         name = path or "the model itself"
         if not own:
             yield name
         elif has_backward:
             found = Counter(each.matmul for each in own if each.is_backward)
+            found.update(gap.matmul for gap in lent.values() if gap.path == path)
             wanted = ("drhs",) if found["dlhs"] or not _comes_after(own, results) else ("dlhs", "drhs")
             lacking = [matmul for matmul in wanted if not found[matmul]]
-            if len(lacking) > found["bwd"] + unnamed:
+            if len(lacking) > found["bwd"]:
                 yield from (f"{name} {matmul}" for matmul in lacking)
 
 
-def _is_unnamed(each: LabeledContraction) -> bool:
-    """Whether it is a gradient in low precision of which nothing says whose: another library's, rematerialized."""
-    return each.is_backward and each.forward is None and _dtypes(each).is_low
+# -- gradients of which nothing says whose -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Gap:
+    """A gradient of a use of a layer that no name and no operand shows.
+
+    Attributes:
+      path: of the layer.
+      matmul: "dlhs" or "drhs".
+      out: size of its result.
+      operands: sizes of its operands, in ascending order.
+      elements: that the config wants of them.
+      is_only: whether the layer has no such gradient at all.
+    """
+
+    path: str
+    matmul: str
+    out: int
+    operands: tuple[int, ...]
+    elements: tuple[str, ...]
+    is_only: bool
+
+    def takes(self, each: LabeledContraction) -> bool:
+        """Check that a gradient can be this one: by what its scopes say, its sizes and its dtypes."""
+        contraction, found = each.contraction, _dtypes(each).elements
+        sizes = tuple(sorted((contraction.lhs.size, contraction.rhs.size)))
+        return (
+            (each.path in ("", self.path) and each.op_label in ("", self.matmul))
+            and (contraction.out.size, sizes) == (self.out, self.operands)
+            and any(_fits(order, self.elements) for order in (found, found[::-1]))
+        )
+
+
+def _lend(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> dict[LabeledContraction, _Gap]:
+    """Give each gradient in low precision of which nothing says whose to one layer that lacks just such a one.
+
+    There are some where another library's op, or one's own, is rematerialized: its activations are computed anew, and
+    no scope is around it.
+    """
+    unnamed = [
+        each
+        for each in labeled
+        if each.is_backward and each.forward is None and _dtypes(each).is_low and decide(each) is None
+    ]
+    gaps: list[_Gap] = []
+    if unnamed:
+        results = {each.contraction.out for each in labeled if not each.is_backward and each.site is not None}
+        gaps = [gap for path, own in layers.items() for gap in _gaps(path, own, results, decide)]
+        gaps.sort(key=lambda gap: not gap.is_only)
+    lent: dict[LabeledContraction, _Gap] = {}
+    for each in sorted(unnamed, key=lambda each: sum(gap.takes(each) for gap in gaps)):
+        if gap := next((gap for gap in gaps if gap.takes(each)), None):
+            gaps.remove(gap)
+            lent[each] = gap
+    return lent
+
+
+def _gaps(path: str, own: Sequence[LabeledContraction], results: set[Value], decide: _Decider) -> Iterator[_Gap]:
+    """Yield the gradients that a layer lacks, one for every use of it and matmul."""
+    uses = [each for each in own if not each.is_backward and not each.is_recomputed and each.weight_side is not None]
+    for matmul in ("dlhs", "drhs") if _comes_after(own, results) else ("drhs",):
+        found = [each.forward for each in own if each.matmul == matmul]
+        rest = [use for use in uses if use not in found]
+        for use in rest[: max(len(uses) - len(found), 0)]:
+            contraction, side, decision = use.contraction, use.weight_side, decide(use)
+            if side is not None and decision is not None:
+                weight, activation = (contraction.lhs, contraction.rhs)[:: 1 if side == 0 else -1]
+                out, other = (weight, activation) if matmul == "drhs" else (activation, weight)
+                operands = tuple(sorted((other.size, contraction.out.size)))
+                yield _Gap(path, matmul, out.size, operands, decision.wanted[matmul], not found)
 
 
 def _comes_after(layer: Sequence[LabeledContraction], results: set[Value]) -> bool:
@@ -204,7 +285,7 @@ def _dtypes(each: LabeledContraction) -> MatmulDtypes:
     return MatmulDtypes(left, right)
 
 
-def _row(each: LabeledContraction, decide: _Decider) -> Row:
+def _row(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> Row:
     contraction = each.contraction
     sides = [(contraction.lhs, each.origins[0]), (contraction.rhs, each.origins[1])]
     if each.swapped:
@@ -229,7 +310,7 @@ def _row(each: LabeledContraction, decide: _Decider) -> Row:
             reason = why
     elif dtypes.is_low:
         reason = "" if not decide.has_config else "no layer that the config knows"
-        if decide.has_config and not _is_unnamed(each):
+        if decide.has_config and not is_lent:
             fault = f"float is wanted (no linear layer of the model) and {left.dtype} × {right.dtype} is there"
     else:
         reason = why or _float_reason(each, decide)

@@ -112,11 +112,14 @@ class Graph(NamedTuple):
 
     Attributes:
       contractions: those that its outputs or side effects need, in the order of the program.
+      unread: those that they do not need: a forward matmul, say, of which a function that returns gradients alone
+        wants no result.
       inputs, outputs: its arguments and results.
       observed: what uses of quant state observed, the results of ``core.delayed.observe``.
     """
 
     contractions: list[Contraction]
+    unread: list[Contraction]
     inputs: list[Value]
     outputs: list[Value]
     observed: frozenset[Value]
@@ -135,7 +138,8 @@ def graph(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> Graph:
         value.name = name
     outputs = walk.run(jaxpr.jaxpr, inputs, _Place())
     needed = ancestors([*outputs, *walk.read_by_effects], walk.conditions)
-    return Graph([each for each in walk.found if each.out in needed], inputs, outputs, frozenset(walk.observed))
+    read, unread = ([each for each in walk.found if (each.out in needed) == is_read] for is_read in (True, False))
+    return Graph(read, unread, inputs, outputs, frozenset(walk.observed))
 
 
 def ancestors(

@@ -70,27 +70,33 @@ class LabeledContraction:
 
 
 def label_contractions(
-    closed: Any, names: Sequence[Name], found: Iterable[Contraction], layers: Iterable[str]
+    closed: Any,
+    names: Sequence[Name],
+    found: Iterable[Contraction],
+    layers: Iterable[str],
+    unread: Iterable[Contraction] = (),
 ) -> tuple[list[LabeledContraction], Reading]:
     """Label contractions with the path of their layer and with their matmul.
 
     What multiplies a parameter has the parameter's path, as ``jaxquant.quantize`` spells it, or that of the known layer
     that it belongs to. Another forward contraction has the path of its name scopes, another backward one that of the
     forward contraction that it is a gradient of. Which gradient it is, the scopes of the op say, else the operand that
-    it shares with the forward contraction: the weight (dlhs) or the activation (drhs).
 
     Args:
       closed: jaxpr of a program.
       names: of its inputs.
       found: its contractions.
       layers: paths of the layers that are known.
+      unread: contractions that nobody reads; a gradient may be that of a forward one, and none of them is returned.
     """
-    labeled = [_open(each) for each in found if not any(part == SCOPE for part in "/".join(each.stack).split("/"))]
+    labeled = [_open(each) for each in found if not _rotates(each)]
     known = [tuple(path.split("/")) for path in layers]
     forward = [each for each in labeled if not each.is_backward]
     backward = [each for each in labeled if each.is_backward]
     reading = read(closed, names, [each.contraction for each in forward], known)
-    for each in labeled:
+    skipped = [each for each in map(_open, unread) if not each.is_backward and not _rotates(each.contraction)]
+    forward += skipped
+    for each in [*labeled, *skipped]:
         each.site = reading.site(each.contraction.context)
         if each.site is not None or not each.is_backward:
             each.path = _path(each, reading.path(each.site), known)
@@ -108,19 +114,28 @@ def label_contractions(
     return labeled, reading
 
 
+def _rotates(contraction: Contraction) -> bool:
+    return any(part == SCOPE for part in "/".join(contraction.stack).split("/"))
+
+
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
     """Find the forward contraction of every backward one: of its path, else of its scopes, else of its operands.
+
+    What a quantized op says is a weight's gradient multiplies none: a parameter in it made the output's gradient, as
+    that of a sum, and the scopes tell before its path does. They tell, too, where no layer has the path.
 
     Of several it is one that shares an operand with it, in the same dtype, and that has no such gradient yet, in this
     order.
     """
     taken: set[LabeledContraction] = set()
     for each in backward:
-        near = [other for other in forward if not each.scopes or other.scopes == each.scopes]
-        if each.path:
-            choice = [other for other in forward if other.path == each.path]
-        elif not (choice := [other for other in near if _distance(each, other) < 2]):
-            choice = [other for other in near if each.scopes and _distance(each, other) == 2]
+        choice = of_path = [other for other in forward if each.path and other.path == each.path]
+        has_grads_path = each.site is not None and each.op_label == "drhs"
+        if (each.scopes or not each.path) and (has_grads_path or not of_path):
+            near = [other for other in forward if not each.scopes or other.scopes == each.scopes]
+            close = [other for other in near if _distance(each, other) < 2]
+            alike = [other for other in near if each.scopes and _distance(each, other) == 2]
+            choice = close or alike or of_path
         if choice:
             each.forward = min(choice, key=lambda other: (_distance(each, other), each.site is None and other in taken))
             if each.site is None:

@@ -55,7 +55,7 @@ class Decisions:
                 )
             site.recipe, site.reason = decision.recipe, decision.reason
             site.implementation = decision.implementation
-            site.is_out_of_reach = site.names in self.unsupported
+            site.is_out_of_reach = site.is_unsupported = site.names in self.unsupported
 
     def read_states(
         self,

@@ -57,6 +57,7 @@ class Contraction:
       names: paths of the leaves.
       reason: why it is in float, or which rule or default decided.
       is_out_of_reach: whether it has a parameter and stays float whatever rules say.
+      is_unsupported: whether that is only because the backend does not run its recipe in its operation.
       is_followed: whether another parameter contraction follows it.
       is_normalized: whether its result goes into a softmax or a log-sum-exp.
       is_ranked: whether its result is ranked by top_k, argmax or sort.
@@ -83,6 +84,7 @@ class Contraction:
     names: tuple[str, ...] = ()
     reason: str = ""
     is_out_of_reach: bool = False
+    is_unsupported: bool = False
     is_followed: bool = False
     is_normalized: bool = False
     is_ranked: bool = False
@@ -97,6 +99,11 @@ class Contraction:
     def is_layer(self) -> bool:
         """Whether rules decide over it."""
         return self.side is not None and not self.is_out_of_reach
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether something else can be computed in its place."""
+        return self.is_layer or self.is_unsupported
 
     @property
     def key(self) -> Key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -207,3 +208,73 @@ def test_a_matmul_that_decides_or_is_told_is_listed():
     assert count(lambda a, b: jax.lax.cond((a @ b)[0, 0] > 0, lambda: 1.0, lambda: 2.0)) == 1
     assert count(loop) == 1
     assert count(printed) == 1
+
+
+# -- gradients of which nothing says whose -----------------------------------------------------------------------------
+
+FP8 = {"quantization": "fp8_current", "quant_backend": "native"}
+
+
+class Dense(nn.Module):
+    """Three layers of one shape."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name in "abc":
+            x = nn.Dense(32, use_bias=False, name=name)(x)
+        return x
+
+
+def without_gradient_of_b(variables):
+    params = variables["params"]
+    return variables | {"params": params | {"b": jax.tree.map(jax.lax.stop_gradient, params["b"])}}
+
+
+def found_in_dense(loss, prepare=lambda variables: variables):
+    """Coverage of the gradients alone of three quantized layers."""
+    model = jaxquant.maybe_quantize_model(Dense(), FP8, X)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    step = jax.grad(lambda variables, x: loss(model.apply(prepare(variables), x)))
+    return jaxquant.coverage(step, variables, X, config=FP8)
+
+
+def test_gradients_of_a_sum_are_those_of_their_layers():
+    """The gradient of the output is made of later kernels, and the last layer's result is read by nobody."""
+    found = found_in_dense(jnp.sum)
+    found.check()
+    backward = ["a drhs", "b dlhs", "b drhs", "c dlhs", "c drhs"]
+    assert sorted(f"{row.path} {row.matmul}" for row in found.rows if row.matmul != "fwd") == backward
+
+
+@pytest.mark.parametrize("loss", [jnp.sum, lambda y: jnp.sum(y**2)], ids=["sum", "squares"])
+def test_gradients_of_other_layers_do_not_stand_for_one_that_is_missing(loss):
+    found = found_in_dense(loss, without_gradient_of_b)
+    assert found.missing == ("b drhs",)
+    with pytest.raises(ValueError, match="strict: b drhs: the config quantizes it and no contraction of it was found"):
+        found.check()
+    found.check(without=["b drhs"])
+
+
+@jax.custom_vjp
+def with_a_stray(y):
+    """Change nothing, and multiply what belongs to no layer on the way back."""
+    return y
+
+
+def _stray_backward(_, grad):
+    low = grad.astype(jnp.float8_e5m2), jnp.ones((32, 32)).astype(jnp.float8_e4m3fn)
+    return (grad + jnp.dot(*low, preferred_element_type=jnp.float32).mean(),)
+
+
+with_a_stray.defvjp(lambda y: (y, None), _stray_backward)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "missing"), [(without_gradient_of_b, ("b drhs",)), (lambda variables: variables, ())]
+)
+def test_a_low_precision_product_of_no_layer_is_a_fault_and_stands_for_no_gradient(prepare, missing):
+    found = found_in_dense(lambda y: jnp.sum(with_a_stray(y) ** 2), prepare)
+    assert found.missing == missing
+    assert [(row.path, row.matmul) for row in found.rows if row.fault] == [("", "bwd")]
+    with pytest.raises(ValueError, match=r"bwd: float is wanted \(no linear layer of the model\)"):
+        found.check(without=missing)

@@ -194,6 +194,27 @@ def test_other_backends_are_measured_like_the_native_one(string, backend):
     assert theirs["logits"]["amax"][KERNEL] == ours["logits"]["amax"][KERNEL]
 
 
+class Convolved(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(8, (3,), name="conv")(x[:, :, None])
+        return nn.Dense(16, name="logits")(nn.relu(nn.Dense(32, name="dense")(x.reshape(len(x), -1))))
+
+
+@pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix"), ("nvfp4", "native")])
+def test_a_layer_whose_operation_the_backend_does_not_quantize_has_magnitudes(string, backend):
+    """They stay float for the recipe's sake alone, and are tapped like other float layers."""
+    config = {"quantization": string, "quant_backend": backend}
+    found, params = measure(Convolved(), config, square, X)
+    assert list(found) == ["conv", "dense", "logits"]
+    conv = found["conv"]
+    assert conv["amax"][INPUT] == float(jnp.abs(X).max())
+    assert conv["amax"][KERNEL] == float(jnp.abs(params["conv"]["kernel"]).max())
+    assert conv["amax"][OUTPUT_GRAD] > 0
+    assert np.isnan([conv["scale"], conv["sqnr"]]).all()
+    assert np.isfinite(found["dense"]["sqnr"]).all()
+
+
 def test_a_float_model_has_magnitudes_alone():
     """Nothing quantizes it: the loss is read as a function of the parameters, and its layers are tapped there."""
     found, params = measure(Stack(axis=0), {"quantization": ""}, square, X)
