@@ -116,7 +116,7 @@ def _missing(
 ) -> Iterator[str]:
     """List the layers to quantize that are not there, and of those that are there the backward matmuls that are not.
 
-    The gradient of a layer's input is asked for where a layer that is trained itself comes before it.
+    The gradient of a layer's input is wanted only where another trained layer comes before that layer.
     """
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
@@ -169,10 +169,10 @@ class _Gap:
 
 
 def _lend(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> dict[LabeledContraction, _Gap]:
-    """Give each gradient in low precision of which nothing says whose to one layer that lacks just such a one.
+    """Assign each low-precision gradient without a name to at most one layer that lacks such a gradient.
 
-    There are some where another library's op, or one's own, is rematerialized: its activations are computed anew, and
-    no scope is around it.
+    A rematerialized op of another library, or of the user, has such gradients: its activations are computed again, and
+    no scope names its layer.
     """
     unnamed = [
         each

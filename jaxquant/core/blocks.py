@@ -196,7 +196,7 @@ def reshape_blocks(old: Shape, new: Shape, block: Shape) -> Shape:
       block: shape of a block of the old one.
 
     Raises:
-      BlocksError: a block of the old shape is none of the new one.
+      BlocksError: a block of the old shape is not a block of the new shape.
     """
     found: list[int] = []
     for before, after in axis_groups(old, new):

@@ -97,7 +97,7 @@ def write_layer(spec: LayerSpec, source: Source, module: str, weight: np.ndarray
       weight: [out, in] in float32.
 
     Raises:
-      ValueError: a static scale is asked for of an input that nobody measured.
+      ValueError: the format needs a static scale of an input that was not measured.
     """
     tensors = _PACKINGS[spec.packing].write(spec, source, module, weight)
     if spec.input is not None and spec.has_static_input:

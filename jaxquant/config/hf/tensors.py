@@ -21,7 +21,7 @@ SAFETENSORS = {
 }
 SAFETENSORS |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 SAFETENSORS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-"""Dtypes by their names in a safetensors header, those of six bits apart, which are no dtypes here."""
+"""Dtypes by their names in a safetensors header, without the six-bit ones, which numpy has no dtype for."""
 _DTYPES = frozenset((*SAFETENSORS.values(), "int4", "uint4"))
 
 
