@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
 from jaxquant.core.sharding import over_devices
 from jaxquant.formats import encode_tensor
+from jaxquant.ops.contract import DEQUANTIZED_MARK, inner
 
 Array = jax.Array
 
@@ -72,7 +74,7 @@ class Groups(NamedTuple):
 
 
 class Slabs(NamedTuple):
-    """Rows of groups in slabs of ``step``, [T, step, C], each group padded with zeros to whole slabs.
+    """Rows of groups in T slabs of ``step`` rows, each group padded with zeros to whole slabs.
 
     Tiles along the rows lie within a slab, and so within a group.
 
@@ -100,15 +102,16 @@ class Slabs(NamedTuple):
         return Groups(jnp.repeat(self.groups.ids, self.source.shape[1]), self.groups.sizes * self.source.shape[1])
 
     def cut(self, rows: Array) -> Array:
-        """Return rows [M, C] in slabs, [T, step, C]."""
-        return jnp.take(rows, self.source, axis=0, mode="fill", fill_value=0)
+        """Return the rows [T · step, C] of all slabs, of rows [M, C]."""
+        return jnp.take(rows, self.source.ravel(), axis=0, mode="fill", fill_value=0)
 
     def quantize(
         self, recipe: Recipe, x: Array, spec: TensorSpec, key: Array | None, floor: float = SMALLEST_SCALE
     ) -> QTensor | Rows:
-        """Quantize slabs along their rows: in tiles, or all rows of a group together (``rows``)."""
+        """Quantize the rows of slabs along them: in tiles, [T, step, C], or all rows of a group together (``rows``)."""
         if spec.tile_size is None:
-            return quantize_rows(recipe, x.reshape(-1, x.shape[-1]), spec, self.rows, True, key, floor)
+            return quantize_rows(recipe, x, spec, self.rows, True, key, floor)
+        x = x.reshape(*self.source.shape, x.shape[1])
         return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=self.groups.largest)
 
 
@@ -173,7 +176,73 @@ def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key:
     """Quantize each group's weight by itself, contracting an axis of it."""
     if recipe.shares_experts and spec.granularity == "per_tensor":
         return quantize(x, spec, (axis + 1,), key=key)
-    if spec.codec is not None:
-        return jax.vmap(lambda weight: encode_tensor(weight, spec.codec, (axis,)))(x)
+    if (codec := spec.codec) is not None:
+        return jax.vmap(lambda weight: encode_tensor(weight, codec, (axis,)))(x)
     keys = None if key is None else jax.random.split(key, x.shape[0])
     return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key))(x, keys)
+
+
+# -- operands: rows with scales of their groups (Rows) or their own (QTensor), slabs and weights (QTensor), arrays -----
+
+
+def is_plain(side: Any, axis: int) -> bool:
+    """Check whether an operand is quantized with scales that are shared along its contraction axis."""
+    if not isinstance(side, QTensor):
+        return isinstance(side, Rows)
+    if side.codec is not None or side.zero_point is not None:
+        return False
+    sizes = zip(side.scale.shape, side.shape, strict=True)
+    return all(n == 1 if at == axis else n in (1, size) for at, (n, size) in enumerate(sizes))
+
+
+def row_scales(rows: QTensor | Rows, groups: Groups) -> Array:
+    return rows.spread(groups.ids) if isinstance(rows, Rows) else rows.full_scale()
+
+
+def part_of(rows: Any, part: slice) -> Any:
+    if isinstance(rows, Rows):
+        return Rows(rows.qvalue[part], rows.scale)
+    return rows.replace(lambda _, each: each[part]) if isinstance(rows, QTensor) else rows and rows[part]
+
+
+def floats(side: Any, groups: Groups, dtype: str) -> Array:
+    if isinstance(side, Rows):
+        return side.dequantize(groups.ids, dtype)
+    return dequantize(side, dtype) if isinstance(side, QTensor) else side
+
+
+def values(side: Any, groups: Groups, dtype: str) -> Array:
+    """Return an operand of a float matmul; its outer scale is left to multiply the product."""
+    if isinstance(side, Rows):
+        return checkpoint_name(side.dequantize(groups.ids, dtype), DEQUANTIZED_MARK)
+    return inner(side, dtype)
+
+
+def as_rows(side: Any) -> Any:
+    """Return slabs as rows, without their outer scales."""
+    if not isinstance(side, QTensor):
+        return side
+    slabs, step, columns = side.shape
+    return dataclasses.replace(side, outer_scale=None).reshape((slabs * step, columns))
+
+
+def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
+    """Return outer scales as the result has them: of rows, of the weights of rows, or of the groups of slabs."""
+    scale = side.outer_scale
+    assert scale is not None
+    if contracts_rows:
+        return of_rows(scale, groups.starts // side.shape[1])
+    return scale if scale.ndim == 2 else of_rows(scale[:, 0], groups.ids)
+
+
+def whole_values(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
+    """Return what is quantized again, and an outer scale that waits: elements times block scales fit bfloat16."""
+    if not isinstance(side, QTensor) or side.outer_scale is None:
+        return floats(side, groups, "float32"), None
+    return dequantize(dataclasses.replace(side, outer_scale=None), dtype), side.outer_scale
+
+
+def with_outer(tensor: Any, unit: Array | None) -> Any:
+    if unit is None:
+        return tensor
+    return dataclasses.replace(tensor, outer_scale=unit if tensor.outer_scale is None else tensor.outer_scale * unit)

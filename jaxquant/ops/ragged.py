@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.lax import RaggedDotDimensionNumbers
 from jaxtyping import Array, Float, Int
 
@@ -27,25 +26,34 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import wide_on_cpus
 from jaxquant.core.hadamard import draw_signs, rotate
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices
 from jaxquant.ops import arguments, pieces
 from jaxquant.ops.arguments import QuantState
-from jaxquant.ops.contract import DEQUANTIZED_MARK, accumulator_dtype, inner, tiles_dtype
+from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
 from jaxquant.ops.groups import (
     Groups,
     Rows,
     Slabs,
+    as_rows,
+    floats,
     group_amax,
+    is_plain,
     of_rows,
+    outer_scale,
+    part_of,
     quantize_rows,
     quantize_weights,
+    row_scales,
     scaling_groups,
+    values,
+    whole_values,
     with_groups,
+    with_outer,
 )
 from jaxquant.ops.operand import Observation, forward_key, input_scale, scale_dtype
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
@@ -195,7 +203,7 @@ class _Ragged(Operation):
             return quantize_rows(recipe, x, spec, groups, True, own)
         slabs = Slabs.of(groups, step)
         x = slabs.cut(x)
-        x = x if matmul.rotation is None else rotate(x, 1, draw_signs(matmul.rotation, None))
+        x = x if matmul.rotation is None else rotate(x, 0, draw_signs(matmul.rotation, None))
         return slabs.quantize(recipe, x, spec, own)
 
     def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: Array | None) -> Prepared:
@@ -219,10 +227,10 @@ class _Ragged(Operation):
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
         """Multiply the forward operands, rows behind the last group giving zeros."""
-        if _is_plain(lhs, 1) and _is_plain(rhs, 1):
+        if is_plain(lhs, 1) and is_plain(rhs, 1):
             out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
             right = of_rows(rhs.full_scale()[:, 0], groups.ids)
-            out = scaled(self.recipe, self.out_dtype, out, _spread(lhs, groups), right)
+            out = scaled(self.recipe, self.out_dtype, out, row_scales(lhs, groups), right)
         else:
             out = self._dequantized(lhs, rhs, groups, _FORWARD, self.out_dtype)
         return groups.zero_others(out).astype(self.out_dtype)
@@ -244,7 +252,7 @@ class _Ragged(Operation):
         for start in range(0, grad.shape[0], step):
             first, last = (jnp.clip(x - start, 0, step) for x in (groups.starts, groups.starts + sizes))
             rows = slice(start, start + step)
-            left, right = (_part(side, rows) for side in (residual, shared))
+            left, right = (part_of(side, rows) for side in (residual, shared))
             own_key = None if key is None else jax.random.fold_in(key, start)
             out = self._drhs(grad[rows], right, left, Groups(ids[rows], last - first), own_key)
             total = total + out.astype(jnp.float32)
@@ -261,7 +269,7 @@ class _Ragged(Operation):
         again = matmul.rhs if matmul.is_late else None
         if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
             assert isinstance(forward, TensorSpec)
-            if _is_plain(rhs, 1):  # forward per channel: multiplied into the gradient
+            if is_plain(rhs, 1):  # forward per channel: multiplied into the gradient
                 scale = rhs.full_scale()
                 unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
                 grad = grad.astype(jnp.float32) * of_rows(scale[:, 0] / unit, groups.ids)
@@ -269,25 +277,25 @@ class _Ragged(Operation):
             elif forward.granularity != "per_block":  # forward tiles: quantized again, along N
                 again = dataclasses.replace(forward, rounding="nearest")
         if isinstance(again, TensorSpec):
-            whole, unit = _whole(rhs, groups, dtype)
+            whole, unit = whole_values(rhs, groups, dtype)
             whole = whole if matmul.rotation is None else rotate(whole, 2, signs)  # pyright: ignore[reportPossiblyUnbound]
             own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
-            rhs = _with_outer(quantize_weights(self.recipe, whole, again, 1, own), unit)
+            rhs = with_outer(quantize_weights(self.recipe, whole, again, 1, own), unit)
         left = shared or quantize_rows(self.recipe, grad, matmul.lhs, groups, False, key, SMALLEST_GRADIENT_SCALE)
-        if not (_is_plain(left, 1) and _is_plain(rhs, 2)):
+        if not (is_plain(left, 1) and is_plain(rhs, 2)):
             return self._dequantized(left, rhs, groups, _DLHS, dtype)
         assert isinstance(rhs, QTensor)
         out = self._multiply(left.qvalue, rhs.qvalue, groups, _DLHS, matmul.accumulator, "HIGHEST")
         right = of_rows(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1] or, of an own quantization along N, [M, K]
-        return scaled(self.recipe, self.out_dtype, out, _spread(left, groups), right)
+        return scaled(self.recipe, self.out_dtype, out, row_scales(left, groups), right)
 
     def _drhs(self, grad: Array, shared: Rows | None, lhs: Any, groups: Groups, key) -> Array:
         """Compute ``lhs · grad`` of each group, contracting its rows."""
         recipe, matmul, spec = self.recipe, self.recipe.drhs, self.recipe.drhs.rhs
         if not isinstance(spec, TensorSpec):
-            return self._multiply(_floats(lhs, groups, grad.dtype.name), grad, groups, _DRHS, None, "HIGHEST")
+            return self._multiply(floats(lhs, groups, grad.dtype.name), grad, groups, _DRHS, None, "HIGHEST")
         dtype, floor = grad.dtype.name, SMALLEST_GRADIENT_SCALE
-        if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and _is_plain(lhs, 1):
+        if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and is_plain(lhs, 1):
             # forward by row: multiplied into the gradient
             scale = lhs.full_scale()
             unit = power_of_two_below(jnp.max(groups.zero_others(scale)))
@@ -324,7 +332,7 @@ class _Ragged(Operation):
         grad, turn = slabs.cut(grad), lambda x: x
         if matmul.rotation is not None:
             signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
-            turn = functools.partial(rotate, axis=1, signs=signs)
+            turn = functools.partial(rotate, axis=0, signs=signs)
         assert isinstance(matmul.rhs, TensorSpec)
         right = slabs.quantize(recipe, turn(grad), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
         again = matmul.lhs if matmul.is_late else None
@@ -332,14 +340,14 @@ class _Ragged(Operation):
             assert isinstance(recipe.fwd.lhs, TensorSpec)
             again = dataclasses.replace(recipe.fwd.lhs, rounding="nearest")
         if isinstance(again, TensorSpec):
-            whole, unit = _whole(lhs, groups, dtype)
+            whole, unit = whole_values(lhs, groups, dtype)
             own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
             unit = None if unit is None else jnp.take(unit, slabs.source[:, :1], axis=0, mode="clip")
-            lhs = _with_outer(slabs.quantize(recipe, turn(slabs.cut(whole)), again, own), unit)
+            lhs = with_outer(slabs.quantize(recipe, turn(slabs.cut(whole)), again, own), unit)
         elif isinstance(lhs, Rows) and matmul.lhs == FORWARD:
-            lhs = Rows(slabs.cut(lhs.qvalue).reshape(-1, lhs.qvalue.shape[1]), lhs.scale)
+            lhs = Rows(slabs.cut(lhs.qvalue), lhs.scale)
         elif not isinstance(lhs, (QTensor, Rows)):
-            lhs = slabs.cut(lhs).reshape(-1, lhs.shape[1])
+            lhs = slabs.cut(lhs)
         is_wide = self.rhs.dtype == "float32" and matmul.accumulator == "float32"
         return self._dequantized(lhs, right, rows, _DRHS, "float32" if is_wide else dtype)
 
@@ -347,7 +355,7 @@ class _Ragged(Operation):
         return groups.zero_others(self._float_gradient(grad, kernel, groups))
 
     def _float_gradient(self, grad: Array, rhs: QTensor | Array, groups: Groups) -> Array:
-        return self._multiply(grad, _floats(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
+        return self._multiply(grad, floats(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
 
     def observe(self, old, scale, amax, groups):
         """Observe each group; one without rows "saw" zeros, which ``jaxquant.state.update`` reads as not used."""
@@ -384,15 +392,12 @@ class _Ragged(Operation):
             dtype, precision = "float32", "HIGHEST"
         else:
             dtype = tiles_dtype(sides, out_dtype)
-        outer = [_outer(side, groups, numbers) for side in low if side.codec is None and side.outer_scale is not None]
-        left, right = (
-            checkpoint_name(_floats(side, groups, dtype), DEQUANTIZED_MARK)
-            if isinstance(side, Rows)
-            else inner(side, dtype)
-            for side in sides
-        )
-        if numbers is _DRHS:  # slabs
-            left, right = (x.reshape(-1, x.shape[-1]) for x in (left, right))
+        outer = [
+            outer_scale(side, groups, numbers is _DRHS)
+            for side in low
+            if side.codec is None and side.outer_scale is not None
+        ]
+        left, right = (values(side, groups, dtype) for side in (sides if numbers is not _DRHS else map(as_rows, sides)))
         returned = accumulator_dtype(None, "float32" if outer else out_dtype)
         out = self._multiply(left, right, groups, numbers, returned, precision)
         return out * functools.reduce(jnp.multiply, outer) if outer else out
@@ -419,60 +424,9 @@ class _Ragged(Operation):
         return wide_on_cpus(dot, lhs, rhs, dtype)
 
 
-# -- operands: rows with scales of their groups (Rows) or their own (QTensor), slabs and weights (QTensor), arrays ------
-
-
 def _key(x: Array, spec: TensorSpec, groups: Groups, key: Array | None) -> Array | None:
     """Return the random key of a forward operand, on which rows behind the last group have no bearing."""
     return forward_key(groups.zero_others(x) if spec.draws else x, spec, key)
-
-
-def _is_plain(side: Any, axis: int) -> bool:
-    """Check whether an operand is quantized with scales that are shared along its contraction axis."""
-    if not isinstance(side, QTensor):
-        return isinstance(side, Rows)
-    if side.codec is not None or side.zero_point is not None:
-        return False
-    sizes = zip(side.scale.shape, side.shape, strict=True)
-    return all(n == 1 if at == axis else n in (1, size) for at, (n, size) in enumerate(sizes))
-
-
-def _spread(rows: QTensor | Rows, groups: Groups) -> Array:
-    return rows.spread(groups.ids) if isinstance(rows, Rows) else rows.full_scale()
-
-
-def _part(rows: Any, part: slice) -> Any:
-    if isinstance(rows, Rows):
-        return Rows(rows.qvalue[part], rows.scale)
-    return rows.replace(lambda _, each: each[part]) if isinstance(rows, QTensor) else rows and rows[part]
-
-
-def _floats(side: Any, groups: Groups, dtype: str) -> Array:
-    if isinstance(side, Rows):
-        return side.dequantize(groups.ids, dtype)
-    return dequantize(side, dtype) if isinstance(side, QTensor) else side
-
-
-def _outer(side: QTensor, groups: Groups, numbers: Any) -> Array:
-    """Return outer scales as the result has them: of rows, of the weights of rows, or of the groups of slabs."""
-    scale = side.outer_scale
-    assert scale is not None
-    if numbers is _DRHS:
-        return of_rows(scale, groups.starts // side.shape[1])
-    return scale if scale.ndim == 2 else of_rows(scale[:, 0], groups.ids)
-
-
-def _whole(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
-    """Return what is quantized again, and an outer scale that waits: elements times block scales fit bfloat16."""
-    if not isinstance(side, QTensor) or side.outer_scale is None:
-        return _floats(side, groups, "float32"), None
-    return dequantize(dataclasses.replace(side, outer_scale=None), dtype), side.outer_scale
-
-
-def _with_outer(tensor: Any, unit: Array | None) -> Any:
-    if unit is None:
-        return tensor
-    return dataclasses.replace(tensor, outer_scale=unit if tensor.outer_scale is None else tensor.outer_scale * unit)
 
 
 def _current_scale(
