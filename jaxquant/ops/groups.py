@@ -8,6 +8,7 @@ Shapes: M rows, C columns, G groups.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
-from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
 from jaxquant.core.sharding import over_devices
 from jaxquant.formats import encode_tensor
@@ -170,6 +171,23 @@ def quantize_rows(
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
     scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
     return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale)
+
+
+def slab_size(recipe: Recipe, lhs: Any) -> int:
+    """Return how many rows fill a slab for the weight gradient: whole tiles, runs and vectors; 0 where it has none.
+
+    Args:
+      recipe: all numbers.
+      lhs: what was kept of the activation; forward tiles of it are quantized again, along the rows.
+    """
+    matmul = recipe.drhs
+    if not isinstance(matmul.rhs, TensorSpec):
+        return 0
+    again = recipe.fwd.lhs if matmul.lhs == FORWARD and isinstance(lhs, QTensor) else None
+    specs = [spec for spec in (matmul.lhs, matmul.rhs, again) if isinstance(spec, TensorSpec)]
+    sizes = [size for spec in specs for size in (spec.tile_size, spec.micro and spec.micro.eden) if size]
+    sizes += [] if matmul.rotation is None else [matmul.rotation.size]
+    return math.lcm(*sizes) if sizes else 0
 
 
 def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: Array | None) -> QTensor:

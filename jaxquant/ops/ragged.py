@@ -8,13 +8,15 @@ Shapes: M rows, K contracting, N columns, G groups.
     lhs [M, K] ── quantize, by row or by group ──┐
     rhs [G, K, N] ── quantize, by group ─────────┴─ lax.ragged_dot_general ── scales ──► y [M, N]
     grad [M, N] ── by row, for dlhs; by group (and column), for drhs
+
+Tiles along the rows, of drhs, begin with the first row of their group: operands lie in ``Slabs`` there, each group
+filled with zeros to whole tiles. Operands in tiles are dequantized and multiplied as floats.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -50,6 +52,7 @@ from jaxquant.ops.groups import (
     quantize_weights,
     row_scales,
     scaling_groups,
+    slab_size,
     values,
     whole_values,
     with_groups,
@@ -103,7 +106,7 @@ def ragged_dot(
     Raises:
       ValueError: missing state, shapes that do not fit, or shards of the weight gradient that do not divide the rows.
       TypeError: operands that are not float.
-      NotImplementedError: tiles, asymmetric ranges or sparsity in the recipe; an explicit mesh in the operands' types.
+      NotImplementedError: what ``unsupported`` names in the recipe; an explicit mesh in the operands' types.
     """
     _check(lhs, rhs, group_sizes, recipe)
     op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe)
@@ -199,7 +202,7 @@ class _Ragged(Operation):
         spec = recipe.resolve("drhs", "lhs")
         assert spec is not None
         own = _key(x, spec, groups, key)
-        if not (step := self._slab_size(None)):
+        if not (step := slab_size(self.recipe, None)):
             return quantize_rows(recipe, x, spec, groups, True, own)
         slabs = Slabs.of(groups, step)
         x = slabs.cut(x)
@@ -301,7 +304,7 @@ class _Ragged(Operation):
             unit = power_of_two_below(jnp.max(groups.zero_others(scale)))
             grad = grad.astype(jnp.float32) * (scale / unit)
             lhs = Rows(lhs.qvalue, jnp.broadcast_to(unit, (groups.sizes.size, 1)))
-        if step := self._slab_size(lhs):
+        if step := slab_size(self.recipe, lhs):
             return self._drhs_in_slabs(grad, lhs, Slabs.of(groups, step), groups, dtype, key)
         right = shared or quantize_rows(recipe, grad, spec, groups, True, key, floor)
         if not isinstance(lhs, Rows):
@@ -309,22 +312,6 @@ class _Ragged(Operation):
         assert isinstance(right, Rows)
         out = self._multiply(lhs.qvalue, right.qvalue, groups, _DRHS, matmul.accumulator, "HIGHEST")
         return scaled(recipe, self.out_dtype, out, lhs.scale[:, :, None], right.scale[:, None, :])
-
-    def _slab_size(self, lhs: Any) -> int:
-        """Return the rows of a slab: tiles along the tokens, runs and vectors fill it; 0 where there are none.
-
-        Args:
-          lhs: what was kept of the activation, where it may have to be quantized again.
-        """
-        matmul = self.recipe.drhs
-        if not isinstance(matmul.rhs, TensorSpec):
-            return 0
-        specs = [spec for spec in (matmul.lhs, matmul.rhs) if isinstance(spec, TensorSpec)]
-        if matmul.lhs == FORWARD and isinstance(lhs, QTensor):
-            assert isinstance(self.recipe.fwd.lhs, TensorSpec)
-            specs.append(self.recipe.fwd.lhs)
-        sizes = [size for spec in specs for size in (spec.tile_size, spec.micro and spec.micro.eden) if size]
-        return math.lcm(*sizes, matmul.rotation.size if matmul.rotation else 1) if sizes or matmul.rotation else 0
 
     def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
         """Compute the weight gradient of operands in tiles along the tokens, each group's from its own first row."""
