@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -161,6 +161,7 @@ def quantize(
     floor: float = SMALLEST_SCALE,
     compute_dtype: str = "float32",
     part: Part | None = None,
+    whole: Callable[[jax.Array], jax.Array] | None = None,
 ) -> QTensor:
     """Quantize an operand by this tensor's own statistic.
 
@@ -174,13 +175,14 @@ def quantize(
       floor: scales below it become 1.
       compute_dtype: dtype of the division.
       part: where x lies in a larger tensor, for stochastic rounding.
+      whole: of a spec with ``micro``, as ``quantize_micro`` takes it.
 
     Raises:
       ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
-        return quantize_micro(x, spec, block, key, part)
+        return quantize_micro(x, spec, block, key, part, whole)
     scales = compute_scale(x, spec, block, floor)
     if scales.scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.

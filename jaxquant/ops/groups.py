@@ -8,7 +8,6 @@ Shapes: M rows, C columns, G groups.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,28 +16,25 @@ import jax.numpy as jnp
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.scales import SMALLEST_SCALE, absolute, power_of_two_below
+from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
 from jaxquant.core.sharding import over_devices
-from jaxquant.ops.operand import forward_key
+from jaxquant.formats import encode_tensor
 
 Array = jax.Array
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=["by_group"])
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Quantized rows of all groups: scale [M, 1], or [G, 1] or [G, columns] where it is the group's."""
+class Rows(NamedTuple):
+    """Quantized rows whose scale is their group's: qvalue [M, C], scale [G, 1] or [G, C].
+
+    Rows with scales of their own are a ``QTensor``.
+    """
 
     qvalue: Array
     scale: Array
-    by_group: bool
-
-    def __getitem__(self, part: slice) -> Rows:
-        return Rows(self.qvalue[part], self.scale if self.by_group else self.scale[part], self.by_group)
 
     def spread(self, ids: Array) -> Array:
         """Return the scale of every row."""
-        return of_rows(self.scale, ids) if self.by_group else self.scale
+        return of_rows(self.scale, ids)
 
     def dequantize(self, ids: Array, dtype: str) -> Array:
         return (self.qvalue.astype(jnp.float32) * self.spread(ids)).astype(dtype)
@@ -59,9 +55,61 @@ class Groups(NamedTuple):
     def of(cls, sizes: Array, rows: int) -> Groups:
         return cls(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right"), sizes)
 
+    @property
+    def starts(self) -> Array:
+        """The first row of each group, [G]."""
+        return jnp.cumsum(self.sizes) - self.sizes
+
     def zero_others(self, rows: Array) -> Array:
         """Zero the rows behind the last group."""
         return jnp.where((self.ids < self.sizes.size)[:, None], rows, 0)
+
+    def largest(self, amax: Array) -> Array:
+        """Return, of the amaxes [M, …] of blocks, the largest of each row's group, [M, 1, …]."""
+        rows = amax.reshape(self.ids.size, -1)
+        found = over_devices(jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax)
+        return of_rows(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
+
+
+class Slabs(NamedTuple):
+    """Rows of groups in slabs of ``step``, [T, step, C], each group padded with zeros to whole slabs.
+
+    Tiles along the rows lie within a slab, and so within a group.
+
+    Attributes:
+      source: the row at each place, [T, step]; M where there is none.
+      groups: of slabs.
+    """
+
+    source: Array
+    groups: Groups
+
+    @classmethod
+    def of(cls, groups: Groups, step: int) -> Slabs:
+        rows, count = groups.ids.size, groups.sizes.size
+        # As many slabs as rows of any groups can take.
+        slabs = Groups.of(-(-groups.sizes // step), max(1, (rows + min(rows, count) * (step - 1)) // step))
+        first = jnp.arange(slabs.ids.size) - of_rows(slabs.starts, slabs.ids)
+        place = first[:, None] * step + jnp.arange(step)
+        is_row = (slabs.ids < count)[:, None] & (place < of_rows(groups.sizes, slabs.ids)[:, None])
+        return cls(jnp.where(is_row, of_rows(groups.starts, slabs.ids)[:, None] + place, rows), slabs)
+
+    @property
+    def rows(self) -> Groups:
+        """The rows of all slabs, in groups."""
+        return Groups(jnp.repeat(self.groups.ids, self.source.shape[1]), self.groups.sizes * self.source.shape[1])
+
+    def cut(self, rows: Array) -> Array:
+        """Return rows [M, C] in slabs, [T, step, C]."""
+        return jnp.take(rows, self.source, axis=0, mode="fill", fill_value=0)
+
+    def quantize(
+        self, recipe: Recipe, x: Array, spec: TensorSpec, key: Array | None, floor: float = SMALLEST_SCALE
+    ) -> QTensor | Rows:
+        """Quantize slabs along their rows: in tiles, or all rows of a group together (``rows``)."""
+        if spec.tile_size is None:
+            return quantize_rows(recipe, x.reshape(-1, x.shape[-1]), spec, self.rows, True, key, floor)
+        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=self.groups.largest)
 
 
 def of_rows(per_group: Array, ids: Array) -> Array:
@@ -94,38 +142,38 @@ def quantize_rows(
     contracts_rows: bool,
     key: Array | None,
     floor: float = SMALLEST_SCALE,
-) -> Rows:
+) -> QTensor | Rows:
     """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
     if spec.granularity == "per_tensor":
         groups = scaling_groups(recipe, groups)
     ids, sizes = groups
-    if spec.granularity == "per_channel" and not contracts_rows and spec.calibration.method != "fixed":
-        tensor = quantize(x, spec, (1,), key=key, floor=floor)
-        return Rows(tensor.qvalue, tensor.scale, False)
-    by_column = spec.granularity == "per_channel" and contracts_rows and spec.calibration.method != "fixed"
+    has_own = spec.granularity in ("per_channel", "per_tile") and spec.calibration.method != "fixed"
+    if has_own and not contracts_rows:
+        return quantize(x, spec, (1,), key=key, floor=floor, whole=groups.largest if x.size else None)
     is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
-    statistic = amax if by_column else amax.max(axis=1, keepdims=True)
+    statistic = amax if has_own else amax.max(axis=1, keepdims=True)
     statistic = over_devices(jax.lax.pmax, statistic, x) if is_whole else statistic
     if spec.calibration.method == "rms":
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
         squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
         total = jax.ops.segment_sum(squares, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
-        total = total if by_column else total.sum(axis=1, keepdims=True)
-        count = sizes[:, None] * (1 if by_column else x.shape[1])
+        total = total if has_own else total.sum(axis=1, keepdims=True)
+        count = sizes[:, None] * (1 if has_own else x.shape[1])
         if is_whole:
             total, count = (over_devices(jax.lax.psum, each, x) for each in (total, count))
         statistic = jnp.sqrt(total / jnp.maximum(count, 1)) * unit
     # The statistic of one number is that number.
-    own = dataclasses.replace(spec, granularity="per_channel")
-    scale = compute_scale(statistic, own, (1, 1), floor).scale
-    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale, True)
+    own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
+    scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
+    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale)
 
 
 def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: Array | None) -> QTensor:
     """Quantize each group's weight by itself, contracting an axis of it."""
-    own = forward_key(x, spec, key)
     if recipe.shares_experts and spec.granularity == "per_tensor":
-        return quantize(x, spec, (axis + 1,), key=own)
-    keys = None if own is None else jax.random.split(own, x.shape[0])
+        return quantize(x, spec, (axis + 1,), key=key)
+    if spec.codec is not None:
+        return jax.vmap(lambda weight: encode_tensor(weight, spec.codec, (axis,)))(x)
+    keys = None if key is None else jax.random.split(key, x.shape[0])
     return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key))(x, keys)
