@@ -1,1 +1,1 @@
-"""Others' names, each in terms of this package's own: nothing here computes what ``core`` and ``ops`` do not."""
+"""Other libraries' names, each translated into this package's own."""

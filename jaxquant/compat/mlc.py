@@ -14,7 +14,6 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -23,11 +22,10 @@ from jaxquant.config.hf import BlockScaleQuantize, ScaleOrigin, read_mlc_quantiz
 from jaxquant.config.hf.fp8 import blocks
 from jaxquant.config.hf.mlc import FINAL, GATE, GATES, WIDEST_GATE
 from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
 from jaxquant.core.blocks import apply_blocks, block_shape, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, check, dequantize
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, check
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import saturating_cast
@@ -36,8 +34,8 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
-from jaxquant.ops.groups import Groups
 from jaxquant.ops.implementation import Choice, note
+from jaxquant.ops.ragged import ragged_dot
 
 EPSILON = 1e-10
 """The least amax that MLC scales a group by; DeepSeek and DeepGEMM take 1e-4, which loses gradients below 1e-8."""
@@ -202,10 +200,8 @@ def block_scale_experts(
         return out.reshape(chosen.size, -1)
     kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name).transpose((0, 2, 1))
     note("block_scale_experts", Choice("dynamic", "rows are quantized by their own amax, one grouped matmul"))
-    sizes, dtype = group_sizes(indptr, weight.shape[0]), "bfloat16" if x.dtype == jnp.bfloat16 else "float32"
-    rows = dequantize(quantize(x, _tiles(weight.dtype.name, block_size[1]), (1,)), dtype)
-    out = jax.lax.ragged_dot(rows, dequantize(kernel.tensor, dtype), sizes, preferred_element_type=x.dtype)
-    return Groups.of(sizes, x.shape[0]).zero_others(out)
+    recipe = _recipe("dynamic", weight.dtype.name, tuple(block_size))
+    return ragged_dot(x, kernel, group_sizes(indptr, weight.shape[0]), recipe=recipe)
 
 
 def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
@@ -335,17 +331,20 @@ def quant_config(
       NotImplementedError: numbers that are served and not trained: other blocks, another element, static scales.
       ValueError, TypeError: as ``read_mlc_quantization``.
     """
-    quantization = read_mlc_quantization(config, huggingface_config)
-    rules = tuple(Rule(rule.path, None) for rule in quantization.rules if rule.spec is None and rule.origin != GATES)
-    for spec in quantization.specs:
-        recipe, trained = to_recipe(spec, "mlc"), RECIPES["fp8_block"].recipe
-        assert trained is not None
-        if (recipe.fwd.lhs, recipe.fwd.rhs) != (trained.fwd.lhs, trained.fwd.rhs):
-            raise NotImplementedError(
-                f"MLC quantization of weights {spec.weight} and activations {spec.input} is served and not trained; "
-                "float8_e4m3fn with weight_block_size (128, 128) and dynamic activations is fp8_block"
-            )
-    return QuantConfig(quantization="fp8_block" if quantization.specs else "", rules=rules)
+    read = read_mlc_quantization(config, huggingface_config)
+    rules = tuple(Rule(rule.path, None) for rule in read.rules if rule.spec is None and rule.origin != GATES)
+    if not read.specs:
+        return QuantConfig(rules=rules)
+    (spec,) = read.specs
+    scale_fmt = "ue8m0" if spec.weight.power_of_two_scale else ""
+    made = QuantConfig(quantization="fp8_block", scale_fmt=scale_fmt, rules=rules)
+    served, trained = to_recipe(spec, "mlc").fwd, made.recipe()
+    if trained is None or (served.lhs, served.rhs) != (trained.fwd.lhs, trained.fwd.rhs):
+        raise NotImplementedError(
+            f"weight_dtype {spec.weight.dtype}, weight_block_size {spec.weight.block_size} and use_activation_scale "
+            f"{spec.has_static_input} are served and not trained; fp8_block has float8_e4m3fn, (128, 128) and False"
+        )
+    return made
 
 
 # -- what all of them share --------------------------------------------------------------------------------------------
@@ -388,7 +387,7 @@ def _multiply(
 ) -> Array:
     dims = Dimensions.of(numbers, x.ndim, kernel.ndim)
     note(name, Choice(how, _reason(how, x, kernel, dims, out_dtype or x.dtype.name)))
-    recipe = _recipe(how, kernel.tensor.qvalue.dtype.name, block_size)
+    recipe = _recipe(how, kernel.tensor.qvalue.dtype.name, tuple(block_size))
     return dot_general(x, kernel, numbers, preferred_element_type=out_dtype, recipe=recipe)
 
 

@@ -1,6 +1,6 @@
-"""Layouts of the scales of an activation in groups: how other libraries' kernels lie them out in memory.
+"""Layouts of the scales of an activation in groups, as other libraries' kernels have them in memory.
 
-Here they are row-major, ``[*lead, G]``, everywhere. Other layouts are made and read where another library's begin.
+Here scales are row-major, ``[*lead, G]``. Other layouts are written and read at the border to another library.
 
 Shapes: lead = (…, M) the axes of the activation but the last; G groups along that.
 """

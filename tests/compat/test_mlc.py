@@ -10,10 +10,12 @@ import pytest
 
 from jaxquant.compat import mlc
 from jaxquant.compat.mlc import ScaleLayout
+from jaxquant.config.recipes import RECIPES
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.ops.implementation import choices_made
 from tests import numerics
+from tests.ops.test_block_scaled import on
 
 BLOCK = (128, 128)
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -194,10 +196,14 @@ def test_what_multiplies_and_why_is_noted():
     w, scale = weight(200, 100)
     for rows, more in ((1, {}), (4, {}), (4, {"activation_scale": jnp.ones(1)})):
         jax.eval_shape(lambda x, more=more: mlc.block_scale_linear(x, w, scale, **more), jnp.zeros((rows, 100)))
-    made = {choice.name: choice.reason for piece, choice in choices_made() if piece == "block_scale_linear"}
-    assert made["float"] == "one row on cpu: each block's float32 sum is scaled"
-    assert made["dynamic"] == "rows are quantized by their own amax"
-    assert made["static"] == "rows are quantized by static scales"
+    jax.jit(mlc.block_scale_linear).trace(on("NVIDIA H200", 1, 100), w, scale)
+    made = [(choice.name, choice.reason) for piece, choice in choices_made() if piece == "block_scale_linear"]
+    assert {
+        ("float", "one row on cpu: each block's float32 sum is scaled"),
+        ("float", "one row on gpu: each block's float32 sum is scaled"),
+        ("dynamic", "rows are quantized by their own amax"),
+        ("static", "rows are quantized by static scales"),
+    } <= set(made)
 
 
 @pytest.mark.parametrize(
@@ -318,12 +324,12 @@ SCHEME = {"name": "mine", "kind": "block-scale", "weight_dtype": "float8_e4m3fn"
 def test_a_block_scale_config_trains_as_fp8_block():
     checkpoint = CHECKPOINT | {"modules_to_not_convert": ["vision_tower"]}
     resolver = mlc.quant_config(SCHEME, {"quantization_config": checkpoint}).resolver()
-    floats = {
-        path: resolver(path, 64).recipe is None for path in ("lm_head", "lm_head/linear", "vision_tower/a", "mlp/up")
-    }
-    assert floats == {"lm_head": True, "lm_head/linear": True, "vision_tower/a": True, "mlp/up": False}
-    assert resolver("mlp/up", 64).recipe.name == "fp8_block"
-    assert resolver("layers/0/mlp/gate", 64).recipe is None
+    for path in ("lm_head", "lm_head/linear", "vision_tower/a", "layers/0/mlp/gate"):
+        assert resolver(path, 64).recipe is None, path
+    assert resolver("mlp/up", 64).recipe == RECIPES["fp8_block"].recipe
+    rounded = mlc.quant_config(SCHEME, {"quantization_config": checkpoint | {"scale_fmt": "ue8m0"}})
+    assert rounded.scale_fmt == "ue8m0"
+    assert mlc.quant_config(SCHEME | {"quantize_linear": False}, {"quantization_config": checkpoint}).resolver() is None
     assert resolver("layers/0/mlp/gate", 4096).recipe is not None  # a SwiGLU's
 
 
@@ -333,9 +339,8 @@ def test_a_block_scale_config_trains_as_fp8_block():
         ({}, {"weight_block_size": [64, 128]}),
         ({"weight_dtype": "float8_e5m2"}, {"fmt": "e5m2"}),
         ({"use_activation_scale": True}, {"activation_scheme": "static"}),
-        ({}, {"scale_fmt": "ue8m0"}),
     ],
 )
 def test_what_is_served_alone_is_not_trained(scheme, checkpoint):
-    with pytest.raises(NotImplementedError, match=r"served and not trained; .* is fp8_block"):
+    with pytest.raises(NotImplementedError, match="are served and not trained; fp8_block has float8_e4m3fn"):
         mlc.quant_config(SCHEME | scheme, {"quantization_config": CHECKPOINT | checkpoint})
