@@ -183,13 +183,20 @@ def test_a_row_in_float_is_mlcs_gemv_and_a_quantized_one_is_a_row_of_a_prefill()
     bound = 2 * numerics.dot_bound(left[:1], values(w, scale, BLOCK).T)  # the same operands, each sum in its own order
     assert np.all(np.abs(np.asarray(decoded - prefilled[:1])) <= bound)
     assert not np.all(np.abs(np.asarray(run(x[:1], w, scale) - prefilled[:1])) <= bound)
+    # In bfloat16 both operands are rounded before the product, and the result: half an eps each.
+    exact, size = left @ values(w, scale, BLOCK).T, np.abs(left) @ np.abs(values(w, scale, BLOCK)).T
+    bound = numerics.BFLOAT16_EPS * (size * (1 + 2**-8) + np.abs(exact) / 2 + size * 2**-8)
+    found = mlc.block_scale_linear(jnp.asarray(x), w, scale)
+    assert found.dtype == jnp.bfloat16
+    assert np.all(np.abs(np.asarray(found, np.float64) - exact) <= bound)
 
 
 def test_the_gradient_of_activations_is_that_of_the_dequantized_weight():
-    (w, scale), x = weight(200, 100), normal(4, 100)
+    w, x = weight(200, 100)[0], normal(4, 100)
+    scale = F32(0.01)  # one for all blocks
+    gradient = jax.jit(jax.grad(lambda x: mlc.block_scale_linear(x, w, scale).sum()))
     for rows in (1, 4):
-        grad = jax.grad(lambda x: mlc.block_scale_linear(x, w, scale).sum())(jnp.asarray(x[:rows]))
-        close(grad, np.ones((rows, 200)), values(w, scale, BLOCK).T)
+        close(gradient(x[:rows]), np.ones((rows, 200)), values(w, np.full((2, 1), scale), BLOCK).T)
 
 
 def test_what_multiplies_and_why_is_noted():
