@@ -182,8 +182,8 @@ def block_scale_experts(
       quantizes_row: as ``block_scale_linear`` has it, for a single token.
 
     Returns:
-      ``[M, N]``, zeros for rows behind the last expert's; for a single token ``[k, N]``, NaN for an expert that is
-      none of E.
+      ``[M, N]``, zeros for rows behind the last expert's; for a single token ``[k, N]``, NaN for an expert that does
+      not exist.
 
     Raises:
       ValueError: shapes that do not fit, by name.
@@ -302,8 +302,8 @@ def block_scale_bmm(
 def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = ()) -> str:
     """Return why MLC leaves a linear layer in float, "" where it does not.
 
-    A router of more than 256 experts is none by MLC's rules. This package's default has no such bound: where the result
-    of a layer is ranked, that is a router (``jaxquant.trace``).
+    MLC quantizes routers of more than 256 experts. This package's default has no such bound: a layer whose result is
+    ranked is a router (``jaxquant.trace``).
 
     Args:
       name: dotted name of the layer.

@@ -145,26 +145,32 @@ def test_mlcs_flags_name_layouts():
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "how"),  # 576 and 100 end within a block
-    [(512, 896, "own"), (896, 576, "own"), (896, 576, "row"), (896, 576, "static"), (200, 100, "static")],
+    ("n", "k", "how", "block", "dtype"),  # 576 and 100 end within a block
+    [
+        (512, 896, "own", BLOCK, "float8_e4m3fn"),
+        (896, 576, "row", BLOCK, "float8_e4m3fn"),
+        (896, 576, "static", BLOCK, "float8_e4m3fn"),
+        (200, 100, "static", BLOCK, "float8_e4m3fn"),
+        (200, 576, "own", (64, 96), "float8_e5m2"),  # which MLC reads, and has no matmul of
+    ],
 )
-def test_a_linear_layer_is_that_of_the_values(n, k, how):
-    (w, scale), bias = weight(n, k), normal(n)
-    static = np.linspace(5e-3, 1e-2, -(-k // 128)).astype(F32) if how == "static" else None
+def test_a_linear_layer_is_that_of_the_values(n, k, how, block, dtype):
+    (w, scale), bias, tile = weight(n, k, block=block, dtype=dtype), normal(n), block[1]
+    static = np.linspace(5e-3, 1e-2, -(-k // tile)).astype(F32) if how == "static" else None
 
     @jax.jit
     def layer(xs, w, scale, bias, static):
         more = {"bias": bias, "activation_scale": static, "quantizes_row": how == "row"}
-        return [mlc.block_scale_linear(x, w, scale, **more) for x in xs]
+        return [mlc.block_scale_linear(x, w, scale, block, **more) for x in xs]
 
     inputs = [normal(rows, k) for rows in (1, 2, 4, 8)]
     for x, y in zip(inputs, layer(inputs, w, scale, bias, static), strict=True):
         left = x.astype(np.float64)
         if how == "static":
-            left = values(*groups_of(x, 128, w.dtype.name, lambda _, i: static[i[-1]]), (128,))
+            left = values(*groups_of(x, tile, dtype, lambda _, i: static[i[-1]]), (tile,))
         elif len(x) > 1 or how == "row":
-            left = values(*groups_of(x, 128, w.dtype.name, ours(w.dtype.name)), (128,))
-        close(y, left, values(w, scale, BLOCK), bias)
+            left = values(*groups_of(x, tile, dtype, ours(dtype)), (tile,))
+        close(y, left, values(w, scale, block), bias)
 
 
 def test_a_row_in_float_is_mlcs_gemv_and_a_quantized_one_is_a_row_of_a_prefill():
@@ -279,6 +285,10 @@ def test_the_absorbed_projections_are_those_of_kv_b_proj():
     assert (found.w_uk.shape, found.w_uk_scale_inv.shape) == ((HEADS, RANK, NOPE), (HEADS, RANK // 128, 1))
     np.testing.assert_array_equal(values(found.w_uk, found.w_uk_scale_inv, BLOCK), dense[:, :NOPE].swapaxes(1, 2))
     np.testing.assert_array_equal(values(found.w_uv, found.w_uv_scale_inv, BLOCK), dense[:, NOPE:])
+    oblong = weight(HEADS * (NOPE + VALUE), RANK, block=(128, 64))
+    w_uk, uk_scale, *_ = mlc.absorb(*oblong, HEADS, NOPE, VALUE, (128, 64))  # its blocks are turned, too
+    want = values(*oblong, (128, 64)).reshape(dense.shape)[:, :NOPE].swapaxes(1, 2)
+    np.testing.assert_array_equal(values(w_uk, uk_scale, (64, 128)), want)
     bmm = jax.jit(mlc.block_scale_bmm)
     for rows in (1, 4):
         query, latent = normal(HEADS, rows, NOPE), normal(HEADS, rows, RANK)
