@@ -91,11 +91,13 @@ def rowwise_group_quant_fp8(
     spec, axes = _tiles(dtype, group_size), (x.ndim - 1,)
     if eps is None:
         tensor = quantize(x, spec, axes)
-        return tensor.qvalue, layout.write(tensor.scale)
-    block = block_shape(x.shape, spec, axes)
-    amax = jnp.maximum(reduce_blocks(x, block, largest).astype(jnp.float32), eps)
-    scale = amax / jnp.where(amax > 0, element(dtype).bound, 1.0)  # as in ``_cast``
-    return _cast(x, dtype, scale, block), layout.write(scale)
+        qvalue, scale = tensor.qvalue, tensor.scale
+    else:
+        block = block_shape(x.shape, spec, axes)
+        amax = jnp.maximum(reduce_blocks(x, block, largest).astype(jnp.float32), eps)
+        scale = amax / jnp.where(amax > 0, element(dtype).bound, 1.0)  # as in ``_cast``
+        qvalue = _cast(x, dtype, scale, block)
+    return qvalue, layout.write(jnp.broadcast_to(scale, (*x.shape[:-1], scale.shape[-1])))  # without rows, no scales
 
 
 def static_activation_group_quant_fp8(
@@ -108,7 +110,7 @@ def static_activation_group_quant_fp8(
     """
     block = block_shape(x.shape, _tiles(dtype, group_size), (x.ndim - 1,))
     scale = broadcast_activation_scale(x, activation_scale)
-    if scale.shape != scale_shape(x.shape, block):
+    if scale.shape[-1] != scale_shape(x.shape, block)[-1]:
         raise ValueError(f"activation_scale has {activation_scale.size} scales; x {x.shape} has groups of {group_size}")
     return _cast(x, dtype, scale, block)
 

@@ -110,6 +110,15 @@ def test_every_layout_of_scales_is_written_and_read():
     x = jax.ShapeDtypeStruct((2, 3, 5 * 64), "float32")
     static = jax.jit(lambda s: mlc.broadcast_activation_scale(x, s, ScaleLayout.MLC_STATIC))(scale[0, 0])
     np.testing.assert_array_equal(static, np.broadcast_to(scale[0, 0], (2, 3, 5)).swapaxes(1, 2))
+    empty = jax.eval_shape(
+        lambda x: (
+            mlc.rowwise_group_quant_fp8(x, 128),
+            mlc.rowwise_group_quant_fp8(x, 128, eps=None),
+            (mlc.static_activation_group_quant_fp8(x, jnp.ones(2), 128), jnp.zeros((0, 2))),
+        ),
+        jnp.zeros((0, 200)),
+    )
+    assert [(q.shape, scales.shape) for q, scales in empty] == [((0, 200), (0, 2))] * 3
     dynamic = jax.eval_shape(lambda x: mlc.rowwise_group_quant_fp8(x, 64, layout=ScaleLayout.MLC_BMM), x)
     assert dynamic[1].shape == (2, 5, 3)
     with pytest.raises(ValueError, match="three axes or more, got 2"):
@@ -139,6 +148,11 @@ def test_mlcs_flags_name_layouts():
         (True, True): "MLC_BMM",
     }
     assert {each: ScaleLayout.of_mlc(*each).name for each in flags} == flags
+
+
+def test_static_scales_of_another_number_of_groups_are_refused():
+    with pytest.raises(ValueError, match=r"activation_scale has 3 scales; x \(4, 200\) has groups of 128"):
+        mlc.static_activation_group_quant_fp8(jnp.zeros((4, 200)), jnp.ones(3), 128)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
