@@ -77,6 +77,11 @@ def settle(piece: str, implementation: str | None, refusal: Callable[[], str | N
     choice = choose_implementation(piece, implementation)
     if choice.name == "pallas" and (why := refusal()) is not None:
         choice = Choice("xla", f"{_REFUSED}{why}")
+    return note(piece, choice)
+
+
+def note(piece: str, choice: Choice) -> Choice:
+    """Note a choice that a call has made of a piece, for ``choices_made``, and return it."""
     _made[piece, choice] = None
     return choice
 
@@ -87,6 +92,6 @@ def settle_blocks(refusal: str | None) -> Choice:
     Args:
       refusal: why the chip's own matmul of blocks does not, None where it does.
     """
-    choice = Choice("cudnn", "the chip multiplies these blocks") if refusal is None else Choice("xla", refusal)
-    _made[BLOCKS, choice] = None
-    return choice
+    return note(
+        BLOCKS, Choice("cudnn", "the chip multiplies these blocks") if refusal is None else Choice("xla", refusal)
+    )

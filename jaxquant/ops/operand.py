@@ -73,7 +73,7 @@ def quantize_operand(
     recipe: Recipe,
     batch: Sequence[int] = (),
     state: delayed.TensorState | None = None,
-    static_scale: Float[Array, 1] | None = None,
+    static_scale: Float[Array, "*ones"] | None = None,
     key: Key[Array, ""] | None = None,
     shards: int = 1,
     floor: float = SMALLEST_SCALE,
@@ -92,7 +92,8 @@ def quantize_operand(
       recipe: parameters of delayed scaling.
       batch: its batch axes.
       state: of the operand before this step, where the spec scales by past steps.
-      static_scale: one scale for the whole operand; it takes the place of the spec's own, and nothing is observed.
+      static_scale: one scale for the whole operand, or one for each tile along its contraction axis; it takes the place
+        of the spec's own, and nothing is observed.
       key: random key, for stochastic rounding.
       shards: blocks of the first contraction axis that are quantized by themselves.
       floor: scales below it become 1.
@@ -109,6 +110,8 @@ def quantize_operand(
     if spec.codec is not None:
         return encode_tensor(x, spec.codec, axes), None
     compute = cast_dtype(recipe, x.dtype.name)
+    if static_scale is not None and static_scale.size > 1:
+        return row_major(_cast_tiles(x, spec, axes, static_scale, compute)), None
     if static_scale is not None:
         return _cast(x, spec, static_scale, compute, key, part, implementation)[0], None
     if spec.scaling == "static":
@@ -173,6 +176,23 @@ def _cast(
     seeds = noise_seeds(key) if spec.rounding == "stochastic" and key is not None else None
     qvalue, amax = kernel.quantize(x, scale, dtype=spec.dtype, seeds=seeds, compute_dtype=compute)
     return QTensor(qvalue, scale), amax.astype(x.dtype)
+
+
+def _cast_tiles(x: Array, spec: TensorSpec, axes: Sequence[int], scale: Array, compute: str) -> QTensor:
+    """Quantize with a known scale for each tile along the contraction, which all rows share.
+
+    Raises:
+      ValueError: the contraction has another number of tiles.
+    """
+    axis, step = axes[-1], spec.tile_size or 1
+    if len(axes) > 1 or scale.size != -(-x.shape[axis] // step):
+        raise ValueError(
+            f"{scale.size} static scales do not fit an operand of shape {x.shape} in tiles of {step} along its "
+            f"contraction axes {tuple(axes)}; give one, or one for each tile of a single axis"
+        )
+    block = tuple(step if i == axis else max(1, size) for i, size in enumerate(x.shape))
+    scale = scale.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+    return quantize_with_scale(x, spec, scale, compute_dtype=compute, block=block)
 
 
 def _amax(x: Array, recipe: Recipe) -> Array:

@@ -38,6 +38,14 @@ def test_a_null_field_has_its_default():
         block_scale_quantize({"name": None})
 
 
+def test_scales_of_powers_of_two_and_a_key_that_nobody_reads():
+    spec = read(DYNAMIC, BLOCKS | {"scale_fmt": "ue8m0", "fmt": "e4m3"}).spec("a")
+    assert spec.weight.power_of_two_scale
+    assert spec.input.power_of_two_scale
+    with pytest.raises(NotImplementedError, match=r"quantization_config\.group_size 64 is not read"):
+        read(DYNAMIC, BLOCKS | {"group_size": 64})
+
+
 def test_the_head_gates_and_excluded_modules_stay_in_float():
     quantization = read(STATIC, MINISTRAL)
     for module in ("lm_head", "head", "lm_head.linear", "embed_out", "model.layers.0.mlp.gate", "model.vision_tower.a"):
@@ -55,7 +63,17 @@ def test_the_head_gates_and_excluded_modules_stay_in_float():
         (DYNAMIC, MINISTRAL, "activation_scheme is 'static' and use_activation_scale of .* is False"),
         (STATIC, BLOCKS, "activation_scheme is 'dynamic' and use_activation_scale of .* is True"),
         ({"name": "x", "weight_block_size": [64, 64]}, BLOCKS, r"is \(64, 64\) and that of the checkpoint \(128, 64\)"),
-        ({"name": "x", "kind": "block-scale"}, BLOCKS, "quantization.kind must be one of 'block-scale-quant'"),
+        ({"name": "x", "kind": "group"}, BLOCKS, "quantization.kind must be one of 'block-scale', 'block-scale-quant'"),
+        (
+            DYNAMIC,
+            BLOCKS | {"fmt": "e5m2"},
+            "weight_dtype of .* is float8_e4m3fn and .*fmt float8_e5m2",
+        ),
+        (
+            DYNAMIC,
+            BLOCKS | {"activation_scheme": "none"},
+            "must be 'dynamic' or 'static', got 'none'",
+        ),
         ({"name": "x", "weight_dtype": "int8"}, BLOCKS, "quantization.weight_dtype must be one of 'float8_e4m3fn'"),
         ({"name": "x", "dtype": "int8"}, BLOCKS, "quantization has no field 'dtype'"),
         ({"name": "x", "weight_block_size": [128, 0]}, BLOCKS, "weight_block_size of 'x' must be above 0"),

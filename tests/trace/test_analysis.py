@@ -232,6 +232,36 @@ def test_heads_and_routers_in_a_loop():
     assert found["out"].startswith(HEAD)
 
 
+def _of_groups(scores, bias):
+    """Choose experts as DeepSeek-V3 and Kimi K2 do: a bias, the best groups by their two best, the best in these."""
+    biased = jax.nn.sigmoid(scores.astype("float32")) + bias
+    groups = jax.lax.top_k(biased.reshape(-1, 8, 48), 2)[0].sum(-1)
+    kept = jax.nn.one_hot(jax.lax.top_k(groups, 4)[1], 8).sum(1)
+    return jax.lax.top_k(jnp.where(jnp.repeat(kept, 48, axis=1) > 0, biased, -jnp.inf), 8)[1]
+
+
+@pytest.mark.parametrize("name", ["gate", "mlp/wg"])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda scores, bias: jax.lax.top_k(jax.nn.softmax(scores), 8)[1],
+        _of_groups,
+        lambda scores, bias: jax.jit(lambda s: jnp.argsort(-s, axis=-1)[:, :8])(scores),
+        lambda scores, bias: jnp.argmax(scores + bias, -1)[:, None],
+        lambda scores, bias: jax.lax.approx_max_k(scores, 8)[1],
+    ],
+)
+def test_a_router_of_384_experts_is_known_by_structure_under_any_name(name, choose):
+    def fn(p, x):
+        chosen = choose(x @ p[name]["kernel"], p[name]["bias"])
+        return (x @ p["up"]["kernel"]) * chosen[:, :1] @ p["down"]["kernel"]
+
+    p = {name: {"kernel": shape(8, 384), "bias": shape(384)}, "up": {"kernel": SQUARE}, "down": {"kernel": SQUARE}}
+    found = layers(fn, p, X, config={"quantization": "fp8_block"})
+    assert found.pop(name) == "router (its result is ranked), left in float by default"
+    assert found == {"up": "fp8_block", "down": "fp8_block"}
+
+
 def test_a_rule_comes_before_structure():
     rules = CURRENT | {"rules": [{"path": "b", "recipe": "fp8"}]}
     p = {"a": {"kernel": SQUARE}, "b": {"kernel": SQUARE}}

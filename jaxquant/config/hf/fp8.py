@@ -25,6 +25,22 @@ def exclusions(config: Section) -> list[LayerRule]:
     return listed(config, EXCLUSION_KEYS, transformers_pattern)
 
 
+def formats(config: Section) -> tuple[str, bool]:
+    """Return the element type that ``fmt`` names, and whether ``scale_fmt`` asks for powers of two."""
+    fmt, scale_fmt = config.text("fmt", "e4m3"), config.text("scale_fmt", "")
+    if fmt not in _FMT:
+        raise ValueError(f"{config.where('fmt')} {fmt!r} is not known; known ones are {', '.join(_FMT)}")
+    if scale_fmt not in ("", "ue8m0", "float"):
+        raise ValueError(f"{config.where('scale_fmt')} must be 'ue8m0', got {scale_fmt!r}")
+    return _FMT[fmt], scale_fmt == "ue8m0"
+
+
+def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
+    """Return a layer with a scale for each block of its weight, and for as many neighbours of its input."""
+    weight = block(dtype, *size, power_of_two_scale=ue8m0)
+    return LayerSpec(weight, block(dtype, 1, size[1], origin, power_of_two_scale=ue8m0))
+
+
 def read_fp8(config: Section) -> CheckpointQuantization:
     """Read a ``quantization_config`` of the method ``fp8``: blocks where it has a block size, else per tensor.
 
@@ -40,19 +56,13 @@ def read_fp8(config: Section) -> CheckpointQuantization:
             f"({config.where('activation_scheme')} must be 'dynamic' or 'static')"
         )
     origin = ScaleOrigin(scheme)
-    fmt, scale_fmt = config.text("fmt", "e4m3"), config.text("scale_fmt", "")
-    if fmt not in _FMT:
-        raise ValueError(f"{config.where('fmt')} {fmt!r} is not known; known ones are {', '.join(_FMT)}")
-    if scale_fmt not in ("", "ue8m0", "float"):
-        raise ValueError(f"{config.where('scale_fmt')} must be 'ue8m0', got {scale_fmt!r}")
-    ue8m0 = scale_fmt == "ue8m0"
+    dtype, ue8m0 = formats(config)
     size = config.pair("weight_block_size")
     if size is None:
-        weight = OperandSpec(_FMT[fmt], ScaleGranularity.TENSOR, power_of_two_scale=ue8m0)
+        weight = OperandSpec(dtype, ScaleGranularity.TENSOR, power_of_two_scale=ue8m0)
         spec = LayerSpec(weight, dataclasses.replace(weight, origin=origin))
     else:
-        weight = block(_FMT[fmt], *size, power_of_two_scale=ue8m0)
-        spec = LayerSpec(weight, block(_FMT[fmt], 1, size[1], origin, power_of_two_scale=ue8m0))
+        spec = blocks(dtype, size, origin, ue8m0)
     rules = [*exclusions(config), *head_and_routers()]
     algorithm = config.text("moe_quant_algo", "") or None
     if algorithm is not None:

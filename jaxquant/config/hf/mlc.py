@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxquant.config.hf import fp8
 from jaxquant.config.hf.exclusions import transformers_pattern
 from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
-from jaxquant.config.hf.read import find_section
-from jaxquant.config.hf.spec import LayerSpec, ScaleOrigin, block
+from jaxquant.config.hf.read import NO_VALUES, find_section
+from jaxquant.config.hf.spec import ScaleOrigin
 from jaxquant.core.typed import build, check_fields
 
-_FINAL = r"(?:.*\.)?(?:head|lm_head|lm_head\.linear|embed_out)"
-_GATE = r".*gate"
+FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
+"""Whole names of output heads, which MLC does not quantize."""
+GATE, WIDEST_GATE = "gate", 256
+"""Ending of the names of routers, which MLC does not quantize up to that many experts."""
+GATES = "MoE gate"
+"""The origin of the rule for routers."""
 _DEFAULT_BLOCK = (128, 128)
 
 
@@ -23,7 +29,7 @@ class BlockScaleQuantize:
 
     Attributes:
       name: of the scheme.
-      kind: always ``block-scale-quant``.
+      kind: ``block-scale-quant``, or ``block-scale``, which is MLC's default and which MLC itself refuses.
       weight_dtype: ``float8_e4m3fn`` or ``float8_e5m2``, of weights and inputs.
       model_dtype: ``float16`` or ``bfloat16``, of everything else.
       quantize_linear: whether linear layers are quantized.
@@ -32,7 +38,7 @@ class BlockScaleQuantize:
     """
 
     name: str
-    kind: Literal["block-scale-quant"] = "block-scale-quant"
+    kind: Literal["block-scale", "block-scale-quant"] = "block-scale-quant"
     weight_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"
     model_dtype: Literal["float16", "bfloat16"] = "bfloat16"
     quantize_linear: bool = True
@@ -82,8 +88,9 @@ def read_mlc_quantization(
       huggingface_config: ``config.json`` of the checkpoint, whose block size counts.
 
     Raises:
-      ValueError: a checkpoint that is not block-scaled fp8, or one whose block size or origin differs.
+      ValueError: a checkpoint that is not block-scaled fp8, or one whose block size, element or origin differs.
       TypeError: a value of another kind.
+      NotImplementedError: a key of the checkpoint that may change values and that nothing reads.
     """
     scheme = config if isinstance(config, BlockScaleQuantize) else block_scale_quantize(config)
     found = find_section(huggingface_config)
@@ -91,7 +98,10 @@ def read_mlc_quantization(
         got = "none" if found is None else repr(found[1])
         raise ValueError(f"MLC quantization {scheme.name!r} needs a checkpoint with quant_method 'fp8', got {got}")
     section = found[0]
-    is_static = section.text("activation_scheme", "dynamic") == "static"
+    origin = section.text("activation_scheme", "dynamic")
+    if origin not in ("dynamic", "static"):
+        raise ValueError(f"{section.where('activation_scheme')} must be 'dynamic' or 'static', got {origin!r}")
+    is_static = origin == "static"
     if is_static != scheme.use_activation_scale:
         raise ValueError(
             f"{section.where('activation_scheme')} is {section.data.get('activation_scheme')!r} and "
@@ -105,10 +115,15 @@ def read_mlc_quantization(
         raise ValueError(
             f"weight_block_size of {scheme.name!r} is {scheme.weight_block_size} and that of the checkpoint {size}"
         )
-    origin = ScaleOrigin.STATIC if is_static else ScaleOrigin.DYNAMIC
-    spec = LayerSpec(block(scheme.weight_dtype, *size), block(scheme.weight_dtype, 1, size[1], origin))
+    dtype, ue8m0 = fp8.formats(section)
+    if section.has("fmt") and dtype != scheme.weight_dtype:
+        raise ValueError(f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype} and {section.where('fmt')} {dtype}")
+    spec = fp8.blocks(scheme.weight_dtype, size, ScaleOrigin(origin), ue8m0)
     rules = listed(section, ["modules_to_not_convert"], transformers_pattern)
-    rules += [LayerRule(_FINAL, None, "output head"), LayerRule(_GATE, None, "MoE gate")]
+    heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, FINAL))})"
+    rules += [LayerRule(heads, None, "output head"), LayerRule(f".*{GATE}", None, GATES)]
     if scheme.quantize_linear:
         rules.append(LayerRule(".*", spec, scheme.name))
+    section.pass_over(*NO_VALUES)
+    section.check_read()
     return CheckpointQuantization("mlc", tuple(rules))

@@ -13,6 +13,8 @@ from jaxquant.config.hf.tensors import read_tensors
 KEYS = ("quantization_config", "compression_config")
 """Keys of a quantization config; compressed-tensors wrote the second one at first."""
 SECOND_SCALE = "weight_scale_2"
+NO_VALUES = ("quant_method", "version", "producer", "dequantize")
+"""Keys that change no values, or that ``find_section`` has read."""
 
 METHODS: dict[str, Callable[[Section], CheckpointQuantization | None]] = {
     "compressed-tensors": compressed_tensors.read,
@@ -97,7 +99,7 @@ def read_quantization(
         raise ValueError(f"{shown}; known methods are {', '.join(METHODS)}")
     if section.place == "tensor names":
         return modelopt.read(section, is_sniffed=True)
-    section.pass_over("quant_method", "version", "producer", "dequantize")
+    section.pass_over(*NO_VALUES)
     found = METHODS[method](section)
     section.check_read()
     return found

@@ -1,0 +1,1 @@
+"""Other libraries' names, each translated into this package's own."""

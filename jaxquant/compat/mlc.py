@@ -1,0 +1,402 @@
+"""MLC's block-scaled float8 in this package's terms: its functions, its rules and its config, by its names.
+
+A weight is as MLC stores it: float8 elements ``[N, K]`` and float32 ``weight_scale_inv [⌈N / b0⌉, ⌈K / b1⌉]``, which
+multiplies. One row of activations meets it in float, as MLC's GEMV does; more rows are quantized ``1 × b1`` first.
+``docs/from/mlc.md`` lists MLC's names, and where MLC's results differ from these.
+
+Shapes: M rows, K contracting, N columns, E experts, H heads; ``(b0, b1)`` a block of the weight, G = ⌈K / b1⌉.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxquant.compat.scale_layouts import ScaleLayout
+from jaxquant.config.hf import BlockScaleQuantize, ScaleOrigin, read_mlc_quantization, to_recipe
+from jaxquant.config.hf.fp8 import blocks
+from jaxquant.config.hf.mlc import FINAL, GATE, GATES, WIDEST_GATE
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.rules import Rule
+from jaxquant.core.blocks import apply_blocks, block_shape, reduce_blocks, scale_shape
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, check
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.rounding import saturating_cast
+from jaxquant.core.scales import largest
+from jaxquant.core.sharding import platform_of
+from jaxquant.ops.contract import dequantized_dtype
+from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
+from jaxquant.ops.dot_general import dot_general
+from jaxquant.ops.implementation import Choice, note
+from jaxquant.ops.ragged import ragged_dot
+
+EPSILON = 1e-10
+"""The least amax that MLC scales a group by; DeepSeek and DeepGEMM take 1e-4, which loses gradients below 1e-8."""
+
+Block = tuple[int, int]
+Activation = Literal["dynamic", "static", "float"]
+
+__all__ = [
+    "EPSILON",
+    "Absorbed",
+    "ScaleLayout",
+    "absorb",
+    "block_scale_bmm",
+    "block_scale_experts",
+    "block_scale_linear",
+    "broadcast_activation_scale",
+    "group_sizes",
+    "quant_config",
+    "rowwise_group_quant_fp8",
+    "skip_reason",
+    "static_activation_group_quant_fp8",
+]
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+def rowwise_group_quant_fp8(
+    x: Float[Array, "*lead K"],
+    group_size: int,
+    dtype: str = "float8_e4m3fn",
+    *,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    eps: float | None = EPSILON,
+) -> tuple[Shaped[Array, "*lead K"], Float[Array, "*scales"]]:
+    """Quantize groups of neighbours along the last axis by their own amax; the last group may be smaller.
+
+    ``scale = max(amax, eps) / max(dtype)`` and ``qvalue = cast(clip(x / scale))``, both divided in float32. With
+    ``eps=None`` as training does it: ``amax · (1 / max(dtype))``, 1 for a group of zeros.
+
+    Args:
+      x: activations.
+      group_size: elements that share a scale.
+      dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+      layout: of the scales; ``ScaleLayout.of_mlc`` reads MLC's flags.
+      eps: the least amax, None for this package's own rule.
+
+    Returns:
+      The elements, and scales that multiply them.
+
+    Source: ``rowwise_group_quant_fp8`` of MLC's ``op/fp8_quantization``.
+    """
+    spec, axes = _tiles(dtype, group_size), (x.ndim - 1,)
+    if eps is None:
+        tensor = quantize(x, spec, axes)
+        qvalue, scale = tensor.qvalue, tensor.scale
+    else:
+        block = block_shape(x.shape, spec, axes)
+        amax = jnp.maximum(reduce_blocks(x, block, largest).astype(jnp.float32), eps)
+        scale = amax / jnp.where(amax > 0, element(dtype).bound, 1.0)  # as in ``_cast``
+        qvalue = _cast(x, dtype, scale, block)
+    return qvalue, layout.write(jnp.broadcast_to(scale, (*x.shape[:-1], scale.shape[-1])))  # without rows, no scales
+
+
+def static_activation_group_quant_fp8(
+    x: Float[Array, "*lead K"], activation_scale: Float[Array, " G"], group_size: int, dtype: str = "float8_e4m3fn"
+) -> Shaped[Array, "*lead K"]:
+    """Quantize groups of neighbours along the last axis by known scales: ``cast(clip(x / activation_scale))``.
+
+    Raises:
+      ValueError: another number of scales than groups.
+    """
+    block = block_shape(x.shape, _tiles(dtype, group_size), (x.ndim - 1,))
+    scale = broadcast_activation_scale(x, activation_scale)
+    if scale.shape[-1] != scale_shape(x.shape, block)[-1]:
+        raise ValueError(f"activation_scale has {activation_scale.size} scales; x {x.shape} has groups of {group_size}")
+    return _cast(x, dtype, scale, block)
+
+
+def _cast(x: Array, dtype: str, scale: Array, block: tuple[int, ...]) -> Array:
+    """Divide in float32, clip and round; XLA:CPU multiplies by the reciprocal of a divisor that elements share."""
+    divide = lambda x, scale: x.astype(jnp.float32) / jnp.where(jnp.isnan(x), 1.0, scale)  # noqa: E731
+    return saturating_cast(apply_blocks(divide, x, scale, block), element(dtype))
+
+
+def broadcast_activation_scale(
+    x: Float[Array, "*lead K"], activation_scale: Float[Array, " G"], layout: ScaleLayout = ScaleLayout.ROW_MAJOR
+) -> Float[Array, "*scales"]:
+    """Return known scales of groups for every row of an activation, in a layout."""
+    return layout.write(jnp.broadcast_to(activation_scale, (*x.shape[:-1], activation_scale.size)))
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def block_scale_linear(
+    x: Float[Array, "*lead K"],
+    weight: Shaped[Array, "N K"],
+    weight_scale_inv: Float[Array, "*counts"],
+    block_size: Block = (128, 128),
+    *,
+    bias: Float[Array, " N"] | None = None,
+    activation_scale: Float[Array, "*groups"] | None = None,
+    quantizes_row: bool = False,
+    out_dtype: str | None = None,
+) -> Float[Array, "*lead N"]:
+    """Compute ``x · weightᵀ + bias``, the sums in float32.
+
+    Args:
+      x: activations; their gradient is that of the dequantized weight.
+      weight, weight_scale_inv: elements and scales that multiply; one scale stands for all.
+      block_size: rows and columns of the weight that share a scale.
+      bias: added to one row, too, which MLC forgets.
+      activation_scale: static scales of the groups of ``x``, or one; None takes each group's own amax.
+      quantizes_row: whether a single row is quantized as many are, so that decoding reads the operands that prefilling
+        reads. MLC leaves it in float.
+      out_dtype: of the result, None for ``x``'s.
+
+    Raises:
+      ValueError: scales that do not fit, by name.
+      TypeError: a weight that is not float8.
+    """
+    rows = x.size // max(1, x.shape[-1])
+    how = "static" if activation_scale is not None else "float" if rows == 1 and not quantizes_row else "dynamic"
+    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
+    out = _multiply("block_scale_linear", how, x, kernel, (((x.ndim - 1,), (1,)), ((), ())), block_size, out_dtype)
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
+def block_scale_experts(
+    x: Float[Array, "M K"],
+    weight: Shaped[Array, "E N K"],
+    weight_scale_inv: Float[Array, "E n k"],
+    indptr: Int[Array, "*indptr"],
+    block_size: Block = (128, 128),
+    *,
+    quantizes_row: bool = False,
+) -> Float[Array, "M N"]:
+    """Multiply rows by the weights of their experts.
+
+    Args:
+      x: rows sorted by expert. For a single token one row, which all its experts read, or one for each of them.
+      weight, weight_scale_inv: of all experts.
+      indptr: where the rows of each expert end, see ``group_sizes``; or ``[1, k]``, the experts of a single token.
+      block_size: rows and columns of a weight that share a scale.
+      quantizes_row: as ``block_scale_linear`` has it, for a single token.
+
+    Returns:
+      ``[M, N]``, zeros for rows behind the last expert's; for a single token ``[k, N]``, NaN for an expert that does
+      not exist.
+
+    Raises:
+      ValueError: shapes that do not fit, by name.
+    """
+    if indptr.ndim == 2:
+        chosen = indptr.reshape(-1)
+        if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
+            raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
+        weight, weight_scale_inv = (jnp.take(part, chosen, axis=0) for part in (weight, weight_scale_inv))
+        kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+        batch = ((0,), (0,)) if x.shape[0] == chosen.size else ((), ())
+        how = "dynamic" if quantizes_row else "float"
+        out = _multiply("block_scale_experts", how, x, kernel, (((1,), (2,)), batch), block_size)
+        return out.reshape(chosen.size, -1)
+    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name).transpose((0, 2, 1))
+    note("block_scale_experts", Choice("dynamic", "rows are quantized by their own amax, one grouped matmul"))
+    recipe = _recipe("dynamic", weight.dtype.name, tuple(block_size))
+    return ragged_dot(x, kernel, group_sizes(indptr, weight.shape[0]), recipe=recipe)
+
+
+def group_sizes(indptr: Int[Array, " ends"], experts: int) -> Int[Array, " E"]:
+    """Return the rows of each expert, of where they end: ``[E]``, or ``[E + 1]`` with the leading 0 of a CSR pointer.
+
+    Raises:
+      ValueError: another shape.
+    """
+    if indptr.shape not in ((experts,), (experts + 1,)):
+        raise ValueError(
+            f"indptr has shape {indptr.shape}; of {experts} experts it is ({experts},) or ({experts + 1},)"
+        )
+    ends = jnp.asarray(indptr).astype(jnp.int32)
+    return jnp.diff(ends, prepend=0) if indptr.shape[0] == experts else jnp.diff(ends)
+
+
+# -- latent attention --------------------------------------------------------------------------------------------------
+
+
+class Absorbed(NamedTuple):
+    """The projections that latent attention absorbs into queries and results, for ``block_scale_bmm``.
+
+    Attributes:
+      w_uk: ``[H, C, nope]`` for queries, of blocks ``(b1, b0)``; C is ``kv_lora_rank``.
+      w_uk_scale_inv: ``[H, C / b1, nope / b0]``.
+      w_uv: ``[H, v, C]`` for results, of blocks ``(b0, b1)``.
+      w_uv_scale_inv: ``[H, v / b0, C / b1]``.
+    """
+
+    w_uk: Shaped[Array, "H C nope"]
+    w_uk_scale_inv: Float[Array, "H c n"]
+    w_uv: Shaped[Array, "H v C"]
+    w_uv_scale_inv: Float[Array, "H w c"]
+
+
+def absorb(
+    weight: Shaped[Array, "rows C"],
+    weight_scale_inv: Float[Array, "r c"],
+    num_heads: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+    block_size: Block = (128, 128),
+) -> Absorbed:
+    """Cut ``kv_b_proj`` into ``w_uk`` and ``w_uv``; elements and scales stay as they are.
+
+    Args:
+      weight, weight_scale_inv: of ``kv_b_proj``, whose rows are, head by head, ``qk_nope_head_dim`` of keys and
+        ``v_head_dim`` of values.
+      num_heads, qk_nope_head_dim, v_head_dim: of the attention.
+      block_size: rows and columns of the weight that share a scale.
+
+    Raises:
+      ValueError: a size that its blocks do not divide, or a weight of another shape, by name.
+    """
+    rank, head = weight.shape[1], qk_nope_head_dim + v_head_dim
+    if weight.shape[0] != num_heads * head:
+        raise ValueError(
+            f"kv_b_proj has {weight.shape[0]} rows, not num_heads {num_heads} times qk_nope_head_dim "
+            f"{qk_nope_head_dim} + v_head_dim {v_head_dim}"
+        )
+    sizes = {"qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim, "kv_lora_rank": rank}
+    for (name, size), step in zip(sizes.items(), (block_size[0], block_size[0], block_size[1]), strict=True):
+        if size % step:
+            raise ValueError(
+                f"{name} {size} is not a multiple of {step}, of the blocks {block_size} of kv_b_proj, so a scale "
+                "would belong to two projections; multiply by kv_b_proj itself"
+            )
+    tensor = _kernel(weight, weight_scale_inv, block_size, "bfloat16").tensor
+
+    def cut(part: Array, step: int) -> tuple[Array, Array]:
+        heads = part.reshape(num_heads, head // step, -1)
+        return heads[:, : qk_nope_head_dim // step].swapaxes(1, 2), heads[:, qk_nope_head_dim // step :]
+
+    (w_uk, w_uv), (uk_scale, uv_scale) = cut(tensor.qvalue, 1), cut(tensor.scale, block_size[0])
+    return Absorbed(w_uk, uk_scale, w_uv, uv_scale)
+
+
+def block_scale_bmm(
+    x: Float[Array, "H M K"],
+    weight: Shaped[Array, "H N K"],
+    weight_scale_inv: Float[Array, "H n k"],
+    block_size: Block = (128, 128),
+) -> Float[Array, "H M N"]:
+    """Compute ``x[h] · weight[h]ᵀ`` of every head, activations quantized ``1 × b1``: MLC's ``quantized_bmm``.
+
+    Args:
+      x: activations, the heads first.
+      weight, weight_scale_inv: of all heads, such as ``absorb`` gives.
+      block_size: rows and columns of a weight that share a scale.
+    """
+    kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+    return _multiply("block_scale_bmm", "dynamic", x, kernel, (((2,), (2,)), ((0,), (0,))), block_size)
+
+
+# -- rules and config --------------------------------------------------------------------------------------------------
+
+
+def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = ()) -> str:
+    """Return why MLC leaves a linear layer in float, "" where it does not.
+
+    MLC quantizes routers of more than 256 experts. This package's default has no such bound: a layer whose result is
+    ranked is a router (``jaxquant.trace``).
+
+    Args:
+      name: dotted name of the layer.
+      out_features: number of outputs.
+      no_quantization: modules that are marked ``no_quantization``; they and all below them stay in float.
+    """
+    marked = [module for module in no_quantization if f"{name}.".startswith(f"{module}.")]
+    if marked:
+        return f"below {marked[0]!r}, which has no_quantization"
+    if name in FINAL:
+        return "output head"
+    return GATES if name.endswith(GATE) and out_features <= WIDEST_GATE else ""
+
+
+def quant_config(
+    config: str | Mapping[str, Any] | BlockScaleQuantize, huggingface_config: Mapping[str, Any]
+) -> QuantConfig:
+    """Return the config that trains with an MLC scheme's numbers: ``fp8_block``, and rules for what stays in float.
+
+    Args:
+      config: preset, fields (``kind: block-scale``) or scheme.
+      huggingface_config: ``config.json`` of the checkpoint.
+
+    Raises:
+      NotImplementedError: numbers that are served and not trained: other blocks, another element, static scales.
+      ValueError, TypeError: as ``read_mlc_quantization``.
+    """
+    read = read_mlc_quantization(config, huggingface_config)
+    rules = tuple(Rule(rule.path, None) for rule in read.rules if rule.spec is None and rule.origin != GATES)
+    if not read.specs:
+        return QuantConfig(rules=rules)
+    (spec,) = read.specs
+    scale_fmt = "ue8m0" if spec.weight.power_of_two_scale else ""
+    made = QuantConfig(quantization="fp8_block", scale_fmt=scale_fmt, rules=rules)
+    served, trained = to_recipe(spec, "mlc").fwd, made.recipe()
+    if trained is None or (served.lhs, served.rhs) != (trained.fwd.lhs, trained.fwd.rhs):
+        raise NotImplementedError(
+            f"weight_dtype {spec.weight.dtype}, weight_block_size {spec.weight.block_size} and use_activation_scale "
+            f"{spec.has_static_input} are served and not trained; fp8_block has float8_e4m3fn, (128, 128) and False"
+        )
+    return made
+
+
+# -- what all of them share --------------------------------------------------------------------------------------------
+
+
+def _tiles(dtype: str, group_size: int) -> TensorSpec:
+    return TensorSpec(dtype, "per_tile", tile_size=group_size)
+
+
+@functools.cache
+def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
+    """Return the numbers of a scheme, as a checkpoint's config gives them."""
+    layer = blocks(dtype, block_size, ScaleOrigin.STATIC if how == "static" else ScaleOrigin.DYNAMIC)
+    recipe = to_recipe(layer, f"block scale, {how} activations")
+    return recipe if how != "float" else to_recipe(dataclasses.replace(layer, input=None), recipe.name)
+
+
+def _kernel(
+    weight: Array, scale: Array, block_size: Block, dtype: str, activation_scale: Array | None = None
+) -> ConvertedKernel:
+    """Return a weight and its scales as one converted kernel, checked."""
+    if not weight.dtype.name.startswith("float8"):
+        raise TypeError(f"weight must be float8, got {weight.dtype.name}")
+    block = (*(1,) * (weight.ndim - 2), *block_size)
+    scale = jnp.broadcast_to(scale, scale_shape(weight.shape, block)) if scale.size == 1 else scale
+    tensor = QTensor(weight, scale, block=block)
+    check(tensor, "weight with weight_scale_inv")
+    static = None if activation_scale is None else activation_scale.reshape(1, -1)
+    return ConvertedKernel(tensor, dtype, static)
+
+
+def _multiply(
+    name: str,
+    how: Activation,
+    x: Array,
+    kernel: ConvertedKernel,
+    numbers: DotDimensionNumbers,
+    block_size: Block,
+    out_dtype: str | None = None,
+) -> Array:
+    dims = Dimensions.of(numbers, x.ndim, kernel.ndim)
+    note(name, Choice(how, _reason(how, x, kernel, dims, out_dtype or x.dtype.name)))
+    recipe = _recipe(how, kernel.tensor.qvalue.dtype.name, tuple(block_size))
+    return dot_general(x, kernel, numbers, preferred_element_type=out_dtype, recipe=recipe)
+
+
+def _reason(how: Activation, x: Array, kernel: ConvertedKernel, dims: Dimensions, out_dtype: str) -> str:
+    """Explain how an activation meets a weight, for ``choices_made``."""
+    if how != "float":
+        return f"rows are quantized by {'static scales' if how == 'static' else 'their own amax'}"
+    is_few = dequantized_dtype(x, kernel.tensor, dims, out_dtype) is None
+    way = "each block's float32 sum is scaled" if is_few else "the weight is dequantized first"
+    return f"one row on {platform_of(x)}: {way}"
