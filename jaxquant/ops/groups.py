@@ -106,7 +106,7 @@ def quantize_rows(
     is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if by_column else amax.max(axis=1, keepdims=True)
-    statistic = over_devices(jax.lax.pmax, statistic, x) if is_whole else statistic
+    statistic = over_devices(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
     if spec.calibration.method == "rms":
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
         squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
@@ -114,7 +114,7 @@ def quantize_rows(
         total = total if by_column else total.sum(axis=1, keepdims=True)
         count = sizes[:, None] * (1 if by_column else x.shape[1])
         if is_whole:
-            total, count = (over_devices(jax.lax.psum, each, x) for each in (total, count))
+            total, count = (over_devices(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
         statistic = jnp.sqrt(total / jnp.maximum(count, 1)) * unit
     # The statistic of one number is that number.
     own = dataclasses.replace(spec, granularity="per_channel")
@@ -128,4 +128,6 @@ def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key:
     if recipe.shares_experts and spec.granularity == "per_tensor":
         return quantize(x, spec, (axis + 1,), key=own)
     keys = None if own is None else jax.random.split(own, x.shape[0])
-    return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key))(x, keys)
+    return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key, except_axes=recipe.expert_axes))(
+        x, keys
+    )
