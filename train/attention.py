@@ -23,6 +23,16 @@ _LANES = 128  # of a TPU's vector registers: splash attention takes heads of who
 _BLOCKS = (512, 256, 128)  # of queries and keys that a splash program loads, the largest that divides
 
 
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Apply rotary position embedding to [batch, sequence, heads, head_dim], halves rotated, angles in float32."""
+    half = x.shape[-1] // 2
+    wavelength = theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, :, None, None].astype(jnp.float32) / wavelength
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+
+
 def _misfit(kind: str, platform: str, head_dim: int, length: int, dtype: str) -> str:
     """Return why a kernel does not run there, or not with these shapes; "" where it does."""
     if platform not in PLATFORMS[kind]:

@@ -50,6 +50,12 @@ class Shape:
     num_query_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int = 64
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    shared_experts: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
     rope_theta: float = 500000.0
     norm_epsilon: float = 1e-5
     logits_via_embedding: bool = True
@@ -71,6 +77,11 @@ class TrainConfig(Shape, QuantConfig):
       steps: optimizer steps.
       vocab_size: rows of the embedding; 0 is the tokenizer's vocabulary rounded up to a multiple of 64.
       emb_dim, mlp_dim, num_layers, num_query_heads, num_kv_heads, head_dim: shape of the decoder.
+      num_experts, num_experts_per_tok: experts of ``mlp_dim`` in each layer, and how many of them a token goes through;
+        0 is one MLP for all tokens.
+      shared_experts: experts that every token goes through beside those, as one MLP of so many times ``mlp_dim``.
+      kv_lora_rank, q_lora_rank, rope_head_dim: latent attention (``train.experts``): size of the latent of keys and
+        values (0 is none: grouped-query attention), of that of queries (0 is none), and rotated numbers of a head.
       rope_theta: base of the rotary embedding's wavelengths.
       norm_epsilon: added to the mean square in RMSNorm.
       logits_via_embedding: the output head is the embedding's transpose (tied).
@@ -159,6 +170,7 @@ class TrainConfig(Shape, QuantConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        self._check_experts()
         if self.head_chunks and self.sequence_length % self.head_chunks:
             raise ValueError(
                 f"head_chunks {self.head_chunks} does not divide sequence_length {self.sequence_length}; use 0, which "
@@ -169,6 +181,29 @@ class TrainConfig(Shape, QuantConfig):
                 f"batch_size {self.batch_size} does not divide into gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} equal micro-batches"
             )
+
+    def _check_experts(self) -> None:
+        """Check the fields of experts and of latent attention."""
+        rank, heads, rotated = self.kv_lora_rank, self.num_query_heads, self.rope_head_dim
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must lie between 1 and num_experts {self.num_experts}, got "
+                f"{self.num_experts_per_tok}"
+            )
+        if not rank and (self.q_lora_rank or rotated):
+            raise ValueError(
+                f"q_lora_rank {self.q_lora_rank} and rope_head_dim {rotated} belong to latent attention, which "
+                "kv_lora_rank 0 switches off; set kv_lora_rank, too"
+            )
+        if rank and self.num_kv_heads != heads:
+            raise ValueError(
+                f"num_kv_heads must be num_query_heads {heads} with kv_lora_rank {rank}, whose keys and values are "
+                f"those of every head; got {self.num_kv_heads}"
+            )
+        if rank and (rotated % 2 or not 0 < rotated < self.head_dim):
+            raise ValueError(f"rope_head_dim must be even, above 0 and below head_dim {self.head_dim}, got {rotated}")
+        if self.framework == "nnx" and (self.num_experts or self.shared_experts or rank):
+            raise ValueError("framework 'nnx' has no experts and no latent attention here; use framework 'linen'")
 
 
 def _check_range(name: str, value: float, least: float, most: float, other: str = "") -> None:
@@ -188,7 +223,10 @@ _TINY, _HUGE = 1.2e-38, 3.4e38  # normal numbers of float32, in which the optimi
 _RANGES: dict[tuple[float, float], tuple[str, ...]] = {
     (0, 2**32 - 1): ("seed",),
     (0, 2**63 - 1): ("data_seed",),
-    (0, _SIZE): ("vocab_size", "head_chunks", "health_sequences"),
+    (0, _SIZE): (
+        *("vocab_size", "head_chunks", "health_sequences"),
+        *("num_experts", "num_experts_per_tok", "shared_experts", "q_lora_rank", "kv_lora_rank", "rope_head_dim"),
+    ),
     (1, _SIZE): (
         *("emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim"),
         *("sequence_length", "batch_size", "gradient_accumulation_steps"),

@@ -150,7 +150,7 @@ class Engine:
                 raise ValueError(f"{name} {value} must be at least {least}")
         self.max_length, self.slots, self.prefill_chunk = max_length, slots, prefill_chunk
         self._model, self._variables = model, (params, quant_state)
-        self._sampling, self._end = sampling or Sampling(), end_token
+        self._sampling, self._end, self._has_experts = sampling or Sampling(), end_token, shape.num_experts > 0
         self._empty = lambda rows: empty_cache(
             shape, rows, max_length, kv_quant_dtype=kv_quant_dtype, kv_quant_axis=kv_quant_axis
         )
@@ -224,7 +224,9 @@ class Engine:
             logits, one = self._apply(variables, one, token[None, None], valid[None, None], position[None, None])
             return self._sample(logits[0, 0], number, position + 1), jax.tree.map(lambda leaf: leaf[0], one)
 
-        return jax.vmap(decode)(cache, tokens, valid, positions, numbers)
+        slots = cache, tokens, valid, positions, numbers
+        # jax has no vmap of a ragged matmul whose weights all slots share: experts take one slot after the other.
+        return jax.lax.map(lambda one: decode(*one), slots) if self._has_experts else jax.vmap(decode)(*slots)
 
     # -- all prompts -------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ from flax.linen.dtypes import promote_dtype
 from jaxquant.ops.remat import save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
-from train.attention import Kind, attend, visibility
+from train.attention import Kind, attend, rotate, visibility
 from train.config import Shape
+from train.experts import Experts, LatentAttention
 
 HEAD_ELEMENTS = 2**27
 """Logits of one sequence that a loss holds at a time: half a gigabyte of float32."""
@@ -38,13 +39,17 @@ EXECUTION_ORDER = (
     "self_attention/query",
     "self_attention/key",
     "self_attention/value",
+    *(f"self_attention/{name}" for name in ("wq_a", "q_norm", "wq_b", "wkv_a", "kv_norm", "wkv_b")),
     "self_attention/out",
     "self_attention",
     "post_self_attention_layer_norm",
+    "mlp/gate",
     "mlp/wi_0",
     "mlp/wi_1",
     "mlp/wo",
     "mlp",
+    *(f"shared_experts/{name}" for name in ("wi_0", "wi_1", "wo")),
+    "shared_experts",
     "layers",
     "decoder_norm",
     "logits_dense",
@@ -74,16 +79,6 @@ class DecoderConfig(Shape):
 
     def norm(self) -> nn.RMSNorm:
         return nn.RMSNorm(epsilon=self.norm_epsilon, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32)
-
-
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Apply rotary position embedding to [batch, sequence, heads, head_dim], halves rotated, angles in float32."""
-    half = x.shape[-1] // 2
-    wavelength = theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, :, None, None].astype(jnp.float32) / wavelength
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
 
 class Cached(NamedTuple):
@@ -194,13 +189,14 @@ class SelfAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU: ``wo(silu(wi_0(x)) * wi_1(x))``."""
+    """SwiGLU: ``wo(silu(wi_0(x)) * wi_1(x))``, ``copies`` times as wide as ``mlp_dim``."""
 
     config: DecoderConfig
+    copies: int = 1
 
     def setup(self) -> None:
-        c = self.config
-        self.wi_0, self.wi_1, self.wo = c.dense(c.mlp_dim), c.dense(c.mlp_dim), c.dense(c.emb_dim)
+        c, size = self.config, self.copies * self.config.mlp_dim
+        self.wi_0, self.wi_1, self.wo = c.dense(size), c.dense(size), c.dense(c.emb_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.wo(nn.silu(self.wi_0(x)) * self.wi_1(x))
@@ -213,15 +209,21 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.pre_self_attention_layer_norm, self.self_attention = c.norm(), SelfAttention(c)
-        self.post_self_attention_layer_norm, self.mlp = c.norm(), Mlp(c)
+        self.pre_self_attention_layer_norm = c.norm()
+        self.self_attention = LatentAttention(c) if c.kv_lora_rank else SelfAttention(c)
+        self.post_self_attention_layer_norm = c.norm()
+        self.mlp = Experts(c) if c.num_experts else Mlp(c)
+        self.shared_experts = Mlp(c, c.shared_experts) if c.shared_experts else None
 
     def __call__(
         self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
     ) -> tuple[jax.Array, Cached | None]:
         mixed, cached = self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions, cached)
         x = x + mixed
-        x = x + self.mlp(self.post_self_attention_layer_norm(x))
+        normal = self.post_self_attention_layer_norm(x)
+        x = x + self.mlp(normal)
+        if self.shared_experts is not None:
+            x = x + self.shared_experts(normal)
         return constrain(x, self.config), cached
 
 

@@ -78,7 +78,7 @@ class DecoderLayer(nnx.Module):
         self.pre_self_attention_layer_norm = _norm(config, rngs)
         self.self_attention = SelfAttention(config, rngs)
         self.post_self_attention_layer_norm = _norm(config, rngs)
-        self.mlp = Mlp(config, rngs)
+        self.mlp, self.shared_experts = Mlp(config, rngs), None
 
 
 class Decoder(nnx.Module):

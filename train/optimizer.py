@@ -7,7 +7,7 @@ import optax
 
 from train.config import TrainConfig
 
-DECAYED = frozenset({"kernel", "embedding"})
+DECAYED = frozenset({"kernel", "embedding", "wi_0", "wi_1", "wo"})
 """Parameters that weight decay acts on, by name: under a scan over layers a norm's scale has two axes too."""
 
 

@@ -8,7 +8,7 @@ al., Quartet II (arXiv 2601.22813) for EDEN's correction of block scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ def quantize_micro(
     key: Array | None = None,
     part: Part | None = None,
     whole: Callable[[Array], Array] | None = None,
+    except_axes: Collection[str] = (),
 ) -> QTensor:
     """Quantize an operand with two levels of scales.
 
@@ -48,6 +49,7 @@ def quantize_micro(
       part: where x lies in a larger tensor, for stochastic rounding.
       whole: (amax of each block) -> the amax that the outer scale of each follows, where x holds several tensors along
         its first axis; None is one outer scale for x.
+      except_axes: mesh axes along which each device has a tensor of its own.
 
     Raises:
       ValueError: stochastic rounding or EDEN without a key.
@@ -57,7 +59,7 @@ def quantize_micro(
     if spec.draws and key is None:
         raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
     amax = reduce_blocks(x, block, largest).astype(jnp.float32)
-    highest = whole(amax) if whole is not None else over_devices(jax.lax.pmax, _whole_amax(amax), x)
+    highest = whole(amax) if whole is not None else over_devices(jax.lax.pmax, _whole_amax(amax), x, except_axes)
     real, outer = _real_scales(amax, highest, kind.bound / micro.headroom, micro.scale_bound, spec.reciprocal)
     even = None if is_even(x.shape, block) else block
 

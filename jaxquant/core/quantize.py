@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,13 @@ class Scales(NamedTuple):
     outer_scale: Float[Array, "*ones"] | None = None
 
 
-def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, floor: float = SMALLEST_SCALE) -> Scales:
+def compute_scale(
+    x: Float[Array, "*shape"],
+    spec: TensorSpec,
+    block: Shape,
+    floor: float = SMALLEST_SCALE,
+    except_axes: Collection[str] = (),
+) -> Scales:
     """Compute the scales, and the zero points of an asymmetric range, from this tensor's statistic.
 
     ``scale = statistic · factor / bound`` in float32, 1 where it falls below ``floor``, then rounded as the spec says.
@@ -39,13 +45,16 @@ def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, flo
       spec: calibration, element type, and dtype and rounding of scales.
       block: shape of the blocks that share a scale, from ``block_shape``.
       floor: scales below it become 1.
+      except_axes: mesh axes along which each device has a tensor of its own.
 
     Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value).
     """
     calibration, kind = spec.calibration, element(spec.dtype)
     counts = scale_shape(x.shape, block)
     whole = spec.granularity == "per_tensor" and math.prod(counts) == 1
-    lowest, highest = (jax.lax.pmin, jax.lax.pmax) if whole else (None, None)
+    lowest, highest, mean = (
+        _but(each, except_axes) if whole else None for each in (jax.lax.pmin, jax.lax.pmax, jax.lax.pmean)
+    )
     if calibration.method == "fixed" and calibration.is_symmetric:
         amax = jnp.full(counts, calibration.maximum, jnp.float32)
         if spec.scale_rounding != "exact":
@@ -60,7 +69,7 @@ def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, flo
         low = jnp.minimum(reduce_blocks(known, block, jnp.min, lowest).astype(jnp.float32), 0) * calibration.factor
         high = jnp.maximum(reduce_blocks(known, block, jnp.max, highest).astype(jnp.float32), 0) * calibration.factor
     elif calibration.method == "rms":
-        low, high = None, _root_mean_square(x, block, whole) * calibration.factor
+        low, high = None, _root_mean_square(x, block, highest, mean) * calibration.factor
     else:
         high = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
         low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
@@ -75,9 +84,18 @@ def compute_scale(x: Float[Array, "*shape"], spec: TensorSpec, block: Shape, flo
     return Scales(scale, asymmetric_cast(-kind.max - 1 - low / scale, kind))
 
 
-def _root_mean_square(x: jax.Array, block: Shape, whole: bool) -> jax.Array:
+def _but(collective: Callable[..., jax.Array], except_axes: Collection[str]) -> Callable[..., jax.Array]:
+    """Return a collective that leaves out mesh axes."""
+
+    def reduce(statistic: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        axes = tuple(axis for axis in axes if axis not in except_axes)
+        return collective(statistic, axes) if axes else statistic
+
+    return reduce
+
+
+def _root_mean_square(x: jax.Array, block: Shape, highest: Any, mean: Any) -> jax.Array:
     """Compute the root mean square of each block, in units of a power of two near its amax: no square overflows."""
-    highest, mean = (jax.lax.pmax, jax.lax.pmean) if whole else (None, None)
     amax = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
     unit = power_of_two_below(amax)  # it costs no bit
     scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
@@ -162,6 +180,7 @@ def quantize(
     compute_dtype: str = "float32",
     part: Part | None = None,
     whole: Callable[[jax.Array], jax.Array] | None = None,
+    except_axes: Collection[str] = (),
 ) -> QTensor:
     """Quantize an operand by this tensor's own statistic.
 
@@ -176,14 +195,15 @@ def quantize(
       compute_dtype: dtype of the division.
       part: where x lies in a larger tensor, for stochastic rounding.
       whole: of a spec with ``micro``, as ``quantize_micro`` takes it.
+      except_axes: mesh axes along which each device has a tensor of its own.
 
     Raises:
       ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
-        return quantize_micro(x, spec, block, key, part, whole)
-    scales = compute_scale(x, spec, block, floor)
+        return quantize_micro(x, spec, block, key, part, whole, except_axes)
+    scales = compute_scale(x, spec, block, floor, except_axes)
     if scales.scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.
         x = jax.lax.optimization_barrier(x)

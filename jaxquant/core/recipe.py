@@ -293,6 +293,8 @@ class Recipe:
         every platform; docs/guide/delayed.md has every rounding.
       shares_experts: whether a scale of a whole tensor, and its state, is one for all batch elements (experts) of a
         weight; else each has its own.
+      expert_axes: mesh axes over which a ``jax.shard_map`` splits experts with scales of their own, so that no
+        statistic is combined over them. No table has any; a contraction that runs there is given them.
 
     Raises:
       ValueError: delayed scaling of one tensor by two specs; shared scales beside sparsity, or where no operand has one
@@ -307,6 +309,7 @@ class Recipe:
     sparsity: SparsitySpec | None = None
     arithmetic: Literal["exact", "lean"] = "exact"
     shares_experts: bool = False
+    expert_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

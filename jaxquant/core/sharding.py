@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -96,7 +96,7 @@ def fit_varying(x: Array, wanted: frozenset[str]) -> Array:
     return x
 
 
-def over_devices(reduce, statistic: Array, x: Array, except_axes: frozenset[str] = frozenset()) -> Array:
+def over_devices(reduce, statistic: Array, x: Array, except_axes: Collection[str] = ()) -> Array:
     """Reduce a statistic of x over the devices that hold different parts of x, so that it is that of the whole.
 
     Args:
@@ -105,7 +105,7 @@ def over_devices(reduce, statistic: Array, x: Array, except_axes: frozenset[str]
       x: the tensor.
       except_axes: axes along which there is one statistic for each device.
     """
-    axes = varying_axes(x) - except_axes
+    axes = varying_axes(x).difference(except_axes)
     return reduce(statistic, tuple(sorted(axes))) if axes else statistic
 
 

@@ -1,5 +1,6 @@
 """Training ops: quantized contractions with their backward passes."""
 
+from jaxquant.ops.all_to_all import all_to_all
 from jaxquant.ops.conv import conv_general_dilated
 from jaxquant.ops.dot_general import dot_general, initial_state
 from jaxquant.ops.einsum import einsum
@@ -7,6 +8,7 @@ from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.ragged import ragged_dot
 
 __all__ = [
+    "all_to_all",
     "choose_implementation",
     "conv_general_dilated",
     "dot_general",

@@ -8,7 +8,9 @@ Shapes: M rows, C columns, G groups.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -67,10 +69,10 @@ class Groups(NamedTuple):
         """Zero the rows behind the last group."""
         return jnp.where((self.ids < self.sizes.size)[:, None], rows, 0)
 
-    def largest(self, amax: Array) -> Array:
+    def largest(self, amax: Array, except_axes: Collection[str]) -> Array:
         """Return, of the amaxes [M, …] of blocks, the largest of each row's group, [M, 1, …]."""
         rows = amax.reshape(self.ids.size, -1)
-        found = over_devices(jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax)
+        found = over_devices(jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax, except_axes)
         return of_rows(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
 
 
@@ -113,7 +115,8 @@ class Slabs(NamedTuple):
         if spec.tile_size is None:
             return quantize_rows(recipe, x, spec, self.rows, True, key, floor)
         x = x.reshape(*self.source.shape, x.shape[1])
-        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=self.groups.largest)
+        whole = functools.partial(self.groups.largest, except_axes=recipe.expert_axes)
+        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole)
 
 
 def of_rows(per_group: Array, ids: Array) -> Array:
@@ -153,11 +156,12 @@ def quantize_rows(
     ids, sizes = groups
     has_own = spec.granularity in ("per_channel", "per_tile") and spec.calibration.method != "fixed"
     if has_own and not contracts_rows:
-        return quantize(x, spec, (1,), key=key, floor=floor, whole=groups.largest if x.size else None)
+        whole = functools.partial(groups.largest, except_axes=recipe.expert_axes) if x.size else None
+        return quantize(x, spec, (1,), key=key, floor=floor, whole=whole)
     is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)
-    statistic = over_devices(jax.lax.pmax, statistic, x) if is_whole else statistic
+    statistic = over_devices(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
     if spec.calibration.method == "rms":
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
         squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
@@ -165,7 +169,7 @@ def quantize_rows(
         total = total if has_own else total.sum(axis=1, keepdims=True)
         count = sizes[:, None] * (1 if has_own else x.shape[1])
         if is_whole:
-            total, count = (over_devices(jax.lax.psum, each, x) for each in (total, count))
+            total, count = (over_devices(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
         statistic = jnp.sqrt(total / jnp.maximum(count, 1)) * unit
     # The statistic of one number is that number.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
@@ -197,7 +201,8 @@ def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key:
     if (codec := spec.codec) is not None:
         return jax.vmap(lambda weight: encode_tensor(weight, codec, (axis,)))(x)
     keys = None if key is None else jax.random.split(key, x.shape[0])
-    return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key))(x, keys)
+    own = functools.partial(quantize, spec=spec, axes=(axis,), except_axes=recipe.expert_axes)
+    return jax.vmap(lambda weight, key: own(weight, key=key))(x, keys)
 
 
 # -- operands: rows with scales of their groups (Rows) or their own (QTensor), slabs and weights (QTensor), arrays -----

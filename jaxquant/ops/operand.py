@@ -122,10 +122,11 @@ def quantize_operand(
     if spec.scaling == "dynamic":
         settle("quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes")
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute, "part": part}
+        more["except_axes"] = recipe.expert_axes
         return row_major(quantize(x, spec, axes, key=key, **more)), None
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
-    whole = varying_axes(state["scale"])
+    whole = varying_axes(state["scale"]).union(recipe.expert_axes)
     if delayed.is_warm(state):
         scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed, floor=floor)
         tensor, seen = _cast(x, spec, scale, compute, key, part, implementation)

@@ -356,7 +356,8 @@ class _Ragged(Operation):
     def _delayed_rows(self, x: Array, spec: TensorSpec, groups: Groups, state, floor: float):
         """Quantize rows with the scale of their group's history, and return the scale and amax of each group."""
         own = scaling_groups(self.recipe, groups).ids
-        amax = over_devices(jax.lax.pmax, group_amax(x, own, state["scale"].shape[0]).max(axis=1), x)
+        amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
+        amax = over_devices(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         return self._rows_with_scale(x, spec, groups, scale), Observation(scale, amax)
 
@@ -433,7 +434,9 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
         return quantize_weights(recipe, x, spec, 0, forward_key(x, spec, key)), None
     assert state is not None
     amax = jnp.max(absolute(x), axis=(1, 2))
-    amax = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True) if recipe.shares_experts else amax, x)
+    amax = over_devices(
+        jax.lax.pmax, jnp.max(amax, keepdims=True) if recipe.shares_experts else amax, x, recipe.expert_axes
+    )
     scale = _current_scale(recipe, state, amax, spec)
     compute = scale_dtype(recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), Observation(scale, amax)

@@ -176,6 +176,13 @@ class Analysis:
             return outs
         self._note_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
+        if name == "all_gather" and isinstance(whole, Route) and eqn.params["tiled"]:
+            names = eqn.params["axis_name"]
+            return [
+                flows.gathered(
+                    ins[0], eqn.params["all_gather_dimension"], (names,) if isinstance(names, str) else tuple(names)
+                )
+            ]
         if isinstance(whole, Route) and (steps := steps_of(eqn)) is not None:
             route = whole.then(*steps)
         else:
@@ -397,7 +404,25 @@ class Analysis:
         contract, batch = (tuple(axes[side]) for axes in numbers)
         site.weight_axes = contract, (*groups, *batch)
         site.batch = tuple(shape[axis] for axis in (*groups, *batch))
+        self._split_batch(site)
         site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
+
+    def _split_batch(self, site: Contraction) -> None:
+        """Set which mesh axes split each batch axis of a weight, None where that is not known, and the whole sizes."""
+        route, batch = site.route, site.weight_axes[1]
+        if not isinstance(route, Route):
+            site.split = None if batch and any(leaf.split for leaf in site.leaves) else ()
+            return
+        found = route.by_batch(batch)
+        site.split = (
+            None if found is None else tuple(tuple(name for each in own for name in each.names) for own in found)
+        )
+        if not found or not any(found):
+            site.split = site.split and ()
+            return
+        site.batch = tuple(n * math.prod(each.parts for each in own) for n, own in zip(site.batch, found, strict=True))
+        if route.obstacle == flows.SHARDED and sum(map(len, found)) == len(route.splits):
+            site.route = dataclasses.replace(route, obstacle="")  # a whole leaf is converted expert by expert, too
 
 
 def _multiplies(jaxpr: Any) -> bool:

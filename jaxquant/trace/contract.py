@@ -191,6 +191,8 @@ def contract(
     recipe = site.recipe
     assert recipe is not None
     assert site.side is not None
+    if site.split and not recipe.shares_experts:
+        recipe = dataclasses.replace(recipe, expert_axes=tuple(name for names in site.split for name in names))
     backend, own = backend.runner(site.operation, recipe, site.dtype), {}
     if not isinstance(operands[site.side], ConvertedKernel):
         own = nested(state)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from jaxquant.trace.structure import MAP, Step
+from jaxquant.trace.structure import MAP, Step, sources_of
 
 Stack = tuple[tuple[int, int], ...]
 """The scans that a value is sliced by, outermost first: (nesting level, length) of each."""
@@ -30,6 +30,22 @@ class Leaf:
     split: tuple[int, ...] = ()
 
 
+class Split(NamedTuple):
+    """One axis of a value that a shard_map splits over devices.
+
+    Attributes:
+      start: number of steps that made the value of its leaf.
+      axis: of the value.
+      names: mesh axes.
+      parts: number of devices along them.
+    """
+
+    start: int
+    axis: int
+    names: tuple[str, ...]
+    parts: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
     """How a value is made of one leaf by steps that only move elements.
@@ -38,15 +54,34 @@ class Route:
       leaf: which.
       steps: what was done to it, a ``MAP`` for each scan that slices it.
       obstacle: why the leaf cannot be made from what is read at the end, "" where it can.
+      splits: what shard_maps around split of it.
     """
 
     leaf: int
     steps: tuple[Step, ...] = ()
     obstacle: str = ""
+    splits: tuple[Split, ...] = ()
 
     def then(self, *steps: Step) -> Route:
         """Return the route after further steps."""
         return dataclasses.replace(self, steps=(*self.steps, *steps))
+
+    def splits_of(self, axis: int) -> tuple[Split, ...]:
+        """Return the splits that lie on an axis of the value at the end, whole or together with other axes."""
+        return tuple(each for each in self.splits if each.axis in sources_of(self.steps[each.start :], axis))
+
+    def by_batch(self, batch: Sequence[int]) -> tuple[tuple[Split, ...], ...] | None:
+        """Return the splits of each batch axis of the value at the end.
+
+        None where one of them is an axis that lies in several of the value's, or in one beside others.
+        """
+        found = [self.splits_of(axis) for axis in batch]
+        whole = all(
+            sources_of(self.steps[each.start :], axis) == {each.axis}
+            for axis, own in zip(batch, found, strict=True)
+            for each in own
+        )
+        return tuple(found) if whole and len(set().union(*found)) == sum(map(len, found)) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +135,7 @@ class Flow:
 
 CONSTANT = Flow()
 DATA = Flow(leaves=None)
-_SHARDED = "is split by a shard_map"
+SHARDED = "is split by a shard_map"
 
 
 def join(flows: Iterable[Flow]) -> Flow:
@@ -183,12 +218,33 @@ def split_axes(spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def enter_shards(flow: Flow, spec: Any, sizes: Mapping[str, int]) -> Flow:
     """Describe one device's part of an operand of a shard_map, on a mesh of these sizes."""
     axes = split_axes(spec, sizes)
-    flow = obstruct(flow, _SHARDED) if axes else flow
+    flow = obstruct(flow, SHARDED) if axes else flow
+    if isinstance(flow.route, Route):
+        names = [(each,) if isinstance(each, str) else tuple(each or ()) for each in spec]
+        route, parts = flow.route, [math.prod(sizes[name] for name in each) for each in names]
+        new = (Split(len(route.steps), axis, names[axis], parts[axis]) for axis in axes)
+        flow = dataclasses.replace(flow, route=dataclasses.replace(route, splits=(*route.splits, *new)))
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=tuple(sorted({*leaf.split, *axes}))))
+
+
+def gathered(flow: Flow, dimension: int, names: tuple[str, ...]) -> Flow:
+    """Describe a value whose parts along mesh axes are put together along a dimension, in every device."""
+    route = flow.route
+    if not isinstance(route, Route):
+        return flow
+    done = [each for each in route.splits_of(dimension) if each.names == names]
+    rest = tuple(each for each in route.splits if each not in done)
+    if not done:
+        return dataclasses.replace(flow, route=Lost(frozenset({route.leaf}), "all_gather"))
+    route = dataclasses.replace(route, splits=rest, obstacle="is gathered in a shard_map")
+    flow = dataclasses.replace(flow, route=route)
+    return flow if rest else change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=()))
 
 
 def leave_shards(flow: Flow, outside: Iterable[Flow]) -> Flow:
     """Describe what a shard_map made, as seen from outside: split as its operands were there."""
     before = {leaf.index: leaf.split for each in outside for leaf in each.leaves or ()}
-    flow = obstruct(flow, _SHARDED)
+    flow = obstruct(flow, SHARDED)
+    if isinstance(flow.route, Route) and not before.get(flow.route.leaf):
+        flow = dataclasses.replace(flow, route=dataclasses.replace(flow.route, splits=()))
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=before.get(leaf.index, ())))

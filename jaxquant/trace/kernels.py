@@ -174,7 +174,9 @@ def find_kernels(
         weight = site.route
         if site.recipe.fwd.rhs is None or weight is None:
             continue
-        if isinstance(weight, Lost):
+        if site.split and site.recipe.shares_experts:
+            reasons[site.path] = "its experts lie on several devices of a shard_map and share one scale"
+        elif isinstance(weight, Lost):
             whole = "is made of several parameters" if len(weight.leaves) > 1 else "is not the parameter itself"
             reasons[site.path] = f"its weight {whole}: {weight.why}"
         elif weight.obstacle:

@@ -50,7 +50,9 @@ class Contraction:
       leaves: what the weight is made of.
       route: how the weight is made of them.
       stack: the scans that slice it.
-      batch: sizes of its batch axes.
+      batch: sizes of its batch axes, on all devices together.
+      split: for each of them the mesh axes that a shard_map around splits it over, () where it splits none; None where
+        that is not known.
       weight_axes: the contraction axes of the weight, and its batch axes, groups first.
       out_features: number of outputs.
       path: of the layer.
@@ -78,6 +80,7 @@ class Contraction:
     route: Route | Lost | None = None
     stack: Stack = ()
     batch: tuple[int, ...] = ()
+    split: tuple[tuple[str, ...], ...] | None = ()
     weight_axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     out_features: int = 0
     path: str = ""
@@ -175,7 +178,16 @@ class Plan:
 
         def own(each: Contraction) -> tuple[Any, ...]:
             shared = () if each.reading is None else tuple(order[key] for key in each.reading.keys)
-            return each.recipe, each.implementation, each.side, order[each.key], each.stack, each.batch, shared
+            return (
+                each.recipe,
+                each.implementation,
+                each.side,
+                order[each.key],
+                each.stack,
+                each.batch,
+                each.split,
+                shared,
+            )
 
         return tuple(None if each.recipe is None else own(each) for each in self.contractions())
 

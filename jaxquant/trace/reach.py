@@ -69,7 +69,7 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
         return NOT_FLOAT
     if any(axis < 0 for leaf in site.leaves for axis in leaf.split):
         return "its stack of layers is split over devices by a shard_map"
-    if site.batch and any(leaf.split for leaf in site.leaves):
+    if site.split is None:
         return "its weight has batch axes and is split over devices by a shard_map"
     precision = eqn.params["precision"]
     if isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):

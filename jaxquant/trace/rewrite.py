@@ -237,15 +237,26 @@ class Rewriter:
 
     def _shard_map(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Any) -> Sequence[Any]:
         params, given = eqn.params, _of(states, plans)
+        manual = set(params["newly_manual_axes"])
+        places = {site.key: _state_spec(site, plans[0].level, manual) for site in plans[0].chosen}
         args_specs = list(map(converted.part_specs, ins, params["in_specs"]))
         return jax.shard_map(
             self._body(plans[0], params["jaxpr"]),
             mesh=params["mesh"],
-            in_specs=(args_specs, jax.tree.map(lambda _: PartitionSpec(), given), PartitionSpec()),
+            in_specs=(args_specs, places, PartitionSpec()),
             out_specs=list(params["out_specs"]),
             check_vma=params["check_vma"],
-            axis_names=set(params["newly_manual_axes"]),
+            axis_names=manual,
         )(ins, given, noise)
+
+
+def _state_spec(site: Contraction, level: int, manual: set[str]) -> PartitionSpec:
+    """Return how a shard_map at a nesting level of scans splits the state of a contraction: as its experts."""
+    if site.recipe is None or site.recipe.shares_experts or not site.split:
+        return PartitionSpec()
+    scans = sum(each > level for each, _ in site.stack)
+    own = (tuple(name for name in names if name in manual) for names in site.split)
+    return PartitionSpec(*[None] * scans, *(names or None for names in own))
 
 
 def _parts(noise: Noise | None, plans: list[Plan]) -> list[Noise | None]:

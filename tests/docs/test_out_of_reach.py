@@ -80,7 +80,7 @@ CASES = {
     "ragged": (lambda w, x: _ragged(x, w, dot_dimension_numbers=(((1,), (2,)), ((), ()))), STACK),
     "stack": (_sharded(_scanned, ("x",), ()), STACK),
     "batch": (
-        _sharded(lambda w, x: jnp.einsum("etd,edf->etf", jnp.stack([x[:, :4]] * 4), w)[0], (None, "x"), ()),
+        _sharded(lambda w, x: jnp.einsum("atd,adf->atf", jnp.stack([x[:, :4]] * 4), w.reshape(4, 4, 8))[0], ("x",), ()),
         STACK,
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,7 +30,9 @@ import jaxquant
 from jaxquant import ops
 from jaxquant.core.dtypes import element
 from jaxquant.core.hadamard import draw_signs, rotate
-from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec
+from jaxquant.core.qtensor import dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec, TensorSpec
 from jaxquant.core.rounding import Part, stochastic_cast
 from jaxquant.ops import dot_general, einsum, initial_state, ragged, sparsity
 from tests.ops.recipes import RECIPES
@@ -309,6 +312,66 @@ def groups(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return _by_parts(op(SIZES), (x, w, g), state, one), one
 
 
+EXPERTS, TO_EACH = 8, 4
+"""Experts, and rows that each device has for each of them."""
+
+
+def experts(way: str, **config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Experts of which each device of an axis has two: rows exchanged, or weights gathered; and all on one device."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = {"w": jax.random.normal(keys[0], (EXPERTS, K, K)) * jnp.logspace(-1, 1, EXPERTS)[:, None, None]}
+    x = jax.random.normal(keys[1], (8, EXPERTS, TO_EACH, K)) * jnp.logspace(-1, 1, 8)[:, None, None, None]
+
+    def multiply(w: Any, x: Any) -> Any:
+        """Of rows [experts, rows of each, K]."""
+        return jax.lax.ragged_dot(x.reshape(-1, K), w, jnp.full(x.shape[0], x.shape[1])).reshape(x.shape)
+
+    def local(w: Any, x: Any) -> Any:
+        if way == "gathered":
+            return multiply(jax.lax.all_gather(w["w"], "b", tiled=True), x[0])[None]
+        rows = multiply(w["w"], jax.lax.all_to_all(x[0], "b", 0, 1, tiled=True))
+        return jax.lax.all_to_all(rows, "b", 1, 0, tiled=True)[None]
+
+    def run(fn: Any) -> dict[str, Any]:
+        q = jaxquant.quantize(fn, {"quant_backend": "native", **config})
+        state = q.init(w, x)
+        loss = lambda w, s, x: (jnp.sum(jnp.sin(out := q(w, s, x))), out)  # noqa: E731
+        (dw, seen, dx), out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(w, state, x)
+        new = jaxquant.state.update(state, seen) if state else {}
+        if way == "served":
+            np.testing.assert_array_equal(jax.jit(q)(q.convert(w, new, x), new, x), jax.jit(q)(w, new, x))
+        whole = {f"state/{n}": jnp.asarray(np.asarray(v)) for n, v in new.get("w", {}).items()}
+        return {"out": out, "dx": dx, "dw": dw["w"]} | whole
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rows, by_expert = P(("a", "b")), lambda x: x.swapaxes(0, 1).reshape(EXPERTS, -1, K)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=({"w": P("b")}, rows), out_specs=rows)
+    return run(sharded), run(lambda w, x: multiply(w["w"], by_expert(x)).reshape(EXPERTS, 8, -1, K).swapaxes(0, 1))
+
+
+def exchanged() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Exchange activations in 8 bits, and quantize them first and exchange what that gives; a matmul reads the same."""
+    x = jax.random.normal(jax.random.key(0), (64, 4, 200)) * jnp.logspace(-2, 2, 200)
+    x, spec = x.astype(jnp.bfloat16), TensorSpec("float8_e4m3fn", "per_tile", tile_size=128)
+    mesh = jax.make_mesh((8,), ("e",), axis_types=(AxisType.Auto,))
+
+    def sharded(one: Any) -> Any:
+        return jax.jit(jax.shard_map(lambda x: one(x, "e", 0, 1), mesh=mesh, in_specs=P("e"), out_specs=P("e")))
+
+    low, plain = sharded(ops.all_to_all), sharded(functools.partial(jax.lax.all_to_all, tiled=True))
+    sent = re.findall(r"stablehlo.all_to_all.*?: \(tensor<(.*?)>\)", low.lower(x).as_text())
+    assert sent == ["8x4x200xui8", "8x4x2xf32"], sent
+    codes = lambda x: quantize(x, spec, (2,))  # noqa: E731
+    first, again = codes(plain(x)), codes(low(x))
+
+    def values(out: Any, fn: Any, read: Any) -> dict[str, Any]:
+        dx = jax.jit(lambda x: jax.vjp(jax.checkpoint(fn), x)[1](plain(x))[0])(x)
+        found = {"out": out, "dx": dx, "codes": read.qvalue, "scale": read.scale}
+        return {name: value.astype(jnp.float32) for name, value in found.items()}
+
+    return values(low(x), low, again), values(plain(dequantize(codes(x), "bfloat16")), plain, first)
+
+
 def convolutions(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A convolution of each device's examples, and of all on one device."""
     recipe = RECIPES[name]
@@ -368,6 +431,13 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     for name in ("fp8", "fp8_current", "int8"):
         found[f"manual {name} groups"] = lambda n=name: groups(n)
         found[f"manual {name} convolutions"] = lambda n=name: convolutions(n)
+    found["manual fp8 experts"] = lambda: experts("served", quantization="fp8")
+    found["manual fp8_current experts"] = lambda: experts("exchanged", quantization="fp8_current")
+    found["manual int8 experts"] = lambda: experts("exchanged", quantization="int8", quantization_local_shard_count=1)
+    shared = {"quantization": "fp8", "quantization_share_expert_scales": True}
+    found["manual fp8 of one scale"] = lambda: experts("exchanged", **shared)
+    found["manual fp8 gathered experts"] = lambda: experts("gathered", quantization="fp8")
+    found["manual fp8 all_to_all"] = exchanged
     for name in ("fp8", "int8"):
         found[f"explicit {name} nnx layers"] = lambda n=name: nnx_layers(n)
     return found

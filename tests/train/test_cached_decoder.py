@@ -12,6 +12,7 @@ import pytest
 import jaxquant
 from jaxquant.serving import kv_cache
 from tests.numerics import CACHED_LOGITS
+from tests.train.test_experts import DEEPSEEK
 from tests.train.test_frameworks import SHAPE, TOKENS, made
 from train.model import empty_cache
 
@@ -22,6 +23,7 @@ SCHEMES = [
     ({"quantization": ""}, {"scan_layers": False, "logits_via_embedding": False, "remat_policy": "full"}),
     ({"quantization": "int8", "quant_backend": "native"}, {}),
     ({"quantization": "fp8"}, {"scan_layers": False}),
+    ({"quantization": ""}, DEEPSEEK),
 ]
 CACHES = [("", "dkv"), ("int8", "dkv"), ("int8", "heads_and_dkv"), ("int4", "dkv"), ("fp8", "heads_and_dkv")]
 IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unscanned'}" for fields, shape in SCHEMES]

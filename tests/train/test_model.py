@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from train.model import Decoder, DecoderConfig, rotate
+from train.attention import rotate
+from train.model import Decoder, DecoderConfig
 from train.optimizer import DECAYED
 from train.sharding import PARAMETER_AXES
 
