@@ -33,6 +33,7 @@ class Kernel:
       bytes: operands and results of one run, in HBM.
       path: where it comes from in the traced program.
       times: how often a step runs it.
+      cycles: of one run on a TPU, where its schedule tells; 0 where nothing does.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Kernel:
     bytes: int
     path: str
     times: int
+    cycles: int = 0
 
 
 def is_nothing(target: str) -> bool:
@@ -65,8 +67,8 @@ def kernel(instruction: Instruction, operands: list[Array], moved: int, path: st
     """
     for pattern, read in _REGISTRY:
         if re.search(pattern, f"{instruction.target} {path}"):
-            name, dtype, flops = read(instruction, operands, path)
-            return Kernel(name, dtype, flops, moved, path, times)
+            name, dtype, flops, *cycles = read(instruction, operands, path)
+            return Kernel(name, dtype, flops, moved, path, times, *cycles)
     return None
 
 
@@ -106,7 +108,19 @@ def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tup
     return "jaxquant quantize", operands[0].dtype, 0
 
 
+_CYCLES_OF_RESULT = {"bf16": 5 / 1024, "f8e4m3fn": 6 / 1024, "f8e5m2": 6 / 1024}
+"""Of an element of each whole result of the block cast, as v6e's schedules have them: benchmarks/kernels-tpu.md."""
+
+
+def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
+    """Our own cast in blocks: on TPUs its arithmetic takes longer than its bytes."""
+    size = math.prod(operands[0].shape)
+    cycles = [_CYCLES_OF_RESULT[each.dtype] for each in instruction.arrays if math.prod(each.shape) == size]
+    return "jaxquant block_quantize", operands[0].dtype, 0, round(size * sum(cycles))
+
+
 _REGISTRY = (
+    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_block_quantize\b", _block_quantize),
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_fp8_einsum\b", _einsum),
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_quantize\b", _quantize),
     (r"^__cudnn\$fmha", _cudnn),

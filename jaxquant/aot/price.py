@@ -81,7 +81,8 @@ def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int =
     for kernel in program.kernels:
         size = kernel.bytes / bandwidth
         own = rate(kind(kernel.dtype)) * (1.0 if at_peak or chip.platform == "cuda" else KERNEL_SHARE)
-        took = kernel.times * max(kernel.flops / own, size)
+        clocked = kernel.cycles / chip.clock if is_clocked else 0.0
+        took = kernel.times * max(kernel.flops / own, size, clocked)
         seconds, bf16, memory = seconds + took, bf16 + took, memory + kernel.times * size
     moves = 0.0
     for move in program.moves:

@@ -18,7 +18,14 @@ from jaxquant.core.blocks import pad_blocks, spread
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import broadcastable, explicit_sharding, fit_sizes, is_whole, split_axes
+from jaxquant.core.sharding import (
+    broadcastable,
+    device_kind_of,
+    explicit_sharding,
+    fit_sizes,
+    is_whole,
+    split_axes,
+)
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.ops import block_scaled
 from jaxquant.ops.dimensions import Dimensions
@@ -31,6 +38,14 @@ DEQUANTIZED_MARK = "jaxquant dequantized"
 """The ``checkpoint_name`` of an operand that is multiplied dequantized: no matmul has the scales of its tiles."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dequantized:
+    """A quantized operand of which a kernel wrote the values that are multiplied, in bfloat16."""
+
+    values: Array
+
+
 def accumulator_dtype(asked: str | None, out_dtype: str) -> str:
     """Choose ``preferred_element_type`` where a recipe leaves it open: the result's, but never float16.
 
@@ -40,8 +55,8 @@ def accumulator_dtype(asked: str | None, out_dtype: str) -> str:
 
 
 def contract(
-    lhs: QTensor | Array,
-    rhs: QTensor | Array,
+    lhs: QTensor | Dequantized | Array,
+    rhs: QTensor | Dequantized | Array,
     dims: Dimensions,
     *,
     out_dtype: str,
@@ -81,7 +96,7 @@ def contract(
       ValueError: an implementation that is not known.
     """
     choose_implementation("dot_general", implementation)
-    is_low = isinstance(lhs, QTensor) and isinstance(rhs, QTensor)
+    is_low = all(isinstance(side, QTensor | Dequantized) for side in (lhs, rhs))
     if (dtype := dequantized_dtype(lhs, rhs, dims, out_dtype, shards)) is not None:
         scales = _outer_scales(lhs, rhs)
         outer = functools.reduce(jnp.multiply, scales) if scales else None
@@ -126,7 +141,11 @@ SMALL = 2**20
 
 
 def dequantized_dtype(
-    lhs: QTensor | Array, rhs: QTensor | Array, dims: Dimensions, out_dtype: str, shards: int = 1
+    lhs: QTensor | Dequantized | Array,
+    rhs: QTensor | Dequantized | Array,
+    dims: Dimensions,
+    out_dtype: str,
+    shards: int = 1,
 ) -> str | None:
     """Choose the dtype to which quantized operands of a contraction are dequantized; None multiplies qvalues.
 
@@ -140,6 +159,8 @@ def dequantized_dtype(
     Args:
       lhs, rhs, dims, out_dtype, shards: as ``contract`` takes them.
     """
+    if isinstance(lhs, Dequantized) or isinstance(rhs, Dequantized):
+        return "bfloat16"
     sides = ((lhs, dims.lhs_contract), (rhs, dims.rhs_contract))
     tensors = [(side, axes) for side, axes in sides if isinstance(side, QTensor)]
     arrays = [side for side in (lhs, rhs) if not isinstance(side, QTensor)]
@@ -166,19 +187,33 @@ def tiles_dtype(tensors: Sequence[Any], out_dtype: str) -> str:
     return "bfloat16" if is_exact or out_dtype == "bfloat16" else "float32"
 
 
+def multiplies_values(x: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str) -> bool:
+    """Check whether two operands will be dequantized to bfloat16, on the chip that computes x.
+
+    Args:
+      x: of the program.
+      lhs, rhs: of abstract arrays.
+      dims, out_dtype: as ``contract`` takes them.
+    """
+    has_instruction = block_scaled.CAPABILITY_10.search(device_kind_of(x))
+    return not has_instruction and dequantized_dtype(lhs, rhs, dims, out_dtype) == "bfloat16"
+
+
 def _outer_scales(*sides: Any) -> list[Array]:
     return [side.outer_scale for side in sides if isinstance(side, QTensor) and side.outer_scale is not None]
 
 
-def inner(side: QTensor | Array, dtype: str, keeps_outer: bool = False) -> Array:
+def inner(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
     """Return an operand of a float matmul; without ``keeps_outer`` its outer scale is left to multiply the product."""
+    if isinstance(side, Dequantized):
+        return checkpoint_name(side.values, DEQUANTIZED_MARK)
     if not isinstance(side, QTensor):
         return side
     values = dequantize(side if keeps_outer else dataclasses.replace(side, outer_scale=None), dtype)
     return checkpoint_name(values, DEQUANTIZED_MARK)
 
 
-def _unscaled(x: Array) -> QTensor:
+def _unscaled(x: Any) -> QTensor:
     return QTensor(x, jnp.ones((1,) * x.ndim, jnp.float32))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -12,11 +12,13 @@ from jaxtyping import Float, Key
 
 from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
-from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
+from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import Part, digest
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, is_whole, named, platform_of, varying_axes
 from jaxquant.ops.arguments import QuantState, check_float, check_state, initial_state
-from jaxquant.ops.contract import contract
+from jaxquant.ops.block_cast import Use, abstract_tensor, cast_uses
+from jaxquant.ops.contract import contract, multiplies_values
 from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align
@@ -138,7 +140,24 @@ class _Dot(Operation):
         return dims.lhs_contract, dims.lhs_batch
 
     def prepare(self, side, x, groups, state, key) -> Prepared:
-        return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation)
+        has_values = self._multiplies_values("fwd", x, self.out_dtype)
+        return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation, has_values)
+
+    def _multiplies_values(self, name: Matmul, x: Array, out_dtype: str) -> bool:
+        """Check whether operands of a matmul are multiplied as bfloat16 values; x is the output gradient, if of one."""
+        sides: tuple[Side, Side] = ("rhs", "lhs") if name == "drhs" else ("lhs", "rhs")
+        found = (self.recipe.resolve(name, side) for side in sides)
+        specs = [spec for spec in found if spec is not None and spec.codec is None and spec.tiling == "nested"]
+        if len(specs) < 2:
+            return False
+        dims, first = (self.dims, self.lhs.shape) if name == "fwd" else (self._gradient_dims(name)[0], x.shape)
+        second = self.lhs.shape if name == "drhs" else self.rhs.shape
+        left = abstract_tensor(specs[0], first, dims.lhs_contract, dims.lhs_batch)
+        right = abstract_tensor(specs[1], second, dims.rhs_contract, dims.rhs_batch)
+        return multiplies_values(x, left, right, dims, out_dtype)
+
+    def _gradient_dims(self, name: Matmul) -> tuple[Dimensions, tuple[int, ...]]:
+        return self.dims.for_dlhs() if name == "dlhs" else self.dims.for_drhs()
 
     def product(self, lhs: QTensor | Array, rhs: QTensor | Array, groups: None) -> Array:
         return contract(
@@ -167,14 +186,10 @@ class _Dot(Operation):
     def gradient(
         self, name, grad: Array, shared: QTensor | None, residual: QTensor | Array, groups, key, part
     ) -> Array:
-        dims, order = self.dims.for_dlhs() if name == "dlhs" else self.dims.for_drhs()
+        dims, order = self._gradient_dims(name)
         place = (self.lhs if name == "dlhs" else self.rhs).place.sharding_before(order)
-        recipe, out_dtype = self.recipe, grad.dtype.name
+        recipe, (out_dtype, keeps_dtype) = self.recipe, self._gradient_dtype(name, grad.dtype.name)
         matmul: MatmulSpec = getattr(recipe, name)
-        keeps_dtype = name == "drhs" and self.rhs.dtype != out_dtype
-        keeps_dtype = keeps_dtype and (recipe.is_lean or matmul.accumulator == "float32")
-        if keeps_dtype and self.rhs.dtype == "float32":
-            out_dtype = "float32"
         left, residual = self._gradient_operands(name, grad, shared, residual, dims, out_dtype, key, part)
         swaps = keeps_dtype and place is None and not dims.lhs_batch
         narrow = (
@@ -196,6 +211,32 @@ class _Dot(Operation):
         )
         n = len(dims.rhs_free)
         return (out.transpose((*range(n, out.ndim), *range(n))) if swaps else out).transpose(order)
+
+    def _gradient_dtype(self, name: Gradient, dtype: str) -> tuple[str, bool]:
+        """Return the dtype of a gradient's product, and whether it is to be laid out as the kernel is."""
+        asks = self.recipe.is_lean or getattr(self.recipe, name).accumulator == "float32"
+        keeps_dtype = name == "drhs" and self.rhs.dtype != dtype and asks
+        return "float32" if keeps_dtype and self.rhs.dtype == "float32" else dtype, keeps_dtype
+
+    def cast_gradients(self, grad: Array, beside: Any) -> tuple[Any, Any]:
+        uses = []
+        for name in get_args(Gradient):
+            matmul: MatmulSpec = getattr(self.recipe, name)
+            spec, kept = (matmul.lhs, matmul.rhs) if name == "dlhs" else (matmul.rhs, matmul.lhs)
+            residual = self.recipe.resolve(name, "rhs" if name == "dlhs" else "lhs")
+            folds = kept == FORWARD and residual is not None and residual.granularity != "per_block"  # see ``align``
+            is_own = matmul.rotation is not None or matmul.is_late or matmul.shards > 1 or matmul.arithmetic is not None
+            if not isinstance(spec, TensorSpec) or folds or is_own:
+                return None, None
+            dims = self._gradient_dims(name)[0]
+            has_values = self._multiplies_values(name, grad, self._gradient_dtype(name, grad.dtype.name)[0])
+            uses.append(Use(spec, dims.lhs_contract, dims.lhs_batch, has_values, not has_values))
+        more = {"implementation": self.implementation, "floor": SMALLEST_GRADIENT_SCALE, "beside": beside}
+        made = cast_uses(grad, uses, recipe=self.recipe, **more)
+        if made is None:
+            return None, None
+        first, second = (values or tensor for values, tensor in made)
+        return first, second
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: None) -> Array:
         dims, order = self.dims.for_dlhs()

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from typing import Literal
 
 Implementation = Literal["xla", "pallas"]
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"dot_general": ("xla", "pallas"), "quantize": ("xla", "pallas")}
+PIECES = ("dot_general", "quantize", "block_quantize")
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = dict.fromkeys(PIECES, ("xla", "pallas"))
 """Implementations of each piece, the one that runs everywhere first."""
 
 BLOCKS = "matmul of blocks"
 """A piece that the chip decides: ``cudnn``'s block-scaled matmul, or ``xla``'s of dequantized operands."""
 
 
-_REFUSED = "pallas was asked for; "
+_REFUSED, _UNPICKED = "pallas was asked for; ", "XLA's program: "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Choice:
 
 
 PICKED = "XLA's program: no kernel is faster than it by a measurement on a chip"
-"""Why none but XLA is picked."""
+"""Why XLA is picked where nothing else is known."""
 
 _made: dict[tuple[str, Choice], None] = {}
 
@@ -51,7 +52,8 @@ def choose_implementation(piece: str, implementation: str | None = None) -> Choi
     """Choose what computes a piece of an op.
 
     Args:
-      piece: "dot_general" (the low-precision matmul) or "quantize" (the cast of an operand).
+      piece: "dot_general" (the low-precision matmul), "quantize" (the cast of an operand) or "block_quantize" (that of
+        tiles and blocks, for several matmuls).
       implementation: the one that was asked for; None picks.
 
     Raises:
@@ -67,16 +69,21 @@ def choose_implementation(piece: str, implementation: str | None = None) -> Choi
     return Choice(implementation, "asked for")
 
 
-def settle(piece: str, implementation: str | None, refusal: Callable[[], str | None]) -> Choice:
+def settle(
+    piece: str, implementation: str | None, refusal: Callable[[], str | None], pays: str | None = None
+) -> Choice:
     """Choose what computes a piece of one call, and note it for ``choices_made``.
 
     Args:
       piece, implementation: as ``choose_implementation`` takes them.
       refusal: says why the kernel does not compute this call, None where it does; asked where the kernel is wanted.
+      pays: why the kernel is picked where nothing is asked for; None where it is not.
     """
     choice = choose_implementation(piece, implementation)
+    if implementation is None and pays is not None:
+        choice = Choice("pallas", pays)
     if choice.name == "pallas" and (why := refusal()) is not None:
-        choice = Choice("xla", f"{_REFUSED}{why}")
+        choice = Choice("xla", f"{_UNPICKED if implementation is None else _REFUSED}{why}")
     return note(piece, choice)
 
 

@@ -21,6 +21,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.sharding import whole_axis
+from jaxquant.ops.block_cast import cast_forward
 from jaxquant.ops.gradients import RESIDUAL_NAME
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
 
@@ -57,6 +58,7 @@ def make_prepared(
     state: delayed.TensorState | None,
     key: Array | None,
     implementation: str | None,
+    has_values: bool = False,
     reads_clips: bool = True,
 ) -> Prepared:
     """Quantize an operand for the forward pass and for the backward pass.
@@ -70,9 +72,12 @@ def make_prepared(
       state: of its delayed scaling, None without.
       key: the caller's random key.
       implementation: what computes the casts.
+      has_values: whether the forward product reads bfloat16 values, which a kernel may write.
       reads_clips: whether qvalues that are kept may tell what was cut off, where they can.
     """
     spec = recipe.resolve("fwd", side)
+    if (made := cast_forward(x, recipe, side, axes, batch, has_values, implementation)) is not None:
+        return Prepared(made[0], Kept(named(made[1]), None, None))
     forward, seen = x, None
     more = {"batch": batch, "state": state, "implementation": implementation}
     if spec is not None:
@@ -88,7 +93,7 @@ def make_prepared(
     return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
 
 
-prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7))
+prepare = jax.jit(make_prepared, static_argnums=(1, 2, 3, 4, 7, 8))
 """``make_prepared`` as a function that a program holds once for all operands of one shape."""
 
 

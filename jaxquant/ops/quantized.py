@@ -184,6 +184,15 @@ class Operation(abc.ABC):
         """Return bits of this use to draw noise from; None takes those of the output gradient."""
         return None
 
+    def cast_gradients(self, grad: Array, beside: Any) -> tuple[Any, Any]:
+        """Quantize the output gradient for each gradient out of one read; None where each reads it for itself.
+
+        Args:
+          grad: the output gradient.
+          beside: arrays of the same program.
+        """
+        return None, None
+
     def part(self, grad: Array) -> Part | None:
         """Return where this device's part of the output gradient lies in the whole, None where nobody says."""
         return None
@@ -291,6 +300,8 @@ def _backward(op: Operation, residuals, grad: Array):
         of = op.computing("dlhs" if spec == operands[0] else "drhs")
         shared, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), *own)
     first, second = (shared if operand == spec else None for operand in operands)
+    if shared is None:
+        first, second = op.cast_gradients(grad, (left.tensor, right.tensor))
     with jax.named_scope("dlhs"):
         dlhs = op.computing("dlhs").gradient("dlhs", grad, first, right.tensor, groups, keys[0], part)
     with jax.named_scope("drhs"):

@@ -88,6 +88,42 @@ def step(form, implementation, x, w, state):
     return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
 
 
+def blocks(form, dtype, recipe, implementation, x, w, g):
+    """Return output and gradients of a matmul in blocks, in one of the forms in which programs use it."""
+
+    def use(x, w):
+        return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe, implementation=implementation)
+
+    def loss(x, w):
+        if form == "vmap":
+            out = jax.vmap(use, (0, None))(jnp.stack([x, -2 * x]), w)[1]
+        elif form == "shard_map":
+            mesh = Mesh(np.array(jax.devices()[:1]), ("batch",))
+            specs = (PartitionSpec("batch"), PartitionSpec())
+            out = jax.shard_map(use, mesh=mesh, in_specs=specs, out_specs=specs[0])(x, w)
+        else:
+            out = use(x.reshape(2, -1, x.shape[-1]) if form == "batches" else x, w)
+        return jnp.sum((out.reshape(g.shape) * g).astype(jnp.float32)), out
+
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(x.astype(dtype), w.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        ("fp8_block", "batches", "float32"),
+        ("fp8_block", "vmap", "bfloat16"),
+        ("fp8_block", "shard_map", "bfloat16"),
+        ("mxfp8", "", "float32"),
+    ],
+)
+def test_a_matmul_in_blocks_has_the_bits_of_xlas(name, form, dtype):
+    x, w, g = (jax.random.normal(jax.random.key(n), (256, 256)) for n in range(3))
+    run = {each: jax.jit(functools.partial(blocks, form, dtype, recipe(name), each)) for each in ("pallas", "xla")}
+    assert str(jax.make_jaxpr(run["pallas"])(x, w, g)).count("name=jaxquant_block_quantize") >= 3
+    equal(*(each(x, w, g) for each in run.values()))
+
+
 @pytest.mark.parametrize("form", ["vmap", "scan", "remat", "shard_map"])
 def test_a_use_in_any_form_has_the_bits_of_xlas(form):
     generator = np.random.default_rng(0)

@@ -1,0 +1,85 @@
+"""``block_quantize`` of tensors of any rank, on the platform that a program is compiled for."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxquant.core.blocks import BlocksError, is_even, reshape_blocks
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.kernels.block_quantize import reference
+from jaxquant.kernels.block_quantize.reference import Blocks, Cast
+from jaxquant.kernels.block_quantize.tuning import TILE
+from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
+
+_SHAPES = ((1, TILE), (TILE, 1), (TILE, TILE), (1, 32), (32, 1))
+
+
+def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
+    """Return why the kernel does not quantize a tensor, in words; None where it does.
+
+    Args:
+      x, casts: as ``block_quantize`` takes them.
+    """
+    if x.dtype.name not in ("float32", "bfloat16", "float16"):
+        return f"the block cast reads float32, bfloat16 and float16, not {x.dtype.name}"
+    if why := next(filter(None, (_spec_refusal(cast.spec) for cast in casts)), None):
+        return why
+    if _matrix(x.shape, casts) is None:
+        shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
+        return f"the block cast takes whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
+    return cut_refusal(x) or platform_refusal("block_quantize", x)
+
+
+def _spec_refusal(spec: TensorSpec) -> str | None:
+    if spec.dtype not in ("float8_e4m3fn", "float8_e5m2"):
+        return f"the block cast writes float8_e4m3fn and float8_e5m2, not {spec.dtype}"
+    if spec.rounding != "nearest" or spec.reciprocal:
+        return "the block cast divides by the scale and rounds to nearest"
+    if spec.scale_dtype == "float8_e4m3fn" or spec.scale_rounding == "nearest":
+        return "the block cast has scales in float32, and powers of two that are rounded up"
+    return "the block cast takes the amax of a block as it is" if spec.clips or spec.scaling != "dynamic" else None
+
+
+def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[Blocks, ...]:
+    """Quantize a tensor that ``refusal`` does not refuse, once for each shape of blocks.
+
+    Args:
+      x: the tensor.
+      casts: of it.
+    """
+    found = _matrix(x.shape, casts)
+    assert found is not None
+    shape, flat = found
+    matrix, tpu = x.reshape(shape), module("block_quantize", "tpu")
+    where: dict[str, Any] = {"tpu": functools.partial(tpu.block_quantize, casts=flat)}
+    if interpretable(matrix):
+        where["cpu"] = functools.partial(tpu.block_quantize, casts=flat, interpret=True)
+    default = functools.partial(reference.block_quantize, casts=flat)
+    with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # results lie where x does
+        out = jax.lax.platform_dependent(matrix, **where, default=default)
+
+    def back(made: Blocks) -> Blocks:
+        tensor = None if made.tensor is None else made.tensor.reshape(x.shape)
+        return Blocks(tensor, None if made.values is None else made.values.reshape(x.shape))
+
+    return tuple(back(made) for made in out)
+
+
+def _matrix(shape: tuple[int, ...], casts: tuple[Cast, ...]) -> tuple[tuple[int, int], tuple[Cast, ...]] | None:
+    """Return the matrix of whole tiles as which a tensor is cast, and its casts; None where there is none."""
+    if not all(is_even(shape, cast.block) for cast in casts):
+        return None
+    for axis in range(1, len(shape)):
+        matrix = math.prod(shape[:axis]), math.prod(shape[axis:])
+        try:
+            found = tuple(cast._replace(block=reshape_blocks(shape, matrix, cast.block)) for cast in casts)
+        except BlocksError:
+            continue
+        if all(size and size % TILE == 0 for size in matrix) and all(cast.block in _SHAPES for cast in found):
+            return matrix, found
+    return None

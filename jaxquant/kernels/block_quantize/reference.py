@@ -1,0 +1,59 @@
+"""The meaning of ``block_quantize``: the cast of core/quantize.py, once for each shape of blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, BFloat16, Float
+
+from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.quantize import compute_scale, quantize_with_scale
+from jaxquant.core.recipe import TensorSpec
+from jaxquant.kernels import KERNEL_PREFIX
+
+NAME = f"{KERNEL_PREFIX}block_quantize"
+"""Name of the kernels in traced and in compiled programs."""
+
+
+class Cast(NamedTuple):
+    """One quantization of a matrix.
+
+    Attributes:
+      spec: element, scales and rounding.
+      block: how many neighbours share a scale along each axis: rows and columns of a matrix.
+      floor: scales below it become 1.
+      has_elements: whether the elements and their scales are returned.
+      has_values: whether they are returned dequantized, in bfloat16.
+    """
+
+    spec: TensorSpec
+    block: tuple[int, ...]
+    floor: float
+    has_elements: bool = True
+    has_values: bool = False
+
+
+class Blocks(NamedTuple):
+    """What a cast returns: elements with their scales, and their values; None for what it was not asked for."""
+
+    tensor: QTensor | None
+    values: BFloat16[Array, "M N"] | None
+
+
+def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...]) -> tuple[Blocks, ...]:
+    """Compute ``scale = amax / bound`` of each block, rounded as the spec says, and ``q = cast(x / scale)``.
+
+    Values are ``q · scale``, computed in float32 and rounded once to bfloat16.
+
+    Args:
+      x: float32, bfloat16 or float16; whole blocks.
+      casts: each for itself, out of one read of x.
+    """
+    return tuple(_cast(x, cast) for cast in casts)
+
+
+def _cast(x: Array, cast: Cast) -> Blocks:
+    scale = compute_scale(x, cast.spec, cast.block, cast.floor).scale
+    tensor = quantize_with_scale(x, cast.spec, scale)
+    values = dequantize(tensor, "bfloat16") if cast.has_values else None
+    return Blocks(tensor if cast.has_elements else None, values)

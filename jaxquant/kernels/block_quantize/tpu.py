@@ -1,0 +1,166 @@
+"""``block_quantize`` on TPUs: one read of x writes elements, scales and values of every shape of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from jaxquant.core.dtypes import Element, element
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.rounding import saturating_cast
+from jaxquant.core.scales import scale_of_amax
+from jaxquant.kernels.block_quantize.reference import NAME, Blocks, Cast
+from jaxquant.kernels.block_quantize.tuning import TILE, blocks_for
+from jaxquant.kernels.varying import vary_alike
+
+_MANTISSA_BITS = 23
+_EXPONENT = 0xFF << _MANTISSA_BITS
+_SIGN = -(2**31)
+_ROWS = 8
+"""Rows of a TPU's vectors. A matrix in their order is what XLA fuses a cast of its own into."""
+
+
+def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
+    """Compute what ``reference.block_quantize`` does, of matrices of whole tiles.
+
+    Args:
+      x, casts: as the reference takes them.
+      interpret: whether to run without a TPU.
+    """
+    M, N = x.shape
+    block_m, block_n = blocks_for((M, N))
+    (x,), result = vary_alike(x)
+    whole = pl.BlockSpec((block_m, block_n), lambda i, j: (i, j))
+    specs, shapes = [], []
+    for cast in casts:
+        if cast.has_elements:
+            size = cast.block[1] if cast.block[0] == 1 else cast.block[0]
+            (sizes, blocks), is_turned = ((M, block_m), (N, block_n)), cast.block[0] == 1
+            (along, block_along), (scaled, block_scaled) = (sizes, blocks) if is_turned else (blocks, sizes)
+            index = (lambda i, j: (j, 0, i)) if is_turned else (lambda i, j: (i, 0, j))
+            specs += [whole, pl.BlockSpec((block_scaled // TILE, TILE // size, block_along), index)]
+            shapes += [result((M, N), cast.spec.dtype), result((scaled // TILE, TILE // size, along), jnp.float32)]
+        if cast.has_values:
+            specs.append(whole)
+            shapes.append(result((M, N), jnp.bfloat16))
+    out = pl.pallas_call(
+        functools.partial(_kernel, casts=casts, interpret=interpret),
+        grid=(M // block_m, N // block_n),
+        in_specs=[pl.BlockSpec((block_m // _ROWS, block_n // TILE, _ROWS, TILE), lambda i, j: (i, j, 0, 0))],
+        out_specs=specs,
+        out_shape=shapes,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+        name=NAME,
+    )(x.reshape(M // _ROWS, _ROWS, N // TILE, TILE).swapaxes(1, 2))
+    return tuple(_blocks(cast, M, N, iter_out) for iter_out in [iter(out)] for cast in casts)
+
+
+def _blocks(cast: Cast, M: int, N: int, out: Any) -> Blocks:
+    """Take the results of a cast, and bring its scales into the shape and dtype of a ``QTensor``'s."""
+    tensor = None
+    if cast.has_elements:
+        q, scale = next(out), next(out)
+        scale = scale.reshape(-1, scale.shape[-1])
+        scale = scale.T if cast.block[0] == 1 else scale[:, :: cast.block[1]]
+        if cast.spec.scale_dtype == "float8_e8m0fnu":
+            exponent = jax.lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS & 0xFF
+            scale = jax.lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+        tensor = QTensor(q, scale)
+    return Blocks(tensor, next(out) if cast.has_values else None)
+
+
+def _kernel(x_ref: Any, *out_refs: Any, casts: tuple[Cast, ...], interpret: bool) -> None:
+    groups = TILE // _ROWS
+
+    def rows(k: Any, _: Any) -> None:
+        for j in range(x_ref.shape[1]):
+            x = x_ref[pl.ds(pl.multiple_of(k * groups, groups), groups), j].reshape(TILE, TILE).astype(jnp.float32)
+            magnitude = jnp.where(x == x, jnp.abs(x), jnp.inf) if interpret else jnp.abs(x)
+            refs = iter(out_refs)
+            for cast in casts:
+                _write(x, magnitude, cast, refs, (k, j))
+
+    jax.lax.fori_loop(0, x_ref.shape[0] // groups, rows, None)
+
+
+def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: tuple[Any, int]) -> None:
+    """Cast a tile and write what is asked for.
+
+    Args:
+      x, magnitude: the tile, and what its scales follow.
+      cast: which.
+      refs: of the results, those of this cast first.
+      place: which tile of the program's block it is.
+    """
+    (k, j), kind = place, element(cast.spec.dtype)
+    part, columns = pl.ds(pl.multiple_of(k * TILE, TILE), TILE), slice(j * TILE, (j + 1) * TILE)
+    is_turned, is_power = cast.block[0] == 1, cast.spec.scale_rounding == "up"
+    scale = _scale(_largest(magnitude, cast.block), cast)
+    divisor = _spread(_inverse(scale, cast) if is_power else scale, is_turned)
+    scaled = x * divisor if is_power else x / divisor
+    near = None
+    if cast.has_elements:
+        q = saturating_cast(scaled, kind)
+        near = q.astype(jnp.float32)
+        next(refs)[part, columns] = q
+        at = (j, slice(None), part) if is_turned else (k, slice(None), columns)
+        next(refs)[at] = scale
+    if cast.has_values:
+        near = _rounded(scaled, kind) if near is None else near
+        factor = _spread(scale, is_turned) if is_power else divisor
+        next(refs)[part, columns] = (near * factor).astype(jnp.bfloat16)
+
+
+def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
+    """Return the largest magnitude of each block, those of rows along the lanes; one for all columns is repeated."""
+    if block[0] == 1:
+        magnitude = magnitude.T
+    rows, columns = (block[1], 1) if block[0] == 1 else block
+    largest = jnp.max(magnitude.reshape(-1, rows, TILE), axis=1)
+    return jnp.broadcast_to(jnp.max(largest, axis=1, keepdims=True), largest.shape) if columns > 1 else largest
+
+
+def _spread(scale: Array, is_turned: bool) -> Array:
+    """Give every element of a tile the scale of its block."""
+    whole = jnp.broadcast_to(scale[:, None], (len(scale), TILE // len(scale), TILE)).reshape(TILE, TILE)
+    return whole.T if is_turned else whole
+
+
+def _scale(amax: Array, cast: Cast) -> Array:
+    """Return scales in float32, NaN where they stand for e8m0's."""
+    spec = cast.spec
+    scale, _ = scale_of_amax(
+        amax, element(spec.dtype).bound, dataclasses.replace(spec, scale_dtype="float32"), cast.floor
+    )
+    return jnp.where(scale == jnp.inf, jnp.nan, scale) if spec.scale_dtype == "float8_e8m0fnu" else scale
+
+
+def _inverse(scale: Array, cast: Cast) -> Array:
+    """Return the reciprocal of a power of two, exactly."""
+    bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+    inverse = jax.lax.bitcast_convert_type((254 << _MANTISSA_BITS) - bits, jnp.float32)
+    return (
+        jnp.where(bits == _EXPONENT, 0.0, inverse)
+        if cast.spec.scale_dtype == "float32"
+        else jnp.where(scale == scale, inverse, scale)
+    )
+
+
+def _rounded(x: Array, kind: Element) -> Array:
+    """Round as ``saturating_cast`` does and stay in float32: the sum with a number whose last bit is the element's."""
+    x = jnp.clip(x, -kind.max, kind.max)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    smallest = kind.min_exponent + 127 << _MANTISSA_BITS
+    power = jnp.maximum(bits & _EXPONENT, smallest)
+    large = jax.lax.bitcast_convert_type(power, jnp.float32) * (1.5 * 2.0 ** (_MANTISSA_BITS - kind.mantissa_bits))
+    near = jax.lax.bitcast_convert_type(x + large - large, jnp.int32)
+    return jax.lax.bitcast_convert_type(near | (bits & _SIGN), jnp.float32)  # -0 is not 0
