@@ -12,7 +12,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"dot_general": ("xla", "pallas"),
 """Implementations of each piece, the one that runs everywhere first."""
 
 BLOCKS = "matmul of blocks"
-"""A piece that the chip decides: ``cudnn``'s block-scaled matmul, or ``xla``'s of dequantized operands."""
+"""The product of two operands in blocks: ``cudnn``'s where the chip has one, ``pallas`` where it is asked for and has a
+kernel, which sums exact products in float32 as cuDNN does; else ``xla``'s of dequantized (rounded) operands."""
 
 
 _REFUSED = "pallas was asked for; "
@@ -81,12 +82,20 @@ def settle(piece: str, implementation: str | None, refusal: Callable[[], str | N
     return choice
 
 
-def settle_blocks(refusal: str | None) -> Choice:
+def settle_blocks(own: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
     """Choose what multiplies two operands in blocks, and note it for ``choices_made``.
 
     Args:
-      refusal: why the chip's own matmul of blocks does not, None where it does.
+      own: why the chip's own matmul of blocks does not, None where it does.
+      implementation: the one that was asked for; None picks the chip's own or else XLA's.
+      kernel: says why the kernel does not, None where it does; asked where it is wanted.
     """
-    choice = Choice("cudnn", "the chip multiplies these blocks") if refusal is None else Choice("xla", refusal)
+    if own is None:
+        choice = Choice("cudnn", "the chip multiplies these blocks")
+    elif implementation != "pallas":
+        choice = Choice("xla", own)
+    else:
+        why = kernel()
+        choice = Choice("pallas", "asked for") if why is None else Choice("xla", f"{_REFUSED}{why}")
     _made[BLOCKS, choice] = None
     return choice
