@@ -18,6 +18,11 @@ def dot_bound(lhs: np.ndarray, rhs: np.ndarray, eps: float = FLOAT32_EPS) -> np.
     return (depth + 3) * eps * (np.abs(lhs) @ np.abs(rhs)) + np.finfo(np.float32).tiny
 
 
+def block_bound(depth: int, magnitudes: np.ndarray) -> np.ndarray:
+    """Bound how far two sums of scaled blocks are apart, each as ``dot_bound`` has it; ``magnitudes``: of |x||y|."""
+    return 2 * (depth + 3) * FLOAT32_EPS * magnitudes
+
+
 # Relative RMSE of quantize-dequantize on N(0, 1), measured on 1e6 samples elsewhere (recipes, section 5). With
 # scales of small blocks no single largest sample moves the error; sampling error and the third printed digit (0.0005 of
 # 0.0257 at most) are left.

@@ -15,8 +15,10 @@ from jaxquant.aot.hlo import Array, Instruction
 MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$lt$groupedMatmul")
 """Library calls that are one matrix product; ``program.read_program`` reads what they contract."""
 
-BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot")
-"""Matrix products of blocks with scales of their own, as asked for and as made; they contract the last axes."""
+BLOCK_MATMUL = "jaxquant_block_matmul"
+BLOCK_CALLS = ("__op$block_scaled_dot", "__cudnn$blockScaledDot", BLOCK_MATMUL)
+"""Matrix products of blocks with scales of their own, as asked for and as made, and our kernel; they contract the last
+axes."""
 
 _MOVES = (r"__cub\$.*", "TopK", "PadToStatic", "SliceToDynamic", r"__gpu\$.*")
 _NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMD.*", "AssumeGatherIndicesInBound", "annotate.*")
@@ -43,6 +45,18 @@ class Kernel:
     path: str
     times: int
     cycles: int = 0
+
+
+def product(target: str, path: str) -> str:
+    """Return the name of the matrix product that a custom call is, empty for another call.
+
+    Args:
+      target: of the call.
+      path: where it comes from.
+    """
+    if target.startswith("mosaic_gpu") and re.search(rf"\b{BLOCK_MATMUL}\b", path):
+        return BLOCK_MATMUL
+    return target if target in MATMUL_CALLS + BLOCK_CALLS else ""
 
 
 def is_nothing(target: str) -> bool:
@@ -119,8 +133,15 @@ def _block_quantize(instruction: Instruction, operands: list[Array], path: str) 
     return "jaxquant block_quantize", operands[0].dtype, 0, round(size * sum(cycles))
 
 
+def _grouped(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int]:
+    """Our own matmul of groups: every row of lhs, or every part of its depth, meets one group's columns."""
+    flops = 2 * math.prod(operands[0].shape) * instruction.arrays[0].shape[-1]
+    return "jaxquant block_matmul, grouped", operands[0].dtype, flops
+
+
 _REGISTRY = (
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_block_quantize\b", _block_quantize),
+    (rf"^mosaic_gpu.*\b{BLOCK_MATMUL}_grouped", _grouped),
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_fp8_einsum\b", _einsum),
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_quantize\b", _quantize),
     (r"^__cudnn\$fmha", _cudnn),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from jaxquant.aot import kernels
 from jaxquant.aot.hlo import CALLED, Array, Computation, Instruction, Module, bits, parse
-from jaxquant.aot.kernels import BLOCK_CALLS, MATMUL_CALLS, Kernel
+from jaxquant.aot.kernels import BLOCK_CALLS, Kernel
 from jaxquant.aot.links import members
 
 BIG = 1e6
@@ -257,7 +257,7 @@ def _join(prefix: str | None, name: str) -> str:
 
 def _matmuls(module: Module, computation: Computation, instruction: Instruction, path: str, times: int) -> list[Matmul]:
     """List the matmuls that an instruction is or holds."""
-    if instruction.opcode in ("dot", "convolution", "ragged-dot") or instruction.target in MATMUL_CALLS + BLOCK_CALLS:
+    if instruction.opcode in ("dot", "convolution", "ragged-dot") or kernels.product(instruction.target, path):
         return [_matmul(computation, instruction, path, times)]
     inside = _inside(module, instruction, path)
     return [matmul for inner, each, name in inside for matmul in _matmuls(module, inner, each, name, times)]
@@ -274,15 +274,13 @@ def _inside(module: Module, instruction: Instruction, path: str) -> Iterator[tup
 def _matmul(computation: Computation, instruction: Instruction, path: str, times: int) -> Matmul:
     lhs, rhs = (computation[name].arrays[0] for name in instruction.operands[:2])
     out = instruction.arrays[0]
-    contracted = _contracted(instruction, lhs, rhs)
-    kind = instruction.target or instruction.opcode
+    kind = kernels.product(instruction.target, path) or instruction.opcode
+    contracted = lhs.shape[-1] if kind in BLOCK_CALLS else _contracted(instruction, lhs, rhs)
     return Matmul(lhs, rhs, out, kind, path, times, 2 * math.prod(out.shape) * contracted)
 
 
 def _contracted(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     """Size of what is summed over."""
-    if instruction.target in BLOCK_CALLS:
-        return lhs.shape[-1]
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', instruction.rest)
     if found:
         return math.prod(lhs.shape[int(axis.strip(' "'))] for axis in found[1].split(",") if axis.strip())

@@ -12,6 +12,8 @@ VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 """Of jax."""
 NEW = VERSION >= (0, 11)
 """Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
+_HOPPER = 132
+"""Multiprocessors of an H100 and an H200."""
 
 
 def swizzled(rows: int, columns: int, itemsize: int) -> dict[str, Any]:
@@ -57,6 +59,12 @@ def interpreter(interpret: bool) -> Any:
     if not interpret:
         return None
     return _API.InterpretGPUParams()
+
+
+def multiprocessors() -> int:
+    """Return how many programs run at once, one a multiprocessor: Hopper's where the device here is no GPU."""
+    device = jax.devices()[0]
+    return getattr(device, "core_count", _HOPPER) if device.platform == "gpu" else _HOPPER
 
 
 def refuse_device(capability: str | None, least: int, most: int, interpret: bool) -> str | None:

@@ -1,11 +1,13 @@
-"""block_scaled: the product of two operands in blocks, by a GPU's own instruction for them.
+"""block_scaled: the product of two operands in blocks, by a GPU's own instruction for them or by our kernel.
 
 XLA makes cuDNN's block-scaled matmul of the custom call below (``jax.nn.scaled_matmul``'s) on GPUs of compute
 capability 10. Elsewhere it dequantizes the operands in more passes than ``contract`` does, so it is taken there alone.
+Blocks of 128 have a kernel for Hopper (``kernels/block_matmul``). Both are lowerings of one primitive.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -20,12 +22,15 @@ from jaxquant.core.blocks import spread
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.sharding import device_kind_of
-from jaxquant.kernels.platforms import cut_refusal
+from jaxquant.kernels.block_matmul import api as kernel
+from jaxquant.kernels.block_matmul import reference
+from jaxquant.kernels.platforms import cut_refusal, module
 from jaxquant.kernels.varying import vary_alike
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import settle_blocks
 
 Array = jax.Array
+Axes = tuple[int, ...]
 CAPABILITY_10 = re.compile(r"\bG?B[123]00\b")
 """Kinds of devices that are GPUs of compute capability 10, as they name themselves."""
 
@@ -53,23 +58,32 @@ def refusal(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> str | None:
     return cut_refusal(lhs.qvalue, rhs.qvalue)
 
 
-def is_native(lhs: QTensor, rhs: QTensor, dims: Dimensions) -> bool:
-    """Check whether the instruction computes a contraction, and note the choice; see ``refusal``."""
-    return settle_blocks(refusal(lhs, rhs, dims)).name == "cudnn"
+def choose(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> str:
+    """Choose what computes a contraction (``cudnn``, ``pallas`` or ``xla``), and note it; see ``settle_blocks``."""
+    refused = functools.partial(kernel.refusal, lhs, rhs, *_axes(dims), out_dtype=out_dtype)
+    return settle_blocks(refusal(lhs, rhs, dims), implementation, refused).name
 
 
-def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str) -> Array:
+def _axes(dims: Dimensions) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    return (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
+
+
+def multiply(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, by: str = "cudnn") -> Array:
     """Multiply qvalues and the scales of their blocks; the outer scales are the caller's.
 
     Args:
-      lhs, rhs, dims: what ``refusal`` does not refuse.
+      lhs, rhs, dims: operands and what is contracted.
       out_dtype: dtype of the result.
+      by: what ``choose`` returned, but ``xla``.
     """
-    size = SIZES[lhs.qvalue.dtype.name, lhs.scale.dtype.name]
-    x, x_scale = _rows(lhs, dims.lhs_batch, dims.lhs_free, dims.lhs_contract, size)
-    w, w_scale = _rows(rhs, dims.rhs_batch, dims.rhs_free, dims.rhs_contract, size)
-    operands = vary_alike(x, w, x_scale, w_scale)[0]
-    out = _scaled_dot.bind(*operands, dimension_numbers=_NUMBERS, out_dtype=out_dtype)
+    if by == "pallas":
+        operands = kernel.operands(lhs, rhs, *_axes(dims))
+    else:
+        size = SIZES[lhs.qvalue.dtype.name, lhs.scale.dtype.name]
+        x, x_scale = _rows(lhs, dims.lhs_batch, dims.lhs_free, dims.lhs_contract, size)
+        w, w_scale = _rows(rhs, dims.rhs_batch, dims.rhs_free, dims.rhs_contract, size)
+        operands = [x, w, x_scale, w_scale]
+    out = _scaled_dot.bind(*vary_alike(*operands)[0], dimension_numbers=_NUMBERS, out_dtype=out_dtype)
     batch, free = [lhs.shape[axis] for axis in dims.lhs_batch], [lhs.shape[axis] for axis in dims.lhs_free]
     return out.reshape(*batch, *free, *(rhs.shape[axis] for axis in dims.rhs_free))
 
@@ -95,6 +109,8 @@ _NUMBERS = (((2,), (2,)), ((0,), (0,)))
 
 
 def _emulated(x: Array, w: Array, x_scale: Array, w_scale: Array, *, dimension_numbers: Any, out_dtype: str) -> Array:
+    if x_scale.dtype == jnp.float32:
+        return reference.matmul(x, w, x_scale, w_scale, out_dtype=out_dtype)
     left, right = (dequantize(QTensor(*side), "bfloat16") for side in ((x, x_scale), (w, w_scale)))  # exact
     return float_dot(left, right, dimension_numbers, preferred_element_type=out_dtype)
 
@@ -110,6 +126,9 @@ def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
 
 
 def _lower(context: Any, *operands: Any, out_dtype: str, **_: Any) -> Any:
+    if context.avals_in[2].dtype == jnp.float32:
+        matmul = module("block_matmul", "gpu").matmul
+        return mlir.lower_fun(matmul, multiple_results=False)(context, *operands, out_dtype=out_dtype)
     kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[out_dtype]
     dims = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": kind}
     config = json.dumps({"scaled_dot_backend_config": dims})

@@ -103,8 +103,13 @@ def contract(
         # A float matmul adds in float32 and rounds once, whichever it returns.
         asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
         returned = accumulator_dtype(asked, out_dtype if outer is None else "float32")
-        if isinstance(lhs, QTensor) and isinstance(rhs, QTensor) and block_scaled.is_native(lhs, rhs, dims):
-            out = block_scaled.multiply(lhs, rhs, dims, returned)
+        by = "xla"
+        if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
+            by = block_scaled.choose(lhs, rhs, dims, returned, implementation)
+        if by != "xla":
+            assert isinstance(lhs, QTensor)
+            assert isinstance(rhs, QTensor)
+            out = block_scaled.multiply(lhs, rhs, dims, returned, by)
         else:
             left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
             more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}

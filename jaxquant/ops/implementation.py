@@ -13,7 +13,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = dict.fromkeys(PIECES, ("xla", "pal
 """Implementations of each piece, the one that runs everywhere first."""
 
 BLOCKS = "matmul of blocks"
-"""A piece that the chip decides: ``cudnn``'s block-scaled matmul, or ``xla``'s of dequantized operands."""
+"""The product of two operands in blocks: ``cudnn``'s where the chip has one, ``pallas`` where it is asked for and has a
+kernel, which sums exact products in float32 as cuDNN does; else ``xla``'s of dequantized (rounded) operands."""
 
 
 _REFUSED, _UNPICKED = "pallas was asked for; ", "XLA's program: "
@@ -93,12 +94,17 @@ def note(piece: str, choice: Choice) -> Choice:
     return choice
 
 
-def settle_blocks(refusal: str | None) -> Choice:
+def settle_blocks(own: str | None, implementation: str | None, kernel: Callable[[], str | None]) -> Choice:
     """Choose what multiplies two operands in blocks, and note it for ``choices_made``.
 
     Args:
-      refusal: why the chip's own matmul of blocks does not, None where it does.
+      own: why the chip's own matmul of blocks does not, None where it does.
+      implementation: the one that was asked for; None picks the chip's own or else XLA's.
+      kernel: says why the kernel does not, None where it does; asked where it is wanted.
     """
-    return note(
-        BLOCKS, Choice("cudnn", "the chip multiplies these blocks") if refusal is None else Choice("xla", refusal)
-    )
+    if own is None:
+        return note(BLOCKS, Choice("cudnn", "the chip multiplies these blocks"))
+    if implementation != "pallas":
+        return note(BLOCKS, Choice("xla", own))
+    why = kernel()
+    return note(BLOCKS, Choice("pallas", "asked for") if why is None else Choice("xla", f"{_REFUSED}{why}"))

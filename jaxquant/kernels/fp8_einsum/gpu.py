@@ -29,7 +29,6 @@ TILES_N = (128, 64)
 """Columns of one warpgroup: the first that divides."""
 EPILOGUE = 64
 """Rows and columns of what is stored at once."""
-_SMS = 132
 _REGISTERS = plgpu.Layout.WGMMA
 
 
@@ -101,7 +100,7 @@ def matmul(
         functools.partial(_kernel, tile_n=tile_n, total=sum_dtype(lhs.dtype.name), accumulator=accumulator),
         out_type=result((B, M, N), out_dtype),
         scratch_types=[plgpu.SMEM((WARPGROUPS, 2, EPILOGUE, EPILOGUE), jnp.dtype(out_dtype), **out_tile)],
-        grid=(min(_programs(), B * (M // TILE_M) * (N // tile_n // WARPGROUPS)),),
+        grid=(min(mosaic_gpu.multiprocessors(), B * (M // TILE_M) * (N // tile_n // WARPGROUPS)),),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
@@ -109,12 +108,6 @@ def matmul(
         interpret=mosaic_gpu.interpreter(interpret),
         kernel_name=NAME,
     )(lhs, rhs, *scales)
-
-
-def _programs() -> int:
-    """Return how many programs run at once: one a multiprocessor."""
-    device = jax.devices()[0]
-    return getattr(device, "core_count", _SMS) if device.platform == "gpu" else _SMS
 
 
 def _kernel(lhs_ref: Any, rhs_ref: Any, *refs: Any, tile_n: int, total: str, accumulator: str) -> None:

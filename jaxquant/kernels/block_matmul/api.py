@@ -1,0 +1,105 @@
+"""``operands``: two quantized tensors in blocks as ``matmul`` takes them, and why it does not take others."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxquant.core.blocks import BlocksError
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.scales import decode_scale
+from jaxquant.core.sharding import device_kind_of
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_matmul import reference
+from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
+from jaxquant.kernels.platforms import cut_refusal, module
+
+Array = jax.Array
+Axes = Sequence[int]
+HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+"""Kinds of devices that are Hopper GPUs, as they name themselves."""
+
+
+def refusal(
+    lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes], *, out_dtype: str
+) -> str | None:
+    """Return why the kernel does not compute a contraction, in words; None where it does.
+
+    Args:
+      lhs, rhs: operands; their outer scales are the caller's.
+      contract, batch: their axes, as in ``lax.dot_general``.
+      out_dtype: dtype of the result.
+    """
+    kind = device_kind_of(lhs.qvalue, rhs.qvalue)
+    if not HOPPER.search(kind):
+        return f"the block_matmul kernel is for Hopper GPUs, and the device is {kind}"
+    kinds = [side.qvalue.dtype.name for side in (lhs, rhs)]
+    if lhs.codec or rhs.codec or any(not each.startswith("float8_e") or "fnuz" in each for each in kinds):
+        return f"the block_matmul kernel multiplies float8, not {' and '.join(kinds)}"
+    if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
+        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
+    if out_dtype not in ("float32", "bfloat16"):
+        return f"the block_matmul kernel writes float32 and bfloat16, not {out_dtype}"
+    if not lhs.qvalue.size or not rhs.qvalue.size:
+        return "the block_matmul kernel takes no empty operand"
+    for side, *axes in zip((lhs, rhs), contract, batch, strict=True):
+        if side.zero_point is not None:
+            return "the block_matmul kernel has no zero points"
+        try:
+            tensor = _matrices(side, *axes)
+        except BlocksError as error:
+            return f"the block_matmul kernel takes matrices, and {error}"
+        wanted = [(1,), (1, BLOCK, tensor.shape[1]), (BLOCK,)]
+        if tensor.shape[1] > BLOCK:
+            wanted[1] = (1, BLOCK)
+        if any(size not in sizes for size, sizes in zip(tensor.blocks, wanted, strict=True)):
+            return f"the block_matmul kernel has scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of {tensor.blocks[1:]}"
+    return cut_refusal(lhs.qvalue, rhs.qvalue)
+
+
+def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes]) -> list[Array]:
+    """Return what ``reference.matmul`` takes of two tensors that ``refusal`` does not refuse.
+
+    A depth that is no multiple of 128 is filled with zeros.
+
+    Args:
+      lhs, rhs, contract, batch: as ``refusal`` takes them.
+    """
+    sides = [_matrices(side, *axes) for side, *axes in zip((lhs, rhs), contract, batch, strict=True)]
+    values = [jnp.pad(side.qvalue, ((0, 0), (0, 0), (0, -side.shape[2] % BLOCK))) for side in sides]
+    left, right = (decode_scale(side.scale) for side in sides)
+    return [*values, per_row(left, sides[0].shape[1]), right]
+
+
+def grouped(
+    lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, groups: Array, *, out_dtype: str, is_drhs: bool = False
+) -> Array:
+    """Multiply rows that come in groups of 128, by the kernel on Hopper GPUs and by the reference elsewhere.
+
+    Args:
+      lhs, rhs, lhs_scale, rhs_scale, groups, out_dtype: as ``reference.grouped`` takes them, or
+        ``reference.grouped_drhs``, whose ``starts`` are the groups.
+      is_drhs: whether the depth is cut into groups.
+    """
+    name = "grouped_drhs" if is_drhs else "grouped"
+
+    def on(place: Any) -> Any:
+        return lambda *args: getattr(place, name)(*args, out_dtype=out_dtype)
+
+    args = lhs, rhs, lhs_scale, rhs_scale, groups
+    if not HOPPER.search(device_kind_of(lhs, rhs)) or (lhs.dtype != rhs.dtype and not mosaic_gpu.NEW):
+        return on(reference)(*args)
+    return jax.lax.platform_dependent(*args, cuda=on(module("block_matmul", "gpu")), default=on(reference))
+
+
+def _matrices(side: QTensor, contract: Axes, batch: Axes) -> QTensor:
+    """Return a tensor as (batch, free, contracted)."""
+    free = [axis for axis in range(side.ndim) if axis not in contract and axis not in batch]
+    order = (*batch, *free, *contract)
+    sizes = tuple(math.prod(side.shape[axis] for axis in axes) for axes in (batch, free, contract))
+    return side.transpose(order).reshape(sizes)

@@ -1,0 +1,328 @@
+"""``matmul`` and its grouped forms on Hopper: wgmma on tiles that TMA brings, scaled and added in registers.
+
+A program has one warpgroup that loads and up to three that multiply. It goes over the tiles of the result as long as
+there are any. The tensor cores add the 128 products of a block, in fewer bits than float32; then the sum is multiplied
+by both scales and added in float32. A last tile that is not whole begins earlier, and writes what another one writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_matmul.reference import BLOCK, NAME
+from jaxquant.kernels.block_matmul.tuning import (
+    COLUMNS,
+    MEMORY_REGISTERS,
+    PART,
+    ROWS,
+    STEPS,
+    SWIZZLED,
+    Tile,
+    grouped_tile,
+    tile_for,
+)
+from jaxquant.kernels.varying import vary_alike
+
+Mode = Literal["dense", "grouped", "grouped_drhs"]
+_REGISTERS = plgpu.Layout.WGMMA
+
+
+def matmul(
+    lhs: Shaped[Array, "B M K"],
+    rhs: Shaped[Array, "B N K"],
+    lhs_scale: Float[Array, "B M T"],
+    rhs_scale: Float[Array, "B columns T"],
+    *,
+    out_dtype: str,
+    interpret: bool = False,
+    tile: Tile | None = None,
+) -> Float[Array, "B M N"]:
+    """Compute what ``reference.matmul`` does.
+
+    Args:
+      lhs, rhs, lhs_scale, rhs_scale, out_dtype: as the reference takes them.
+      interpret: whether to run without a GPU.
+      tile: of the result; None chooses (``tuning``).
+    """
+    M, N = lhs.shape[1], rhs.shape[1]
+    tile = tile or tile_for(M)
+    rows = max(tile.rows, M + -M % SWIZZLED)
+    out = _call(
+        "dense",
+        _longer(lhs, rows),
+        _longer(rhs, N + -N % COLUMNS),
+        _longer(lhs_scale, rows).swapaxes(1, 2),
+        _right(rhs_scale, N),
+        jnp.array([lhs.shape[2] // BLOCK], jnp.int32),
+        tile=tile,
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+    return out[:, :M, :N]
+
+
+def grouped(
+    lhs: Shaped[Array, "M K"],
+    rhs: Shaped[Array, "G N K"],
+    lhs_scale: Float[Array, "M T"],
+    rhs_scale: Float[Array, "G columns T"],
+    groups: Int[Array, " tiles"],
+    *,
+    out_dtype: str,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    """Compute what ``reference.grouped`` does.
+
+    Args:
+      lhs, rhs, lhs_scale, rhs_scale, groups, out_dtype: as the reference takes them.
+      interpret: whether to run without a GPU.
+    """
+    N = rhs.shape[1]
+    out = _call(
+        "grouped",
+        lhs[None],
+        _longer(rhs, N + -N % COLUMNS),
+        lhs_scale.T[None],
+        _right(rhs_scale, N),
+        groups,
+        tile=grouped_tile(N),
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+    return out[0, :, :N]
+
+
+def grouped_drhs(
+    lhs: Shaped[Array, "M K"],
+    rhs: Shaped[Array, "N K"],
+    lhs_scale: Float[Array, "M T"],
+    rhs_scale: Float[Array, "N T"],
+    starts: Int[Array, " G+1"],
+    *,
+    out_dtype: str,
+    interpret: bool = False,
+) -> Float[Array, "G M N"]:
+    """Compute what ``reference.grouped_drhs`` does.
+
+    Args:
+      lhs, rhs, lhs_scale, rhs_scale, starts, out_dtype: as the reference takes them.
+      interpret: whether to run without a GPU.
+    """
+    M, N = lhs.shape[0], rhs.shape[0]
+    tile = tile_for(M)
+    rows = max(tile.rows, M + -M % SWIZZLED)
+    out = _call(
+        "grouped_drhs",
+        _longer(lhs[None], rows),
+        _longer(rhs[None], N + -N % COLUMNS),
+        _longer(lhs_scale[None], rows).swapaxes(1, 2),
+        _right(rhs_scale[None], N),
+        starts,
+        tile=tile,
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+    return out[:, :M, :N]
+
+
+def _longer(x: Array, size: int) -> Array:
+    """Fill the second axis with zeros."""
+    return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0))) if size > x.shape[1] else x
+
+
+def _right(scale: Array, columns: int) -> Array:
+    """Lay the scales of rhs out as the kernel reads them: [B, columns / 128, T] of blocks, [B, T, columns] else."""
+    if scale.shape[1] == columns and columns > 1:
+        return _longer(scale, columns + -columns % COLUMNS).swapaxes(1, 2)
+    return scale
+
+
+class _Plan(NamedTuple):
+    """How the kernel goes over a product.
+
+    Attributes:
+      mode: which one.
+      tile: how the result is cut.
+      parts: matrices that the result has.
+      M, N, K: rows, columns and depth of one; of all groups where the depth is cut into groups.
+      per_column: whether rhs has a scale for each column, not for each block of them.
+      multicast: whether the programs of a cluster load for one another; the interpreter cannot.
+    """
+
+    mode: Mode
+    tile: Tile
+    parts: int
+    M: int
+    N: int
+    K: int
+    per_column: bool
+    multicast: bool
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of a matrix along both axes, those of a cluster once: it has rows in common if they are a group's."""
+        counts = [math.ceil(self.M / self.tile.rows), self.N // COLUMNS]
+        axis = 1 if self.mode == "grouped" else 0
+        counts[axis] = math.ceil(counts[axis] / self.tile.cluster)
+        return counts[0], counts[1]
+
+
+def _call(
+    mode: Mode,
+    lhs: Array,
+    rhs: Array,
+    left: Array,
+    right: Array,
+    ids: Array,
+    *,
+    tile: Tile,
+    out_dtype: str,
+    interpret: bool,
+) -> Array:
+    """Run the kernel over operands whose sizes fit its tiles; ``ids``: of dense ones the depth, else ``grouped``'s."""
+    (B, M, K), N = lhs.shape, rhs.shape[1]
+    operands = lhs, rhs, left.astype(jnp.float32), right.astype(jnp.float32), ids
+    operands, result = vary_alike(*operands)
+    parts = ids.shape[0] - 1 if mode == "grouped_drhs" else B
+    per_column = right.shape[1:] == (K // BLOCK, N)
+    plan = _Plan(mode, tile, parts, M, N, K, per_column, multicast=tile.cluster > 1 and not interpret)
+    layout = mosaic_gpu.swizzled(ROWS, PART, jnp.dtype(out_dtype).itemsize)
+    cluster = {"cluster": (tile.cluster,), "cluster_names": ("cluster",)} if tile.cluster > 1 else {}
+    return plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=result((parts, M, N), out_dtype),
+        scratch_types=[plgpu.SMEM((tile.warpgroups, 2, ROWS, PART), jnp.dtype(out_dtype), **layout)],
+        grid=(min(mosaic_gpu.multiprocessors() // tile.cluster, parts * math.prod(plan.tiles)),),
+        grid_names=("program",),
+        num_threads=tile.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=mosaic_gpu.interpreter(interpret),
+        kernel_name=NAME if mode == "dense" else f"{NAME}_{mode}",
+        **cluster,
+    )(*operands)
+
+
+def _kernel(
+    lhs_ref: Any, rhs_ref: Any, left_ref: Any, right_ref: Any, ids_ref: Any, out_ref: Any, staged: Any, *, plan: _Plan
+) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+    ignore = lambda *_: None  # noqa: E731
+
+    def operands(source: Any, group: Any, row: Any, column: Any) -> list[Any]:
+        rows, columns = pl.ds(row, plan.tile.rows), pl.ds(column, COLUMNS)
+        found = [lhs_ref.at[source, rows, :], rhs_ref.at[group, columns, :], left_ref.at[source, :, rows]]
+        return [*found, right_ref.at[group, :, columns]] if plan.per_column else found
+
+    def scope(allocations: Any) -> None:
+        @plgpu.nd_loop((plan.parts * math.prod(plan.tiles),), collective_axes="program")
+        def _(loop: Any) -> None:
+            part, row, block = _place(plan, loop.index[0])
+            start, column = jnp.minimum(row * plan.tile.rows, plan.M - plan.tile.rows), block * COLUMNS
+            source, group, first, count = _depth(plan, ids_ref, part, row)
+
+            def add(index: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, *rest: Any) -> Any:
+                scale = None if plan.per_column else right_ref[group, block, first + index[0]]
+                return _add(warpgroup, lhs_tile, rhs_tile, left_tile, rest[0] if scale is None else scale, rest[-1])
+
+            def compute(run: Any) -> None:
+                zeros = plgpu.layout_cast(jnp.zeros((ROWS, PART), jnp.float32), _REGISTERS)
+                total = run((zeros,) * (COLUMNS // PART))
+                _write(total, staged.at[warpgroup], out_ref.at[part], start + warpgroup * ROWS, column)
+
+            found = operands(source, group, start, column)
+            _pipeline(plan, add, compute, first, count)(*found, allocations=allocations)
+
+    whole = _pipeline(plan, ignore, ignore, 0, plan.K // BLOCK)
+    pl.run_scoped(scope, whole.get_allocations(*operands(0, 0, 0, 0)), collective_axes="warpgroup")
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> Any:
+    """Bring the tiles of a part of the depth to a body, and their scales."""
+    sides = (plan.tile.rows, BLOCK), (COLUMNS, BLOCK)
+    shared = sides[0 if plan.mode == "grouped" else 1] if plan.multicast else None
+    specs = []
+    for side in sides:
+        more: dict[str, Any] = mosaic_gpu.swizzled(*side, 1)
+        if side is shared:
+            more["collective_axes"] = ("cluster",)
+        specs.append(plgpu.BlockSpec(side, lambda k: (0, first + k), **more))
+    scales = [plgpu.BlockSpec((1, rows), lambda k: (first + k, 0)) for rows, _ in sides[: 1 + plan.per_column]]
+    return plgpu.emit_pipeline_warp_specialized(
+        body,
+        grid=(count,),
+        memory_registers=MEMORY_REGISTERS,
+        in_specs=specs + scales,
+        max_concurrent_steps=min(STEPS, plan.K // BLOCK),
+        wg_axis="warpgroup",
+        num_compute_wgs=plan.tile.warpgroups,
+        compute_context=context,
+    )
+
+
+def _place(plan: _Plan, place: Any) -> tuple[Any, Any, Any]:
+    """Return the matrix, the tile of rows and the tile of columns of a place on the way over the result."""
+    size = jnp.int32(math.prod(plan.tiles))
+    part, place = (lax.div(place, size), lax.rem(place, size)) if plan.parts > 1 else (0, place)
+    row, block = plgpu.planar_snake(place, plan.tiles, 1, 8)
+    if plan.tile.cluster == 1:
+        return part, row, block
+    other = lax.axis_index("cluster")
+    if plan.mode == "grouped":
+        return part, row, jnp.minimum(block * plan.tile.cluster + other, plan.N // COLUMNS - 1)
+    return part, row * plan.tile.cluster + other, block
+
+
+def _depth(plan: _Plan, ids_ref: Any, part: Any, row: Any) -> tuple[Any, Any, Any, Any]:
+    """Return which matrix of lhs and which of rhs make a tile, the first block of their depth and how many there are.
+
+    No number of blocks is known to the compiler, which would unroll loops and need more registers than there are.
+    """
+    if plan.mode == "dense":
+        return part, part, 0, ids_ref[0]
+    if plan.mode == "grouped":
+        return 0, jnp.maximum(ids_ref[row], 0), 0, jnp.where(ids_ref[row] < 0, 0, plan.K // BLOCK)
+    return 0, 0, ids_ref[part], ids_ref[part + 1] - ids_ref[part]
+
+
+def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: Any, total: Any) -> Any:
+    """Add the product of a block to the sums; ``right`` is its one scale, or a tile with a scale for each column."""
+    rows = pl.ds(warpgroup * ROWS, ROWS)
+
+    def product(sums: Any) -> Array:
+        plgpu.wgmma(sums, lhs_tile.at[rows], mosaic_gpu.flipped(rhs_tile))
+        plgpu.wgmma_wait(0)
+        return sums[...]
+
+    left = mosaic_gpu.load(left_tile.at[0, rows], _REGISTERS.reduce(1), is_optimized=False)
+    left = left * right if right.ndim == 0 else left
+    found = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
+    sums = []
+    for n, each in enumerate(total):
+        scale = lax.broadcast_in_dim(left, each.shape, [0])
+        if right.ndim:
+            part = right.at[0, pl.ds(n * PART, PART)]
+            columns = mosaic_gpu.load(part, _REGISTERS.reduce(0), is_optimized=False)
+            scale = scale * lax.broadcast_in_dim(columns, each.shape, [1])
+        sums.append(each + found[:, n * PART : (n + 1) * PART] * scale)
+    return tuple(sums)
+
+
+def _write(parts: tuple[Array, ...], staged: Any, out_ref: Any, row: Any, column: Any) -> None:
+    """Store a tile part by part: one is written to shared memory while TMA takes the last one away."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for n, part in enumerate(parts):
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        staged.at[n % 2][...] = part.astype(out_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged.at[n % 2], out_ref.at[pl.ds(row, ROWS), pl.ds(column + n * PART, PART)])

@@ -1,0 +1,175 @@
+"""block_matmul: its meaning, the kernel against it in the interpreter, where it runs, and what compilers make of it."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+import jaxquant
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_matmul import api, cases, reference
+from jaxquant.kernels.block_matmul.reference import BLOCK
+from jaxquant.ops import block_scaled, dot_general
+from jaxquant.ops.dimensions import Dimensions
+from jaxquant.ops.implementation import choices_made
+from tests import numerics
+from tests.kernels.interpret_worker import arguments
+from tests.ops.test_block_scaled import primitives
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = (((1,), (0,)), ((), ()))
+
+
+def widened(x, scale):
+    """Multiply elements and the scales of their blocks."""
+    x, scale = (np.asarray(each, np.float64) for each in (x, scale))
+    if scale.shape[-2] != x.shape[-2]:
+        scale = np.repeat(scale, BLOCK, axis=-2)[..., : x.shape[-2], :]
+    return x * np.repeat(scale, BLOCK, axis=-1)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_the_reference_is_the_sum_of_the_products(case):
+    x, w, left, right, *groups = arguments(case, True)
+    a, b = widened(x, left), widened(w, right)
+    if case.form == "matmul":
+        expected = a @ b.swapaxes(1, 2)
+    elif case.form == "grouped":
+        tiles = zip(case.groups, a.reshape(-1, BLOCK, a.shape[1]), strict=True)
+        expected = np.concatenate([rows @ b[max(group, 0)].T * (group >= 0) for group, rows in tiles])
+    else:
+        ends = BLOCK * np.array(case.groups)
+        expected = np.stack([a[:, i:j] @ b[:, i:j].T for i, j in itertools.pairwise(ends)])
+    found = getattr(reference, case.form)(x, w, left, right, *groups, out_dtype="float32")
+    np.testing.assert_array_equal(np.asarray(found, np.float64), expected)
+
+
+@pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
+def test_the_kernel_is_its_reference():
+    command = [sys.executable, "-m", "tests.kernels.interpret_worker"]
+    # The interpreter's warpgroups wait for one another: each needs a thread of XLA's.
+    done = subprocess.run(command, env=os.environ | {"NPROC": "16"}, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"{case} is right" for case in cases.CASES], done.stderr[-2000:]
+
+
+def on(kind, shape, dtype="bfloat16", size=1):
+    """Return the shape of an array that lies on GPUs of a kind which is not here."""
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    mesh = AbstractMesh((size,), ("x",), abstract_device=device)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def gradients(x, w, name="fp8_block", implementation="pallas", numbers=NUMBERS):
+    def loss(x, w):
+        recipe = RECIPES[name].recipe
+        y = dot_general(x, w, numbers, recipe=recipe, key=jax.random.key(0), implementation=implementation)
+        return jnp.square(y.astype("float32")).sum()
+
+    return jax.grad(loss, argnums=(0, 1))(x, w)
+
+
+def matmuls(function, *shapes):
+    found = primitives(jax.jit(function).trace(*shapes).jaxpr.jaxpr, "dot_general", block_scaled.NAME)
+    return found["dot_general"], found[block_scaled.NAME]
+
+
+X, W = (300, 256), (256, 200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected", "why"),
+    [
+        ("NVIDIA H200", {}, (0, 3), "asked for"),
+        ("NVIDIA H100 80GB HBM3", {}, (0, 3), "asked for"),
+        ("NVIDIA H200", {"implementation": None}, (3, 0), "no chip multiplies these elements"),
+        (
+            "NVIDIA B200",
+            {},
+            (3, 0),
+            "pallas was asked for; the block_matmul kernel is for Hopper GPUs, and the device is",
+        ),
+        ("NVIDIA H200", {"name": "mxfp8"}, (3, 0), "has scales of 1×128 or 128×128, not of (1, 32)"),
+        ("NVIDIA H200", {"size": 8}, (3, 0), "an operand may be sharded automatically"),
+    ],
+)
+def test_it_runs_where_it_is_asked_for_and_can_run_and_else_the_reason_is_told(kind, options, expected, why):
+    jax.clear_caches()  # what was traced before notes no choice
+    size = options.get("size", 1)
+    step = functools.partial(gradients, **{name: value for name, value in options.items() if name != "size"})
+    assert matmuls(step, on(kind, X, size=size), on(kind, W, "float32", size=size)) == expected
+    reasons = [choice.reason for _, choice in choices_made()]
+    assert any(why in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "numbers", "which"),
+    [
+        ((2, 160, 300), (300, 4, 64), (((2,), (0,)), ((), ())), "fwd"),
+        ((2, 160, 2, 128), (2, 128, 96), (((2, 3), (0, 1)), ((), ())), "drhs"),
+        ((3, 40, 256), (3, 256, 130), (((2,), (1,)), ((0,), (0,))), "fwd"),
+    ],
+)
+def test_the_product_is_that_of_the_dequantized_blocks(x, w, numbers, which):
+    """A ragged depth and heads, several contracted axes, a batch; blocks of the weight, and tiles of both."""
+    dims = Dimensions.of(numbers, len(x), len(w))
+    recipe = RECIPES["fp8_block"].recipe
+    keys = jax.random.split(jax.random.key(0))
+    a, b = jax.random.normal(keys[0], x), jax.random.normal(keys[1], w)
+    spec = getattr(recipe, which)
+    left = quantize(a, spec.lhs, dims.lhs_contract, batch=dims.lhs_batch)
+    right = quantize(b, spec.rhs, dims.rhs_contract, batch=dims.rhs_batch)
+    found = np.asarray(block_scaled.multiply(left, right, dims, "float32", "pallas"), np.float64)
+    wide = [np.asarray(dequantize(side), np.float64) for side in (left, right)]
+    expected, size = (
+        np.asarray(jax.lax.dot_general(f(wide[0]), f(wide[1]), dims.numbers)) for f in (np.asarray, np.abs)
+    )
+    depth = np.prod([x[axis] for axis in dims.lhs_contract])
+    assert np.all(np.abs(found - expected) <= numerics.block_bound(int(depth), size))
+
+
+def mapped(x, w):
+    return jax.vmap(gradients, in_axes=(0, None))(x, w)
+
+
+def sharded(x, w):
+    specs = PartitionSpec("x"), PartitionSpec()
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)(x, w)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, *X), 1), (sharded, (8 * X[0], X[1]), 8)])
+def test_a_mapped_and_a_sharded_step_call_the_kernel(form, x, size):
+    shapes = on("NVIDIA H200", x, size=size), on("NVIDIA H200", W, "float32", size=size)
+    text = jax.jit(form).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert sum("custom_call @mosaic_gpu" in line for line in text.splitlines()) == 3
+
+
+@pytest.mark.aot
+def test_a_step_for_an_absent_h200_is_one_of_fp8_matmuls_and_grouped_kernels_are_counted():
+    grouped = [case for case in cases.CASES if case.groups and (mosaic_gpu.NEW or case.lhs_dtype == case.rhs_dtype)]
+
+    def step(x, w, *groups):
+        outs = []
+        for case, given in zip(grouped, groups, strict=True):
+            is_drhs = case.form == "grouped_drhs"
+            outs.append(api.grouped(*given, out_dtype=case.out_dtype, is_drhs=is_drhs))
+        return gradients(x, w), outs
+
+    shapes = [[jax.ShapeDtypeStruct(*each) for each in case.shapes] for case in grouped]
+    x, w = jax.ShapeDtypeStruct(X, jnp.bfloat16), jax.ShapeDtypeStruct(W, jnp.float32)
+    audit = jaxquant.audit(step, x, w, *shapes, target="h200")
+    assert "All 3 matmuls asked for in 8 bits are 8-bit ones." in str(audit)
+    assert "| matmuls | 3 f8e4m3fn in blocks |" in str(audit)
+    assert [row["kernel"] for row in audit.kernels] == ["jaxquant block_matmul, grouped"] * len(grouped)
