@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.table import Table
 
 from jaxquant import terminal
-from train.evaluation import contenders, evaluate
 from train.processes import check_devices
+from train.serving import contenders, evaluate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from jaxquant import state as quantization_state
 from jaxquant.core.typed import to_mapping
 from jaxquant.serving.arrays import save_args_of
 from jaxquant.serving.placement import first_line
-from train import origin, processes, quiet, sums
+from train import processes, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
@@ -37,10 +40,10 @@ def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any
       ValueError: listing every other field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``, or
         saying that this file is damaged.
     """
-    there = origin.read_config(run_dir)
-    different = origin.differing(to_mapping(there), to_mapping(config)) if there else {}
+    there = sums.read_config(run_dir)
+    different = sums.differing(there, config) if there else {}
     message = f"the configuration does not match the run in {run_dir}; choose another run_dir or undo"
-    origin.refuse(different, message, "in the run", "asked")
+    sums.refuse(different, message, "in the run", "asked")
     return {name: pair for name, pair in different.items() if name in ADJUSTABLE}
 
 
@@ -63,7 +66,7 @@ class Checkpoints:
         if processes.is_main() and self._folder.exists() and not self._folder.is_dir():
             say(f"{self._folder} is no folder, moved to {self._move_away(self._folder)}")
         processes.wait_for_all("checkpoints a folder")
-        self._undo: Callable[[], None] = lambda: None
+        _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
         self._manager = ocp.CheckpointManager(
@@ -78,14 +81,11 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
-        self._undo = quiet.silence_failed_saves()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             self.wait()
-            if kind is None or not issubclass(kind, (OSError, RuntimeError)):
-                self._undo()
         except SaveFailed:
             if kind is None:  # else what ended the run is the news
                 raise
@@ -111,7 +111,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
                     state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
-                    data=ocp.args.JsonSave({"value": data_state} | origin.record(self._config)),
+                    data=ocp.args.JsonSave({"value": data_state} | sums.record(self._config)),
                 ),
                 force=True,
             )
@@ -186,16 +186,15 @@ class Checkpoints:
 
     def _check_origin(self, step: int, say: Any) -> None:
         """Refuse a checkpoint of another configuration than the one asked, and tell what differs and may."""
-        made_with = to_mapping(origin.recorded(self._folder / str(step)))
-        there = origin.read_config(self._run_dir)
-        different = origin.differing(made_with, to_mapping(self._config))
-        in_file = origin.differing(made_with, to_mapping(there)) if there else {}
+        made_with, there = sums.recorded(self._folder / str(step)), sums.read_config(self._run_dir)
+        different = sums.differing(made_with, self._config)
+        in_file = sums.differing(made_with, there) if there else {}
         in_file = {name: pair for name, pair in in_file.items() if name not in RUN_CONTROL}
         message = (
             f"checkpoint {step} in {self._folder} is of another run; put the run's own back, choose another run_dir, "
             "or undo"
         )
-        origin.refuse(different, message, "in the checkpoint", "asked", origin.FREE - in_file.keys())
+        sums.refuse(different, message, "in the checkpoint", "asked", sums.FREE - in_file.keys())
         for name, (before, now) in different.items():
             if name in RUN_CONTROL:
                 say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
@@ -266,3 +265,30 @@ def reason_of(error: OSError) -> str:
 def _stored(state: TrainState) -> dict[str, Any]:
     """Return what is written of a state, of arrays or their shapes: the bins of quant state are zeros between steps."""
     return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}
+
+
+_RAISED_TOO = {
+    "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
+    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
+}
+"""By logger, what the records of a failed save hold that orbax and tensorstore write, and then raise."""
+
+
+@functools.cache
+def _silence_failed_saves() -> None:
+    """Keep the tracebacks of a failed save from standard error, where it is told in a sentence; all else is printed."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        words = _RAISED_TOO[record.name]
+        return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
+
+    def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
+        # A write of tensorstore's threads may end after the event loop that gave up on it.
+        late = (RuntimeError, "Event loop is closed")
+        is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
+        return lambda *given: None if is_late(error_of(*given)) else hook(*given)
+
+    for name in _RAISED_TOO:
+        logging.getLogger(name).addFilter(is_wanted)
+    sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
+    sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)

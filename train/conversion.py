@@ -28,9 +28,9 @@ from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
 from train.model import Decoder, DecoderConfig
-from train.origin import sums_of_files
 from train.parameters import Parameters, open_parameters
 from train.step import decoder_of
+from train.sums import sums_of_files
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8

@@ -32,12 +32,10 @@ from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
 from train.conversion import of_layers, save_served
 from train.data import make_iterators
+from train.exporting import FIELDS, from_hf, places
 from train.frameworks import make_model
-from train.llama import config_fields, from_hf, modules_by_path
 from train.model import Decoder
 from train.step import build, decoder_of
-
-_SQNR_OF_COPY = float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,19 +68,25 @@ def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
 
 
 def imported_config(
-    shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: Mapping[str, Any]
+    shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
 ) -> TrainConfig:
     """Return the configuration of a run with an imported model: its shape, its tokenizer and what is asked for.
 
     Raises:
       ValueError, TypeError: a field of the shape that is asked for otherwise, or values that do not fit.
     """
-    fields = config_fields(shape)
+    fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
     if fixed := sorted(set(fields) & set(changes)):
         raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
-    if tokenizer is not None:
-        fields["tokenizer_path"] = str(tokenizer)
-    return build_dataclass(TrainConfig, {**fields, **changes})
+    return build_dataclass(TrainConfig, fields | ({"tokenizer_path": str(tokenizer)} if tokenizer else {}) | changes)
+
+
+def _modules_by_path(config: TrainConfig, shape: LlamaShape) -> dict[str, list[str]]:
+    """Return the modules of a Llama that make up each parameter, layer by layer where layers are stacked."""
+    found: dict[str, list[str]] = {}
+    for module, place in places(config, shape).items():
+        found.setdefault(place.path, []).append(module)
+    return found
 
 
 def import_to_run(
@@ -112,7 +116,7 @@ def import_to_run(
     try:
         run_dir.mkdir(parents=True)
         tokenizer = None if "tokenizer_path" in changes else _tokenizer_of(checkpoint)
-        if tokenizer is not None:
+        if tokenizer:
             tokenizer = Path(shutil.copyfile(tokenizer, run_dir.absolute() / "tokenizer.json"))
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
@@ -150,14 +154,14 @@ def float_parameters(
       ValueError: a parameter that the model has nothing for.
     """
     wanted, leaves = leaves_by_path(shapes), {}
-    for path, modules in modules_by_path(config, source.shape).items():
+    for path, modules in _modules_by_path(config, source.shape).items():
         leaf = wanted[path]
         array = np.empty(leaf.shape, np.float32)
         for index, module in enumerate(modules):
             at = index if path.startswith("layers/") else ...
             value = source.read(f"{module}.weight")
             array[at] = from_hf(value, module, array[at].shape)
-            note(Row(f"{module}.weight", "float32", value.shape, value.nbytes, _SQNR_OF_COPY))
+            note(Row(f"{module}.weight", "float32", value.shape, value.nbytes, math.inf))
         leaves[path] = jax.device_put(array, leaf.sharding)
     if missing := sorted(wanted.keys() - leaves.keys()):
         raise ValueError(f"the checkpoint has nothing for the parameter {missing[0]}")
@@ -199,7 +203,7 @@ def import_to_serve(
     linen = make_model(dataclasses.replace(layers, framework="linen", checkpoint_is_quantized=False), decoder, tokens)
     shapes = jax.eval_shape(lambda: merge(*linen.init(jax.random.key(0))))
     sites = serving.find_kernels(Decoder(decoder), layers, shapes, tokens)
-    by_path, rows, tree = modules_by_path(config, source.shape), [], {}
+    by_path, rows, tree = _modules_by_path(config, source.shape), [], {}
     for path, leaf in leaves_by_path(shapes["params"]).items():
         layer = sites.get(path.removesuffix("/kernel")) if path.endswith("/kernel") else None
         is_stacked = path.startswith("layers/")
@@ -252,15 +256,14 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
 
 def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
     """Return what of a forward matmul a checkpoint's config says too; a delayed scale is a static one when served."""
-    found: list[Any] = []
-    for operand, is_input in ((forward.lhs, True), (forward.rhs, False)):
-        if isinstance(operand, TensorSpec):
-            scaling = is_input and operand.scaling != "dynamic"
-            plain = dataclasses.replace(operand, scaling="dynamic", reciprocal=False)
-            found.append((plain, scaling))
-        else:
-            found.append(None)
-    return tuple(found)
+
+    def plain(operand: Any, is_input: bool) -> Any:
+        if not isinstance(operand, TensorSpec):
+            return None
+        bare = dataclasses.replace(operand, scaling="dynamic", reciprocal=False)
+        return bare, is_input and operand.scaling != "dynamic"
+
+    return plain(forward.lhs, True), plain(forward.rhs, False)
 
 
 def _served(
@@ -270,14 +273,14 @@ def _served(
     if layer is None:
         array = from_hf(source.read(f"{module}.weight"), module, shape)
         kind = "float32" if array.ndim == 1 or dtype == "float32" else dtype
-        return array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32), kind, _SQNR_OF_COPY
+        return array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32), kind, math.inf
     spec = layer.recipe.resolve("fwd", "rhs")
     assert spec is not None
     kept = _kept(source, folder, module, spec, shape, layer.axes)
     if kept is not None:
-        return kept, f"{spec.codec or spec.dtype}, kept", _SQNR_OF_COPY
+        return kept, f"{spec.codec or spec.dtype}, kept", math.inf
     array = from_hf(source.read(f"{module}.weight"), module, shape)
-    return jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name, float("nan")
+    return jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name, math.nan
 
 
 def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:

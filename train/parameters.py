@@ -19,8 +19,7 @@ from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
 from jaxquant.serving.placement import first_line
 from train.config import TrainConfig
-from train.origin import config_of
-from train.sums import check_sums
+from train.sums import check_sums, config_of
 
 KINDS = ("params", "quant_state")
 """Parts of a training state that are read here."""

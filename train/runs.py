@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.quant_config import QuantConfig
-from train import origin, sums
+from train import sums
 
 WARM_STEPS = 2
 """First steps of a process that a median step time leaves out, because they compile."""
@@ -131,7 +131,7 @@ def load_run(folder: Path, name: str) -> Run:
         _read_lines(folder / "health.jsonl", "health", keep)
     fields = load_yaml(folder / "config.yml")
     steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
-    note = origin.contradiction(folder, max(steps), fields) if steps else ""
+    note = sums.contradiction(folder, max(steps), fields) if steps else ""
     return Run(name, fields, train, held_out, median, summary, coverage, tuple(health), note)
 
 
