@@ -11,8 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from jaxquant import terminal
-from train.report import comparison_rows, notes, render
-from train.runs import load_runs
+from train.report import comparison_rows, load_runs, notes, render
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

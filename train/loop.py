@@ -25,19 +25,11 @@ from train import processes, sums
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
 from train.config import TrainConfig
 from train.data import BadPosition, Data, make_iterators
-from train.diagnose import FiniteCheck, explain_non_finite
-from train.health import Health, HealthLog, build_health
+from train.health import FiniteCheck, Health, HealthLog, build_health, explain_non_finite
 from train.lock import Busy, RunLock
 from train.metrics import Metrics
 from train.sharding import BATCH
-from train.step import (
-    Batch,
-    Program,
-    TrainState,
-    build,
-    check_step,
-    saved_activation_bytes,
-)
+from train.step import Batch, Program, TrainState, build, check_step, saved_activation_bytes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "aqtp", "numpy")
 
@@ -78,9 +70,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -165,8 +156,10 @@ class _Run:
     health: Health | None
     check: FiniteCheck
     state: TrainState = dataclasses.field(init=False)
-    pending: _Pending | None = dataclasses.field(init=False, default=None)
-    agreed: bool = dataclasses.field(init=False, default=False)  # by all processes, to stop
+    metrics: Metrics = dataclasses.field(init=False)
+    stop: StopRequest = dataclasses.field(default_factory=StopRequest)
+    pending: _Pending | None = None
+    agreed: bool = False  # by all processes, to stop
 
     def start(self, changes: Changes, say: Callable[[str], None]) -> Changes:
         """Go on from the newest checkpoint, or begin, and write config.yml; return the fields that changed."""
@@ -196,13 +189,13 @@ class _Run:
     def train(self, changes: Changes) -> None:
         """Train to the last step, or until somebody asks to stop."""
         config, first = self.program.config, int(self.state.step)
-        with Metrics(self.run_dir, config, first) as metrics, StopRequest() as stop:
+        with Metrics(self.run_dir, config, first) as self.metrics, self.stop:
+            metrics = self.metrics
             metrics.changed(first, changes)
-            held_out = self._steps(metrics, stop, first)
+            held_out = self._steps(first)
             self.checkpoints.wait()
             if held_out is None:
-                by = self._reason(metrics, stop) or "a signal to another process"
-                step = int(self.state.step)
+                by, step = self._reason or "a signal to another process", int(self.state.step)
                 metrics.say(f"stopped by {by} after step {step}, saved; the same command goes on from there")
                 return
             _check_held_out(held_out, config.steps, self.checkpoints)
@@ -211,9 +204,9 @@ class _Run:
                 (self.run_dir / "summary.json").write_text(sums.signed(summary, 1) + "\n")
             metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {self.run_dir}")
 
-    def _steps(self, metrics: Metrics, stop: StopRequest, first: int) -> float | None:
+    def _steps(self, first: int) -> float | None:
         """Make the steps that are left; return the last held-out loss, or None where the run is to stop before."""
-        program, config = self.program, self.program.config
+        program, config, metrics = self.program, self.program.config, self.metrics
         healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
         stop_anywhere = processes.Flag(program.mesh)
         health_log = HealthLog(self.health, metrics) if self.health else None
@@ -227,8 +220,8 @@ class _Run:
             measured = processes.in_order(self.health.measure(self.state, batch)) if self.health and due else None
             self.state, values = processes.in_order(program.step(self.state, batch, healthy))
             healthy = values["healthy"]
-            asked = stop_anywhere.ask(self._reason(metrics, stop) is not None)
-            self._settle(metrics, health_log)
+            asked = stop_anywhere.ask(self._reason is not None)
+            self._settle(health_log)
             self.pending = _Pending(step, values, batch, before, asked, measured)
             if warms and (step == first + 1 or _due(step, config.eval_every)):
                 # From here on no cast waits for its own amax: one more compilation, which a CPU would not earn back,
@@ -238,44 +231,44 @@ class _Run:
             if config.implementation == "pallas" and (step == first + 2 or (last and step == first + 1)):
                 metrics.say(_implementations(config))
             # Several processes stop together, where the answer of an earlier step is known to all.
-            stops = self.agreed if jax.process_count() > 1 else self._reason(metrics, stop) is not None
+            stops = self.agreed if jax.process_count() > 1 else self._reason is not None
             saving = last or stops or _due(step, config.checkpoint_every)
+            evaluating = last or _due(step, config.eval_every)
+            if saving or evaluating:
+                self._settle(health_log)
             if saving:
-                self._settle(metrics, health_log)
                 found, seconds = self.check.timed(self.state)
                 if found is not None:
                     raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
                 metrics.finite_check(step, seconds)
-            if last or _due(step, config.eval_every):
-                self._settle(metrics, health_log)
+            if evaluating:
                 held_out = _held_out(program, self.data, self.state)
                 metrics.held_out(step, held_out)
-                metrics.pause()
             if last:
                 _check_held_out(held_out, step, self.checkpoints)
             if saving:
                 self.checkpoints.save(step, self.state, self.data.train.get_state())
+            if saving or evaluating:
                 metrics.pause()
             if stops and not last:
                 return None
         return held_out
 
-    @staticmethod
-    def _reason(metrics: Metrics, stop: StopRequest) -> str | None:
-        """Return why this process asks to stop."""
-        return stop.signal or ("a closed output" if metrics.is_unheard else None)
+    @property
+    def _reason(self) -> str | None:
+        """Why this process asks to stop."""
+        return self.stop.signal or ("a closed output" if self.metrics.is_unheard else None)
 
-    def _settle(self, metrics: Metrics, health_log: HealthLog | None) -> None:
+    def _settle(self, health_log: HealthLog | None) -> None:
         """Read the pending step's metrics, which waits for it."""
-        pending = self.pending
-        if pending is None:
+        if (pending := self.pending) is None:
             return
         if health_log and pending.health:
             health_log.write(pending.step, pending.health)
         values = {name: float(value) for name, value in pending.metrics.items()}
         if not values["healthy"]:
             self._diverged(pending, values)
-        metrics.step(pending.step, values)
+        self.metrics.step(pending.step, values)
         self.agreed = self.agreed or bool(pending.stop)
         self.pending = None
 

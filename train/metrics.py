@@ -7,14 +7,21 @@ import datetime
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxquant import terminal
 from train import processes, sums
 from train.config import TrainConfig
-from train.runs import warm_median
+
+WARM_STEPS = 2
+"""First steps of a process that a median step time leaves out, because they compile."""
+
+
+def warm_median(times: Sequence[float]) -> float | None:
+    """Return the median of what was measured of steps, without those that compile; None where there is none."""
+    return statistics.median(times[WARM_STEPS:] or times) if times else None
 
 
 def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) -> None:

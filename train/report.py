@@ -1,13 +1,15 @@
-"""The comparison of runs as one HTML page that needs nothing else: numbers, curves, bytes, dtypes and health."""
+"""The folders of runs set against each other, as one HTML page: numbers, curves, bytes, dtypes and health."""
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
@@ -15,9 +17,14 @@ from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from jaxquant.config.loader import load_yaml
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.quant_state import TENSORS
-from train.runs import Run, differing_fields, find_baseline
+from train import sums
+from train.metrics import warm_median
 
+SMOOTHING = 0.9
+"""Weight of the past in a smoothed training loss."""
 MATMULS = ("fwd", "dlhs", "drhs")
 BYTES = {
     "parameter_bytes": "Parameters, as trained, quant state apart",
@@ -34,15 +41,170 @@ HEALTH = {  # title, what is bad, colours from harmless to bad, whether these ar
 }
 
 
+_LOSSES = ("loss", "held_out_loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run wrote down.
+
+    Attributes:
+      name: folder name, or the path where two runs share one.
+      config: its ``config.yml``.
+      train, held_out: loss by step, in nats per token.
+      step_time_s: median of a step in seconds; None where no step was timed.
+      summary: its ``summary.json``; {} for a run that has not finished.
+      coverage: its ``coverage.json``; {} for a run that wrote none.
+      health: the lines of its ``health.jsonl``; none for a run that did not measure health.
+      note: what its newest checkpoint says otherwise than ``config.yml``; "" for nothing.
+    """
+
+    name: str
+    config: dict[str, Any]
+    train: dict[int, float]
+    held_out: dict[int, float]
+    step_time_s: float | None
+    summary: dict[str, Any]
+    coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    health: tuple[dict[str, Any], ...] = ()
+    note: str = ""
+
+    @property
+    def last_step(self) -> int:
+        return max(self.train)
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last held-out loss; None before the first."""
+        return self.held_out[max(self.held_out)] if self.held_out else None
+
+    def gap(self, baseline: Run | None) -> float | None:
+        """Relative excess of the last held-out loss over the baseline's at the same step; None where that has none."""
+        if baseline is None or not self.held_out:
+            return None
+        reference = baseline.held_out.get(max(self.held_out))
+        return None if reference is None else self.held_out[max(self.held_out)] / reference - 1
+
+    def time_ratio(self, baseline: Run | None) -> float | None:
+        """Step time over the baseline's."""
+        if baseline is None or not self.step_time_s or not baseline.step_time_s:
+            return None
+        return self.step_time_s / baseline.step_time_s
+
+    def smoothed(self) -> dict[int, float]:
+        """Training loss as an exponential mean without start-up bias; non-finite losses are passed over."""
+        total = weight = 0.0
+        means = {}
+        for step, loss in sorted(self.train.items()):
+            if math.isfinite(loss):
+                total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+                means[step] = total / weight
+        return means
+
+
+def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Read run folders, in order.
+
+    Raises:
+      ValueError: a folder given twice, without metrics, or with a file that is damaged.
+      FileNotFoundError: a folder that does not exist.
+    """
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise ValueError(f"run folders {', '.join(map(str, paths))} name one folder twice; name each once")
+    names = [path.resolve().name for path in paths]
+    unique = len(set(names)) == len(names)
+    return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
+
+
+def load_run(folder: Path, name: str) -> Run:
+    """Read one run folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"run folder {folder} does not exist; give a folder that `python -m train` wrote")
+    for file in ("metrics.jsonl", "config.yml"):
+        if not (folder / file).is_file():
+            raise ValueError(f"run folder {folder} has no {file}; give a folder that `python -m train` wrote")
+    rows = _read_lines(folder / "metrics.jsonl", "metrics", _numbers)
+    train, held_out = ({row["step"]: row[name] for row in rows if name in row} for name in _LOSSES)
+    if not train:
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run make at least one")
+    summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
+    median = summary.get("step_time_s") or warm_median([row["step_time_s"] for row in rows if "step_time_s" in row])
+    has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
+    health = folder / "health.jsonl"
+    health = _read_lines(health, "health", has_all) if health.is_file() else []
+    fields = load_yaml(folder / "config.yml")
+    steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
+    note = sums.contradiction(folder, max(steps), fields) if steps else ""
+    return Run(name, fields, train, held_out, median, summary, coverage, tuple(health), note)
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"step": int(row["step"])}
+    for name in _LOSSES:
+        if name in row:  # null is a number that was not finite
+            found[name] = math.nan if row[name] is None else float(row[name])
+    return found | ({} if row.get("step_time_s") is None else {"step_time_s": float(row["step_time_s"])})
+
+
+def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            if line.strip():
+                found.append(of(sums.read_signed(line)))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            shown = repr(line[:60].decode(errors="backslashreplace"))
+            raise ValueError(
+                f"{path}, line {number} is not a {kind} line: {shown}; resume the run, or delete that line"
+            ) from None
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        summary = sums.read_signed(path.read_bytes(), indent=1)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not what was written ({error}); start the run again, which writes it anew"
+        ) from None
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} holds {type(summary).__name__}, not a summary; start the run again")
+    return summary
+
+
+def find_baseline(runs: Iterable[Run]) -> Run | None:
+    """Find the unquantized run; None where there is none.
+
+    Raises:
+      ValueError: there are two.
+    """
+    plain = [run for run in runs if not run.config.get("quantization") and not run.config.get("rules")]
+    if len(plain) > 1:
+        raise ValueError(
+            f"runs {plain[0].name} and {plain[1].name} are both unquantized; give one to measure gaps from"
+        )
+    return plain[0] if plain else None
+
+
+def differing_fields(runs: Sequence[Run]) -> list[str]:
+    """Return the configuration fields, quantization and the run's folder apart, in which runs differ."""
+    expected = {field.name for field in dataclasses.fields(QuantConfig)} | {"run_dir"}
+    names = sorted({name for run in runs for name in run.config} - expected)
+    return [name for name in names if any(run.config.get(name) != runs[0].config.get(name) for run in runs)]
+
+
 def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Return the table of a comparison, ready to print, one row a run."""
     baseline = find_baseline(runs)
     return [
         {
             "run": run.name,
-            "quantization": run.quantization or ("by rules" if run.config.get("rules") else "none"),
-            "backend": run.backend or "–",
-            "steps": f"{run.last_step}" + ("" if run.is_finished else " (unfinished)"),
+            "quantization": run.config.get("quantization") or ("by rules" if run.config.get("rules") else "none"),
+            "backend": run.summary.get("backend") or "–",
+            "steps": f"{run.last_step}" + ("" if run.summary else " (unfinished)"),
             "held-out loss": _or_dash(run.final_loss, "{:.4f}"),
             "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2%}"),
             "step time": _or_dash(run.step_time_s and 1000 * run.step_time_s, "{:.0f} ms"),
@@ -63,7 +225,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
         found.append("No unquantized run was given, so there is no gap and no ratio.")
     if fields := differing_fields(runs):
         found.append(f"The runs differ in more than quantization: {', '.join(fields)}.")
-    if unfinished := [run.name for run in runs if not run.is_finished]:
+    if unfinished := [run.name for run in runs if not run.summary]:
         found.append(f"Not finished: {', '.join(unfinished)}; bytes are known at the end of a run.")
     return found
 
@@ -93,7 +255,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    summaries = [run.summary for run in runs if run.is_finished]
+    summaries = [run.summary for run in runs if run.summary]
     words = {f"{word}" for each in summaries for word in (each.get("devices"), each.get("data")) if word}
     versions = {f"jax {each['versions']['jax']}" for each in summaries if "versions" in each}
     return " · ".join([f"{len(runs)} runs", *sorted(versions), *sorted(words)])
