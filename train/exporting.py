@@ -25,8 +25,7 @@ from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from train.config import TrainConfig
-from train.conversion import CALIBRATION_BATCHES, calibrate_run, quantization_of, trained_kernels
-from train.parameters import open_parameters
+from train.conversion import CALIBRATION_BATCHES, calibrate_run, open_parameters, quantization_of, trained_kernels
 from train.step import decoder_of
 from train.sums import check_files
 

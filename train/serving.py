@@ -19,12 +19,11 @@ from jaxquant.core.trees import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of as cache_of
 from train.config import TrainConfig
-from train.conversion import converted_shapes, of_layers, quantization_of
+from train.conversion import converted_shapes, of_layers, open_parameters, quantization_of
 from train.data import make_iterators
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
-from train.parameters import open_parameters
 from train.step import decoder_of, token_losses
 from train.sums import check_files
 from train.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import track
@@ -32,11 +32,8 @@ _PART_CHARS = 16384
 _PARTS = 20
 
 
-class Document(NamedTuple):
-    """One text of a corpus, always encodable as UTF-8, and what the split is drawn on where the file decides."""
-
-    text: str
-    name: str | None = None
+Documents = Iterator[tuple[str, str | None]]
+"""Texts of a corpus, always encodable as UTF-8, each with the name that the split is drawn on, if not the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +48,9 @@ class Source:
 
     label: str
     files: list[Path]
-    read: Callable[[Path], Iterator[Document]]
+    read: Callable[[Path], Documents]
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Documents:
         """Pass over the documents; on a terminal a line counts the files.
 
         Raises:
@@ -111,34 +108,34 @@ def _stdlib() -> Source:
             f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text with a dataset_path"
         )
 
-    def read(file: Path) -> Iterator[Document]:
-        yield Document(_read_text(file), file.relative_to(root).as_posix())
+    def read(file: Path) -> Documents:
+        yield _read_text(file), file.relative_to(root).as_posix()
 
     return Source(f"stdlib at {root}", files, read)
 
 
-def _whole(file: Path) -> Iterator[Document]:
-    yield Document(_read_text(file))
+def _whole(file: Path) -> Documents:
+    yield _read_text(file), None
 
 
-def _parts(file: Path) -> Iterator[Document]:
+def _parts(file: Path) -> Documents:
     text = _read_text(file)
     size = min(_PART_CHARS, len(text) // _PARTS)
     start = end = 0
     for line in text.splitlines(keepends=True):
         end += len(line)
         if end - start >= size:
-            yield Document(text[start:end])
+            yield text[start:end], None
             start = end
     if start < end:
-        yield Document(text[start:end])
+        yield text[start:end], None
 
 
-def _json_lines(file: Path, field: str) -> Iterator[Document]:
+def _json_lines(file: Path, field: str) -> Documents:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield Document(_json_text(line, f"{file} line {number}", field))
+                yield _json_text(line, f"{file} line {number}", field), None
 
 
 def _json_text(line: bytes, place: str, field: str) -> str:
@@ -159,14 +156,14 @@ def _json_text(line: bytes, place: str, field: str) -> str:
     return _encodable(record[field], f"{place} key {field!r}")
 
 
-def _parquet_rows(field: str) -> Callable[[Path], Iterator[Document]]:
+def _parquet_rows(field: str) -> Callable[[Path], Documents]:
     try:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise ValueError("dataset 'parquet' needs pyarrow, which is not installed; pip install pyarrow") from None
 
-    def read(file: Path) -> Iterator[Document]:
+    def read(file: Path) -> Documents:
         row = 0
         try:
             with parquet.ParquetFile(file) as table:
@@ -177,7 +174,7 @@ def _parquet_rows(field: str) -> Callable[[Path], Iterator[Document]]:
                 for batch in table.iter_batches(batch_size=1024, columns=[field]):
                     for value in batch.column(0).to_pylist():
                         row += 1
-                        yield Document(_encodable(value, f"{file} row {row} column {field!r}"))
+                        yield _encodable(value, f"{file} row {row} column {field!r}"), None
         except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{file} is not a Parquet file, or damaged after row {row}: {reason}") from None

@@ -20,7 +20,7 @@ from jaxquant.config.loader import load_yaml
 from train import sums
 from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
-from train.parameters import open_parameters
+from train.conversion import open_parameters
 from train.step import TrainState
 from train.sums import config_of, contradiction
 

@@ -15,10 +15,9 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, open_gguf
 from tests.numerics import RECIPROCAL
-from train.conversion import convert_run
+from train.conversion import convert_run, open_parameters
 from train.exporting import export_run, open_source
 from train.importing import import_to_run, import_to_serve
-from train.parameters import open_parameters
 from train.serving import open_served
 
 FIELDS = {"sequence_length": 32, "batch_size": 2, "tensorboard": False, "dtype": "float32"}
