@@ -85,12 +85,6 @@ class Run:
         reference = baseline.held_out.get(max(self.held_out))
         return None if reference is None else self.held_out[max(self.held_out)] / reference - 1
 
-    def time_ratio(self, baseline: Run | None) -> float | None:
-        """Step time over the baseline's."""
-        if baseline is None or not self.step_time_s or not baseline.step_time_s:
-            return None
-        return self.step_time_s / baseline.step_time_s
-
     def smoothed(self) -> dict[int, float]:
         """Training loss as an exponential mean without start-up bias; non-finite losses are passed over."""
         total = weight = 0.0
@@ -199,6 +193,7 @@ def differing_fields(runs: Sequence[Run]) -> list[str]:
 def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Return the table of a comparison, ready to print, one row a run."""
     baseline = find_baseline(runs)
+    base_s = (baseline and baseline.step_time_s) or math.nan
     return [
         {
             "run": run.name,
@@ -208,14 +203,14 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
             "held-out loss": _or_dash(run.final_loss, "{:.4f}"),
             "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2%}"),
             "step time": _or_dash(run.step_time_s and 1000 * run.step_time_s, "{:.0f} ms"),
-            "ratio": _or_dash(run.time_ratio(baseline), "{:.2f}×"),
+            "ratio": _or_dash(run.step_time_s and run.step_time_s / base_s, "{:.2f}×"),
         }
         for run in runs
     ]
 
 
 def _or_dash(value: float | None, pattern: str) -> str:
-    return "–" if value is None else pattern.format(value)
+    return "–" if value is None or math.isnan(value) else pattern.format(value)
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
@@ -238,37 +233,27 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
       title: of the page.
     """
     rows = comparison_rows(runs)
-    sections = [
-        *(f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)),
-        _section("Summary", _table([list(rows[0]), *([*row.values()] for row in rows)])),
-        *(_section(about, _html(figure)) for about, figure in charts(runs).items()),
-        *(_section(about, _html(figure)) for run in runs for about, figure in health_maps(run).items()),
-        _section(
-            "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
-            "layers of a scan and recomputation",
-            _table(_coverage_rows([run for run in runs if run.coverage])),
-        ),
-    ]
-    page = string.Template(resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8"))
-    words = {"title": html.escape(title), "subtitle": html.escape(_subtitle(runs))}
-    return page.substitute(words, plotly=get_plotlyjs(), sections="".join(sections))
-
-
-def _subtitle(runs: Sequence[Run]) -> str:
+    sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
+    for run in runs:
+        sections |= health_maps(run)
+    sections[
+        "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
+        "layers of a scan and recomputation"
+    ] = _table(_coverage_rows([run for run in runs if run.coverage]))
+    body = [f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)]
+    for about, content in sections.items():
+        heading, _, more = map(html.escape, about.partition(": "))
+        if isinstance(content, go.Figure):
+            content.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
+            shown = {"displaylogo": False, "responsive": True}
+            content = content.to_html(full_html=False, include_plotlyjs=False, config=shown)
+        body.append(f"<section><h2>{heading}</h2><p>{more}</p>{content}</section>")
     summaries = [run.summary for run in runs if run.summary]
     words = {f"{word}" for each in summaries for word in (each.get("devices"), each.get("data")) if word}
     versions = {f"jax {each['versions']['jax']}" for each in summaries if "versions" in each}
-    return " · ".join([f"{len(runs)} runs", *sorted(versions), *sorted(words)])
-
-
-def _section(about: str, body: str) -> str:
-    title, _, more = about.partition(": ")
-    return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(more)}</p>{body}</section>"
-
-
-def _html(figure: go.Figure) -> str:
-    figure.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
-    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    subtitle = html.escape(" · ".join([f"{len(runs)} runs", *sorted(versions), *sorted(words)]))
+    page = string.Template(resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8"))
+    return page.substitute(title=html.escape(title), subtitle=subtitle, plotly=get_plotlyjs(), sections="".join(body))
 
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
