@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,16 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     sums.write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
-def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+def check_config(run_dir: Path, config: TrainConfig) -> None:
     """Refuse to go on with a run under another configuration.
 
-    Returns:
-      Of each field of ``ADJUSTABLE`` that differs, its value in the run and the one asked.
-
     Raises:
-      ValueError: listing every other field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``, or
-        saying that this file is damaged.
+      ValueError: listing every field that differs from the run's ``config.yml`` and may not, or saying that this file
+        is damaged.
     """
-    there = sums.read_config(run_dir)
-    different = sums.differing(there, config) if there else {}
-    message = f"the configuration does not match the run in {run_dir}; choose another run_dir or undo"
-    sums.refuse(different, message, "in the run", "asked")
-    return {name: pair for name, pair in different.items() if name in ADJUSTABLE}
+    if there := sums.read_config(run_dir):
+        message = f"the configuration does not match the run in {run_dir}; choose another run_dir or undo"
+        sums.refuse(sums.differing(there, config), message, "in the run", "asked")
 
 
 class SaveFailed(OSError):
@@ -69,16 +64,10 @@ class Checkpoints:
         _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.checkpoint_keep,
-                enable_async_checkpointing=True,
-                cleanup_tmp_directories=True,
-                # In the first process, when all have written their parts and before the folder gets its name.
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._sum),
-            ),
-        )
+        # In the first process, when all have written their parts and before the folder gets its name.
+        summed = ocp.AsyncOptions(post_finalization_callback=self._sum)
+        keep = {"max_to_keep": config.checkpoint_keep, "cleanup_tmp_directories": True, "async_options": summed}
+        self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(**keep))
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -103,18 +92,12 @@ class Checkpoints:
             return
         if not self._folder.is_dir():
             raise SaveFailed(f"{self._folder} is gone")
-        self._saving = step
-        stored = _stored(state)
+        self._saving, stored = step, _stored(state)
+        # In chunks, so that `train.conversion` reads a layer of stacked ones without the others.
+        arrays = ocp.args.StandardSave(stored, save_args=save_args_of(stored))
+        position = ocp.args.JsonSave({"value": data_state} | sums.record(self._config))
         with _failures():
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
-                    state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
-                    data=ocp.args.JsonSave({"value": data_state} | sums.record(self._config)),
-                ),
-                force=True,
-            )
+            self._manager.save(step, args=ocp.args.Composite(state=arrays, data=position), force=True)
 
     def wait(self) -> None:
         """Return when all that was saved is on disk.
@@ -143,10 +126,7 @@ class Checkpoints:
             sums.write_sums(folder)
 
     def restore(
-        self,
-        abstract_state: TrainState,
-        say: Any = print,
-        refuse: Callable[[TrainState, Any], str | None] = lambda state, data_state: None,
+        self, abstract_state: TrainState, say: Any = print, refuse: Any = lambda state, data_state: None
     ) -> tuple[TrainState, Any] | None:
         """Load the newest checkpoint that is whole; None where there is none at all.
 
@@ -156,31 +136,28 @@ class Checkpoints:
         Args:
           abstract_state: shapes and shardings.
           say: told what is passed over.
-          refuse: says what is wrong with a state and data position that load; None if nothing is.
+          refuse: (state, data position) that load -> what is wrong with them, None if nothing is.
 
         Raises:
           ValueError: there are checkpoints and none of them loads, or the first that does is of another run.
         """
-        broken: list[tuple[int, str]] = []
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        for step in steps:
-            found, failure = self._load(step, abstract_state, say)
+        broken: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            found, failure = self._load(step, abstract_state)
             # What one process cannot read no process goes on from.
             if not processes.all_agree(found is not None):
                 found, failure = None, failure or "it does not load in another process"
-            if found is not None:
-                failure = refuse(*found)
-            if found is None or failure is not None:
-                broken.append((step, failure or ""))
-                say(f"checkpoint {step} does not load ({failure}); trying the one before it")
-                continue
-            self._check_origin(step, say)
-            self._discard([step for step, _ in broken], say)
-            return found
+            failure = failure if found is None else refuse(*found)
+            if found is not None and failure is None:
+                self._check_origin(step, say)
+                self._discard(broken, say)
+                return found
+            broken[step] = failure or ""
+            say(f"checkpoint {step} does not load ({failure}); trying the one before it")
         if broken:
             raise ValueError(
-                f"none of the checkpoints {[step for step, _ in broken]} in {self._folder} loads "
-                f"({broken[0][1]}); choose another run_dir or delete that folder to start over"
+                f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))}); choose "
+                "another run_dir or delete that folder to start over"
             )
         return None
 
@@ -202,7 +179,7 @@ class Checkpoints:
             say(f"config.yml has {name} {other!r}, and checkpoint {step} was made with {before!r}, as is asked")
         self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
 
-    def _load(self, step: int, abstract: TrainState, say: Any) -> tuple[tuple[TrainState, Any] | None, str | None]:
+    def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
         """Return the state and data position of a checkpoint, or what is wrong with it."""
         folder = self._folder / str(step)
         damage = None
@@ -225,7 +202,7 @@ class Checkpoints:
             return None, first_line(error)
         return (state._replace(quant_state=whole), data_state), None
 
-    def _discard(self, steps: list[int], say: Any) -> None:
+    def _discard(self, steps: Collection[int], say: Any) -> None:
         for step in steps if processes.is_main() else ():
             say(f"moved checkpoint {step} to {self._move_away(self._folder / str(step))}")
         if steps:

@@ -269,17 +269,18 @@ def convert_run(
     note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
     found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
     tree = unflatten({path: _as_read(path, leaf, shape) for path, leaf in found})
-    served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    save_served(out, tree, served, stored.step)
+    served = save_served(out, tree, config, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
     return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
 
 
-def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> None:
-    """Write converted parameters as a checkpoint that knows the configuration and the step they are of."""
+def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> TrainConfig:
+    """Write converted parameters as a checkpoint that knows the step they are of and the configuration, returned."""
+    config = dataclasses.replace(config, checkpoint_is_quantized=True)
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
     serving.save(out, tree, quantization_of(config), extra=extra)
+    return config
 
 
 def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:

@@ -37,18 +37,8 @@ from train.frameworks import make_model
 from train.model import Decoder
 from train.step import build, decoder_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Imported:
-    """What an import wrote.
-
-    Attributes:
-      config: of the run, or that it is served with.
-      rows: a line for each tensor; ``sqnr`` is infinite where no bit was lost.
-    """
-
-    config: TrainConfig
-    rows: tuple[Row, ...]
+Progress = Callable[[Row], object]
+"""Called with each tensor, its format, shape and bytes; ``sqnr`` is infinite where no bit was lost."""
 
 
 def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
@@ -93,8 +83,8 @@ def import_to_run(
     checkpoint: str | Path,
     run_dir: str | Path,
     changes: Mapping[str, Any] | None = None,
-    progress: Callable[[Row], object] = lambda row: None,
-) -> Imported:
+    progress: Progress = lambda row: None,
+) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
 
     Quantized layers are decoded to float32, which each of their values is exactly or rounded once.
@@ -121,9 +111,7 @@ def import_to_run(
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
-        rows: list[Row] = []
-        note = lambda row: (rows.append(row), progress(row))  # noqa: E731
-        params = float_parameters(source, program.config, program.abstract_state.params, note)
+        params = float_parameters(source, program.config, program.abstract_state.params, progress)
         state = program.init()._replace(params=params)
         with Checkpoints(run_dir, program.config) as checkpoints:
             checkpoints.save(0, state, data.train.get_state())
@@ -131,7 +119,7 @@ def import_to_run(
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
-    return Imported(program.config, tuple(rows))
+    return program.config
 
 
 def _tokenizer_of(checkpoint: Path) -> Path | None:
@@ -140,7 +128,7 @@ def _tokenizer_of(checkpoint: Path) -> Path | None:
 
 
 def float_parameters(
-    source: Source, config: TrainConfig, shapes: Any, note: Callable[[Row], object] = lambda row: None
+    source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
 ) -> dict[str, Any]:
     """Return a model's float32 parameters, each placed as its shape says.
 
@@ -148,7 +136,7 @@ def float_parameters(
       source: the model.
       config: of the decoder.
       shapes: of its parameters.
-      note: called with each tensor.
+      progress: called with each tensor.
 
     Raises:
       ValueError: a parameter that the model has nothing for.
@@ -161,7 +149,7 @@ def float_parameters(
             at = index if path.startswith("layers/") else ...
             value = source.read(f"{module}.weight")
             array[at] = from_hf(value, module, array[at].shape)
-            note(Row(f"{module}.weight", "float32", value.shape, value.nbytes, math.inf))
+            progress(Row(f"{module}.weight", "float32", value.shape, value.nbytes, math.inf))
         leaves[path] = jax.device_put(array, leaf.sharding)
     if missing := sorted(wanted.keys() - leaves.keys()):
         raise ValueError(f"the checkpoint has nothing for the parameter {missing[0]}")
@@ -172,8 +160,8 @@ def import_to_serve(
     checkpoint: str | Path,
     out: str | Path,
     changes: Mapping[str, Any] | None = None,
-    progress: Callable[[Row], object] = lambda row: None,
-) -> Imported:
+    progress: Progress = lambda row: None,
+) -> TrainConfig:
     """Write a converted checkpoint that serves, of a checkpoint of others.
 
     Layers keep the elements and scales of the checkpoint under every string whose weights are of their type and
@@ -196,14 +184,13 @@ def import_to_serve(
     source, folder = open_checkpoint(checkpoint)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
-    changes |= {"remat_policy": "none"}
-    config = imported_config(source.shape, checkpoint, _tokenizer_of(checkpoint), changes)
+    config = imported_config(source.shape, checkpoint, _tokenizer_of(checkpoint), changes | {"remat_policy": "none"})
     _, decoder, tokens = decoder_of(config)
     layers = of_layers(config)
     linen = make_model(dataclasses.replace(layers, framework="linen", checkpoint_is_quantized=False), decoder, tokens)
     shapes = jax.eval_shape(lambda: merge(*linen.init(jax.random.key(0))))
     sites = serving.find_kernels(Decoder(decoder), layers, shapes, tokens)
-    by_path, rows, tree = _modules_by_path(config, source.shape), [], {}
+    by_path, tree = _modules_by_path(config, source.shape), {}
     for path, leaf in leaves_by_path(shapes["params"]).items():
         layer = sites.get(path.removesuffix("/kernel")) if path.endswith("/kernel") else None
         is_stacked = path.startswith("layers/")
@@ -213,16 +200,16 @@ def import_to_serve(
             scales.append(None if layer is None else _input_scale(source, module, layer))  # or an error of its own
             part, kind, sqnr = _served(source, folder, module, layer, own, decoder.dtype)
             parts.append(part)
-            name = f"{module}.weight"
-            size = sum(each.nbytes for each in jax.tree.leaves(part))
-            rows.append(Row(name, kind, source.shape.tensors()[name], size, sqnr))
-            progress(rows[-1])
+            name, size = f"{module}.weight", sum(each.nbytes for each in jax.tree.leaves(part))
+            progress(Row(name, kind, source.shape.tensors()[name], size, sqnr))
         for place, each in ((path, parts), (f"{path.rpartition('/')[0]}/{INPUT_SCALE}", scales)):
             if each[0] is not None:
-                tree[place] = _stack(each) if is_stacked else each[0]
-    served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    save_served(out, unflatten(tree), served, step=0)
-    return Imported(served, tuple(rows))
+                whole = jax.tree.map(lambda *arrays: np.stack(arrays), *each) if is_stacked else each[0]
+                if is_stacked and isinstance(whole, QTensor):  # which knows of the axis
+                    block = None if whole.block is None else (0, *whole.block)
+                    whole = QTensor.of_parts(whole.parts, block, whole.codec)
+                tree[place] = whole
+    return save_served(out, unflatten(tree), config, step=0)
 
 
 def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
@@ -338,27 +325,18 @@ def _kept(
         outer_scale=None if outer is None else outer.reshape((1,) * len(shape)),  # pyright: ignore[reportArgumentType]
         block=block,
     )
-    _check_same(tensor, check_finite(layer.decode(), f"{module}.weight"), module, shape)
+    # The scales of several heads have to be where the checkpoint has them.
+    device, expected = (
+        tensor.replace(lambda _, part: jnp.asarray(part)),
+        check_finite(layer.decode(), f"{module}.weight"),
+    )
+    if not np.array_equal(np.asarray(dequantize(device)), from_hf(expected, module, shape)):
+        raise ValueError(
+            f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
+        )
     return tensor
 
 
 def _clipped(block: tuple[int | None, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a block, all of an axis where it is None or larger."""
     return tuple(size if step is None else min(step, size) for step, size in zip(block, shape, strict=True))
-
-
-def _check_same(tensor: QTensor, expected: np.ndarray, module: str, shape: tuple[int, ...]) -> None:
-    """Check that the scales of several heads are where the checkpoint has them."""
-    device = tensor.replace(lambda _, part: jnp.asarray(part))
-    if not np.array_equal(np.asarray(dequantize(device)), from_hf(expected, module, shape)):
-        raise ValueError(
-            f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
-        )
-
-
-def _stack(parts: list[Any]) -> Any:
-    """Stack the layers of a parameter; a quantized one knows of the axis."""
-    whole = jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
-    if not isinstance(whole, QTensor):
-        return whole
-    return QTensor.of_parts(whole.parts, None if whole.block is None else (0, *whole.block), whole.codec)

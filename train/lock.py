@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -45,12 +46,10 @@ class RunLock:
         """
         if self._file is not None:
             return
-        file = self._path.open("a+", encoding="utf-8")
-        try:
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(self._path.open("a+", encoding="utf-8"))
             self._take(file, say)
-        except BaseException:
-            file.close()
-            raise
+            opened.pop_all()
         self._file = file
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 

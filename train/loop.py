@@ -34,10 +34,6 @@ from train.step import Batch, Program, TrainState, build, check_step, saved_acti
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "aqtp", "numpy")
 
 
-Changes = dict[str, tuple[Any, Any]]
-"""Field -> its value before and now, of those in which a run goes on otherwise."""
-
-
 class Diverged(RuntimeError):
     """A loss, a gradient norm, an update or a state was not finite."""
 
@@ -109,12 +105,12 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         if processes.is_main():
             run_dir.mkdir(parents=True, exist_ok=True)
         _own(lock, run_dir, say)
-        changes = check_config(run_dir, config)  # once more: nobody else writes from here on
+        check_config(run_dir, config)  # once more: nobody else writes from here on
         say(coverage.text())
         say(f"data: {data.description}")
         checkpoints = stack.enter_context(Checkpoints(run_dir, config, say))
         run = _Run(run_dir, program, data, checkpoints, health, FiniteCheck(program))
-        changes = run.start(changes, say)
+        run.start(say)
         if processes.is_main():
             (run_dir / "coverage.json").write_text(sums.signed(json.loads(coverage.to_json()), 1) + "\n")
         processes.wait_for_all("configuration written")
@@ -128,7 +124,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
 
     def train() -> None:
         with opened, _writing(run_dir, checkpoints):
-            run.train(changes)
+            run.train()
 
     return train
 
@@ -161,20 +157,18 @@ class _Run:
     pending: _Pending | None = None
     agreed: bool = False  # by all processes, to stop
 
-    def start(self, changes: Changes, say: Callable[[str], None]) -> Changes:
-        """Go on from the newest checkpoint, or begin, and write config.yml; return the fields that changed."""
+    def start(self, say: Callable[[str], None]) -> None:
+        """Go on from the newest checkpoint, or begin, and write config.yml."""
         restored = self.checkpoints.restore(self.program.abstract_state, say, self._unusable)
         self.state = restored[0] if restored else _initial(self.program)
         if restored:
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
-            changes = self.checkpoints.changes
         elif (found := self.check(self.state)) is not None:
             raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
         if processes.is_main():
             # A checkpoint and config.yml change together, so that they never contradict each other.
-            before = {name: value for name, (value, _) in changes.items()} if restored else {}
+            before = {name: value for name, (value, _) in self.checkpoints.changes.items()}
             write_config(self.run_dir, dataclasses.replace(self.program.config, **before))
-        return changes
 
     def _unusable(self, state: TrainState, data_state: Any) -> str | None:
         """Return why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
@@ -186,12 +180,12 @@ class _Run:
             return str(error)
         return None
 
-    def train(self, changes: Changes) -> None:
+    def train(self) -> None:
         """Train to the last step, or until somebody asks to stop."""
         config, first = self.program.config, int(self.state.step)
         with Metrics(self.run_dir, config, first) as self.metrics, self.stop:
             metrics = self.metrics
-            metrics.changed(first, changes)
+            metrics.changed(first, self.checkpoints.changes)
             held_out = self._steps(first)
             self.checkpoints.wait()
             if held_out is None:

@@ -17,32 +17,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 T = TypeVar("T")
 
 
-def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
+def join(*words: Any) -> None:
     """Connect this process with the others; nothing to do where no argument is given.
 
     Args:
-      coordinator_address: HOST:PORT of process 0, reachable from all.
-      num_processes: how many there are.
-      process_id: number of this one, from 0.
+      words: HOST:PORT of process 0, reachable from all; how many there are; the number of this one, from 0; or None.
 
     Raises:
       ValueError: only some are given, or the number is not one of this run.
     """
-    given = {
-        "--coordinator-address": coordinator_address,
-        "--num-processes": num_processes,
-        "--process-id": process_id,
-    }
+    given = dict(zip(("--coordinator-address", "--num-processes", "--process-id"), words, strict=True))
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return
-    if coordinator_address is None or num_processes is None or process_id is None:
+    if missing:
         raise ValueError(f"a run of several processes needs {' and '.join(missing)} too")
-    if not 0 <= process_id < num_processes:
-        raise ValueError(f"--process-id must be in 0..{num_processes - 1}, got {process_id}")
+    if not 0 <= words[2] < words[1]:
+        raise ValueError(f"--process-id must be in 0..{words[1] - 1}, got {words[2]}")
     # jax would take SIGTERM for a service of its own, and one that comes before the first step would go unheard.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(coordinator_address, num_processes, process_id)
+    jax.distributed.initialize(*words)
 
 
 def check_devices() -> None:
