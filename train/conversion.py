@@ -79,7 +79,7 @@ class Parameters:
             return np.asarray(self.stores[path][index].read().result())
         except (ValueError, OSError) as error:
             raise ValueError(
-                f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step of the run"
+                f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step"
             ) from error
 
     def read_variable(self, path: tuple[str, ...], index: tuple[int, ...]) -> np.ndarray:
@@ -107,9 +107,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
     folder = run_dir.resolve() / "checkpoints"
     steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
     if not steps:
-        raise ValueError(
-            f"run {run_dir} has no checkpoint; let it save one, or give a folder that `python -m train` wrote"
-        )
+        raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or give another run")
     if step not in (None, *steps):
         raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     for number in reversed(steps) if step is None else [step]:

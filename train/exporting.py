@@ -211,10 +211,8 @@ def _llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized
     shape = LlamaShape(**sizes, max_length=config.sequence_length)
     found, tensors = places(config, shape), shape.tensors()
     if others := sorted(leaves.keys() ^ {place.path for place in found.values()}):
-        kind = "which no Llama has" if others[0] in leaves else "which is missing"
-        raise NotImplementedError(
-            f"the model is no Llama: parameter {others[0]}, {kind}; serve it with scripts/serve.py"
-        )
+        why = f"parameter {others[0]}, which {'no Llama has' if others[0] in leaves else 'is missing'}"
+        raise NotImplementedError(f"the model is no Llama: {why}; serve it with scripts/serve.py")
 
     def tensor(name: str) -> np.ndarray:
         module = name.removesuffix(".weight")

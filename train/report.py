@@ -161,9 +161,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         summary = sums.read_signed(path.read_bytes(), indent=1)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not what was written ({error}); start the run again, which writes it anew"
-        ) from None
+        raise ValueError(f"{path} is not what was written ({error}); start the run again") from None
     if not isinstance(summary, dict):
         raise ValueError(f"{path} holds {type(summary).__name__}, not a summary; start the run again")
     return summary

@@ -91,15 +91,12 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{directory} does not exist; give the folder of a run, or one that scripts/convert.py wrote"
-        )
+        raise FileNotFoundError(f"{directory} does not exist; give the folder of a run or a converted one")
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "params").exists():
             return _open_converted(folder, overrides or {})
         raise ValueError(
-            f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run, or one that "
-            "scripts/convert.py wrote"
+            f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run or a converted one"
         )
     stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.

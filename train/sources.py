@@ -81,32 +81,22 @@ def open_source(dataset: str, path: str, field: str) -> Source:
         raise ValueError(f"dataset_text_field {field!r} is not read by dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
         if path:
-            raise ValueError(
-                f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, jsonl or parquet"
-            )
+            raise ValueError(f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, or another")
         return _stdlib()
     if not path:
         raise ValueError(f"dataset {dataset!r} needs dataset_path, a file or a folder; got an empty one")
-    readers = {
-        "text": lambda: _parts if Path(path).is_file() else _whole,
-        "jsonl": lambda: functools.partial(_json_lines, field=field),
-        "parquet": lambda: _parquet_rows(field),
-    }
-    read = readers[dataset]()
+    read = _parts if Path(path).is_file() else _whole
+    if dataset != "text":
+        read = functools.partial(_json_lines, field=field) if dataset == "jsonl" else _parquet_rows(field)
     return Source(f"{dataset} at {Path(path)}", _files(Path(path), dataset), read)
 
 
 def _stdlib() -> Source:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        file
-        for file in _walk(root, _SKIPPED_FOLDERS)
-        if file.suffix == ".py" and not any(part.startswith(_SKIPPED_PREFIXES) for part in file.relative_to(root).parts)
-    ]
+    files = [file for file in _walk(root, _SKIPPED_FOLDERS) if file.suffix == ".py"]
+    files = [x for x in files if not any(part.startswith(_SKIPPED_PREFIXES) for part in x.relative_to(root).parts)]
     if not files:
-        raise ValueError(
-            f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text with a dataset_path"
-        )
+        raise ValueError(f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text")
 
     def read(file: Path) -> Documents:
         yield _read_text(file), file.relative_to(root).as_posix()
@@ -150,9 +140,8 @@ def _json_text(line: bytes, place: str, field: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
     if field not in record:
-        raise ValueError(
-            f"{place} has no key {field!r}; set dataset_text_field to one of {', '.join(map(repr, record)) or 'none'}"
-        )
+        one_of = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"{place} has no key {field!r}; set dataset_text_field to one of {one_of}")
     return _encodable(record[field], f"{place} key {field!r}")
 
 
@@ -240,10 +229,7 @@ def _files(path: Path, dataset: str) -> list[Path]:
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()  # Links are followed; a folder that is reached twice is read once.
-
-    def refuse(error: OSError) -> NoReturn:
-        _unreadable(Path(error.filename), error)
-
+    refuse = lambda error: _unreadable(Path(error.filename), error)  # noqa: E731
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         real = os.path.realpath(folder)
         if real in seen:

@@ -178,7 +178,7 @@ def read_config(run_dir: Path) -> TrainConfig | None:
         return build(TrainConfig, load_yaml(path)) if path.exists() else None
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is not the configuration of a run ({error}); put the run's own back, or choose another run_dir"
+            f"{path} is not the configuration of a run ({error}); put it back, or choose another run_dir"
         ) from None
 
 
@@ -230,9 +230,7 @@ def contradiction(run_dir: Path, step: int, here: Mapping[str, Any]) -> str:
     try:
         different = differing(json.loads(path.read_bytes()).get("config", {}), here)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is damaged ({type(error).__name__}); resume the run, or delete that checkpoint"
-        ) from None
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); resume the run, or delete that step") from None
     _refuse_other_run(run_dir, step, different)
     words = ", ".join(f"{name} ({a!r} and {b!r})" for name, (a, b) in different.items())
     return f"checkpoint {step} of {run_dir} and its config.yml differ in {words}" if different else ""
