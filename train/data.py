@@ -223,20 +223,11 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
         )
         return packed.batch(batch_size).map(lambda packed: _finish(packed, batch_size, corpus.pad))
 
-    identity = {
-        "corpus": corpus.fingerprint,
-        "sequence_length": config.sequence_length,
-        "global_batch_rows": batch_size,
-        "packing": config.packing,
-        "data_seed": config.data_seed,
-    }
-    return Data(
-        TrainIterator(batches(grain.MapDataset.source(chunks).shuffle(seed=seed).repeat(), seed), identity),
-        corpus.vocab_size,
-        corpus.description,
-        batches(grain.MapDataset.source(held_out).shuffle(seed=_HELD_OUT_SEED), None),
-        config.eval_batches,
-    )
+    identity = {"corpus": corpus.fingerprint, "sequence_length": config.sequence_length}
+    identity |= {"global_batch_rows": batch_size, "packing": config.packing, "data_seed": config.data_seed}
+    train = TrainIterator(batches(grain.MapDataset.source(chunks).shuffle(seed=seed).repeat(), seed), identity)
+    tested = batches(grain.MapDataset.source(held_out).shuffle(seed=_HELD_OUT_SEED), None)
+    return Data(train, corpus.vocab_size, corpus.description, tested, config.eval_batches)
 
 
 class Chunks:

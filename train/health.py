@@ -255,14 +255,11 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
     """
 
     def outputs(state: TrainState, batch: Batch) -> Any:
-        _, kept = program.model.linen.apply(
-            quantization_state.merge(state.params, state.quant_state),
-            *(batch[name] for name in ("inputs", "segment_ids", "positions")),
-            rngs={"quant": key},
-            capture_intermediates=lambda module, method: isinstance(module, nn.Module) and method == "__call__",
-            mutable=["intermediates"],
-        )
-        return kept["intermediates"]
+        variables = quantization_state.merge(state.params, state.quant_state)
+        inputs = [batch[name] for name in ("inputs", "segment_ids", "positions")]
+        keeps = lambda module, method: isinstance(module, nn.Module) and method == "__call__"  # noqa: E731
+        options = {"rngs": {"quant": key}, "capture_intermediates": keeps, "mutable": ["intermediates"]}
+        return program.model.linen.apply(variables, *inputs, **options)[1]["intermediates"]
 
     def gradients(state: TrainState, batch: Batch) -> Any:
         with quantization_state.frozen():  # nothing is trained any more

@@ -37,6 +37,8 @@ from train.frameworks import make_model
 from train.model import Decoder
 from train.step import build, decoder_of
 
+Changes = Mapping[str, Any] | None
+"""Fields of ``TrainConfig`` that are not the checkpoint's."""
 Progress = Callable[[Row], object]
 """Called with each tensor, its format, shape and bytes; ``sqnr`` is infinite where no bit was lost."""
 
@@ -80,10 +82,7 @@ def _modules_by_path(config: TrainConfig, shape: LlamaShape) -> dict[str, list[s
 
 
 def import_to_run(
-    checkpoint: str | Path,
-    run_dir: str | Path,
-    changes: Mapping[str, Any] | None = None,
-    progress: Progress = lambda row: None,
+    checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
 
@@ -157,10 +156,7 @@ def float_parameters(
 
 
 def import_to_serve(
-    checkpoint: str | Path,
-    out: str | Path,
-    changes: Mapping[str, Any] | None = None,
-    progress: Progress = lambda row: None,
+    checkpoint: str | Path, out: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
     """Write a converted checkpoint that serves, of a checkpoint of others.
 

@@ -352,8 +352,7 @@ def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
         "saved_activation_bytes": saved_activation_bytes(program, next(data.held_out())),
         "layers": [dataclasses.asdict(layer) for layer in program.model.layers],
         "implementations": [
-            {"piece": piece, "implementation": choice.name, "reason": choice.reason}
-            for piece, choice in _choices(config)
+            {"piece": piece, "implementation": each.name, "reason": each.reason} for piece, each in _choices(config)
         ],
         "data": data.description,
         "versions": {"python": platform.python_version()} | versions(),

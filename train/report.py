@@ -274,16 +274,14 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         known = [(run, value) for run, value in zip(runs, values, strict=True) if value is not None]
         figure = go.Figure(layout={"xaxis_title": unit, "yaxis_autorange": "reversed", "height": 90 + 40 * len(known)})
         names, marks = [html.escape(run.name) for run, _ in known], {"color": [colours[run.name] for run, _ in known]}
-        return figure.add_bar(
-            x=[v for _, v in known], y=names, orientation="h", marker=marks, texttemplate="%{x:,.4~g}"
-        )
+        bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:,.4~g}"}
+        return figure.add_bar(x=[value for _, value in known], y=names, **bar)
 
     dots, faint = {"mode": "lines+markers"}, {"mode": "lines", "opacity": 0.4, "showlegend": False}
     loss = "loss (nats per token)"
+    smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
-        "Training loss: smoothed, each step weighs a tenth": curves(
-            loss, [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
-        ),
+        "Training loss: smoothed, each step weighs a tenth": curves(loss, smoothed),
         "Held-out loss: on text that is never trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
     }
     if baseline is not None and len(runs) > 1:
@@ -311,13 +309,8 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
     """
     found: dict[str, go.Figure] = {}
     for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
-        maps = {
-            tensor: [
-                [_number(row[tensor][statistic][layer]) for row in run.health]
-                for layer in range(len(run.health[0]["layers"]))
-            ]
-            for tensor in TENSORS
-        }
+        layers = range(len(run.health[0]["layers"]))
+        maps = {t: [[_number(row[t][statistic][i]) for row in run.health] for i in layers] for t in TENSORS}
         known = [value for values in maps.values() for line in values for value in line if value is not None]
         if not known or (statistic == "nonfinite" and not any(known)):
             continue

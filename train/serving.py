@@ -55,24 +55,14 @@ class Served:
 
     def engine(self, *, sampling: Sampling | None = None, max_length: int = 0, **options: Any) -> Engine:
         """Make an engine with the config's KV cache, of texts as long as in training if ``max_length`` is 0."""
-        return Engine(
-            self.model,
-            self.params,
-            self.quant_state,
-            self.shape,
-            max_length=max_length or self.config.sequence_length,
-            sampling=sampling,
-            end_token=self.tokenizer.eos,
-            **cache_of(self.config),
-            **options,
-        )
+        length, options = max_length or self.config.sequence_length, options | cache_of(self.config)
+        options |= {"sampling": sampling, "end_token": self.tokenizer.eos}
+        return Engine(self.model, self.params, self.quant_state, self.shape, max_length=length, **options)
 
     def prompts(self, texts: Sequence[str], names: Sequence[str]) -> list[Prompt]:
         """Encode texts; each gets the random stream of its place."""
-        return [
-            Prompt(self.tokenizer.encode_prompt(text), name, number)
-            for number, (text, name) in enumerate(zip(texts, names, strict=True))
-        ]
+        pairs = enumerate(zip(texts, names, strict=True))
+        return [Prompt(self.tokenizer.encode_prompt(text), name, number) for number, (text, name) in pairs]
 
 
 def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> Served:
