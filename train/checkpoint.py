@@ -168,8 +168,7 @@ class Checkpoints:
         in_file = sums.differing(made_with, there) if there else {}
         in_file = {name: pair for name, pair in in_file.items() if name not in RUN_CONTROL}
         message = (
-            f"checkpoint {step} in {self._folder} is of another run; put the run's own back, choose another run_dir, "
-            "or undo"
+            f"checkpoint {step} in {self._folder} is of another run; put its own back, choose another run_dir or undo"
         )
         sums.refuse(different, message, "in the checkpoint", "asked", sums.FREE - in_file.keys())
         for name, (before, now) in different.items():

@@ -169,10 +169,7 @@ def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str
     def column(statistic: str, place: int) -> list[float | None]:
         return [float(f"{v:.6g}") if math.isfinite(v) else None for v in table[statistic][:, place].tolist()]
 
-    tensors = {
-        tensor: {statistic: column(statistic, place) for statistic in STATISTICS}
-        for place, tensor in enumerate(TENSORS)
-    }
+    tensors = {each: {name: column(name, place) for name in STATISTICS} for place, each in enumerate(TENSORS)}
     return {"step": step, "sequences": health.sequences, "layers": [row.name for row in health.rows], **tensors}
 
 

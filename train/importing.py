@@ -322,11 +322,8 @@ def _kept(
         block=block,
     )
     # The scales of several heads have to be where the checkpoint has them.
-    device, expected = (
-        tensor.replace(lambda _, part: jnp.asarray(part)),
-        check_finite(layer.decode(), f"{module}.weight"),
-    )
-    if not np.array_equal(np.asarray(dequantize(device)), from_hf(expected, module, shape)):
+    expected = from_hf(check_finite(layer.decode(), f"{module}.weight"), module, shape)
+    if not np.array_equal(np.asarray(dequantize(tensor.replace(lambda _, part: jnp.asarray(part)))), expected):
         raise ValueError(
             f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
         )

@@ -116,10 +116,8 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         processes.wait_for_all("configuration written")
         count = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
         low = [layer for layer in program.model.layers if layer.recipe is not None]
-        say(
-            f"model: {count:,} parameters, {len(low)} of {len(program.model.layers)} linear layers quantized"
-            f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
-        )
+        share = f"{len(low)} of {len(program.model.layers)} linear layers quantized"
+        say(f"model: {count:,} parameters, {share}{f' on {config.resolved_backend}' if low else ''}, {_devices()}")
         opened = stack.pop_all()  # they stay open: the training function closes them
 
     def train() -> None:

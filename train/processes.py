@@ -71,9 +71,8 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
     if jax.process_count() == 1:
         return arrays
     sharding = NamedSharding(mesh, spec)
-    return {
-        name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in arrays.items()
-    }
+    make = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])  # noqa: E731
+    return {name: make(x) for name, x in arrays.items()}
 
 
 def in_order(result: T) -> T:

@@ -31,6 +31,10 @@ BYTES = {
     "quant_state_bytes": "Quant state: scales, amax histories, masks",
     "saved_activation_bytes": "Activations kept for the backward pass of one micro-batch",
 }
+COVERAGE = (
+    "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
+    "layers of a scan and recomputation"
+)
 HEALTH = {  # title, what is bad, colours from harmless to bad, whether these are of the logarithm
     "sqnr": ("SQNR, dB", "under 20 in eight bits, under 10 in four, or falling", "OrRd_r", False),
     "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True),
@@ -234,10 +238,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
     sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
     for run in runs:
         sections |= health_maps(run)
-    sections[
-        "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
-        "layers of a scan and recomputation"
-    ] = _table(_coverage_rows([run for run in runs if run.coverage]))
+    sections[COVERAGE] = _table(_coverage_rows([run for run in runs if run.coverage]))
     body = [f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)]
     for about, content in sections.items():
         heading, _, more = map(html.escape, about.partition(": "))
@@ -257,10 +258,8 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts by what they show: losses, gaps, step times and bytes."""
     baseline = find_baseline(runs)
-    colours = {
-        run.name: "gray" if run is baseline else qualitative.D3[number % len(qualitative.D3)]
-        for number, run in enumerate(runs)
-    }
+    some = qualitative.D3
+    colours = {run.name: "gray" if run is baseline else some[number % len(some)] for number, run in enumerate(runs)}
 
     def curves(unit: str, points: Sequence[tuple[Run, dict[int, float], dict[str, Any]]]) -> go.Figure:
         figure = go.Figure(layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified"})
@@ -288,12 +287,10 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         others = [run for run in runs if run is not baseline]
         smooth = [(run, _gaps(run.smoothed(), baseline.smoothed()), faint) for run in others]
         held_out = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
-        found["Gap to the unquantized run: held-out loss with dots, smoothed training loss faint"] = curves(
-            "excess loss (%)", [*smooth, *held_out]
-        )
-    found["Step time: median of a training step"] = bars(
-        "milliseconds", [run.step_time_s and 1000 * run.step_time_s for run in runs]
-    )
+        about = "Gap to the unquantized run: held-out loss with dots, smoothed training loss faint"
+        found[about] = curves("excess loss (%)", [*smooth, *held_out])
+    times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
+    found["Step time: median of a training step"] = bars("milliseconds", times)
     sizes = {about: [run.summary.get(key) for run in runs] for key, about in BYTES.items()}
     return found | {about: bars("bytes", values) for about, values in sizes.items()}
 

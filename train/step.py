@@ -193,11 +193,9 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         # In micro-batches too: what fits in training fits here.
-        parts = jax.lax.map(
-            lambda micro: total_loss(state.params, state.quant_state, micro, key),
-            _micro_batches(batch, config.gradient_accumulation_steps),
-        )
-        return jax.tree.map(jnp.sum, parts)
+        of_part = lambda micro: total_loss(state.params, state.quant_state, micro, key)  # noqa: E731
+        parts = _micro_batches(batch, config.gradient_accumulation_steps)
+        return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
 
     shapes: TrainState = jax.eval_shape(init)
     shardings = state_shardings(mesh, shapes)
