@@ -42,10 +42,6 @@ def check_config(run_dir: Path, config: TrainConfig) -> None:
         sums.refuse(sums.differing(there, config), message, "in the run", "asked")
 
 
-class SaveFailed(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
-
-
 class Checkpoints:
     """The ``checkpoints`` folder of a run. A context manager: leaving it waits for what is being written.
 
@@ -75,7 +71,7 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             self.wait()
-        except SaveFailed:
+        except OSError:
             if kind is None:  # else what ended the run is the news
                 raise
         finally:
@@ -85,13 +81,13 @@ class Checkpoints:
         """Save in the background, unless this step is saved already.
 
         Raises:
-          SaveFailed: the save before this one, or what of this one is not done in the background, cannot be written.
+          OSError: the save before this one, or what of this one is not done in the background, cannot be written.
         """
         self.wait()
         if step in self._manager.all_steps():
             return
         if not self._folder.is_dir():
-            raise SaveFailed(f"{self._folder} is gone")
+            raise OSError(f"{self._folder} is gone")
         self._saving, stored = step, _stored(state)
         # In chunks, so that `train.conversion` reads a layer of stacked ones without the others.
         arrays = ocp.args.StandardSave(stored, save_args=save_args_of(stored))
@@ -103,7 +99,7 @@ class Checkpoints:
         """Return when all that was saved is on disk.
 
         Raises:
-          SaveFailed: it cannot be written.
+          OSError: it cannot be written; the checkpoints before it are as they were.
         """
         with _failures():
             try:
@@ -219,16 +215,14 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Separate what the file system refused from what else may go wrong; tensorstore has its errors as ValueError."""
+    """Raise what the file system refused as the OSError that it was; tensorstore has its errors as ValueError."""
     try:
         yield
-    except OSError as error:
-        raise SaveFailed(reason_of(error)) from error
     except ValueError as error:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
-        raise SaveFailed(os.strerror(int(code[1]))) from error
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
 def reason_of(error: OSError) -> str:
