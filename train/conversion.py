@@ -244,12 +244,9 @@ def convert_run(
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
     if names := left_out(trained, changes or {}):
-        say(
-            f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too; "
-            "to keep a field, give it as key=value"
-        )
-    _, shape, tokens = decoder_of(config)
-    shapes = stored.variables
+        replaced = f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too"
+        say(f"{replaced}; to keep a field, give it as key=value")
+    (_, shape, tokens), shapes = decoder_of(config), stored.variables
     state: dict[tuple[str, ...], Any] = {}
     wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
     # Quant state of a recipe that the layer was not trained with comes from held-out text.
