@@ -151,10 +151,8 @@ class Checkpoints:
             broken[step] = failure or ""
             say(f"checkpoint {step} does not load ({failure}); trying the one before it")
         if broken:
-            raise ValueError(
-                f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))}); choose "
-                "another run_dir or delete that folder to start over"
-            )
+            found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
+            raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
         return None
 
     def _check_origin(self, step: int, say: Any) -> None:

@@ -72,10 +72,9 @@ def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_pat
         raise ValueError(f"dataset {source.label} is empty: none of its {len(source.files)} files holds any text")
     distinct = np.unique(digests)
     if len(distinct) < 2:
-        raise ValueError(
-            f"dataset {source.label} leaves the held-out part empty: it has {len(starts) - 1} documents, "
-            f"{len(distinct)} of them different; give at least 2 different documents"
-        )
+        size = f"it has {len(starts) - 1} documents, {len(distinct)} of them different"
+        fix = "give at least 2 different documents"
+        raise ValueError(f"dataset {source.label} leaves the held-out part empty: {size}; {fix}")
     last = distinct[max(1, round(HELD_OUT_SHARE * len(distinct))) - 1]
     held_out, train = np.flatnonzero(digests <= last), np.flatnonzero(digests > last)
     lengths = np.diff(starts)
@@ -147,11 +146,8 @@ class TrainIterator:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise BadPosition(f"data position is not one of this iterator ({type(error).__name__}: {error})") from None
         if names:
-            raise ValueError(
-                "data position belongs to another stream: "
-                + ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
-                + "; restore these or start a new run"
-            )
+            changes = ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
+            raise ValueError(f"data position belongs to another stream: {changes}; restore these or start a new run")
 
 
 def _kinds(position: Any) -> Any:
@@ -267,8 +263,6 @@ def _check_size(chunks: Chunks, rows: int, config: TrainConfig, corpus: Corpus) 
     have, unit = (chunks.targets, "training tokens") if config.packing else (len(chunks), "training rows")
     need = rows * config.sequence_length if config.packing else rows
     if have < need:
-        raise ValueError(
-            f"dataset {corpus.description} is too small for one batch: it has {have} {unit}, and {rows} rows of "
-            f"sequence_length {config.sequence_length} need {need}; lower batch_size or sequence_length, "
-            "or give more text"
-        )
+        size = f"it has {have} {unit}, and {rows} rows of sequence_length {config.sequence_length} need {need}"
+        fix = "lower batch_size or sequence_length, or give more text"
+        raise ValueError(f"dataset {corpus.description} is too small for one batch: {size}; {fix}")

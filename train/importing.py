@@ -231,10 +231,8 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
             if _numbers(recipes[name].fwd) == wanted:
                 return name
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
-    raise ValueError(
-        f"{checkpoint} has no quantization that a config string computes; {keeping}say how to serve it, as with "
-        f"quantization={kept[0] if kept else 'int8'}"
-    )
+    fix = f"say how to serve it, as with quantization={kept[0] if kept else 'int8'}"
+    raise ValueError(f"{checkpoint} has no quantization that a config string computes; {keeping}{fix}")
 
 
 def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
@@ -272,10 +270,9 @@ def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray 
     if spec is None or spec.scaling == "dynamic":
         return None
     if module not in source.input_amax:
-        raise ValueError(
-            f"{module} has no static scale of its input, and {layer.recipe.name!r} serves with one; choose a string "
-            "whose scales are dynamic, such as fp8_current, or import a run and convert that"
-        )
+        lack = f"{module} has no static scale of its input, and {layer.recipe.name!r} serves with one"
+        fix = "choose a string whose scales are dynamic, such as fp8_current, or import a run and convert that"
+        raise ValueError(f"{lack}; {fix}")
     scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
     return np.full((1,) * len(layer.shape), scale)
 

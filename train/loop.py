@@ -274,10 +274,8 @@ class _Run:
         broken = self.check(self.state)
         if what is None or broken is not None:
             where = f"{broken} is not finite" if broken else "a sum in it overflows"
-            raise Diverged(
-                f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}; "
-                f"{_kept(self.checkpoints)}"
-            )
+            found = f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}"
+            raise Diverged(f"{found}; {_kept(self.checkpoints)}")
         good = int(self.state.step)
         self.checkpoints.save(good, self.state, failed.data_state)
         self.checkpoints.wait()
@@ -293,11 +291,9 @@ def _initial(program: Program) -> TrainState:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        size = tree_bytes(program.abstract_state)
-        raise ValueError(
-            f"parameters and optimizer state of {size:,} bytes do not fit into the memory of {_devices()}; "
-            "make the model smaller, or spread it over more devices with mesh_fsdp"
-        ) from None
+        state = f"parameters and optimizer state of {tree_bytes(program.abstract_state):,} bytes"
+        fix = "make the model smaller, or spread it over more devices with mesh_fsdp"
+        raise ValueError(f"{state} do not fit into the memory of {_devices()}; {fix}") from None
 
 
 @contextlib.contextmanager

@@ -50,10 +50,8 @@ def check_devices() -> None:
     except (RuntimeError, AssertionError) as error:
         asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(error).splitlines() or [f"its plug-in ends in {type(error).__name__}"])[0]
-        raise ValueError(
-            f"JAX_PLATFORMS={asked or ''} names no platform that JAX can start here ({reason}); install its plug-in "
-            "and driver, or set JAX_PLATFORMS=cpu"
-        ) from None
+        found = f"JAX_PLATFORMS={asked or ''} names no platform that JAX can start here ({reason})"
+        raise ValueError(f"{found}; install its plug-in and driver, or set JAX_PLATFORMS=cpu") from None
 
 
 def is_main() -> bool:
@@ -95,16 +93,15 @@ class Flag:
     """
 
     def __init__(self, mesh: Mesh):
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._mesh = mesh
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, mine: bool) -> Any:
         """Start asking; every process does so. Returns the answer, for bool()."""
         if jax.process_count() == 1:
             return mine
-        size = self._sharding.mesh.size
-        flags = jax.make_array_from_callback((size,), self._sharding, lambda index: np.full((size,), mine)[index])
-        return in_order(self._any(flags))
+        placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, mine)})
+        return in_order(self._any(placed["flags"]))
 
 
 def all_agree(mine: bool) -> bool:

@@ -179,9 +179,8 @@ def find_baseline(runs: Iterable[Run]) -> Run | None:
     """
     plain = [run for run in runs if not run.config.get("quantization") and not run.config.get("rules")]
     if len(plain) > 1:
-        raise ValueError(
-            f"runs {plain[0].name} and {plain[1].name} are both unquantized; give one to measure gaps from"
-        )
+        names = f"{plain[0].name} and {plain[1].name}"
+        raise ValueError(f"runs {names} are both unquantized; give one to measure gaps from")
     return plain[0] if plain else None
 
 

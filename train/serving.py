@@ -100,10 +100,8 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         found = stored.stores.get(path)
         if found is None or found.shape != wanted.shape:
             what = "none" if found is None else f"shape {found.shape}"
-            raise ValueError(
-                f"checkpoint {stored.step} of {folder} has no {path} of shape {wanted.shape}, got {what}; it is not "
-                "one of the run's config.yml"
-            )
+            lack = f"has no {path} of shape {wanted.shape}, got {what}"
+            raise ValueError(f"checkpoint {stored.step} of {folder} {lack}; it is not one of the run's config.yml")
         return jnp.asarray(stored.read(path))
 
     found = map_by_path(load, {"params": params, "quant_state": quantization_state.strip_bins(quant_state)})

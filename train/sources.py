@@ -195,9 +195,8 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(file)!r} is not UTF-8 text: {error.reason} at byte {error.start}; convert it or take it out"
-        ) from None
+        why = f"{error.reason} at byte {error.start}"
+        raise ValueError(f"{str(file)!r} is not UTF-8 text: {why}; convert it or take it out") from None
 
 
 def _encodable(value: object, place: str) -> str:
