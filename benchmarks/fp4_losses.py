@@ -24,7 +24,7 @@ from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.typed import build
 from train.config import TrainConfig
 from train.loop import prepare
-from train.runs import load_run
+from train.report import load_run
 
 RECORD = ROOT / "benchmarks" / "fp4-losses.jsonl"
 FLOAT, NVFP4, COMPOSED = "float", "nvfp4", "fp8_current forward, quartet2 backward"
@@ -122,7 +122,7 @@ def _train(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
     seconds = time.perf_counter() - start
     jax.clear_caches()
     run = load_run(folder, folder.name)
-    if not run.is_finished:
+    if not run.summary:
         raise ValueError(
             f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
         )

@@ -24,9 +24,9 @@ from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
 from train.conversion import convert_run
 from train.data import make_iterators
-from train.evaluation import contenders, evaluate
 from train.frameworks import make_model
 from train.model import Decoder
+from train.serving import contenders, evaluate
 from train.step import build, model_config
 
 POST_TRAINING = ("int8", "int8w", "int4w", "fp8", "fp8_current")

@@ -19,8 +19,7 @@ from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build as build_dataclass
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.report import comparison_rows
-from train.runs import load_runs
+from train.report import comparison_rows, load_runs
 from train.step import build
 
 QUICKSTART = "configs/quickstart.yml"

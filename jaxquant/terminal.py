@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 INTERRUPTED = 130
@@ -110,6 +110,18 @@ def _wrap(text: str, width: int) -> str:
         else:
             lines.append(piece.strip())
     return "\n".join(lines).removeprefix("\n")
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]], left: Collection[str]) -> None:
+    """Print rows of equal keys as a table; the columns of ``left`` begin at the left, the others are figures."""
+    from rich.table import Table
+
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    show(table)
 
 
 def show(table: Any) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from benchmarks.formats import measure_formats, measure_transfer
@@ -88,12 +87,7 @@ def _line(cells: Any) -> str:
 
 
 def _show(rows: Sequence[Row]) -> None:
-    table = Table()
-    for name, value in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    terminal.show(table)
+    terminal.show_rows(rows, [name for name, value in rows[0].items() if isinstance(value, str)])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -8,11 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from jaxquant import terminal
-from train.report import comparison_rows, notes, render
-from train.runs import load_runs
+from train.report import comparison_rows, load_runs, notes, render
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,12 +26,7 @@ def _compare(words: argparse.Namespace) -> int:
     rows = comparison_rows(runs)
     Path(words.out).parent.mkdir(parents=True, exist_ok=True)
     Path(words.out).write_text(render(runs), encoding="utf-8")
-    table = Table()
-    for index, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if index > 2 else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
-    terminal.show(table)
+    terminal.show_rows(rows, [*rows[0]][:3])
     for note in notes(runs):
         print(note)
     print(f"Report: {words.out}")

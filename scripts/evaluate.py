@@ -9,11 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from jaxquant import terminal
-from train.evaluation import contenders, evaluate
 from train.processes import check_devices
+from train.serving import contenders, evaluate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,13 +32,7 @@ def _evaluate(words: argparse.Namespace) -> int:
     rows = evaluate(contenders(words.run, words.converted), batches=words.batches)
     if words.out:
         Path(words.out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    table = Table()
-    for index, name in enumerate(rows[0]):
-        is_figure = index > 2
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    terminal.show(table)
+    terminal.show_rows(rows, [*rows[0]][:3])
     return 0
 
 

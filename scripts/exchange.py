@@ -33,9 +33,8 @@ from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.exporting import CALIBRATION_BATCHES, open_source
+from train.exporting import CALIBRATION_BATCHES, open_source, places
 from train.importing import float_parameters, imported_config
-from train.llama import places
 from train.model import Decoder
 from train.step import model_config
 

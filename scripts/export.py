@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxquant import terminal
 from jaxquant.export import FORMATS, SHARD_BYTES
-from train import transfer_report
+from scripts import transfer_report
 from train.exporting import CALIBRATION_BATCHES, export_run
 from train.memory import peak_resident_bytes, return_large_blocks
 from train.processes import check_devices
@@ -50,8 +50,8 @@ def _export(words: argparse.Namespace) -> int:
     for name in ("shard_mb", "calibration_batches"):
         if getattr(words, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(words, name)} must be at least 1")
-    with transfer_report.progress("exporting") as progress:
-        rows = export_run(
+    with transfer_report.shown("exporting") as progress:
+        export_run(
             words.checkpoint,
             words.out,
             words.format,
@@ -62,7 +62,6 @@ def _export(words: argparse.Namespace) -> int:
             say=lambda text: print(text, file=sys.stderr, flush=True),
             progress=progress,
         )
-    transfer_report.show(rows)
     seconds = time.perf_counter() - began
     print(f"{words.out}: {words.format}, {seconds:.1f} s, peak memory {peak_resident_bytes() / 1e6:.0f} MB.")
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxquant import terminal
 from jaxquant.config.loader import parse_overrides
-from train import transfer_report
+from scripts import transfer_report
 from train.importing import import_to_run, import_to_serve
 from train.memory import peak_resident_bytes, return_large_blocks
 from train.processes import check_devices
@@ -36,9 +36,8 @@ def _import(words: argparse.Namespace) -> int:
     return_large_blocks()
     check_devices()
     changes, run = parse_overrides(words.changes), import_to_serve if words.serve else import_to_run
-    with transfer_report.progress("importing") as progress:
-        made = run(words.checkpoint, words.out, changes, progress)
-    transfer_report.show(made.rows)
+    with transfer_report.shown("importing") as progress:
+        run(words.checkpoint, words.out, changes, progress)
     seconds = time.perf_counter() - began
     print(f"{words.out}: {seconds:.1f} s, peak memory {peak_resident_bytes() / 1e6:.0f} MB.")
     if not words.serve:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from jaxquant import state as quantization_state
 from jaxquant.core.typed import to_mapping
 from jaxquant.serving.arrays import save_args_of
 from jaxquant.serving.placement import first_line
-from train import origin, processes, quiet, sums
+from train import processes, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
@@ -27,25 +30,16 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     sums.write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
-def check_config(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+def check_config(run_dir: Path, config: TrainConfig) -> None:
     """Refuse to go on with a run under another configuration.
 
-    Returns:
-      Of each field of ``ADJUSTABLE`` that differs, its value in the run and the one asked.
-
     Raises:
-      ValueError: listing every other field outside ``RUN_CONTROL`` that differs from the run's ``config.yml``, or
-        saying that this file is damaged.
+      ValueError: listing every field that differs from the run's ``config.yml`` and may not, or saying that this file
+        is damaged.
     """
-    there = origin.read_config(run_dir)
-    different = origin.differing(to_mapping(there), to_mapping(config)) if there else {}
-    message = f"the configuration does not match the run in {run_dir}; choose another run_dir or undo"
-    origin.refuse(different, message, "in the run", "asked")
-    return {name: pair for name, pair in different.items() if name in ADJUSTABLE}
-
-
-class SaveFailed(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    if there := sums.read_config(run_dir):
+        message = f"the configuration does not match the run in {run_dir}; choose another run_dir or undo"
+        sums.refuse(sums.differing(there, config), message, "in the run", "asked")
 
 
 class Checkpoints:
@@ -63,30 +57,21 @@ class Checkpoints:
         if processes.is_main() and self._folder.exists() and not self._folder.is_dir():
             say(f"{self._folder} is no folder, moved to {self._move_away(self._folder)}")
         processes.wait_for_all("checkpoints a folder")
-        self._undo: Callable[[], None] = lambda: None
+        _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.checkpoint_keep,
-                enable_async_checkpointing=True,
-                cleanup_tmp_directories=True,
-                # In the first process, when all have written their parts and before the folder gets its name.
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._sum),
-            ),
-        )
+        # In the first process, when all have written their parts and before the folder gets its name.
+        summed = ocp.AsyncOptions(post_finalization_callback=self._sum)
+        keep = {"max_to_keep": config.checkpoint_keep, "cleanup_tmp_directories": True, "async_options": summed}
+        self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(**keep))
 
     def __enter__(self) -> Checkpoints:
-        self._undo = quiet.silence_failed_saves()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             self.wait()
-            if kind is None or not issubclass(kind, (OSError, RuntimeError)):
-                self._undo()
-        except SaveFailed:
+        except OSError:
             if kind is None:  # else what ended the run is the news
                 raise
         finally:
@@ -96,31 +81,25 @@ class Checkpoints:
         """Save in the background, unless this step is saved already.
 
         Raises:
-          SaveFailed: the save before this one, or what of this one is not done in the background, cannot be written.
+          OSError: the save before this one, or what of this one is not done in the background, cannot be written.
         """
         self.wait()
         if step in self._manager.all_steps():
             return
         if not self._folder.is_dir():
-            raise SaveFailed(f"{self._folder} is gone")
-        self._saving = step
-        stored = _stored(state)
+            raise OSError(f"{self._folder} is gone")
+        self._saving, stored = step, _stored(state)
+        # In chunks, so that `train.conversion` reads a layer of stacked ones without the others.
+        arrays = ocp.args.StandardSave(stored, save_args=save_args_of(stored))
+        position = ocp.args.JsonSave({"value": data_state} | sums.record(self._config))
         with _failures():
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    # In chunks, so that `train.parameters` reads a layer of stacked ones without the others.
-                    state=ocp.args.StandardSave(stored, save_args=save_args_of(stored)),
-                    data=ocp.args.JsonSave({"value": data_state} | origin.record(self._config)),
-                ),
-                force=True,
-            )
+            self._manager.save(step, args=ocp.args.Composite(state=arrays, data=position), force=True)
 
     def wait(self) -> None:
         """Return when all that was saved is on disk.
 
         Raises:
-          SaveFailed: it cannot be written.
+          OSError: it cannot be written; the checkpoints before it are as they were.
         """
         with _failures():
             try:
@@ -143,10 +122,7 @@ class Checkpoints:
             sums.write_sums(folder)
 
     def restore(
-        self,
-        abstract_state: TrainState,
-        say: Any = print,
-        refuse: Callable[[TrainState, Any], str | None] = lambda state, data_state: None,
+        self, abstract_state: TrainState, say: Any = print, refuse: Any = lambda state, data_state: None
     ) -> tuple[TrainState, Any] | None:
         """Load the newest checkpoint that is whole; None where there is none at all.
 
@@ -156,46 +132,39 @@ class Checkpoints:
         Args:
           abstract_state: shapes and shardings.
           say: told what is passed over.
-          refuse: says what is wrong with a state and data position that load; None if nothing is.
+          refuse: (state, data position) that load -> what is wrong with them, None if nothing is.
 
         Raises:
           ValueError: there are checkpoints and none of them loads, or the first that does is of another run.
         """
-        broken: list[tuple[int, str]] = []
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        for step in steps:
-            found, failure = self._load(step, abstract_state, say)
+        broken: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            found, failure = self._load(step, abstract_state)
             # What one process cannot read no process goes on from.
             if not processes.all_agree(found is not None):
                 found, failure = None, failure or "it does not load in another process"
-            if found is not None:
-                failure = refuse(*found)
-            if found is None or failure is not None:
-                broken.append((step, failure or ""))
-                say(f"checkpoint {step} does not load ({failure}); trying the one before it")
-                continue
-            self._check_origin(step, say)
-            self._discard([step for step, _ in broken], say)
-            return found
+            failure = failure if found is None else refuse(*found)
+            if found is not None and failure is None:
+                self._check_origin(step, say)
+                self._discard(broken, say)
+                return found
+            broken[step] = failure or ""
+            say(f"checkpoint {step} does not load ({failure}); trying the one before it")
         if broken:
-            raise ValueError(
-                f"none of the checkpoints {[step for step, _ in broken]} in {self._folder} loads "
-                f"({broken[0][1]}); choose another run_dir or delete that folder to start over"
-            )
+            found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
+            raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
         return None
 
     def _check_origin(self, step: int, say: Any) -> None:
         """Refuse a checkpoint of another configuration than the one asked, and tell what differs and may."""
-        made_with = to_mapping(origin.recorded(self._folder / str(step)))
-        there = origin.read_config(self._run_dir)
-        different = origin.differing(made_with, to_mapping(self._config))
-        in_file = origin.differing(made_with, to_mapping(there)) if there else {}
+        made_with, there = sums.recorded(self._folder / str(step)), sums.read_config(self._run_dir)
+        different = sums.differing(made_with, self._config)
+        in_file = sums.differing(made_with, there) if there else {}
         in_file = {name: pair for name, pair in in_file.items() if name not in RUN_CONTROL}
         message = (
-            f"checkpoint {step} in {self._folder} is of another run; put the run's own back, choose another run_dir, "
-            "or undo"
+            f"checkpoint {step} in {self._folder} is of another run; put its own back, choose another run_dir or undo"
         )
-        origin.refuse(different, message, "in the checkpoint", "asked", origin.FREE - in_file.keys())
+        sums.refuse(different, message, "in the checkpoint", "asked", sums.FREE - in_file.keys())
         for name, (before, now) in different.items():
             if name in RUN_CONTROL:
                 say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
@@ -203,7 +172,7 @@ class Checkpoints:
             say(f"config.yml has {name} {other!r}, and checkpoint {step} was made with {before!r}, as is asked")
         self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
 
-    def _load(self, step: int, abstract: TrainState, say: Any) -> tuple[tuple[TrainState, Any] | None, str | None]:
+    def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
         """Return the state and data position of a checkpoint, or what is wrong with it."""
         folder = self._folder / str(step)
         damage = None
@@ -226,7 +195,7 @@ class Checkpoints:
             return None, first_line(error)
         return (state._replace(quant_state=whole), data_state), None
 
-    def _discard(self, steps: list[int], say: Any) -> None:
+    def _discard(self, steps: Collection[int], say: Any) -> None:
         for step in steps if processes.is_main() else ():
             say(f"moved checkpoint {step} to {self._move_away(self._folder / str(step))}")
         if steps:
@@ -244,16 +213,14 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Separate what the file system refused from what else may go wrong; tensorstore has its errors as ValueError."""
+    """Raise what the file system refused as the OSError that it was; tensorstore has its errors as ValueError."""
     try:
         yield
-    except OSError as error:
-        raise SaveFailed(reason_of(error)) from error
     except ValueError as error:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
-        raise SaveFailed(os.strerror(int(code[1]))) from error
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
 def reason_of(error: OSError) -> str:
@@ -266,3 +233,30 @@ def reason_of(error: OSError) -> str:
 def _stored(state: TrainState) -> dict[str, Any]:
     """Return what is written of a state, of arrays or their shapes: the bins of quant state are zeros between steps."""
     return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}
+
+
+_RAISED_TOO = {
+    "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
+    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
+}
+"""By logger, what the records of a failed save hold that orbax and tensorstore write, and then raise."""
+
+
+@functools.cache
+def _silence_failed_saves() -> None:
+    """Keep the tracebacks of a failed save from standard error, where it is told in a sentence; all else is printed."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        words = _RAISED_TOO[record.name]
+        return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
+
+    def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
+        # A write of tensorstore's threads may end after the event loop that gave up on it.
+        late = (RuntimeError, "Event loop is closed")
+        is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
+        return lambda *given: None if is_late(error_of(*given)) else hook(*given)
+
+    for name in _RAISED_TOO:
+        logging.getLogger(name).addFilter(is_wanted)
+    sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
+    sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)

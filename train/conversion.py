@@ -1,4 +1,7 @@
-"""Turn a training run into a quantized checkpoint that serves: leaf by leaf, one float layer in memory at a time."""
+"""The parameters that a run saved, read one at a time, and their conversion into a quantized checkpoint that serves.
+
+No optimizer state is read, and no more is in memory than what is asked for: of a conversion, one float layer.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
@@ -22,18 +28,113 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.inject.model import choose_recipes
+from jaxquant.serving.arrays import list_arrays, open_array, shape_and_dtype
 from jaxquant.serving.leaves import unflatten
+from jaxquant.serving.placement import first_line
 from jaxquant.trace.kernels import LayerKernel
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.frameworks import make_model
 from train.model import Decoder, DecoderConfig
-from train.origin import sums_of_files
-from train.parameters import Parameters, open_parameters
 from train.step import decoder_of
+from train.sums import check_sums, config_of, sums_of_files
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
+
+
+KINDS = ("params", "quant_state")
+"""Parts of a training state that are read here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """What a checkpoint of a run holds for the model.
+
+    Attributes:
+      step: of the checkpoint.
+      config: that made it.
+      shapes: the trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
+      stores: "params/..." or "quant_state/..." -> the array, not read yet.
+    """
+
+    step: int
+    config: TrainConfig
+    shapes: dict[str, Any]
+    stores: dict[str, ts.TensorStore] = dataclasses.field(repr=False)
+    _folder: Path = dataclasses.field(repr=False)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the decoder, as shapes."""
+        return quantization_state.merge(self.shapes["params"], self.shapes["quant_state"])
+
+    def read(self, path: str, *index: int) -> np.ndarray:
+        """Read one array, or the part of it that an index of its leading axes names.
+
+        Raises:
+          ValueError: files that cannot be read.
+        """
+        try:
+            return np.asarray(self.stores[path][index].read().result())
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step"
+            ) from error
+
+    def read_variable(self, path: tuple[str, ...], index: tuple[int, ...]) -> np.ndarray:
+        """Read an array by its path in the variables."""
+        return self.read("/".join(("params" if path[0] == "params" else "quant_state", *path[1:])), *index)
+
+
+def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[[str], Any] = print) -> Parameters:
+    """Open the parameters and the quant state of a run: every byte of the checkpoint is compared with its sums.
+
+    Nothing in the folder is changed, so that the run may be going on.
+
+    Args:
+      run_dir: folder of the run.
+      step: of the checkpoint; None is the newest that opens.
+      say: told of those that do not and are passed over.
+
+    Raises:
+      FileNotFoundError: no such folder.
+      ValueError: no checkpoint, none of this step, none that opens, named, or one that is not of the run's config.yml.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"run folder {run_dir} does not exist; give a folder that `python -m train` wrote")
+    folder = run_dir.resolve() / "checkpoints"
+    steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    if not steps:
+        raise ValueError(f"run {run_dir} has no checkpoint; let it save one, or give another run")
+    if step not in (None, *steps):
+        raise ValueError(f"run {run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    for number in reversed(steps) if step is None else [step]:
+        try:
+            shapes, stores = _open(folder, number)
+        except ValueError as error:
+            if step is not None:
+                raise
+            say(f"{error}; trying the one before it")
+        else:
+            return Parameters(number, config_of(run_dir, number), shapes, stores, folder / str(number) / "state")
+    raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
+
+
+def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorStore]]:
+    state = folder / str(step) / "state"
+    try:
+        check_sums(folder / str(step))
+        # Orbax opens all arrays side by side and leaves what it has begun where one fails; so the index comes first.
+        if not list_arrays(state):
+            raise ValueError(f"there are no arrays in {state}")
+        tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(state)).tree
+        trees = {kind: tree[kind] for kind in KINDS}
+        stores = {path: open_array(state, node.name, chunks_at_once=1) for path, node in leaves_by_path(trees).items()}
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
+    return map_by_path(lambda path, _: jax.ShapeDtypeStruct(*shape_and_dtype(stores[path])), trees), stores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +244,13 @@ def convert_run(
     if not config.strings:
         raise ValueError(f"run {run} is not quantized; say how to serve it, as with quantization=int8")
     if names := left_out(trained, changes or {}):
-        say(
-            f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too; "
-            "to keep a field, give it as key=value"
-        )
-    _, shape, tokens = decoder_of(config)
-    shapes = stored.variables
+        replaced = f"quantization {config.quantization!r} replaces all of the run's, its {', '.join(names)} too"
+        say(f"{replaced}; to keep a field, give it as key=value")
+    (_, shape, tokens), shapes = decoder_of(config), stored.variables
     state: dict[tuple[str, ...], Any] = {}
-    if _needs_calibration(layers, _as_trained(trained), shape, tokens):
+    wanted, had = (choose_recipes(Decoder(shape), each, tokens) for each in (layers, _as_trained(trained)))
+    # Quant state of a recipe that the layer was not trained with comes from held-out text.
+    if any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items()):
         found = calibrate_run(stored, layers, shape, calibration_batches, say)
         collection = quantization_state.OVERWRITE_WITH_GRADIENT
         state = {(collection, *path.split("/")): leaf for path, leaf in leaves_by_path(found).items()}
@@ -158,27 +258,24 @@ def convert_run(
     sites = serving.find_kernels(Decoder(shape), layers, shapes, tokens)
 
     def read(path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
-        if path in state:
-            return np.asarray(state[path])[index]
-        return _read(stored, path, index)
+        return np.asarray(state[path])[index] if path in state else stored.read_variable(path, index)
 
-    tree = _converted(sites, read, shapes, shape, say)
-    served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    save_served(out, tree, served, stored.step)
+    count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
+    note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
+    found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
+    tree = unflatten({path: _as_read(path, leaf, shape) for path, leaf in found})
+    served = save_served(out, tree, config, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
     return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
 
 
-def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> None:
-    """Write converted parameters as a checkpoint that knows the configuration and the step they are of."""
+def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> TrainConfig:
+    """Write converted parameters as a checkpoint that knows the step they are of and the configuration, returned."""
+    config = dataclasses.replace(config, checkpoint_is_quantized=True)
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
     serving.save(out, tree, quantization_of(config), extra=extra)
-
-
-def _read(stored: Parameters, path: tuple[str, ...], index: tuple[Any, ...]) -> np.ndarray:
-    """Read a variable of a run, by its path in the variables."""
-    return stored.read("/".join(("params" if path[0] == "params" else "quant_state", *path[1:])), *index)
+    return config
 
 
 def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Callable[[tuple[int, ...]], QTensor]]:
@@ -192,8 +289,8 @@ def trained_kernels(stored: Parameters, shape: DecoderConfig) -> dict[str, Calla
     sites = serving.find_kernels(Decoder(shape), config, stored.variables, decoder_of(config)[2])
 
     def convert(layer: LayerKernel, index: tuple[int, ...]) -> QTensor:
-        kernel = jnp.asarray(_read(stored, ("params", *layer.name), index))
-        states = jax.tree.map(lambda leaf: jnp.asarray(_read(stored, leaf.path, index)), list(layer.states))
+        kernel = jnp.asarray(stored.read_variable(("params", *layer.name), index))
+        states = jax.tree.map(lambda leaf: jnp.asarray(stored.read_variable(leaf.path, index)), list(layer.states))
         return jax.tree.map(np.asarray, layer.convert(kernel, states)[0])
 
     return {path: functools.partial(convert, layer) for path, layer in sites.items()}
@@ -220,27 +317,11 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
     return jax.eval_shape(make)
 
 
-def _converted(
-    sites: Mapping[str, LayerKernel], read: Any, shapes: Any, shape: DecoderConfig, say: Say
-) -> dict[str, Any]:
-    count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
-    note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
-    found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
-    return unflatten({path: _as_read(path, leaf, shape) for path, leaf in found})
-
-
 def _as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
     """Cast what the decoder reads in its own dtype; a norm's scale it reads in float32."""
     if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel"):
         return leaf
     return leaf.astype(ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else shape.dtype)
-
-
-def _needs_calibration(config: TrainConfig, trained: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> bool:
-    """Whether a recipe of a layer needs quant state and is not the one that the layer was trained with."""
-    decoder = Decoder(shape)
-    wanted, had = (choose_recipes(decoder, each, tokens) for each in (config, trained))
-    return any(recipe.delayed is not None and had.get(path) != recipe for path, recipe in wanted.items())
 
 
 def calibrate_run(stored: Parameters, config: TrainConfig, shape: DecoderConfig, batches: int, say: Say) -> Any:

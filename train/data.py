@@ -1,10 +1,12 @@
-"""Batches for training and evaluation: a corpus, chunked, shuffled, packed and batched by grain."""
+"""A corpus in memory, split by document into train and held-out, and its batches: shuffled and packed by grain."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import itertools
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +14,11 @@ import grain
 import numpy as np
 
 from train.config import TrainConfig
-from train.corpus import Corpus, load_corpus
+from train.sources import Source, open_source
+from train.tokenizer import Tokenizer, open_tokenizer
 
+HELD_OUT_SHARE = 0.05
+_TEXTS_AT_ONCE = 256
 # First-fit packs into this many open rows at least. More rows waste fewer places and take longer to restore: a restored
 # iterator packs the open rows once more.
 _OPEN_ROWS = 64
@@ -21,6 +26,83 @@ _OPEN_ROWS = 64
 _HELD_OUT_SEED = 0
 
 Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokenized documents.
+
+    Attributes:
+      tokens: every document, one after another, in the smallest unsigned type that holds the vocabulary.
+      starts: where document d starts; one entry more than documents.
+      train, held_out: numbers of the documents of each part, ascending. No document, and no copy of one, is in both.
+      vocab_size: a multiple of 64, above every token.
+      pad: the token that fills a row.
+      description: one line: source, files, tokens, split.
+      fingerprint: of tokens and split.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    train: np.ndarray
+    held_out: np.ndarray
+    vocab_size: int
+    pad: int
+    description: str
+    fingerprint: str
+
+
+def load_corpus(dataset: str, path: str = "", field: str = "text", tokenizer_path: str = "") -> Corpus:
+    """Read, tokenize and split a dataset.
+
+    The split orders the documents by the SHA-256 of their name (``stdlib``: relative path) or text (the others) and
+    holds out the first 5 %, at least one. Equal texts share a hash and therefore a part.
+
+    Args:
+      dataset, path, field: as in ``sources.open_source``.
+      tokenizer_path: a Hugging Face ``tokenizer.json``; empty for bytes.
+
+    Raises:
+      ValueError: unknown dataset, missing or unreadable data, no text, or fewer than two different documents.
+    """
+    tokenizer = open_tokenizer(tokenizer_path)
+    source = open_source(dataset, path, field)
+    flat, starts, digests = _tokenize(source, tokenizer)
+    if len(starts) == 1:
+        raise ValueError(f"dataset {source.label} is empty: none of its {len(source.files)} files holds any text")
+    distinct = np.unique(digests)
+    if len(distinct) < 2:
+        size = f"it has {len(starts) - 1} documents, {len(distinct)} of them different"
+        fix = "give at least 2 different documents"
+        raise ValueError(f"dataset {source.label} leaves the held-out part empty: {size}; {fix}")
+    last = distinct[max(1, round(HELD_OUT_SHARE * len(distinct))) - 1]
+    held_out, train = np.flatnonzero(digests <= last), np.flatnonzero(digests > last)
+    lengths = np.diff(starts)
+    fingerprint = hashlib.blake2b(digest_size=16)
+    for part in (flat, starts, held_out):
+        fingerprint.update(np.ascontiguousarray(part).data)
+    description = (
+        f"{source.label}: {len(source.files):,} files, {len(flat):,} {tokenizer.label} tokens (vocabulary "
+        f"{tokenizer.vocab_size:,}), train {len(train):,} documents {lengths[train].sum():,} tokens, held out "
+        f"{len(held_out):,} documents {lengths[held_out].sum():,} tokens"
+    )
+    return Corpus(
+        flat, starts, train, held_out, tokenizer.vocab_size, tokenizer.pad, description, fingerprint.hexdigest()
+    )
+
+
+def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokenize into one growing buffer. Documents of fewer than two tokens predict nothing and are left out."""
+    flat, starts, digests = bytearray(), array("q", [0]), array("Q")
+    item = np.dtype(tokenizer.dtype).itemsize
+    documents = source.documents()
+    while some := list(itertools.islice(documents, _TEXTS_AT_ONCE)):
+        for (text, name), tokens in zip(some, tokenizer.encode([text for text, _ in some]), strict=True):
+            if len(tokens) >= 2:
+                flat += tokens.data
+                starts.append(len(flat) // item)
+                digests.append(int.from_bytes(hashlib.sha256((name or text).encode()).digest()[:8], "big"))
+    return np.frombuffer(flat, tokenizer.dtype), np.frombuffer(starts, np.int64), np.frombuffer(digests, np.uint64)
 
 
 class BadPosition(ValueError):
@@ -56,21 +138,16 @@ class TrainIterator:
         """
         try:
             saved, position = dict(state["stream"]), state["position"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadPosition(f"data position is not one of this iterator ({type(error).__name__}: {error})") from None
-        names = [name for name in {**self._identity, **saved} if saved.get(name) != self._identity.get(name)]
-        if names:
-            raise ValueError(
-                "data position belongs to another stream: "
-                + ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
-                + "; restore these or start a new run"
-            )
-        if _kinds(position) != _kinds(self._iterator.get_state()):
-            raise BadPosition("data position is not of the kind that this iterator has")
-        try:
-            self._iterator.set_state(copy.deepcopy(position))
+            names = [name for name in {**self._identity, **saved} if saved.get(name) != self._identity.get(name)]
+            if not names:
+                if _kinds(position) != _kinds(self._iterator.get_state()):
+                    raise ValueError("its values are of other kinds")
+                self._iterator.set_state(copy.deepcopy(position))
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise BadPosition(f"data position is refused by the iterator ({type(error).__name__}: {error})") from None
+            raise BadPosition(f"data position is not one of this iterator ({type(error).__name__}: {error})") from None
+        if names:
+            changes = ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
+            raise ValueError(f"data position belongs to another stream: {changes}; restore these or start a new run")
 
 
 def _kinds(position: Any) -> Any:
@@ -142,20 +219,11 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
         )
         return packed.batch(batch_size).map(lambda packed: _finish(packed, batch_size, corpus.pad))
 
-    identity = {
-        "corpus": corpus.fingerprint,
-        "sequence_length": config.sequence_length,
-        "global_batch_rows": batch_size,
-        "packing": config.packing,
-        "data_seed": config.data_seed,
-    }
-    return Data(
-        TrainIterator(batches(grain.MapDataset.source(chunks).shuffle(seed=seed).repeat(), seed), identity),
-        corpus.vocab_size,
-        corpus.description,
-        batches(grain.MapDataset.source(held_out).shuffle(seed=_HELD_OUT_SEED), None),
-        config.eval_batches,
-    )
+    identity = {"corpus": corpus.fingerprint, "sequence_length": config.sequence_length}
+    identity |= {"global_batch_rows": batch_size, "packing": config.packing, "data_seed": config.data_seed}
+    train = TrainIterator(batches(grain.MapDataset.source(chunks).shuffle(seed=seed).repeat(), seed), identity)
+    tested = batches(grain.MapDataset.source(held_out).shuffle(seed=_HELD_OUT_SEED), None)
+    return Data(train, corpus.vocab_size, corpus.description, tested, config.eval_batches)
 
 
 class Chunks:
@@ -187,20 +255,14 @@ def _finish(packed: Batch, rows: int, pad: int) -> Batch:
     """Name the arrays of a batch as the step does, and fill up the last held-out one with rows of padding."""
     names = {"inputs": "inputs", "targets": "targets", "segment_ids": "inputs_segment_ids"}
     batch = {name: packed[of_grain] for name, of_grain in (names | {"positions": "inputs_positions"}).items()}
-    missing = rows - len(batch["inputs"])
-    fill = {"inputs": pad, "targets": pad}
-    return {
-        name: np.pad(x, ((0, missing), (0, 0)), constant_values=fill.get(name, 0)) if missing else x
-        for name, x in batch.items()
-    }
+    missing, fill = ((0, rows - len(batch["inputs"])), (0, 0)), {"inputs": pad, "targets": pad}
+    return {name: np.pad(x, missing, constant_values=fill.get(name, 0)) for name, x in batch.items()}
 
 
 def _check_size(chunks: Chunks, rows: int, config: TrainConfig, corpus: Corpus) -> None:
     have, unit = (chunks.targets, "training tokens") if config.packing else (len(chunks), "training rows")
     need = rows * config.sequence_length if config.packing else rows
     if have < need:
-        raise ValueError(
-            f"dataset {corpus.description} is too small for one batch: it has {have} {unit}, and {rows} rows of "
-            f"sequence_length {config.sequence_length} need {need}; lower batch_size or sequence_length, "
-            "or give more text"
-        )
+        size = f"it has {have} {unit}, and {rows} rows of sequence_length {config.sequence_length} need {need}"
+        fix = "lower batch_size or sequence_length, or give more text"
+        raise ValueError(f"dataset {corpus.description} is too small for one batch: {size}; {fix}")

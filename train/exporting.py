@@ -1,32 +1,105 @@
-"""From a training run or a converted checkpoint to the checkpoints that others serve."""
+"""From a run or a converted checkpoint to the checkpoints of Llamas that others serve, and which tensor is which there.
+
+A kernel is [in…, out…] here and [out, in] there, heads one behind the other; norms and the embedding are alike. Both
+rotate halves in the rotary embedding, and multiply by ``silu(gate) · up``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxquant import serving
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.blocks import BlocksError
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.export import STATIC_INPUTS, Row, Source, export
+from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from train.config import TrainConfig
-from train.conversion import CALIBRATION_BATCHES, calibrate_run, quantization_of, trained_kernels
-from train.llama import Place, check_parameters, llama_shape, places, quantized_to_hf, to_hf
-from train.origin import check_files
-from train.parameters import Parameters, open_parameters
+from train.conversion import CALIBRATION_BATCHES, calibrate_run, open_parameters, quantization_of, trained_kernels
 from train.step import decoder_of
+from train.sums import check_files
 
-_HISTORY = "input_amax_history"
+_LAYER = {
+    "pre_self_attention_layer_norm/scale": "input_layernorm",
+    "self_attention/query/kernel": "self_attn.q_proj",
+    "self_attention/key/kernel": "self_attn.k_proj",
+    "self_attention/value/kernel": "self_attn.v_proj",
+    "self_attention/out/kernel": "self_attn.o_proj",
+    "post_self_attention_layer_norm/scale": "post_attention_layernorm",
+    "mlp/wi_0/kernel": "mlp.gate_proj",
+    "mlp/wi_1/kernel": "mlp.up_proj",
+    "mlp/wo/kernel": "mlp.down_proj",
+}
+_WHOLE = {
+    "token_embedder/embedding": "model.embed_tokens",
+    "decoder_norm/scale": "model.norm",
+    "logits_dense/kernel": "lm_head",
+}
+FIELDS = {
+    **{"vocab_size": "vocab_size", "emb_dim": "hidden", "mlp_dim": "intermediate", "num_layers": "layers"},
+    **{"num_query_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "rope_theta": "rope_theta"},
+    **{"norm_epsilon": "norm_epsilon", "logits_via_embedding": "tied"},
+}
+"""Fields of the decoder's shape and those of a Llama that they are."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in the parameters: the path of its array, and its layer's index where layers are stacked."""
+
+    path: str
+    index: tuple[int, ...] = ()
+
+
+Read = Callable[[str, tuple[int, ...]], Any]
+"""Path of a parameter, and the index of a layer in it -> its array, or a ``QTensor``, or None."""
+
+
+def places(config: TrainConfig, shape: LlamaShape) -> dict[str, Place]:
+    """Return where each tensor of a Llama, by its module, lies in the parameters."""
+    found = {name: Place(path) for path, name in _WHOLE.items() if name != "lm_head" or not shape.tied}
+    for index in range(shape.layers):
+        for path, name in _LAYER.items():
+            place = Place(f"layers/{path}", (index,)) if config.scan_layers else Place(f"layers_{index}/{path}")
+            found[f"model.layers.{index}.{name}"] = place
+    return found
+
+
+def to_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a parameter as a checkpoint has it, of ``shape``: kernels turned into [out, in]."""
+    if len(shape) == 1 or module == "model.embed_tokens":
+        return array.reshape(shape)
+    return np.ascontiguousarray(array.reshape(shape[1], shape[0]).T)
+
+
+def from_hf(array: np.ndarray, module: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Undo ``to_hf``; ``shape`` is the parameter's."""
+    if len(array.shape) == 1 or module == "model.embed_tokens":
+        return array.reshape(shape)
+    return np.ascontiguousarray(array.T).reshape(shape)
+
+
+def _quantized_to_hf(tensor: QTensor, shape: tuple[int, ...]) -> QTensor | None:
+    """Return a quantized kernel as [out, in], or [out, bytes]; None where its blocks or bytes are none of that."""
+    if tensor.codec is None:
+        try:
+            return tensor.reshape(shape[::-1]).transpose((1, 0))
+        except BlocksError:
+            return None
+    contraction = [axis for axis, size in enumerate(tensor.blocks) if size > 1]
+    if contraction != list(range(contraction[-1] + 1)):
+        return None
+    data = np.asarray(tensor.qvalue).reshape(-1, shape[0]).T
+    return QTensor(data, block=(1, shape[1]), codec=tensor.codec)  # pyright: ignore[reportArgumentType]
 
 
 def export_run(
@@ -35,11 +108,9 @@ def export_run(
     format: str,
     *,
     step: int | None = None,
-    dtype: str = "bfloat16",
-    shard_bytes: int = 0,
     calibration_batches: int = CALIBRATION_BATCHES,
     say: Callable[[str], None] = print,
-    progress: Callable[[Row], None] | None = None,
+    **written: Any,
 ) -> list[Row]:
     """Export a checkpoint of a run, or a converted one.
 
@@ -49,11 +120,9 @@ def export_run(
       out: folder or file to write; it must not exist.
       format: see ``jaxquant.export.FORMATS``.
       step: of the checkpoint of a run; None is the newest.
-      dtype: of what stays in float, in a Hugging Face folder.
-      shard_bytes: of a file at most; 0 is the default.
       calibration_batches: held-out batches that give static input scales, where the format has them.
       say: told how far it is.
-      progress: called with each tensor that is written.
+      written: ``dtype``, ``shard_bytes`` and ``progress`` of ``jaxquant.export.export``.
 
     Raises:
       FileNotFoundError, FileExistsError: no such folder, or ``out`` is there.
@@ -62,8 +131,7 @@ def export_run(
     if Path(out).exists():
         raise FileExistsError(f"{out} exists; choose another name or remove it")
     source = open_source(directory, step, calibration_batches if format in STATIC_INPUTS else 0, say)
-    more: dict[str, Any] = {"shard_bytes": shard_bytes} if shard_bytes else {}
-    return export(source, out, format, dtype=dtype, progress=progress, **more)
+    return export(source, out, format, **written)
 
 
 def open_source(
@@ -78,11 +146,11 @@ def open_source(
     folder = Path(directory)
     if (folder / "config.yml").is_file():
         return _of_run(folder, step, batches, say)
-    if (folder / "jaxquant.json").is_file():
-        if batches:
-            raise ValueError(f"{folder} is converted, and this format stores scales of inputs; export the run itself")
-        return _of_converted(folder)
-    raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that scripts/convert.py wrote")
+    if not (folder / "jaxquant.json").is_file():
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor one that scripts/convert.py wrote")
+    if batches:
+        raise ValueError(f"{folder} is converted, and this format stores scales of inputs; export the run itself")
+    return _of_converted(folder)
 
 
 def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], None]) -> Source:
@@ -93,29 +161,22 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
         convert = kernels().get(path.removesuffix("/kernel"))
         return None if convert is None else convert(index)
 
-    source, found = _llama(
-        stored.config,
-        leaves_by_path(stored.shapes["params"]),
-        lambda path, index: stored.read(f"params/{path}", *index),
-        quantized,
-    )
-    return dataclasses.replace(source, input_amax=_measure(stored, found, batches, say)) if batches else source
-
-
-def _measure(stored: Parameters, found: Mapping[str, Place], batches: int, say: Any) -> dict[str, float]:
-    """Measure the largest magnitude of the input of each linear layer on held-out text, the parameters in float."""
+    read = lambda path, index: stored.read(f"params/{path}", *index)  # noqa: E731
+    source = _llama(stored.config, leaves_by_path(stored.shapes["params"]), read, quantized)
+    if not batches:
+        return source
+    # The largest magnitude of the input of each linear layer on held-out text, the parameters in float.
     plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
     fields = to_mapping(stored.config) | plain | {"framework": "linen", "remat_policy": "none"}
     calibrated: TrainConfig = build(TrainConfig, fields)
     state = leaves_by_path(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], batches, say))
     amax = {}
-    for module, place in found.items():
-        layer = place.path.removesuffix("/kernel")
-        histories = [leaf for path, leaf in state.items() if path.startswith(f"{layer}/") and path.endswith(_HISTORY)]
-        if histories:
-            history = np.asarray(histories[0])
-            amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
-    return amax
+    for module, place in places(stored.config, source.shape).items():
+        layer = f"{place.path.removesuffix('/kernel')}/"
+        for path, history in state.items():
+            if path.startswith(layer) and path.endswith("input_amax_history"):
+                amax[module] = float(np.max(history[place.index] if history.ndim > 1 else history))
+    return dataclasses.replace(source, input_amax=amax)
 
 
 def _of_converted(folder: Path) -> Source:
@@ -136,20 +197,22 @@ def _of_converted(folder: Path) -> Source:
         leaf = at(path, index)
         return leaf if isinstance(leaf, QTensor) else None
 
-    return _llama(build(TrainConfig, found.extra["train"]), leaves, read, quantized)[0]
+    return _llama(build(TrainConfig, found.extra["train"]), leaves, read, quantized)
 
 
-def _llama(
-    config: TrainConfig,
-    paths: Iterable[str],
-    read: Callable[[str, tuple[int, ...]], np.ndarray],
-    quantized: Callable[[str, tuple[int, ...]], QTensor | None],
-) -> tuple[Source, dict[str, Place]]:
-    """Return a decoder as a Llama, and where the parameters of that are; both functions take a path and an index."""
+def _llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:
+    """Return a decoder as a Llama.
+
+    Raises:
+      NotImplementedError: a parameter that a Llama has not, or one that it has and the decoder has not.
+    """
     tokenizer, decoder, _ = decoder_of(config)
-    shape = llama_shape(decoder, config.sequence_length)
+    sizes = {theirs: getattr(decoder, ours) for ours, theirs in FIELDS.items()}
+    shape = LlamaShape(**sizes, max_length=config.sequence_length)
     found, tensors = places(config, shape), shape.tensors()
-    check_parameters(paths, found)
+    if others := sorted(leaves.keys() ^ {place.path for place in found.values()}):
+        why = f"parameter {others[0]}, which {'no Llama has' if others[0] in leaves else 'is missing'}"
+        raise NotImplementedError(f"the model is no Llama: {why}; serve it with scripts/serve.py")
 
     def tensor(name: str) -> np.ndarray:
         module = name.removesuffix(".weight")
@@ -157,10 +220,10 @@ def _llama(
 
     def kernel(module: str) -> QTensor | None:
         value = quantized(*found[module])
-        return None if value is None else quantized_to_hf(value, tensors[f"{module}.weight"])
+        return None if value is None else _quantized_to_hf(value, tensors[f"{module}.weight"])
 
     vocabulary = byte_vocabulary(shape.vocab_size)
     if config.tokenizer_path:
         data = json.loads(Path(config.tokenizer_path).read_bytes())
         vocabulary = of_tokenizer_json(data, tokenizer.bos, tokenizer.eos, tokenizer.pad)
-    return Source(shape, tensor, vocabulary, quantized=kernel), found
+    return Source(shape, tensor, vocabulary, quantized=kernel)

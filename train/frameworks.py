@@ -77,11 +77,7 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
 
 
 def _make_nnx(
-    config: TrainConfig,
-    shape: DecoderConfig,
-    tokens: jax.Array,
-    linen: nn.Module,
-    apply_linen: Callable[..., Any],
+    config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, linen: nn.Module, apply_linen: Callable[..., Any]
 ) -> Model:
     plain = nnx.eval_shape(lambda: model_nnx.Decoder(shape, nnx.Rngs(0)))
     trained = dataclasses.replace(config, checkpoint_is_quantized=False)

@@ -32,25 +32,15 @@ from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
 from train.conversion import of_layers, save_served
 from train.data import make_iterators
+from train.exporting import FIELDS, from_hf, places
 from train.frameworks import make_model
-from train.llama import config_fields, from_hf, modules_by_path
 from train.model import Decoder
 from train.step import build, decoder_of
 
-_SQNR_OF_COPY = float("inf")
-
-
-@dataclasses.dataclass(frozen=True)
-class Imported:
-    """What an import wrote.
-
-    Attributes:
-      config: of the run, or that it is served with.
-      rows: a line for each tensor; ``sqnr`` is infinite where no bit was lost.
-    """
-
-    config: TrainConfig
-    rows: tuple[Row, ...]
+Changes = Mapping[str, Any] | None
+"""Fields of ``TrainConfig`` that are not the checkpoint's."""
+Progress = Callable[[Row], object]
+"""Called with each tensor, its format, shape and bytes; ``sqnr`` is infinite where no bit was lost."""
 
 
 def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
@@ -70,27 +60,30 @@ def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
 
 
 def imported_config(
-    shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: Mapping[str, Any]
+    shape: LlamaShape, checkpoint: Path, tokenizer: Path | None, changes: dict[str, Any]
 ) -> TrainConfig:
     """Return the configuration of a run with an imported model: its shape, its tokenizer and what is asked for.
 
     Raises:
       ValueError, TypeError: a field of the shape that is asked for otherwise, or values that do not fit.
     """
-    fields = config_fields(shape)
+    fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
     if fixed := sorted(set(fields) & set(changes)):
         raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
-    if tokenizer is not None:
-        fields["tokenizer_path"] = str(tokenizer)
-    return build_dataclass(TrainConfig, {**fields, **changes})
+    return build_dataclass(TrainConfig, fields | ({"tokenizer_path": str(tokenizer)} if tokenizer else {}) | changes)
+
+
+def _modules_by_path(config: TrainConfig, shape: LlamaShape) -> dict[str, list[str]]:
+    """Return the modules of a Llama that make up each parameter, layer by layer where layers are stacked."""
+    found: dict[str, list[str]] = {}
+    for module, place in places(config, shape).items():
+        found.setdefault(place.path, []).append(module)
+    return found
 
 
 def import_to_run(
-    checkpoint: str | Path,
-    run_dir: str | Path,
-    changes: Mapping[str, Any] | None = None,
-    progress: Callable[[Row], object] = lambda row: None,
-) -> Imported:
+    checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
+) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
 
     Quantized layers are decoded to float32, which each of their values is exactly or rounded once.
@@ -112,14 +105,12 @@ def import_to_run(
     try:
         run_dir.mkdir(parents=True)
         tokenizer = None if "tokenizer_path" in changes else _tokenizer_of(checkpoint)
-        if tokenizer is not None:
+        if tokenizer:
             tokenizer = Path(shutil.copyfile(tokenizer, run_dir.absolute() / "tokenizer.json"))
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
-        rows: list[Row] = []
-        note = lambda row: (rows.append(row), progress(row))  # noqa: E731
-        params = float_parameters(source, program.config, program.abstract_state.params, note)
+        params = float_parameters(source, program.config, program.abstract_state.params, progress)
         state = program.init()._replace(params=params)
         with Checkpoints(run_dir, program.config) as checkpoints:
             checkpoints.save(0, state, data.train.get_state())
@@ -127,7 +118,7 @@ def import_to_run(
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
-    return Imported(program.config, tuple(rows))
+    return program.config
 
 
 def _tokenizer_of(checkpoint: Path) -> Path | None:
@@ -136,7 +127,7 @@ def _tokenizer_of(checkpoint: Path) -> Path | None:
 
 
 def float_parameters(
-    source: Source, config: TrainConfig, shapes: Any, note: Callable[[Row], object] = lambda row: None
+    source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
 ) -> dict[str, Any]:
     """Return a model's float32 parameters, each placed as its shape says.
 
@@ -144,20 +135,20 @@ def float_parameters(
       source: the model.
       config: of the decoder.
       shapes: of its parameters.
-      note: called with each tensor.
+      progress: called with each tensor.
 
     Raises:
       ValueError: a parameter that the model has nothing for.
     """
     wanted, leaves = leaves_by_path(shapes), {}
-    for path, modules in modules_by_path(config, source.shape).items():
+    for path, modules in _modules_by_path(config, source.shape).items():
         leaf = wanted[path]
         array = np.empty(leaf.shape, np.float32)
         for index, module in enumerate(modules):
             at = index if path.startswith("layers/") else ...
             value = source.read(f"{module}.weight")
             array[at] = from_hf(value, module, array[at].shape)
-            note(Row(f"{module}.weight", "float32", value.shape, value.nbytes, _SQNR_OF_COPY))
+            progress(Row(f"{module}.weight", "float32", value.shape, value.nbytes, math.inf))
         leaves[path] = jax.device_put(array, leaf.sharding)
     if missing := sorted(wanted.keys() - leaves.keys()):
         raise ValueError(f"the checkpoint has nothing for the parameter {missing[0]}")
@@ -165,11 +156,8 @@ def float_parameters(
 
 
 def import_to_serve(
-    checkpoint: str | Path,
-    out: str | Path,
-    changes: Mapping[str, Any] | None = None,
-    progress: Callable[[Row], object] = lambda row: None,
-) -> Imported:
+    checkpoint: str | Path, out: str | Path, changes: Changes = None, progress: Progress = lambda row: None
+) -> TrainConfig:
     """Write a converted checkpoint that serves, of a checkpoint of others.
 
     Layers keep the elements and scales of the checkpoint under every string whose weights are of their type and
@@ -192,14 +180,13 @@ def import_to_serve(
     source, folder = open_checkpoint(checkpoint)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
-    changes |= {"remat_policy": "none"}
-    config = imported_config(source.shape, checkpoint, _tokenizer_of(checkpoint), changes)
+    config = imported_config(source.shape, checkpoint, _tokenizer_of(checkpoint), changes | {"remat_policy": "none"})
     _, decoder, tokens = decoder_of(config)
     layers = of_layers(config)
     linen = make_model(dataclasses.replace(layers, framework="linen", checkpoint_is_quantized=False), decoder, tokens)
     shapes = jax.eval_shape(lambda: merge(*linen.init(jax.random.key(0))))
     sites = serving.find_kernels(Decoder(decoder), layers, shapes, tokens)
-    by_path, rows, tree = modules_by_path(config, source.shape), [], {}
+    by_path, tree = _modules_by_path(config, source.shape), {}
     for path, leaf in leaves_by_path(shapes["params"]).items():
         layer = sites.get(path.removesuffix("/kernel")) if path.endswith("/kernel") else None
         is_stacked = path.startswith("layers/")
@@ -209,16 +196,16 @@ def import_to_serve(
             scales.append(None if layer is None else _input_scale(source, module, layer))  # or an error of its own
             part, kind, sqnr = _served(source, folder, module, layer, own, decoder.dtype)
             parts.append(part)
-            name = f"{module}.weight"
-            size = sum(each.nbytes for each in jax.tree.leaves(part))
-            rows.append(Row(name, kind, source.shape.tensors()[name], size, sqnr))
-            progress(rows[-1])
+            name, size = f"{module}.weight", sum(each.nbytes for each in jax.tree.leaves(part))
+            progress(Row(name, kind, source.shape.tensors()[name], size, sqnr))
         for place, each in ((path, parts), (f"{path.rpartition('/')[0]}/{INPUT_SCALE}", scales)):
             if each[0] is not None:
-                tree[place] = _stack(each) if is_stacked else each[0]
-    served = dataclasses.replace(config, checkpoint_is_quantized=True)
-    save_served(out, unflatten(tree), served, step=0)
-    return Imported(served, tuple(rows))
+                whole = jax.tree.map(lambda *arrays: np.stack(arrays), *each) if is_stacked else each[0]
+                if is_stacked and isinstance(whole, QTensor):  # which knows of the axis
+                    block = None if whole.block is None else (0, *whole.block)
+                    whole = QTensor.of_parts(whole.parts, block, whole.codec)
+                tree[place] = whole
+    return save_served(out, unflatten(tree), config, step=0)
 
 
 def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
@@ -244,23 +231,20 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
             if _numbers(recipes[name].fwd) == wanted:
                 return name
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
-    raise ValueError(
-        f"{checkpoint} has no quantization that a config string computes; {keeping}say how to serve it, as with "
-        f"quantization={kept[0] if kept else 'int8'}"
-    )
+    fix = f"say how to serve it, as with quantization={kept[0] if kept else 'int8'}"
+    raise ValueError(f"{checkpoint} has no quantization that a config string computes; {keeping}{fix}")
 
 
 def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
     """Return what of a forward matmul a checkpoint's config says too; a delayed scale is a static one when served."""
-    found: list[Any] = []
-    for operand, is_input in ((forward.lhs, True), (forward.rhs, False)):
-        if isinstance(operand, TensorSpec):
-            scaling = is_input and operand.scaling != "dynamic"
-            plain = dataclasses.replace(operand, scaling="dynamic", reciprocal=False)
-            found.append((plain, scaling))
-        else:
-            found.append(None)
-    return tuple(found)
+
+    def plain(operand: Any, is_input: bool) -> Any:
+        if not isinstance(operand, TensorSpec):
+            return None
+        bare = dataclasses.replace(operand, scaling="dynamic", reciprocal=False)
+        return bare, is_input and operand.scaling != "dynamic"
+
+    return plain(forward.lhs, True), plain(forward.rhs, False)
 
 
 def _served(
@@ -270,14 +254,14 @@ def _served(
     if layer is None:
         array = from_hf(source.read(f"{module}.weight"), module, shape)
         kind = "float32" if array.ndim == 1 or dtype == "float32" else dtype
-        return array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32), kind, _SQNR_OF_COPY
+        return array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32), kind, math.inf
     spec = layer.recipe.resolve("fwd", "rhs")
     assert spec is not None
     kept = _kept(source, folder, module, spec, shape, layer.axes)
     if kept is not None:
-        return kept, f"{spec.codec or spec.dtype}, kept", _SQNR_OF_COPY
+        return kept, f"{spec.codec or spec.dtype}, kept", math.inf
     array = from_hf(source.read(f"{module}.weight"), module, shape)
-    return jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name, float("nan")
+    return jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name, math.nan
 
 
 def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:
@@ -286,10 +270,9 @@ def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray 
     if spec is None or spec.scaling == "dynamic":
         return None
     if module not in source.input_amax:
-        raise ValueError(
-            f"{module} has no static scale of its input, and {layer.recipe.name!r} serves with one; choose a string "
-            "whose scales are dynamic, such as fp8_current, or import a run and convert that"
-        )
+        lack = f"{module} has no static scale of its input, and {layer.recipe.name!r} serves with one"
+        fix = "choose a string whose scales are dynamic, such as fp8_current, or import a run and convert that"
+        raise ValueError(f"{lack}; {fix}")
     scale = np.float32(source.input_amax[module] / element(spec.dtype).bound)
     return np.full((1,) * len(layer.shape), scale)
 
@@ -335,27 +318,15 @@ def _kept(
         outer_scale=None if outer is None else outer.reshape((1,) * len(shape)),  # pyright: ignore[reportArgumentType]
         block=block,
     )
-    _check_same(tensor, check_finite(layer.decode(), f"{module}.weight"), module, shape)
+    # The scales of several heads have to be where the checkpoint has them.
+    expected = from_hf(check_finite(layer.decode(), f"{module}.weight"), module, shape)
+    if not np.array_equal(np.asarray(dequantize(tensor.replace(lambda _, part: jnp.asarray(part)))), expected):
+        raise ValueError(
+            f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
+        )
     return tensor
 
 
 def _clipped(block: tuple[int | None, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a block, all of an axis where it is None or larger."""
     return tuple(size if step is None else min(step, size) for step, size in zip(block, shape, strict=True))
-
-
-def _check_same(tensor: QTensor, expected: np.ndarray, module: str, shape: tuple[int, ...]) -> None:
-    """Check that the scales of several heads are where the checkpoint has them."""
-    device = tensor.replace(lambda _, part: jnp.asarray(part))
-    if not np.array_equal(np.asarray(dequantize(device)), from_hf(expected, module, shape)):
-        raise ValueError(
-            f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
-        )
-
-
-def _stack(parts: list[Any]) -> Any:
-    """Stack the layers of a parameter; a quantized one knows of the axis."""
-    whole = jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
-    if not isinstance(whole, QTensor):
-        return whole
-    return QTensor.of_parts(whole.parts, None if whole.block is None else (0, *whole.block), whole.codec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -10,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 NAME = "writer.lock"
 BEAT_S = 15.0
@@ -45,12 +46,10 @@ class RunLock:
         """
         if self._file is not None:
             return
-        file = self._path.open("a+", encoding="utf-8")
-        try:
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(self._path.open("a+", encoding="utf-8"))
             self._take(file, say)
-        except BaseException:
-            file.close()
-            raise
+            opened.pop_all()
         self._file = file
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 
@@ -67,7 +66,7 @@ class RunLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Busy(self._refusal(_owner(file))) from None
+            raise self._busy(_owner(file)) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -75,16 +74,17 @@ class RunLock:
         owner = _owner(file)
         if owner is not None:
             # The kernel has freed the lock of a process that ended here; of others the heartbeat tells.
-            if (not has_locks or owner["host"] != socket.gethostname()) and self._is_fresh(file):
-                raise Busy(self._refusal(owner))
-            say(f"process {owner['pid']} on {owner['host']} has ended without a word; going on in its place")
+            if (not has_locks or owner[1] != socket.gethostname()) and self._is_fresh(file):
+                raise self._busy(owner)
+            say(f"process {owner[0]} on {owner[1]} has ended without a word; going on in its place")
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
         file.flush()
 
-    def _refusal(self, owner: dict[str, Any] | None) -> str:
-        who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-        return f"run {self._path.parent} is being written by {who}; wait for it, stop it, or choose another run_dir"
+    def _busy(self, owner: tuple[int, str] | None) -> Busy:
+        who = f"process {owner[0]} on {owner[1]}" if owner else "another process"
+        where = f"run {self._path.parent} is being written by {who}"
+        return Busy(f"{where}; wait for it, stop it, or choose another run_dir")
 
     def _is_fresh(self, file: IO[str]) -> bool:
         """Whether the file was touched lately, by the clock of whoever keeps the file."""
@@ -103,10 +103,11 @@ class RunLock:
                 return
 
 
-def _owner(file: IO[str]) -> dict[str, Any] | None:
+def _owner(file: IO[str]) -> tuple[int, str] | None:
+    """Return the process that the file names, and its host."""
     file.seek(0)
     try:
         owner = json.loads(file.read(4096))
-        return {"pid": int(owner["pid"]), "host": str(owner["host"])}
+        return int(owner["pid"]), str(owner["host"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

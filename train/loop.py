@@ -25,25 +25,13 @@ from train import processes, sums
 from train.checkpoint import Checkpoints, check_config, reason_of, write_config
 from train.config import TrainConfig
 from train.data import BadPosition, Data, make_iterators
-from train.diagnose import FiniteCheck, explain_non_finite
-from train.health import Health, HealthLog, build_health
+from train.health import FiniteCheck, Health, HealthLog, build_health, explain_non_finite
 from train.lock import Busy, RunLock
 from train.metrics import Metrics
 from train.sharding import BATCH
-from train.step import (
-    Batch,
-    Program,
-    TrainState,
-    build,
-    check_step,
-    saved_activation_bytes,
-)
+from train.step import Batch, Program, TrainState, build, check_step, saved_activation_bytes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "aqtp", "numpy")
-
-
-Changes = dict[str, tuple[Any, Any]]
-"""Field -> its value before and now, of those in which a run goes on otherwise."""
 
 
 class Diverged(RuntimeError):
@@ -78,9 +66,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -118,26 +105,24 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         if processes.is_main():
             run_dir.mkdir(parents=True, exist_ok=True)
         _own(lock, run_dir, say)
-        changes = check_config(run_dir, config)  # once more: nobody else writes from here on
+        check_config(run_dir, config)  # once more: nobody else writes from here on
         say(coverage.text())
         say(f"data: {data.description}")
         checkpoints = stack.enter_context(Checkpoints(run_dir, config, say))
         run = _Run(run_dir, program, data, checkpoints, health, FiniteCheck(program))
-        changes = run.start(changes, say)
+        run.start(say)
         if processes.is_main():
             (run_dir / "coverage.json").write_text(sums.signed(json.loads(coverage.to_json()), 1) + "\n")
         processes.wait_for_all("configuration written")
         count = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
         low = [layer for layer in program.model.layers if layer.recipe is not None]
-        say(
-            f"model: {count:,} parameters, {len(low)} of {len(program.model.layers)} linear layers quantized"
-            f"{f' on {config.resolved_backend}' if low else ''}, {_devices()}"
-        )
+        share = f"{len(low)} of {len(program.model.layers)} linear layers quantized"
+        say(f"model: {count:,} parameters, {share}{f' on {config.resolved_backend}' if low else ''}, {_devices()}")
         opened = stack.pop_all()  # they stay open: the training function closes them
 
     def train() -> None:
         with opened, _writing(run_dir, checkpoints):
-            run.train(changes)
+            run.train()
 
     return train
 
@@ -165,23 +150,23 @@ class _Run:
     health: Health | None
     check: FiniteCheck
     state: TrainState = dataclasses.field(init=False)
-    pending: _Pending | None = dataclasses.field(init=False, default=None)
-    agreed: bool = dataclasses.field(init=False, default=False)  # by all processes, to stop
+    metrics: Metrics = dataclasses.field(init=False)
+    stop: StopRequest = dataclasses.field(default_factory=StopRequest)
+    pending: _Pending | None = None
+    agreed: bool = False  # by all processes, to stop
 
-    def start(self, changes: Changes, say: Callable[[str], None]) -> Changes:
-        """Go on from the newest checkpoint, or begin, and write config.yml; return the fields that changed."""
+    def start(self, say: Callable[[str], None]) -> None:
+        """Go on from the newest checkpoint, or begin, and write config.yml."""
         restored = self.checkpoints.restore(self.program.abstract_state, say, self._unusable)
         self.state = restored[0] if restored else _initial(self.program)
         if restored:
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
-            changes = self.checkpoints.changes
         elif (found := self.check(self.state)) is not None:
             raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
         if processes.is_main():
             # A checkpoint and config.yml change together, so that they never contradict each other.
-            before = {name: value for name, (value, _) in changes.items()} if restored else {}
+            before = {name: value for name, (value, _) in self.checkpoints.changes.items()}
             write_config(self.run_dir, dataclasses.replace(self.program.config, **before))
-        return changes
 
     def _unusable(self, state: TrainState, data_state: Any) -> str | None:
         """Return why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
@@ -193,16 +178,16 @@ class _Run:
             return str(error)
         return None
 
-    def train(self, changes: Changes) -> None:
+    def train(self) -> None:
         """Train to the last step, or until somebody asks to stop."""
         config, first = self.program.config, int(self.state.step)
-        with Metrics(self.run_dir, config, first) as metrics, StopRequest() as stop:
-            metrics.changed(first, changes)
-            held_out = self._steps(metrics, stop, first)
+        with Metrics(self.run_dir, config, first) as self.metrics, self.stop:
+            metrics = self.metrics
+            metrics.changed(first, self.checkpoints.changes)
+            held_out = self._steps(first)
             self.checkpoints.wait()
             if held_out is None:
-                by = self._reason(metrics, stop) or "a signal to another process"
-                step = int(self.state.step)
+                by, step = self._reason or "a signal to another process", int(self.state.step)
                 metrics.say(f"stopped by {by} after step {step}, saved; the same command goes on from there")
                 return
             _check_held_out(held_out, config.steps, self.checkpoints)
@@ -211,9 +196,9 @@ class _Run:
                 (self.run_dir / "summary.json").write_text(sums.signed(summary, 1) + "\n")
             metrics.say(f"done: {config.steps} steps, held-out loss {held_out:.4f}, in {self.run_dir}")
 
-    def _steps(self, metrics: Metrics, stop: StopRequest, first: int) -> float | None:
+    def _steps(self, first: int) -> float | None:
         """Make the steps that are left; return the last held-out loss, or None where the run is to stop before."""
-        program, config = self.program, self.program.config
+        program, config, metrics = self.program, self.program.config, self.metrics
         healthy = jax.device_put(np.bool_(True), program.replicated)  # as a step returns it: one trace for all steps
         stop_anywhere = processes.Flag(program.mesh)
         health_log = HealthLog(self.health, metrics) if self.health else None
@@ -227,8 +212,8 @@ class _Run:
             measured = processes.in_order(self.health.measure(self.state, batch)) if self.health and due else None
             self.state, values = processes.in_order(program.step(self.state, batch, healthy))
             healthy = values["healthy"]
-            asked = stop_anywhere.ask(self._reason(metrics, stop) is not None)
-            self._settle(metrics, health_log)
+            asked = stop_anywhere.ask(self._reason is not None)
+            self._settle(health_log)
             self.pending = _Pending(step, values, batch, before, asked, measured)
             if warms and (step == first + 1 or _due(step, config.eval_every)):
                 # From here on no cast waits for its own amax: one more compilation, which a CPU would not earn back,
@@ -238,44 +223,44 @@ class _Run:
             if config.implementation == "pallas" and (step == first + 2 or (last and step == first + 1)):
                 metrics.say(_implementations(config))
             # Several processes stop together, where the answer of an earlier step is known to all.
-            stops = self.agreed if jax.process_count() > 1 else self._reason(metrics, stop) is not None
+            stops = self.agreed if jax.process_count() > 1 else self._reason is not None
             saving = last or stops or _due(step, config.checkpoint_every)
+            evaluating = last or _due(step, config.eval_every)
+            if saving or evaluating:
+                self._settle(health_log)
             if saving:
-                self._settle(metrics, health_log)
                 found, seconds = self.check.timed(self.state)
                 if found is not None:
                     raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
                 metrics.finite_check(step, seconds)
-            if last or _due(step, config.eval_every):
-                self._settle(metrics, health_log)
+            if evaluating:
                 held_out = _held_out(program, self.data, self.state)
                 metrics.held_out(step, held_out)
-                metrics.pause()
             if last:
                 _check_held_out(held_out, step, self.checkpoints)
             if saving:
                 self.checkpoints.save(step, self.state, self.data.train.get_state())
+            if saving or evaluating:
                 metrics.pause()
             if stops and not last:
                 return None
         return held_out
 
-    @staticmethod
-    def _reason(metrics: Metrics, stop: StopRequest) -> str | None:
-        """Return why this process asks to stop."""
-        return stop.signal or ("a closed output" if metrics.is_unheard else None)
+    @property
+    def _reason(self) -> str | None:
+        """Why this process asks to stop."""
+        return self.stop.signal or ("a closed output" if self.metrics.is_unheard else None)
 
-    def _settle(self, metrics: Metrics, health_log: HealthLog | None) -> None:
+    def _settle(self, health_log: HealthLog | None) -> None:
         """Read the pending step's metrics, which waits for it."""
-        pending = self.pending
-        if pending is None:
+        if (pending := self.pending) is None:
             return
         if health_log and pending.health:
             health_log.write(pending.step, pending.health)
         values = {name: float(value) for name, value in pending.metrics.items()}
         if not values["healthy"]:
             self._diverged(pending, values)
-        metrics.step(pending.step, values)
+        self.metrics.step(pending.step, values)
         self.agreed = self.agreed or bool(pending.stop)
         self.pending = None
 
@@ -289,10 +274,8 @@ class _Run:
         broken = self.check(self.state)
         if what is None or broken is not None:
             where = f"{broken} is not finite" if broken else "a sum in it overflows"
-            raise Diverged(
-                f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}; "
-                f"{_kept(self.checkpoints)}"
-            )
+            found = f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}"
+            raise Diverged(f"{found}; {_kept(self.checkpoints)}")
         good = int(self.state.step)
         self.checkpoints.save(good, self.state, failed.data_state)
         self.checkpoints.wait()
@@ -308,11 +291,9 @@ def _initial(program: Program) -> TrainState:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        size = tree_bytes(program.abstract_state)
-        raise ValueError(
-            f"parameters and optimizer state of {size:,} bytes do not fit into the memory of {_devices()}; "
-            "make the model smaller, or spread it over more devices with mesh_fsdp"
-        ) from None
+        state = f"parameters and optimizer state of {tree_bytes(program.abstract_state):,} bytes"
+        fix = "make the model smaller, or spread it over more devices with mesh_fsdp"
+        raise ValueError(f"{state} do not fit into the memory of {_devices()}; {fix}") from None
 
 
 @contextlib.contextmanager
@@ -365,8 +346,7 @@ def _summary(program: Program, data: Data, state: TrainState) -> dict[str, Any]:
         "saved_activation_bytes": saved_activation_bytes(program, next(data.held_out())),
         "layers": [dataclasses.asdict(layer) for layer in program.model.layers],
         "implementations": [
-            {"piece": piece, "implementation": choice.name, "reason": choice.reason}
-            for piece, choice in _choices(config)
+            {"piece": piece, "implementation": each.name, "reason": each.reason} for piece, each in _choices(config)
         ],
         "data": data.description,
         "versions": {"python": platform.python_version()} | versions(),

@@ -7,14 +7,21 @@ import datetime
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxquant import terminal
 from train import processes, sums
 from train.config import TrainConfig
-from train.runs import warm_median
+
+WARM_STEPS = 2
+"""First steps of a process that a median step time leaves out, because they compile."""
+
+
+def warm_median(times: Sequence[float]) -> float | None:
+    """Return the median of what was measured of steps, without those that compile; None where there is none."""
+    return statistics.median(times[WARM_STEPS:] or times) if times else None
 
 
 def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) -> None:
@@ -28,15 +35,11 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
         say(f"{path} is no file, moved to {target}")
     if not path.exists():
         return
-    kept, damaged, last = [], 0, b""
-    with path.open("rb") as lines:
-        for last in lines:
-            number = _step_of(last)
-            damaged += number is None
-            if number is not None and number <= step:
-                kept.append(last.removesuffix(b"\n") + b"\n")
-    if last and not last.endswith(b"\n"):
-        damaged -= _step_of(last) is None
+    data = path.read_bytes()
+    lines = [(line, _step_of(line)) for line in data.splitlines()]
+    is_cut = not data.endswith(b"\n") and bool(lines) and lines[-1][1] is None
+    damaged = sum(number is None for _, number in lines) - is_cut
+    kept = [line + b"\n" for line, number in lines if number is not None and number <= step]
     if damaged:
         say(f"{path}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")
     sums.write_whole(path, b"".join(kept))

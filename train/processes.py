@@ -17,32 +17,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 T = TypeVar("T")
 
 
-def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
+def join(*words: Any) -> None:
     """Connect this process with the others; nothing to do where no argument is given.
 
     Args:
-      coordinator_address: HOST:PORT of process 0, reachable from all.
-      num_processes: how many there are.
-      process_id: number of this one, from 0.
+      words: HOST:PORT of process 0, reachable from all; how many there are; the number of this one, from 0; or None.
 
     Raises:
       ValueError: only some are given, or the number is not one of this run.
     """
-    given = {
-        "--coordinator-address": coordinator_address,
-        "--num-processes": num_processes,
-        "--process-id": process_id,
-    }
+    given = dict(zip(("--coordinator-address", "--num-processes", "--process-id"), words, strict=True))
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return
-    if coordinator_address is None or num_processes is None or process_id is None:
+    if missing:
         raise ValueError(f"a run of several processes needs {' and '.join(missing)} too")
-    if not 0 <= process_id < num_processes:
-        raise ValueError(f"--process-id must be in 0..{num_processes - 1}, got {process_id}")
+    if not 0 <= words[2] < words[1]:
+        raise ValueError(f"--process-id must be in 0..{words[1] - 1}, got {words[2]}")
     # jax would take SIGTERM for a service of its own, and one that comes before the first step would go unheard.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(coordinator_address, num_processes, process_id)
+    jax.distributed.initialize(*words)
 
 
 def check_devices() -> None:
@@ -56,10 +50,8 @@ def check_devices() -> None:
     except (RuntimeError, AssertionError) as error:
         asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(error).splitlines() or [f"its plug-in ends in {type(error).__name__}"])[0]
-        raise ValueError(
-            f"JAX_PLATFORMS={asked or ''} names no platform that JAX can start here ({reason}); install its plug-in "
-            "and driver, or set JAX_PLATFORMS=cpu"
-        ) from None
+        found = f"JAX_PLATFORMS={asked or ''} names no platform that JAX can start here ({reason})"
+        raise ValueError(f"{found}; install its plug-in and driver, or set JAX_PLATFORMS=cpu") from None
 
 
 def is_main() -> bool:
@@ -77,9 +69,8 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
     if jax.process_count() == 1:
         return arrays
     sharding = NamedSharding(mesh, spec)
-    return {
-        name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in arrays.items()
-    }
+    make = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])  # noqa: E731
+    return {name: make(x) for name, x in arrays.items()}
 
 
 def in_order(result: T) -> T:
@@ -102,16 +93,15 @@ class Flag:
     """
 
     def __init__(self, mesh: Mesh):
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._mesh = mesh
         self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, mine: bool) -> Any:
         """Start asking; every process does so. Returns the answer, for bool()."""
         if jax.process_count() == 1:
             return mine
-        size = self._sharding.mesh.size
-        flags = jax.make_array_from_callback((size,), self._sharding, lambda index: np.full((size,), mine)[index])
-        return in_order(self._any(flags))
+        placed = place(self._mesh, PartitionSpec(self._mesh.axis_names), {"flags": np.full(self._mesh.size, mine)})
+        return in_order(self._any(placed["flags"]))
 
 
 def all_agree(mine: bool) -> bool:

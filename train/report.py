@@ -1,13 +1,15 @@
-"""The comparison of runs as one HTML page that needs nothing else: numbers, curves, bytes, dtypes and health."""
+"""The folders of runs set against each other, as one HTML page: numbers, curves, bytes, dtypes and health."""
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
@@ -15,15 +17,24 @@ from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from jaxquant.config.loader import load_yaml
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.quant_state import TENSORS
-from train.runs import Run, differing_fields, find_baseline
+from train import sums
+from train.metrics import warm_median
 
+SMOOTHING = 0.9
+"""Weight of the past in a smoothed training loss."""
 MATMULS = ("fwd", "dlhs", "drhs")
 BYTES = {
     "parameter_bytes": "Parameters, as trained, quant state apart",
     "quant_state_bytes": "Quant state: scales, amax histories, masks",
     "saved_activation_bytes": "Activations kept for the backward pass of one micro-batch",
 }
+COVERAGE = (
+    "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
+    "layers of a scan and recomputation"
+)
 HEALTH = {  # title, what is bad, colours from harmless to bad, whether these are of the logarithm
     "sqnr": ("SQNR, dB", "under 20 in eight bits, under 10 in four, or falling", "OrRd_r", False),
     "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True),
@@ -34,26 +45,173 @@ HEALTH = {  # title, what is bad, colours from harmless to bad, whether these ar
 }
 
 
+_LOSSES = ("loss", "held_out_loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run wrote down.
+
+    Attributes:
+      name: folder name, or the path where two runs share one.
+      config: its ``config.yml``.
+      train, held_out: loss by step, in nats per token.
+      step_time_s: median of a step in seconds; None where no step was timed.
+      summary: its ``summary.json``; {} for a run that has not finished.
+      coverage: its ``coverage.json``; {} for a run that wrote none.
+      health: the lines of its ``health.jsonl``; none for a run that did not measure health.
+      note: what its newest checkpoint says otherwise than ``config.yml``; "" for nothing.
+    """
+
+    name: str
+    config: dict[str, Any]
+    train: dict[int, float]
+    held_out: dict[int, float]
+    step_time_s: float | None
+    summary: dict[str, Any]
+    coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    health: tuple[dict[str, Any], ...] = ()
+    note: str = ""
+
+    @property
+    def last_step(self) -> int:
+        return max(self.train)
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last held-out loss; None before the first."""
+        return self.held_out[max(self.held_out)] if self.held_out else None
+
+    def gap(self, baseline: Run | None) -> float | None:
+        """Relative excess of the last held-out loss over the baseline's at the same step; None where that has none."""
+        if baseline is None or not self.held_out:
+            return None
+        reference = baseline.held_out.get(max(self.held_out))
+        return None if reference is None else self.held_out[max(self.held_out)] / reference - 1
+
+    def smoothed(self) -> dict[int, float]:
+        """Training loss as an exponential mean without start-up bias; non-finite losses are passed over."""
+        total = weight = 0.0
+        means = {}
+        for step, loss in sorted(self.train.items()):
+            if math.isfinite(loss):
+                total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+                means[step] = total / weight
+        return means
+
+
+def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Read run folders, in order.
+
+    Raises:
+      ValueError: a folder given twice, without metrics, or with a file that is damaged.
+      FileNotFoundError: a folder that does not exist.
+    """
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise ValueError(f"run folders {', '.join(map(str, paths))} name one folder twice; name each once")
+    names = [path.resolve().name for path in paths]
+    unique = len(set(names)) == len(names)
+    return [load_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
+
+
+def load_run(folder: Path, name: str) -> Run:
+    """Read one run folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"run folder {folder} does not exist; give a folder that `python -m train` wrote")
+    for file in ("metrics.jsonl", "config.yml"):
+        if not (folder / file).is_file():
+            raise ValueError(f"run folder {folder} has no {file}; give a folder that `python -m train` wrote")
+    rows = _read_lines(folder / "metrics.jsonl", "metrics", _numbers)
+    train, held_out = ({row["step"]: row[name] for row in rows if name in row} for name in _LOSSES)
+    if not train:
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no training step; let the run make at least one")
+    summary, coverage = (_read_json(folder / f"{name}.json") for name in ("summary", "coverage"))
+    median = summary.get("step_time_s") or warm_median([row["step_time_s"] for row in rows if "step_time_s" in row])
+    has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
+    health = folder / "health.jsonl"
+    health = _read_lines(health, "health", has_all) if health.is_file() else []
+    fields = load_yaml(folder / "config.yml")
+    steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
+    note = sums.contradiction(folder, max(steps), fields) if steps else ""
+    return Run(name, fields, train, held_out, median, summary, coverage, tuple(health), note)
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"step": int(row["step"])}
+    for name in _LOSSES:
+        if name in row:  # null is a number that was not finite
+            found[name] = math.nan if row[name] is None else float(row[name])
+    return found | ({} if row.get("step_time_s") is None else {"step_time_s": float(row["step_time_s"])})
+
+
+def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            if line.strip():
+                found.append(of(sums.read_signed(line)))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            shown = repr(line[:60].decode(errors="backslashreplace"))
+            raise ValueError(
+                f"{path}, line {number} is not a {kind} line: {shown}; resume the run, or delete that line"
+            ) from None
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        summary = sums.read_signed(path.read_bytes(), indent=1)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not what was written ({error}); start the run again") from None
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} holds {type(summary).__name__}, not a summary; start the run again")
+    return summary
+
+
+def find_baseline(runs: Iterable[Run]) -> Run | None:
+    """Find the unquantized run; None where there is none.
+
+    Raises:
+      ValueError: there are two.
+    """
+    plain = [run for run in runs if not run.config.get("quantization") and not run.config.get("rules")]
+    if len(plain) > 1:
+        names = f"{plain[0].name} and {plain[1].name}"
+        raise ValueError(f"runs {names} are both unquantized; give one to measure gaps from")
+    return plain[0] if plain else None
+
+
+def differing_fields(runs: Sequence[Run]) -> list[str]:
+    """Return the configuration fields, quantization and the run's folder apart, in which runs differ."""
+    expected = {field.name for field in dataclasses.fields(QuantConfig)} | {"run_dir"}
+    names = sorted({name for run in runs for name in run.config} - expected)
+    return [name for name in names if any(run.config.get(name) != runs[0].config.get(name) for run in runs)]
+
+
 def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Return the table of a comparison, ready to print, one row a run."""
     baseline = find_baseline(runs)
+    base_s = (baseline and baseline.step_time_s) or math.nan
     return [
         {
             "run": run.name,
-            "quantization": run.quantization or ("by rules" if run.config.get("rules") else "none"),
-            "backend": run.backend or "–",
-            "steps": f"{run.last_step}" + ("" if run.is_finished else " (unfinished)"),
+            "quantization": run.config.get("quantization") or ("by rules" if run.config.get("rules") else "none"),
+            "backend": run.summary.get("backend") or "–",
+            "steps": f"{run.last_step}" + ("" if run.summary else " (unfinished)"),
             "held-out loss": _or_dash(run.final_loss, "{:.4f}"),
             "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2%}"),
             "step time": _or_dash(run.step_time_s and 1000 * run.step_time_s, "{:.0f} ms"),
-            "ratio": _or_dash(run.time_ratio(baseline), "{:.2f}×"),
+            "ratio": _or_dash(run.step_time_s and run.step_time_s / base_s, "{:.2f}×"),
         }
         for run in runs
     ]
 
 
 def _or_dash(value: float | None, pattern: str) -> str:
-    return "–" if value is None else pattern.format(value)
+    return "–" if value is None or math.isnan(value) else pattern.format(value)
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
@@ -63,7 +221,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
         found.append("No unquantized run was given, so there is no gap and no ratio.")
     if fields := differing_fields(runs):
         found.append(f"The runs differ in more than quantization: {', '.join(fields)}.")
-    if unfinished := [run.name for run in runs if not run.is_finished]:
+    if unfinished := [run.name for run in runs if not run.summary]:
         found.append(f"Not finished: {', '.join(unfinished)}; bytes are known at the end of a run.")
     return found
 
@@ -76,46 +234,31 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
       title: of the page.
     """
     rows = comparison_rows(runs)
-    sections = [
-        *(f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)),
-        _section("Summary", _table([list(rows[0]), *([*row.values()] for row in rows)])),
-        *(_section(about, _html(figure)) for about, figure in charts(runs).items()),
-        *(_section(about, _html(figure)) for run in runs for about, figure in health_maps(run).items()),
-        _section(
-            "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
-            "layers of a scan and recomputation",
-            _table(_coverage_rows([run for run in runs if run.coverage])),
-        ),
-    ]
-    page = string.Template(resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8"))
-    words = {"title": html.escape(title), "subtitle": html.escape(_subtitle(runs))}
-    return page.substitute(words, plotly=get_plotlyjs(), sections="".join(sections))
-
-
-def _subtitle(runs: Sequence[Run]) -> str:
-    summaries = [run.summary for run in runs if run.is_finished]
+    sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
+    for run in runs:
+        sections |= health_maps(run)
+    sections[COVERAGE] = _table(_coverage_rows([run for run in runs if run.coverage]))
+    body = [f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)]
+    for about, content in sections.items():
+        heading, _, more = map(html.escape, about.partition(": "))
+        if isinstance(content, go.Figure):
+            content.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
+            shown = {"displaylogo": False, "responsive": True}
+            content = content.to_html(full_html=False, include_plotlyjs=False, config=shown)
+        body.append(f"<section><h2>{heading}</h2><p>{more}</p>{content}</section>")
+    summaries = [run.summary for run in runs if run.summary]
     words = {f"{word}" for each in summaries for word in (each.get("devices"), each.get("data")) if word}
     versions = {f"jax {each['versions']['jax']}" for each in summaries if "versions" in each}
-    return " · ".join([f"{len(runs)} runs", *sorted(versions), *sorted(words)])
-
-
-def _section(about: str, body: str) -> str:
-    title, _, more = about.partition(": ")
-    return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(more)}</p>{body}</section>"
-
-
-def _html(figure: go.Figure) -> str:
-    figure.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
-    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    subtitle = html.escape(" · ".join([f"{len(runs)} runs", *sorted(versions), *sorted(words)]))
+    page = string.Template(resources.files("train").joinpath("report_template.html").read_text(encoding="utf-8"))
+    return page.substitute(title=html.escape(title), subtitle=subtitle, plotly=get_plotlyjs(), sections="".join(body))
 
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts by what they show: losses, gaps, step times and bytes."""
     baseline = find_baseline(runs)
-    colours = {
-        run.name: "gray" if run is baseline else qualitative.D3[number % len(qualitative.D3)]
-        for number, run in enumerate(runs)
-    }
+    some = qualitative.D3
+    colours = {run.name: "gray" if run is baseline else some[number % len(some)] for number, run in enumerate(runs)}
 
     def curves(unit: str, points: Sequence[tuple[Run, dict[int, float], dict[str, Any]]]) -> go.Figure:
         figure = go.Figure(layout={"xaxis_title": "step", "yaxis_title": unit, "hovermode": "x unified"})
@@ -129,28 +272,24 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         known = [(run, value) for run, value in zip(runs, values, strict=True) if value is not None]
         figure = go.Figure(layout={"xaxis_title": unit, "yaxis_autorange": "reversed", "height": 90 + 40 * len(known)})
         names, marks = [html.escape(run.name) for run, _ in known], {"color": [colours[run.name] for run, _ in known]}
-        return figure.add_bar(
-            x=[v for _, v in known], y=names, orientation="h", marker=marks, texttemplate="%{x:,.4~g}"
-        )
+        bar = {"orientation": "h", "marker": marks, "texttemplate": "%{x:,.4~g}"}
+        return figure.add_bar(x=[value for _, value in known], y=names, **bar)
 
     dots, faint = {"mode": "lines+markers"}, {"mode": "lines", "opacity": 0.4, "showlegend": False}
     loss = "loss (nats per token)"
+    smoothed = [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
     found = {
-        "Training loss: smoothed, each step weighs a tenth": curves(
-            loss, [(run, run.smoothed(), {"mode": "lines"}) for run in runs]
-        ),
+        "Training loss: smoothed, each step weighs a tenth": curves(loss, smoothed),
         "Held-out loss: on text that is never trained on": curves(loss, [(run, run.held_out, dots) for run in runs]),
     }
     if baseline is not None and len(runs) > 1:
         others = [run for run in runs if run is not baseline]
         smooth = [(run, _gaps(run.smoothed(), baseline.smoothed()), faint) for run in others]
         held_out = [(run, _gaps(run.held_out, baseline.held_out), dots) for run in others]
-        found["Gap to the unquantized run: held-out loss with dots, smoothed training loss faint"] = curves(
-            "excess loss (%)", [*smooth, *held_out]
-        )
-    found["Step time: median of a training step"] = bars(
-        "milliseconds", [run.step_time_s and 1000 * run.step_time_s for run in runs]
-    )
+        about = "Gap to the unquantized run: held-out loss with dots, smoothed training loss faint"
+        found[about] = curves("excess loss (%)", [*smooth, *held_out])
+    times = [run.step_time_s and 1000 * run.step_time_s for run in runs]
+    found["Step time: median of a training step"] = bars("milliseconds", times)
     sizes = {about: [run.summary.get(key) for run in runs] for key, about in BYTES.items()}
     return found | {about: bars("bytes", values) for about, values in sizes.items()}
 
@@ -166,13 +305,8 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
     """
     found: dict[str, go.Figure] = {}
     for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
-        maps = {
-            tensor: [
-                [_number(row[tensor][statistic][layer]) for row in run.health]
-                for layer in range(len(run.health[0]["layers"]))
-            ]
-            for tensor in TENSORS
-        }
+        layers = range(len(run.health[0]["layers"]))
+        maps = {t: [[_number(row[t][statistic][i]) for row in run.health] for i in layers] for t in TENSORS}
         known = [value for values in maps.values() for line in values for value in line if value is not None]
         if not known or (statistic == "nonfinite" and not any(known)):
             continue

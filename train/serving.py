@@ -1,4 +1,4 @@
-"""Open what a training run left, to generate with it."""
+"""Open what a training run left, to generate with it, and measure how well it serves beside what it was made of."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.core.trees import map_by_path
+from jaxquant.config.quant_config import QuantConfig
+from jaxquant.core.trees import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
-from jaxquant.serving.kv_cache import quantization_of
+from jaxquant.serving.kv_cache import quantization_of as cache_of
 from train.config import TrainConfig
-from train.conversion import converted_shapes, of_layers
+from train.conversion import converted_shapes, of_layers, open_parameters, quantization_of
+from train.data import make_iterators
 from train.frameworks import Model, make_model
 from train.generate import Engine, Prompt, Sampling
 from train.model import DecoderConfig
-from train.origin import check_files
-from train.parameters import Parameters, open_parameters
-from train.step import decoder_of
+from train.step import decoder_of, token_losses
+from train.sums import check_files
 from train.tokenizer import Tokenizer
 
 SERVING_FIELDS = ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path")
@@ -53,24 +55,14 @@ class Served:
 
     def engine(self, *, sampling: Sampling | None = None, max_length: int = 0, **options: Any) -> Engine:
         """Make an engine with the config's KV cache, of texts as long as in training if ``max_length`` is 0."""
-        return Engine(
-            self.model,
-            self.params,
-            self.quant_state,
-            self.shape,
-            max_length=max_length or self.config.sequence_length,
-            sampling=sampling,
-            end_token=self.tokenizer.eos,
-            **quantization_of(self.config),
-            **options,
-        )
+        length, options = max_length or self.config.sequence_length, options | cache_of(self.config)
+        options |= {"sampling": sampling, "end_token": self.tokenizer.eos}
+        return Engine(self.model, self.params, self.quant_state, self.shape, max_length=length, **options)
 
     def prompts(self, texts: Sequence[str], names: Sequence[str]) -> list[Prompt]:
         """Encode texts; each gets the random stream of its place."""
-        return [
-            Prompt(self.tokenizer.encode_prompt(text), name, number)
-            for number, (text, name) in enumerate(zip(texts, names, strict=True))
-        ]
+        pairs = enumerate(zip(texts, names, strict=True))
+        return [Prompt(self.tokenizer.encode_prompt(text), name, number) for number, (text, name) in pairs]
 
 
 def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> Served:
@@ -89,27 +81,32 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{directory} does not exist; give the folder of a run, or one that scripts/convert.py wrote"
-        )
+        raise FileNotFoundError(f"{directory} does not exist; give the folder of a run or a converted one")
     if not (folder / "config.yml").is_file():
         if (folder / "jaxquant.json").exists() or (folder / "params").exists():
             return _open_converted(folder, overrides or {})
         raise ValueError(
-            f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run, or one that "
-            "scripts/convert.py wrote"
+            f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run or a converted one"
         )
-    opened = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
+    stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
     # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
-    fields = to_mapping(opened.config) | {"remat_policy": "none"} | dict(overrides or {})
+    fields = to_mapping(stored.config) | {"remat_policy": "none"} | dict(overrides or {})
     config: TrainConfig = build(TrainConfig, fields)
     tokenizer, shape, example = decoder_of(config)
     model = make_model(of_layers(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
-    stored = {"params": params, "quant_state": quantization_state.strip_bins(quant_state)}
-    found = _read_run(folder, opened, stored)
+
+    def load(path: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        found = stored.stores.get(path)
+        if found is None or found.shape != wanted.shape:
+            what = "none" if found is None else f"shape {found.shape}"
+            lack = f"has no {path} of shape {wanted.shape}, got {what}"
+            raise ValueError(f"checkpoint {stored.step} of {folder} {lack}; it is not one of the run's config.yml")
+        return jnp.asarray(stored.read(path))
+
+    found = map_by_path(load, {"params": params, "quant_state": quantization_state.strip_bins(quant_state)})
     quant_state = quantization_state.with_bins(found["quant_state"], quant_state)
-    return Served(model, found["params"], quant_state, tokenizer, config, shape, opened.step)
+    return Served(model, found["params"], quant_state, tokenizer, config, shape, stored.step)
 
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
@@ -123,7 +120,7 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     step, train = manifest.extra.get("step"), manifest.extra["train"]
     if type(step) is not int or not isinstance(train, Mapping):
         raise ValueError(f"{folder} holds no step and config of a training run; convert the run anew")
-    config: TrainConfig = build(TrainConfig, {**train, **(overrides or {})})
+    config: TrainConfig = build(TrainConfig, {**train, **overrides})
     check_files(folder, train, manifest.extra.get("files", {}))
     tokenizer, shape, example = decoder_of(config)
     plain = of_layers(config)
@@ -132,17 +129,89 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     return Served(model, found.params, {}, tokenizer, config, shape, step)
 
 
-def _read_run(folder: Path, stored: Parameters, abstract: dict[str, Any]) -> dict[str, Any]:
-    """Read a checkpoint's part that ``abstract`` describes, onto the default device."""
+class Contender(NamedTuple):
+    """A model under evaluation: a name and what ``open_served`` opened."""
 
-    def load(path: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        found = stored.stores.get(path)
-        if found is None or found.shape != wanted.shape:
-            what = "none" if found is None else f"shape {found.shape}"
-            raise ValueError(
-                f"checkpoint {stored.step} of {folder} has no {path} of shape {wanted.shape}, got {what}; it is not "
-                "one of the run's config.yml"
-            )
-        return jnp.asarray(stored.read(path))
+    name: str
+    served: Served
 
-    return map_by_path(load, abstract)
+
+def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contender]:
+    """Open a run's checkpoint in float and as it was trained, and checkpoints that were converted from runs.
+
+    Args:
+      run: folder of the run.
+      converted: folders of the checkpoints.
+
+    Raises:
+      FileNotFoundError, ValueError, TypeError: from ``open_served``; ``run`` is no run.
+    """
+    trained = open_served(run)
+    if trained.config.checkpoint_is_quantized:
+        raise ValueError(f"{run} is a converted checkpoint; give the run that it was made of first, and it after that")
+    found = [Contender("float", open_served(run, quantization_of(QuantConfig()) | {"remat_policy": "none"}))]
+    if trained.config.strings:
+        found.append(Contender("trained", trained))
+    return found + [Contender(f"served: {folder}", open_served(folder)) for folder in converted]
+
+
+def evaluate(models: Sequence[Contender], *, batches: int | None = None) -> list[dict[str, Any]]:
+    """Measure models on the held-out text of the first one's configuration.
+
+    Args:
+      models: the first is the one that the others are compared with.
+      batches: how many batches; None is the configuration's ``eval_batches``.
+
+    Returns:
+      A row a model: held-out loss in nats a token, its relative excess over the first's, the share of positions at
+      which its likeliest next token is the first's, the largest difference of a logit from the first's and from the
+      model before it, and the bytes of its parameters.
+
+    Raises:
+      ValueError: models of different vocabularies.
+    """
+    config: TrainConfig = models[0].served.config
+    sizes = {each.name: each.served.shape.vocab_size for each in models}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the models have different vocabularies: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
+    config = dataclasses.replace(config, eval_batches=batches or config.eval_batches)
+    totals = [np.zeros(5) for _ in models]  # loss, tokens, positions in agreement, largest differences
+    runs = [_program(each.served) for each in models]
+    for batch in make_iterators(config, config.batch_size).held_out():
+        first = before = None
+        for total, run, each in zip(totals, runs, models, strict=True):
+            loss, count, logits = run(each.served.params, each.served.quant_state, dict(batch))
+            first = logits if first is None else first
+            before = logits if before is None else before
+            real = jnp.asarray(batch["segment_ids"] > 0)
+            same = (logits.argmax(-1) == first.argmax(-1)) & real
+            total[:3] += [float(loss), float(count), float(same.sum())]
+            for place, other in ((3, first), (4, before)):
+                difference = jnp.abs(jnp.where(real[..., None], logits - other, 0)).max()
+                total[place] = np.maximum(total[place], float(difference))  # NaN stays NaN
+            before = logits
+    base = totals[0][0] / totals[0][1]
+    return [
+        {
+            "model": each.name,
+            "quantization": each.served.config.quantization or "none",
+            "backend": each.served.config.resolved_backend or "–",
+            "held-out loss": round(total[0] / total[1], 4),
+            "gap": f"{100 * (total[0] / total[1] / base - 1):+.2f}%",
+            "agreement": f"{100 * total[2] / total[1]:.2f}%",
+            "max |Δ logit| to first": float(f"{total[3]:.3g}"),
+            "to the one before": float(f"{total[4]:.3g}"),
+            "MB": round(tree_bytes(each.served.params) / 1e6, 3),
+        }
+        for each, total in zip(models, totals, strict=True)
+    ]
+
+
+def _program(served: Served) -> Any:
+    @jax.jit
+    def run(params: Any, quant_state: Any, batch: Any) -> Any:
+        inputs = (batch["inputs"], batch["segment_ids"], batch["positions"])
+        logits = served.model.apply(params, quant_state, *inputs, rngs={"quant": jax.random.key(0)})
+        return *token_losses(logits, batch), logits
+
+    return run

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import track
@@ -32,11 +32,8 @@ _PART_CHARS = 16384
 _PARTS = 20
 
 
-class Document(NamedTuple):
-    """One text of a corpus, always encodable as UTF-8, and what the split is drawn on where the file decides."""
-
-    text: str
-    name: str | None = None
+Documents = Iterator[tuple[str, str | None]]
+"""Texts of a corpus, always encodable as UTF-8, each with the name that the split is drawn on, if not the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +48,9 @@ class Source:
 
     label: str
     files: list[Path]
-    read: Callable[[Path], Iterator[Document]]
+    read: Callable[[Path], Documents]
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Documents:
         """Pass over the documents; on a terminal a line counts the files.
 
         Raises:
@@ -84,61 +81,51 @@ def open_source(dataset: str, path: str, field: str) -> Source:
         raise ValueError(f"dataset_text_field {field!r} is not read by dataset {dataset!r}; leave it out")
     if dataset == "stdlib":
         if path:
-            raise ValueError(
-                f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, jsonl or parquet"
-            )
+            raise ValueError(f"dataset_path {path!r} is not read by dataset 'stdlib'; set dataset=text, or another")
         return _stdlib()
     if not path:
         raise ValueError(f"dataset {dataset!r} needs dataset_path, a file or a folder; got an empty one")
-    readers = {
-        "text": lambda: _parts if Path(path).is_file() else _whole,
-        "jsonl": lambda: functools.partial(_json_lines, field=field),
-        "parquet": lambda: _parquet_rows(field),
-    }
-    read = readers[dataset]()
+    read = _parts if Path(path).is_file() else _whole
+    if dataset != "text":
+        read = functools.partial(_json_lines, field=field) if dataset == "jsonl" else _parquet_rows(field)
     return Source(f"{dataset} at {Path(path)}", _files(Path(path), dataset), read)
 
 
 def _stdlib() -> Source:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        file
-        for file in _walk(root, _SKIPPED_FOLDERS)
-        if file.suffix == ".py" and not any(part.startswith(_SKIPPED_PREFIXES) for part in file.relative_to(root).parts)
-    ]
+    files = [file for file in _walk(root, _SKIPPED_FOLDERS) if file.suffix == ".py"]
+    files = [x for x in files if not any(part.startswith(_SKIPPED_PREFIXES) for part in x.relative_to(root).parts)]
     if not files:
-        raise ValueError(
-            f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text with a dataset_path"
-        )
+        raise ValueError(f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text")
 
-    def read(file: Path) -> Iterator[Document]:
-        yield Document(_read_text(file), file.relative_to(root).as_posix())
+    def read(file: Path) -> Documents:
+        yield _read_text(file), file.relative_to(root).as_posix()
 
     return Source(f"stdlib at {root}", files, read)
 
 
-def _whole(file: Path) -> Iterator[Document]:
-    yield Document(_read_text(file))
+def _whole(file: Path) -> Documents:
+    yield _read_text(file), None
 
 
-def _parts(file: Path) -> Iterator[Document]:
+def _parts(file: Path) -> Documents:
     text = _read_text(file)
     size = min(_PART_CHARS, len(text) // _PARTS)
     start = end = 0
     for line in text.splitlines(keepends=True):
         end += len(line)
         if end - start >= size:
-            yield Document(text[start:end])
+            yield text[start:end], None
             start = end
     if start < end:
-        yield Document(text[start:end])
+        yield text[start:end], None
 
 
-def _json_lines(file: Path, field: str) -> Iterator[Document]:
+def _json_lines(file: Path, field: str) -> Documents:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield Document(_json_text(line, f"{file} line {number}", field))
+                yield _json_text(line, f"{file} line {number}", field), None
 
 
 def _json_text(line: bytes, place: str, field: str) -> str:
@@ -153,20 +140,19 @@ def _json_text(line: bytes, place: str, field: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"{place} must be a JSON object with the key {field!r}, got {type(record).__name__}")
     if field not in record:
-        raise ValueError(
-            f"{place} has no key {field!r}; set dataset_text_field to one of {', '.join(map(repr, record)) or 'none'}"
-        )
+        one_of = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"{place} has no key {field!r}; set dataset_text_field to one of {one_of}")
     return _encodable(record[field], f"{place} key {field!r}")
 
 
-def _parquet_rows(field: str) -> Callable[[Path], Iterator[Document]]:
+def _parquet_rows(field: str) -> Callable[[Path], Documents]:
     try:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise ValueError("dataset 'parquet' needs pyarrow, which is not installed; pip install pyarrow") from None
 
-    def read(file: Path) -> Iterator[Document]:
+    def read(file: Path) -> Documents:
         row = 0
         try:
             with parquet.ParquetFile(file) as table:
@@ -177,7 +163,7 @@ def _parquet_rows(field: str) -> Callable[[Path], Iterator[Document]]:
                 for batch in table.iter_batches(batch_size=1024, columns=[field]):
                     for value in batch.column(0).to_pylist():
                         row += 1
-                        yield Document(_encodable(value, f"{file} row {row} column {field!r}"))
+                        yield _encodable(value, f"{file} row {row} column {field!r}"), None
         except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{file} is not a Parquet file, or damaged after row {row}: {reason}") from None
@@ -209,9 +195,8 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(file)!r} is not UTF-8 text: {error.reason} at byte {error.start}; convert it or take it out"
-        ) from None
+        why = f"{error.reason} at byte {error.start}"
+        raise ValueError(f"{str(file)!r} is not UTF-8 text: {why}; convert it or take it out") from None
 
 
 def _encodable(value: object, place: str) -> str:
@@ -243,10 +228,7 @@ def _files(path: Path, dataset: str) -> list[Path]:
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()  # Links are followed; a folder that is reached twice is read once.
-
-    def refuse(error: OSError) -> NoReturn:
-        _unreadable(Path(error.filename), error)
-
+    refuse = lambda error: _unreadable(Path(error.filename), error)  # noqa: E731
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         real = os.path.realpath(folder)
         if real in seen:

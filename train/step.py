@@ -177,12 +177,9 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
         norm = optax.tree.norm(grads)
         changes = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        updated = TrainState(
-            state.step + 1,
-            optax.apply_updates(state.params, updates),
-            opt_state,
-            quantization_state.update(state.quant_state, state_grads),
-        )
+        params = optax.apply_updates(state.params, updates)
+        quant_state = quantization_state.update(state.quant_state, state_grads)
+        updated = TrainState(state.step + 1, params, opt_state, quant_state)
         metrics = {
             "loss": value,
             "grad_norm": norm,
@@ -196,31 +193,19 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         # In micro-batches too: what fits in training fits here.
-        parts = jax.lax.map(
-            lambda micro: total_loss(state.params, state.quant_state, micro, key),
-            _micro_batches(batch, config.gradient_accumulation_steps),
-        )
-        return jax.tree.map(jnp.sum, parts)
+        of_part = lambda micro: total_loss(state.params, state.quant_state, micro, key)  # noqa: E731
+        parts = _micro_batches(batch, config.gradient_accumulation_steps)
+        return jax.tree.map(jnp.sum, jax.lax.map(of_part, parts))
 
     shapes: TrainState = jax.eval_shape(init)
     shardings = state_shardings(mesh, shapes)
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    return Program(
-        config=config,
-        mesh=mesh,
-        model=model,
-        abstract_state=abstract,
-        init=jax.jit(init, out_shardings=shardings),
-        step=jax.jit(
-            step,
-            donate_argnums=0,
-            in_shardings=(shardings, batch_sharding, replicated),
-            out_shardings=(shardings, replicated),
-        ),
-        evaluate=jax.jit(evaluate, in_shardings=(shardings, batch_sharding), out_shardings=replicated),
-        loss=loss,
-    )
+    given, made = (shardings, batch_sharding), (shardings, replicated)
+    jitted_init = jax.jit(init, out_shardings=shardings)
+    jitted_step = jax.jit(step, donate_argnums=0, in_shardings=(*given, replicated), out_shardings=made)
+    jitted_evaluate = jax.jit(evaluate, in_shardings=given, out_shardings=replicated)
+    return Program(config, mesh, model, abstract, jitted_init, jitted_step, jitted_evaluate, loss)
 
 
 def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:

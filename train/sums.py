@@ -1,7 +1,8 @@
-"""The sums of a training checkpoint: ``sums.json`` beside its arrays, without which no byte of them is used.
+"""What the files of a run are checked by: sums of checkpoints and of lines, and the configuration of each checkpoint.
 
-The first process writes it when every process has written its part, before the checkpoint gets its name; so a
-checkpoint without it was not finished, is damaged, or was written before there were sums.
+``sums.json`` stands beside the arrays of a checkpoint, and without it no byte of them is used. The first process writes
+it when every process has written its part, before the checkpoint gets its name; so a checkpoint without it was not
+finished, is damaged, or was written before there were sums. The configuration that made a checkpoint is summed with it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,32 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxquant.serving.manifest import File, check_files, list_files
+from jaxquant.config.loader import load_yaml
+from jaxquant.core.typed import build, show, to_mapping
+from jaxquant.export.sums import sha256_of
+from jaxquant.serving import manifest
+from jaxquant.serving.manifest import File
+from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 
 NAME, _PARTIAL = "sums.json", "sums.json.partial"
 FORMAT = "jaxquant-checkpoint-sums"
-READ_BY = "; commit 8950e07 of jaxquant still reads checkpoints without it"
+_STILL_READ = "commit 8950e07 of jaxquant still reads"
 _CRC = "crc32"
 
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
+DATA = Path("data", "metadata")
+"""Where a checkpoint keeps its data position and, beside it, the configuration that made it."""
+FREE = RUN_CONTROL | ADJUSTABLE
+"""Fields in which a run may go on otherwise."""
+_FILES = ("quant_cfg_path", "tokenizer_path")
+
+
+# -- lines and files ---------------------------------------------------------------------------------------------------
 
 
 def signed(row: Mapping[str, Any], indent: int | None = None) -> str:
@@ -53,9 +67,12 @@ def write_whole(path: Path, data: str | bytes) -> None:
     os.replace(partial, path)
 
 
+# -- a checkpoint ------------------------------------------------------------------------------------------------------
+
+
 def write_sums(folder: Path) -> None:
     """Sum every file of a checkpoint that is about to get its name."""
-    write_whole(folder / NAME, _dump(list_files(folder, besides=(NAME, _PARTIAL, *LATE))))
+    write_whole(folder / NAME, _dump(manifest.list_files(folder, besides=(NAME, _PARTIAL, *LATE))))
 
 
 def seal(folder: Path) -> None:
@@ -63,8 +80,7 @@ def seal(folder: Path) -> None:
     if not (folder / NAME).is_file():
         return
     files = _read(folder)
-    late = {name: File.of(folder / name) for name in LATE if name not in files and (folder / name).is_file()}
-    if late:
+    if late := {name: File.of(folder / name) for name in LATE if name not in files and (folder / name).is_file()}:
         write_whole(folder / NAME, _dump(files | late))
 
 
@@ -79,19 +95,19 @@ def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
       ValueError: naming the first file that is missing, another, or not the checkpoint's.
     """
     if not (folder / NAME).is_file():
-        raise ValueError(f"{folder / NAME} is gone{READ_BY}")
+        raise ValueError(f"{folder / NAME} is gone; {_STILL_READ} checkpoints without it")
     files = _read(folder)
     besides = (NAME, _PARTIAL, *(name for name in LATE if name not in files))
-    check_files(folder, files, sorted(files)[share::shares], besides=besides, fix="")
+    manifest.check_files(folder, files, sorted(files)[share::shares], besides=besides, fix="")
 
 
-def _dump(files: Mapping[str, File]) -> str:
+def _dump(files: Mapping[str, Any]) -> str:
     contents = {"format": FORMAT, "files": {name: [files[name].bytes, files[name].sha256] for name in sorted(files)}}
     text = json.dumps(contents, indent=1, sort_keys=True)
     return json.dumps(contents | {"checksum": hashlib.sha256(text.encode()).hexdigest()}, indent=1, sort_keys=True)
 
 
-def _read(folder: Path) -> dict[str, File]:
+def _read(folder: Path) -> dict[str, Any]:
     try:
         text = (folder / NAME).read_bytes().decode()
         files = {name: File(size, digest) for name, (size, digest) in json.loads(text)["files"].items()}
@@ -100,3 +116,121 @@ def _read(folder: Path) -> dict[str, File]:
     if text != _dump(files):  # every byte counts, also where it would mean the same
         raise ValueError(f"{folder / NAME} does not match its own checksum")
     return files
+
+
+# -- the configuration that made it ------------------------------------------------------------------------------------
+
+
+def record(config: TrainConfig) -> dict[str, Any]:
+    """Return what stands beside the data position of a checkpoint."""
+    return {"config": to_mapping(config), "files": sums_of_files(config)}
+
+
+def sums_of_files(config: TrainConfig) -> dict[str, str]:
+    """Return the SHA-256 of each file that a configuration names and a model of it reads."""
+    paths = {name: Path(getattr(config, name)) for name in _FILES if getattr(config, name)}
+    return {name: sha256_of(path) for name, path in paths.items() if path.is_file()}
+
+
+def check_files(folder: Path, config: Mapping[str, Any], files: Any) -> None:
+    """Check that the recipes and the tokenizer of a checkpoint have not changed since.
+
+    Args:
+      folder: of the checkpoint.
+      config: that names them.
+      files: what ``sums_of_files`` returned when the checkpoint was made.
+
+    Raises:
+      ValueError: a file that its configuration names is gone or another.
+    """
+    if not isinstance(files, Mapping) or not set(files) <= set(_FILES):
+        raise ValueError(f"{folder} names files that no checkpoint does, {show(files)}; make it anew")
+    for name, sum_ in files.items():
+        path = Path(str(config.get(name)))
+        if not path.is_file() or sha256_of(path) != sum_:
+            change = "another file now" if path.is_file() else "gone"
+            raise ValueError(f"{folder} was made with {name} {path}, which is {change}; put it back, or make it anew")
+
+
+def recorded(folder: Path) -> TrainConfig:
+    """Read the configuration that made a checkpoint, whose sums have been compared.
+
+    Raises:
+      ValueError: it is of a version of jaxquant that has other fields or kept none, or a file that it names is another
+        now.
+      OSError: the checkpoint has no data position.
+    """
+    contents = json.loads((folder / DATA).read_bytes())
+    if "config" not in contents:
+        raise ValueError(f"{folder} does not say what configuration made it; {_STILL_READ} it")
+    check_files(folder, contents["config"], contents.get("files", {}))
+    return build(TrainConfig, contents["config"], f"configuration of {folder}")
+
+
+def read_config(run_dir: Path) -> TrainConfig | None:
+    """Read the ``config.yml`` of a run, None where it has none.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    path = run_dir / "config.yml"
+    try:
+        return build(TrainConfig, load_yaml(path)) if path.exists() else None
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the configuration of a run ({error}); put it back, or choose another run_dir"
+        ) from None
+
+
+def differing(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each field that differs between configurations or mappings, the run's folder apart."""
+    one, other, shards = to_mapping(one), to_mapping(other), "quantization_local_shard_count"
+    skipped = {"run_dir", shards} if -1 in (one.get(shards), other.get(shards)) else {"run_dir"}  # -1: not resolved
+    pairs = {name: (value, other.get(name)) for name, value in one.items() if name not in skipped}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def refuse(
+    different: Mapping[str, tuple[Any, Any]], message: str, one: str, other: str, free: Collection[str] = FREE
+) -> None:
+    """Refuse fields that differ, from ``differing``, and are not ``free``.
+
+    Raises:
+      ValueError: the message, and a line for each field with where its two values stand.
+    """
+    lines = [f"\n  {name}: {a!r} {one}, {b!r} {other}" for name, (a, b) in different.items() if name not in free]
+    if lines:
+        raise ValueError(f"{message}:{''.join(lines)}")
+
+
+def config_of(run_dir: Path, step: int) -> TrainConfig:
+    """Return the configuration that made a checkpoint, whose sums have been compared.
+
+    Raises:
+      ValueError: config.yml says otherwise in more than how long a run lasts and what it writes; names the fields.
+    """
+    here, made_with = read_config(run_dir), recorded(run_dir / "checkpoints" / str(step))
+    if here:
+        _refuse_other_run(run_dir, step, differing(made_with, here))
+    return made_with
+
+
+def _refuse_other_run(run_dir: Path, step: int, different: Mapping[str, tuple[Any, Any]]) -> None:
+    message = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
+    refuse(different, message, "in the checkpoint", "in config.yml")
+
+
+def contradiction(run_dir: Path, step: int, here: Mapping[str, Any]) -> str:
+    """Describe where what a checkpoint recorded and the mapping of config.yml differ and may; no other file is read.
+
+    Raises:
+      ValueError: they differ elsewhere, or the checkpoint's record is damaged.
+    """
+    path = run_dir / "checkpoints" / str(step) / DATA
+    try:
+        different = differing(json.loads(path.read_bytes()).get("config", {}), here)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); resume the run, or delete that step") from None
+    _refuse_other_run(run_dir, step, different)
+    words = ", ".join(f"{name} ({a!r} and {b!r})" for name, (a, b) in different.items())
+    return f"checkpoint {step} of {run_dir} and its config.yml differ in {words}" if different else ""

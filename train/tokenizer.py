@@ -90,9 +90,8 @@ class FileTokenizer(Tokenizer):
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(
-                f"tokenizer_path {path!r} needs tokenizers, which is not installed; pip install tokenizers"
-            ) from None
+            lack = "tokenizers, which is not installed; pip install tokenizers"
+            raise ValueError(f"tokenizer_path {path!r} needs {lack}") from None
         data = read_bytes(Path(path), "tokenizer_path")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)

@@ -7,8 +7,18 @@ import pytest
 
 from scripts.compare import main
 from tests.scripts.synthetic import write_run
-from train.report import BYTES, HEALTH, charts, comparison_rows, health_maps, kind_of, render
-from train.runs import Run, find_baseline, load_runs
+from train.report import (
+    BYTES,
+    HEALTH,
+    Run,
+    charts,
+    comparison_rows,
+    find_baseline,
+    health_maps,
+    kind_of,
+    load_runs,
+    render,
+)
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from jaxquant.config.loader import load_yaml
 from train import sums
 from train.checkpoint import Checkpoints, check_config, write_config
 from train.config import TrainConfig
-from train.origin import config_of, contradiction
-from train.parameters import open_parameters
+from train.conversion import open_parameters
 from train.step import TrainState
+from train.sums import config_of, contradiction
 
 PARAMS = {"layers": {"kernel": jnp.arange(64, dtype=jnp.float32).reshape(2, 4, 8)}, "norm": {"scale": jnp.ones(3)}}
 POSITION = {"stream": {"corpus": "abc"}, "position": {"next": 7}}

@@ -27,12 +27,10 @@ from tests.serving.trees import assert_same
 from tests.train.conftest import STEPS
 from train.config import TrainConfig
 from train.conversion import Conversion, convert_run, converted_shapes, left_out, served_config
-from train.evaluation import contenders
 from train.frameworks import make_model
 from train.model import Decoder
-from train.origin import DATA
-from train.serving import Served, open_served
-from train.sums import seal, write_sums
+from train.serving import Served, contenders, open_served
+from train.sums import DATA, seal, write_sums
 
 KERNELS = [f"layers/self_attention/{name}" for name in ("query", "key", "value", "out")]
 KERNELS += [f"layers/mlp/{name}" for name in ("wi_0", "wi_1", "wo")]

@@ -15,14 +15,14 @@ from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build
 from tests.train.conftest import ROOT
 from train.config import TrainConfig
-from train.parameters import open_parameters
+from train.conversion import open_parameters
 
 LIMIT_KIB = 720_000
 STACK_KIB = 1024
 """Of a thread. The limit counts what a stack reserves, by default 8 MiB for each of the libraries' forty threads."""
 READ_ALL = """
 import sys
-from train.parameters import open_parameters
+from train.conversion import open_parameters
 stored = open_parameters(sys.argv[1])
 kept = {path: stored.read(path) for path in stored.stores}
 print(sum(array.nbytes for array in kept.values()))

@@ -9,8 +9,7 @@ import pytest
 
 from tests.train.conftest import quantized
 from train.loop import prepare
-from train.report import render
-from train.runs import load_runs
+from train.report import load_runs, render
 
 LAYERS = 2
 LINEAR = ["self_attention/query", "self_attention/key", "self_attention/value", "self_attention/out"] + [

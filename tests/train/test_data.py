@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.corpus import load_corpus
-from train.data import Chunks, make_iterators
+from train.data import Chunks, load_corpus, make_iterators
 from train.tokenizer import ByteTokenizer, open_tokenizer
 
 

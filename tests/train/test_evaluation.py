@@ -16,8 +16,7 @@ from scripts import evaluate as script
 from tests.numerics import EVALUATION_DIFFERENCE_RTOL, EVALUATION_LOSS_ATOL
 from train.conversion import convert_run
 from train.data import make_iterators
-from train.evaluation import Contender, contenders, evaluate
-from train.serving import open_served
+from train.serving import Contender, contenders, evaluate, open_served
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,9 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, open_gguf
 from tests.numerics import RECIPROCAL
-from train.conversion import convert_run
+from train.conversion import convert_run, open_parameters
 from train.exporting import export_run, open_source
 from train.importing import import_to_run, import_to_serve
-from train.parameters import open_parameters
 from train.serving import open_served
 
 FIELDS = {"sequence_length": 32, "batch_size": 2, "tensorboard": False, "dtype": "float32"}
@@ -51,7 +50,7 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     made = import_to_run(tmp_path / "hf", tmp_path / "again", data_of(run) | {"quantization": "ggml_q8_0"})
     step, after = parameters(tmp_path / "again")
     assert step == 0
-    assert (made.config.quantization, Path(made.config.tokenizer_path).name) == ("ggml_q8_0", "tokenizer.json")
+    assert (made.quantization, Path(made.tokenizer_path).name) == ("ggml_q8_0", "tokenizer.json")
     assert set(after) == set(before)
     for path, array in before.items():
         np.testing.assert_array_equal(after[path], array)
@@ -66,7 +65,7 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
 def test_fp8_blocks_are_served_as_they_are(run, tmp_path):
     export_run(run, tmp_path / "hf", "fp8_block", say=quiet)
     made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS)
-    assert made.config.quantization == "fp8_block"
+    assert made.quantization == "fp8_block"
     kernel = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)["layers/mlp/wi_0/kernel"]
     read = HfFolder(tmp_path / "hf")
     for layer in (0, 1):
@@ -98,7 +97,7 @@ def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, strin
         with pytest.raises(ValueError, match=refused):
             import_to_serve(tmp_path / "hf", tmp_path / "served", fields)
     made = import_to_serve(tmp_path / "hf", tmp_path / "served", FIELDS | asked)
-    assert made.config.quantization == string
+    assert made.quantization == string
     read, served = HfFolder(tmp_path / "hf"), open_served(tmp_path / "served").params
     leaves = leaves_by_path(served, is_leaf=is_tensor)
     for module, path in (("mlp.down_proj", "mlp/wo"), ("self_attn.o_proj", "self_attention/out")):
@@ -121,7 +120,7 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
     convert_run(run, tmp_path / "served", {"quantization": string}, say=quiet)
     export_run(tmp_path / "served", tmp_path / "m.gguf", f"gguf_{string.removeprefix('ggml_')}", say=quiet)
     made = import_to_serve(tmp_path / "m.gguf", tmp_path / "again", FIELDS)
-    assert made.config.quantization == string
+    assert made.quantization == string
     here, there = (
         leaves_by_path(serving.load(tmp_path / name).params, is_leaf=is_tensor) for name in ("served", "again")
     )

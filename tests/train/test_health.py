@@ -23,8 +23,7 @@ from train.checkpoint import write_config
 from train.data import make_iterators
 from train.health import Health, HealthLog, build_health, find_faults, sampled_sequences, worst
 from train.metrics import Metrics
-from train.report import health_maps
-from train.runs import load_run
+from train.report import health_maps, load_run
 from train.sharding import AXES
 from train.step import build
 

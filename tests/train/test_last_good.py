@@ -18,7 +18,7 @@ from train import metrics
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.diagnose import FiniteCheck
+from train.health import FiniteCheck
 from train.loop import Diverged
 from train.step import Program, TrainState, build
 

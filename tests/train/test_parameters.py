@@ -17,7 +17,7 @@ from jaxquant.state import strip_bins
 from tests.train.conftest import STEPS
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
-from train.parameters import open_parameters
+from train.conversion import open_parameters
 from train.step import TrainState, build
 
 

@@ -17,7 +17,7 @@ from tests import numerics
 from tests.train.conftest import quantized
 from train.config import TrainConfig
 from train.data import make_iterators
-from train.diagnose import explain_non_finite
+from train.health import explain_non_finite
 from train.sharding import AXES
 from train.step import build, saved_activation_bytes, with_global_shards
 

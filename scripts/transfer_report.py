@@ -16,10 +16,12 @@ from jaxquant.export import Row
 
 
 @contextmanager
-def progress(verb: str) -> Iterator[Any]:
-    """Return a function to call with each row; a terminal shows the tensor at hand."""
-    with Console(stderr=True).status(verb) as shown:
-        yield lambda row: shown.update(f"{verb} {row.tensor}")
+def shown(verb: str) -> Iterator[Any]:
+    """Return a function to call with each row; a terminal shows the tensor at hand, and the end is a table of all."""
+    rows: list[Row] = []
+    with Console(stderr=True).status(verb) as status:
+        yield lambda row: (rows.append(row), status.update(f"{verb} {row.tensor}"))
+    _show(rows)
 
 
 def _grouped(rows: Sequence[Row]) -> list[Row]:
@@ -38,7 +40,7 @@ def _grouped(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def show(rows: Sequence[Row]) -> None:
+def _show(rows: Sequence[Row]) -> None:
     """Print a table of tensors: those of all layers in one line, with their bytes together and the worst SQNR."""
     table = Table()
     for name in ("tensor", "format", "shape", "bytes", "SQNR dB"):
