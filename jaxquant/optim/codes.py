@@ -54,13 +54,24 @@ class Codec:
     decode: Callable[[Coded, bool], Groups]
 
 
+def _relative(x: Groups, largest: Float[Array, "*T"]) -> Groups:
+    """Return x / largest; compilers multiply by a reciprocal, which must not be subnormal."""
+    shrink = jnp.where(largest > 1, 0.125, 1.0)
+    return x * shrink[..., None] / (jnp.maximum(largest, SMALLEST) * shrink)[..., None]
+
+
+def _second(magnitude: Groups, code: Groups) -> Groups:
+    """Return second moments: the product of a code that is not 0 and a small magnitude does not underflow to 0."""
+    return jnp.where(code == 0, 0, jnp.maximum(magnitude, SMALLEST))
+
+
 def _encode_coat(x: Groups, signed: bool) -> Coded:
     """Encode as ``code = 448 · (|x| / largest)^k`` in e4m3.
 
     k is the exponent, in sixteenths, that spreads the group's magnitudes over the range of e4m3: the floor of
     ``log2(448² / 2) / log2(largest / smallest)``, smallest of those that are not 0. COAT writes (|x| / c)^k / s with
     c = √(largest · smallest) and s = (largest / c)^k / 448, from which c cancels. k is at most 255 / 16 here: groups
-    whose numbers lie within a factor of 2.06 are not spread further.
+    whose numbers lie within a factor of 2.06 are not spread further. Ratios of more than 2^126 count as that.
 
     Source: COAT (arXiv 2410.19313), section 4.1, and its kernel ``fp8_adamw_expand``.
     """
@@ -68,9 +79,9 @@ def _encode_coat(x: Groups, signed: bool) -> Coded:
     largest = magnitude.max(-1)
     top = jnp.maximum(largest, SMALLEST)
     low = jnp.clip(jnp.where(magnitude > 0, magnitude, jnp.inf).min(-1), SMALLEST, top)
-    ratio = jnp.maximum(jnp.log2(top) - jnp.log2(low), _SPREAD / 16)
+    ratio = jnp.clip(jnp.log2(top) - jnp.log2(low), _SPREAD / 16, 126)
     exponent = jnp.clip(jnp.floor(_SPREAD * 16 / ratio), 1, 255)
-    power = exponent[..., None] / 16 * jnp.log2(magnitude / top[..., None])  # -inf of a 0, whose code is 0
+    power = exponent[..., None] / 16 * jnp.log2(jnp.maximum(_relative(magnitude, largest), SMALLEST))
     code = jnp.clip(_E4M3.max * jnp.exp2(power), 2.0 ** (_E4M3.min_exponent - _E4M3.mantissa_bits), _E4M3.max)
     code = jnp.where(magnitude > 0, jnp.copysign(code, x) if signed else code, 0)
     return Coded(code.astype(_E4M3.name), largest, exponent.astype(jnp.uint8))
@@ -80,7 +91,7 @@ def _decode_coat(coded: Coded, signed: bool) -> Groups:
     assert coded.exponent is not None
     code, exponent = coded.codes.astype(jnp.float32), coded.exponent.astype(jnp.float32)
     magnitude = jnp.exp2(jnp.log2(jnp.abs(code) / _E4M3.max) / (exponent[..., None] / 16)) * coded.largest[..., None]
-    return jnp.copysign(magnitude, code) if signed else magnitude
+    return jnp.copysign(magnitude, code) if signed else _second(magnitude, code)
 
 
 def _encode_dynamic(x: Groups, signed: bool) -> Coded:
@@ -95,7 +106,7 @@ def _encode_dynamic(x: Groups, signed: bool) -> Coded:
     """
     first = 1 if signed else 2
     largest = jnp.abs(x).max(-1)
-    y = jnp.abs(x) / jnp.maximum(largest, SMALLEST)[..., None]
+    y = _relative(jnp.abs(x), largest)
     n, shrink = jnp.full(y.shape, first, jnp.float32), jnp.full(y.shape, 10.0 ** (_DECADES - 1), jnp.float32)
     for d in range(1, _DECADES):  # from the middle between the decade's first number and the last of the one below
         above = y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))
@@ -125,18 +136,18 @@ def _decode_dynamic(coded: Coded, signed: bool) -> Groups:
         scale = jnp.where(above, 10.0 ** (d - _DECADES + 1), scale)
     magnitude = jnp.where(place == most, 1, scale * (0.1 + 0.9 * (place - n + 0.5) / n))
     magnitude = jnp.where(code == 0, 0, magnitude) * coded.largest[..., None]
-    return jnp.where(negative, -magnitude, magnitude)
+    return jnp.where(negative, -magnitude, magnitude) if signed else _second(magnitude, code)
 
 
 def _encode_linear(x: Groups, signed: bool) -> Coded:
     """Encode as ``code = round(127 · x / largest)``, ties to even."""
     largest = jnp.abs(x).max(-1)
-    code = jnp.round(x / jnp.maximum(largest, SMALLEST)[..., None] * ELEMENTS["int8"].max)
+    code = jnp.round(_relative(x, largest) * ELEMENTS["int8"].max)
     return Coded(code.astype(jnp.int8), largest)
 
 
 def _decode_linear(coded: Coded, signed: bool) -> Groups:
-    return coded.codes.astype(jnp.float32) * (coded.largest / ELEMENTS["int8"].max)[..., None]
+    return coded.codes.astype(jnp.float32) / ELEMENTS["int8"].max * coded.largest[..., None]
 
 
 @dataclasses.dataclass(frozen=True)

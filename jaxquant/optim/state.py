@@ -15,7 +15,7 @@ from jaxquant.core.paths import join_path
 from jaxquant.core.sharding import merge_axes, split_axes
 from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path
 from jaxquant.core.typed import nearest
-from jaxquant.optim.codes import SCHEMES, SMALLEST, Codec, Coded
+from jaxquant.optim.codes import SCHEMES, Codec, Coded
 from jaxquant.optim.weights import CompensatedState, RoundState
 
 Moments = Mapping[type, Mapping[str, bool]]
@@ -37,6 +37,10 @@ MOMENTS: Moments = MappingProxyType(
 
 _FEWEST = 4096  # elements of a moment in 8 bits
 _LEAST_GROUP = 16  # its largest magnitude costs a quarter of a byte an element
+
+
+_OVERFLOWS = 2.0**54
+"""A momentum of gradients whose square overflows float32: at least (1 - b1) · 2^64, and b1 is .999 at most."""
 
 
 class QuantizedState(NamedTuple):
@@ -69,8 +73,8 @@ def quantize_state(
     new moments; updates are float32. Groups of neighbours along the last axis depend on the shape of a moment alone,
     so that no mesh changes a bit. A moment stays float32 where it has fewer than 4096 elements, where no group of 16
     or more divides its last axis, or where ``float32`` names it; ``describe_state`` lists all moments. An element
-    whose new moments are not finite keeps its old ones, while its update is what ``tx`` returns. Second moments that
-    are not 0 never become 0.
+    whose gradient, or its square, is not finite starts again with moments of 0 and spoils its group in no later step;
+    the update of that step is what ``tx`` returns. Second moments that are not 0 never become 0.
 
     ``optax.MultiSteps`` (accumulated gradients are not moments) and ``stochastic_round`` belong outside.
 
@@ -104,7 +108,7 @@ def quantize_state(
             codes, largest[name], exponent[name] = parts
             return codes
 
-        return QuantizedState(_map_moments(of_moment, state, moments), largest, exponent)
+        return QuantizedState(_map_moments(of_moment, moments, state), largest, exponent)
 
     def decode(state: QuantizedState) -> Any:
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
@@ -113,14 +117,7 @@ def quantize_state(
                 lambda *parts: _decode(codec, signed, Coded(*parts)), tree, state.largest[name], state.exponent[name]
             )
 
-        return _map_moments(of_moment, state.inner, moments)
-
-    def keep_finite(new: Any, old: Any) -> Any:
-        fields = moments.get(type(new), ())
-        trees = [getattr(new, field) for field in fields]
-        finite = jax.tree.map(lambda *xs: jnp.isfinite(jnp.stack([*xs])).all(0), *trees) if trees else None
-        chosen = [jax.tree.map(jnp.where, finite, tree, getattr(old, f)) for tree, f in zip(trees, fields, strict=True)]
-        return new._replace(**dict(zip(fields, chosen, strict=True))) if trees else new
+        return _map_moments(of_moment, moments, state.inner)
 
     def init(params: optax.Params) -> QuantizedState:
         state = tx.init(_float32(params))
@@ -134,9 +131,7 @@ def quantize_state(
     def update(
         updates: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, QuantizedState]:
-        old = decode(state)
-        updates, new = inner_update(_float32(updates), old, _float32(params), **extra)
-        new = jax.tree.map(keep_finite, new, old, is_leaf=lambda node: type(node) in moments)
+        updates, new = inner_update(_float32(updates), decode(state), _float32(params), **extra)
         return updates, encode(new, lambda name, codec, tree: state.largest[name])
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -186,7 +181,7 @@ def _float32(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _map_moments(function: Callable[[str, bool, Any], Any], state: Any, moments: Moments) -> Any:
+def _map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, state: Any) -> Any:
     """Replace each moment's tree by a function of its path, whether it has signs, and itself."""
 
     def of_node(path: Any, node: Any) -> Any:
@@ -238,7 +233,8 @@ def _groups(path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Sha
 def _encode(codec: Codec, signed: bool, x: jax.Array, like: Any) -> Coded:
     if like is None:
         return Coded(x, None, None)
-    coded = codec.encode(split_axes(x.astype(jnp.float32), {x.ndim - 1: like.shape[-1]}), signed)
+    x = jnp.where(jnp.abs(x) < (_OVERFLOWS if signed else jnp.inf), x, 0).astype(jnp.float32)
+    coded = codec.encode(split_axes(x, {x.ndim - 1: like.shape[-1]}), signed)
     return coded._replace(codes=merge_axes(coded.codes, x))
 
 
@@ -247,6 +243,4 @@ def _decode(codec: Codec, signed: bool, coded: Coded) -> jax.Array:
         return coded.codes
     codes = split_axes(coded.codes, {coded.codes.ndim - 1: coded.largest.shape[-1]})
     x = codec.decode(coded._replace(codes=codes), signed)
-    if not signed:  # the smallest numbers times a small magnitude may underflow
-        x = jnp.where(codes == 0, 0, jnp.maximum(x, SMALLEST))
     return merge_axes(x, coded.codes)
