@@ -7,7 +7,7 @@ import optax
 
 from jaxquant.optim import quantize_state, stochastic_round
 from train.config import TrainConfig
-from train.sharding import PARAMETER_AXES
+from train.sharding import parameter_spec
 
 DECAYED = frozenset({"kernel", "embedding"})
 """Parameters that weight decay acts on, by name: under a scan over layers a norm's scale has two axes too."""
@@ -48,4 +48,5 @@ def _decayed(params: optax.Params) -> optax.Params:
 
 def _devices_along_last_axis(path: str) -> int:
     """Return for how many devices groups of moments are cut, on any mesh, so that a run goes on on another."""
-    return 8 if -1 in PARAMETER_AXES.get(tuple(path.split("/")[-2:]), {}).values() else 1
+    module, parameter = path.split("/")[-2:]
+    return 8 if parameter_spec(module, parameter, 3)[-1] else 1

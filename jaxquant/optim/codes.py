@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt8
@@ -26,12 +26,12 @@ class Coded(NamedTuple):
 
     Attributes:
       codes: one for each element.
-      largest: largest magnitude of each group.
+      largest: largest magnitude of each group; None of a moment that stays float32.
       exponent: of the range expansion of each group, in sixteenths; None where a codec has none.
     """
 
     codes: Shaped[Array, "*T g"]
-    largest: Float[Array, "*T"]
+    largest: Any
     exponent: UInt8[Array, "*T"] | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jaxquant.core.paths import join_path
 from jaxquant.core.sharding import merge_axes, split_axes
 from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path
 from jaxquant.core.typed import nearest
-from jaxquant.optim.codes import SCHEMES, Codec, Coded
+from jaxquant.optim.codes import SCHEMES, Codec, Coded, Scheme
 from jaxquant.optim.weights import CompensatedState, RoundState
 
 Moments = Mapping[type, Mapping[str, bool]]
@@ -94,30 +95,9 @@ def quantize_state(
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_state has no scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
+    row = SCHEMES[scheme]
     names = (float32,) if isinstance(float32, str) else tuple(float32)
     inner_update = optax.with_extra_args_support(tx).update
-
-    def encode(state: Any, plan: Callable[[str, Codec, Any], Any]) -> QuantizedState:
-        """Encode each moment for which the plan's tree has the shape of its largest magnitudes, not None."""
-        largest, exponent = {}, {}
-
-        def of_moment(name: str, signed: bool, tree: Any) -> Any:
-            codec = SCHEMES[scheme].codec(signed)
-            coded = jax.tree.map(lambda x, top: _encode(codec, signed, x, top), tree, plan(name, codec, tree))
-            parts = [jax.tree.map(lambda c, i=i: c[i], coded, is_leaf=lambda c: isinstance(c, Coded)) for i in range(3)]
-            codes, largest[name], exponent[name] = parts
-            return codes
-
-        return QuantizedState(_map_moments(of_moment, moments, state), largest, exponent)
-
-    def decode(state: QuantizedState) -> Any:
-        def of_moment(name: str, signed: bool, tree: Any) -> Any:
-            codec = SCHEMES[scheme].codec(signed)
-            return jax.tree.map(
-                lambda *parts: _decode(codec, signed, Coded(*parts)), tree, state.largest[name], state.exponent[name]
-            )
-
-        return _map_moments(of_moment, moments, state.inner)
 
     def init(params: optax.Params) -> QuantizedState:
         state = tx.init(_float32(params))
@@ -126,13 +106,13 @@ def quantize_state(
         def plan(name: str, codec: Codec, tree: Any) -> Any:
             return map_by_path(lambda path, x: _groups(_join(name, path), codec, x, names, shards), tree)
 
-        return encode(state, plan)
+        return _encode_state(row, moments, state, plan)
 
     def update(
-        updates: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, QuantizedState]:
-        updates, new = inner_update(_float32(updates), decode(state), _float32(params), **extra)
-        return updates, encode(new, lambda name, codec, tree: state.largest[name])
+        updates, new = inner_update(_float32(updates), _decode_state(row, moments, state), _float32(params), **extra)
+        return updates, _encode_state(row, moments, new, lambda name, codec, tree: state.largest[name])
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -230,17 +210,45 @@ def _groups(path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Sha
     return None
 
 
-def _encode(codec: Codec, signed: bool, x: jax.Array, like: Any) -> Coded:
-    if like is None:
-        return Coded(x, None, None)
+def _encode_state(
+    scheme: Scheme, moments: Moments, state: Any, plan: Callable[[str, Codec, Any], Any]
+) -> QuantizedState:
+    """Encode each moment for which ``plan(path, codec, tree)`` has the shape of its largest magnitudes, not None."""
+    largest, exponent = {}, {}
+
+    def of_moment(name: str, signed: bool, tree: Any) -> Any:
+        codec = scheme.codec(signed)
+
+        def of_leaf(x: jax.Array, like: Any) -> Coded:
+            return Coded(x, None) if like is None else _encode(codec, signed, like.shape[-1], x)
+
+        coded = jax.tree.map(of_leaf, tree, plan(name, codec, tree))
+        parts = [jax.tree.map(lambda c, i=i: c[i], coded, is_leaf=lambda c: isinstance(c, Coded)) for i in range(3)]
+        codes, largest[name], exponent[name] = parts
+        return codes
+
+    return QuantizedState(_map_moments(of_moment, moments, state), largest, exponent)
+
+
+def _decode_state(scheme: Scheme, moments: Moments, state: QuantizedState) -> Any:
+    def of_moment(name: str, signed: bool, tree: Any) -> Any:
+        def of_leaf(codes: jax.Array, *rest: Any) -> jax.Array:
+            return codes if rest[0] is None else _decode(scheme.codec(signed), signed, Coded(codes, *rest))
+
+        return jax.tree.map(of_leaf, tree, state.largest[name], state.exponent[name])
+
+    return _map_moments(of_moment, moments, state.inner)
+
+
+# Jits of their own, or an optimizer's init outside of a jit would compile each operation by itself.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _encode(codec: Codec, signed: bool, groups: int, x: jax.Array) -> Coded:
     x = jnp.where(jnp.abs(x) < (_OVERFLOWS if signed else jnp.inf), x, 0).astype(jnp.float32)
-    coded = codec.encode(split_axes(x, {x.ndim - 1: like.shape[-1]}), signed)
+    coded = codec.encode(split_axes(x, {x.ndim - 1: groups}), signed)
     return coded._replace(codes=merge_axes(coded.codes, x))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _decode(codec: Codec, signed: bool, coded: Coded) -> jax.Array:
-    if coded.largest is None:
-        return coded.codes
     codes = split_axes(coded.codes, {coded.codes.ndim - 1: coded.largest.shape[-1]})
-    x = codec.decode(coded._replace(codes=codes), signed)
-    return merge_axes(x, coded.codes)
+    return merge_axes(codec.decode(coded._replace(codes=codes), signed), coded.codes)

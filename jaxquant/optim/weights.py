@@ -36,6 +36,8 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
     place, 2^-9 of the weight, are lost.) The noise is a hash of seed, step, the weight's path and an element's place
     in it, so that replicas agree and no mesh changes a bit. Weights of other dtypes are left alone.
 
+    optax keeps moments in the dtype of the weights: wrap the optimizer in ``quantize_state``, which does not.
+
         tx = optax.chain(optax.adamw(1e-3), stochastic_round())
 
     Args:
@@ -49,7 +51,7 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
         del params
         return RoundState(jnp.zeros((), jnp.int32))
 
-    def update(updates: optax.Updates, state: RoundState, params: optax.Params | None = None) -> tuple[Any, RoundState]:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, RoundState]:
         key = jax.random.fold_in(jax.random.key(seed), state.count)
 
         def of_leaf(path: Any, p: jax.Array, u: jax.Array) -> jax.Array:
@@ -60,7 +62,7 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
                 jnp.float32
             )
 
-        return _map(of_leaf, params, updates), RoundState(optax.safe_increment(state.count))
+        return _map(of_leaf, params, updates), RoundState(state.count + 1)
 
     return optax.GradientTransformation(init, update)
 
@@ -78,9 +80,7 @@ def compensated_round() -> optax.GradientTransformation:
     def init(params: optax.Params) -> CompensatedState:
         return CompensatedState(jax.tree.map(lambda p: jnp.zeros_like(p) if p.dtype == jnp.bfloat16 else None, params))
 
-    def update(
-        updates: optax.Updates, state: CompensatedState, params: optax.Params | None = None
-    ) -> tuple[Any, CompensatedState]:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, CompensatedState]:
         def exact(p: jax.Array, u: jax.Array, error: jax.Array) -> jax.Array:
             return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))
 

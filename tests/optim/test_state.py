@@ -20,6 +20,8 @@ from jaxquant.optim.codes import Codec
 from jaxquant.optim.state import _groups
 from tests import numerics
 
+OPTIMIZED = False
+
 PARAMS = {
     "layer": {"kernel": jax.random.normal(jax.random.key(0), (64, 128)), "bias": jnp.zeros(128)},
     "flat": jax.random.normal(jax.random.key(1), (5120,)),
