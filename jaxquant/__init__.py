@@ -12,7 +12,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getattr__`` loads these
-    from jaxquant import ops, serving, state
+    from jaxquant import ops, optim, serving, state
     from jaxquant.aot.compile import audit
     from jaxquant.audit.coverage import coverage
     from jaxquant.config.quant_config import QuantConfig
@@ -73,6 +73,7 @@ __all__ = [
     "match_aqt_and_unquantized_param",
     "maybe_quantize_model",
     "ops",
+    "optim",
     "quantize",
     "register_function",
     "remove_quantized_params",

@@ -200,3 +200,14 @@ GROUPED_ATOL = {"float32": 4 * FLOAT32_EPS, "int32": 4 * FLOAT32_EPS, "bfloat16"
 # gradients are of four bits too.
 GALLERY_LOSS = 0.02
 GALLERY_SECOND_LOSS = 0.25
+
+# Codes of optimizer moments against float64. fp8_coat computes k · log2(x / largest) in float32, whose magnitude is at
+# most log2(448² / 2) = 16.6 and a sixteenth more, off by three roundings of up to 2^-24 · 16.6 · 2 each in absolute
+# terms, which exp2 turns into ln 2 times that, relatively: 4.2e-6, doubled for what log2 and exp2 of a CPU are off by
+# themselves. int8_dynamic divides, multiplies and subtracts 0.1 from a number of at least 0.1: 2^-24 · 10 · 5 at most.
+CODE_RTOL = 1e-5
+# Updates of an optimizer whose moments are in 8 bits, of gradients between .5 and 1.5, for 2 steps, relative norm. A
+# moment is off by half a step of its code: of fp8_coat 2^-4 / k of it, k >= 16.6 / log2 9; of int8_dynamic .45 / 128
+# of the largest, which is 9 times the smallest of a second moment; of int8_linear 1 / 254, of 3 times. That is at most
+# 3.2 % of the smallest and 1.2 % of the root mean square. It is carried on to the second step, in two moments: 5 %.
+MOMENT_RTOL = 0.05

@@ -92,7 +92,7 @@ class TrainConfig(Shape, QuantConfig):
         take the shapes, else ``xla``; ``cudnn``, ``splash``: that one or an error.
       head_chunks: pieces of a sequence whose logits the loss holds at a time (0: as few as keep them under half a
         gigabyte a sequence).
-      dtype: of activations and matmuls; parameters are always float32.
+      dtype: of activations and matmuls.
       dataset, dataset_path, dataset_text_field, tokenizer_path, data_seed, packing: see ``train.data``.
       sequence_length: tokens of one sequence.
       batch_size: sequences of one optimizer step, over all devices and micro-batches.
@@ -100,6 +100,9 @@ class TrainConfig(Shape, QuantConfig):
       learning_rate: peak, reached after ``warmup_steps_fraction`` of the steps; then a cosine down to
         ``learning_rate_final_fraction`` of it.
       adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only.
+      optimizer_state: how Adam's moments are kept, a scheme of ``jaxquant.optim.SCHEMES`` or in float32.
+      weight_dtype: of the parameters; there is no float32 copy of bfloat16 ones.
+      stochastic_rounding: whether bfloat16 weights are rounded at random (``optim.stochastic_round``), not to nearest.
       gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 is no clipping.
       mesh_data, mesh_fsdp, mesh_tensor: devices along the three mesh axes (copies of the model, parts of every
         parameter, parts of the heads and of ``mlp_dim``); -1 is the rest of those present.
@@ -131,6 +134,9 @@ class TrainConfig(Shape, QuantConfig):
     adam_b2: float = 0.95
     adam_eps: float = 1e-8
     weight_decay: float = 0.1
+    optimizer_state: Literal["float32", "fp8_coat", "int8_dynamic", "int8_linear"] = "float32"
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    stochastic_rounding: bool = False
     gradient_clipping_threshold: float = 1.0
     mesh_data: int = 1
     mesh_fsdp: int = -1
@@ -167,6 +173,10 @@ class TrainConfig(Shape, QuantConfig):
             raise ValueError(
                 f"num_query_heads {self.num_query_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
                 "every key/value head serves the same number of query heads"
+            )
+        if self.stochastic_rounding and self.weight_dtype != "bfloat16":
+            raise ValueError(
+                "stochastic_rounding rounds weights in bfloat16; set weight_dtype: bfloat16, or leave it out"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import optax
 
+from jaxquant.optim import quantize_state, stochastic_round
 from train.config import TrainConfig
+from train.sharding import parameter_spec
 
 DECAYED = frozenset({"kernel", "embedding", "wi_0", "wi_1", "wo"})
 """Parameters that weight decay acts on, by name: under a scan over layers a norm's scale has two axes too."""
@@ -33,9 +35,18 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=_decayed,
     )
+    if config.optimizer_state != "float32":
+        adamw = quantize_state(adamw, config.optimizer_state, shards=_devices_along_last_axis)
+    rounding = [stochastic_round(config.seed)] if config.stochastic_rounding else []
     threshold = config.gradient_clipping_threshold
-    return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), adamw)
+    return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), adamw, *rounding)
 
 
 def _decayed(params: optax.Params) -> optax.Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: getattr(path[-1], "key", None) in DECAYED, params)
+
+
+def _devices_along_last_axis(path: str) -> int:
+    """Return for how many devices groups of moments are cut, on any mesh, so that a run goes on on another."""
+    module, parameter = path.split("/")[-2:]
+    return 8 if parameter_spec(module, parameter, 3)[-1] else 1

@@ -86,6 +86,11 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         names = ["", "", "", *(str(getattr(key, "key", key)) for key in path)]
         module, parameter = (names[-3], "kernel") if names[-1] == "sparsity_mask" else (names[-2], names[-1])
-        return NamedSharding(mesh, parameter_spec(module, parameter, len(leaf.shape)))
+        spec = parameter_spec(module, parameter, len(leaf.shape))
+        # What is kept of a group of moments is held whole where there are fewer groups than devices.
+        fits = (
+            axis and (axis if n % mesh.shape[axis] == 0 else None) for axis, n in zip(spec, leaf.shape, strict=True)
+        )
+        return NamedSharding(mesh, PartitionSpec(*fits))
 
     return jax.tree_util.tree_map_with_path(place, state)

@@ -134,7 +134,10 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
     def init() -> TrainState:
         params, quant_state = model.init(key)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), quant_state)
+        opt_state = optimizer.init(params)
+        return TrainState(
+            jnp.zeros((), jnp.int32), optax.tree.cast(params, config.weight_dtype), opt_state, quant_state
+        )
 
     def total_loss(
         params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
@@ -168,12 +171,13 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             return (total + value, grads, quantization_state.accumulate(total_seen, seen)), None
 
         nothing = quantization_state.nothing_seen(state.quant_state)
-        start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params), nothing)
+        start = (jnp.zeros(()), optax.tree.zeros_like(state.params, dtype=jnp.float32), nothing)
         (value, grads, seen), _ = jax.lax.scan(add, start, (_micro_batches(batch, k), jnp.arange(k)))
         return value, (grads, seen)
 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
+        grads = optax.tree.cast(grads, jnp.float32)
         norm = optax.tree.norm(grads)
         changes = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

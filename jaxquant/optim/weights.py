@@ -1,0 +1,126 @@
+"""Weights in bfloat16 without a float32 copy: the new weight is rounded at random, or its rounding error is kept."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, Key
+
+from jaxquant.core.paths import join_path
+from jaxquant.core.rounding import noise
+
+_MAX = float(jnp.finfo(jnp.bfloat16).max)
+
+
+class RoundState(NamedTuple):
+    """State of ``stochastic_round``: the number of updates, of which the noise is a function."""
+
+    count: Int[Array, ""]
+
+
+class CompensatedState(NamedTuple):
+    """State of ``compensated_round``: what rounding has taken from each bfloat16 weight; None for others."""
+
+    error: Any
+
+
+def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
+    """Return the last link of a chain, after which bfloat16 weights are rounded at random and so change on average.
+
+    The update becomes one with which the weight is a bfloat16 number: of the two next to weight + update, computed in
+    float32, each with the probability that makes the mean right. (To nearest, updates below half a unit in the last
+    place, 2^-9 of the weight, are lost.) The noise is a hash of seed, step, the weight's path and an element's place
+    in it, so that replicas agree and no mesh changes a bit. Weights of other dtypes are left alone.
+
+    optax keeps moments in the dtype of the weights: wrap the optimizer in ``quantize_state``, which does not.
+
+        tx = optax.chain(optax.adamw(1e-3), stochastic_round())
+
+    Args:
+      seed: of the noise.
+
+    Raises:
+      ValueError: from ``update``: it is called without parameters.
+    """
+
+    def init(params: optax.Params) -> RoundState:
+        del params
+        return RoundState(jnp.zeros((), jnp.int32))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, RoundState]:
+        key = jax.random.fold_in(jax.random.key(seed), state.count)
+
+        def of_leaf(path: Any, p: jax.Array, u: jax.Array) -> jax.Array:
+            if p.dtype != jnp.bfloat16:
+                return u
+            exact = p.astype(jnp.float32) + u.astype(jnp.float32)
+            return round_randomly(exact, jax.random.fold_in(key, zlib.crc32(join_path(path).encode()))) - p.astype(
+                jnp.float32
+            )
+
+        return _map(of_leaf, params, updates), RoundState(state.count + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+def compensated_round() -> optax.GradientTransformation:
+    """Return the last link of a chain, after which what rounding takes from a bfloat16 weight is added to its next one.
+
+    Kahan's summation: the error, in bfloat16 too (2 bytes a weight), gives weights of 16 bits of mantissa. The
+    alternative to ``stochastic_round`` without noise.
+
+    Raises:
+      ValueError: from ``update``: it is called without parameters.
+    """
+
+    def init(params: optax.Params) -> CompensatedState:
+        return CompensatedState(jax.tree.map(lambda p: jnp.zeros_like(p) if p.dtype == jnp.bfloat16 else None, params))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, CompensatedState]:
+        def exact(p: jax.Array, u: jax.Array, error: jax.Array) -> jax.Array:
+            return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))
+
+        def of_leaf(_: Any, p: jax.Array, u: jax.Array, error: Any) -> jax.Array:
+            return u if error is None else _nearest(exact(p, u, error)) - p.astype(jnp.float32)
+
+        def error_of(_: Any, p: jax.Array, u: jax.Array, error: Any) -> Any:
+            if error is None:
+                return None
+            wanted = exact(p, u, error)
+            lost = wanted - _nearest(wanted)
+            return jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16)
+
+        both = (params, updates, state.error)
+        return _map(of_leaf, *both), CompensatedState(_map(error_of, *both))
+
+    return optax.GradientTransformation(init, update)
+
+
+def round_randomly(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Array, "*shape"]:
+    """Round float32 up or down to a bfloat16 number at random, so that the mean is x, unless that is out of range.
+
+    16 bits of noise are added to the 16 that bfloat16 does not have, and those are cut off. NaN and inf stay.
+
+    Args:
+      x: numbers.
+      key: of the noise, see ``core.rounding.noise``.
+    """
+    drawn = (noise(key, x.shape) * 2.0**16).astype(jnp.int32)  # the number's first 16 bits
+    bits = (jax.lax.bitcast_convert_type(x, jnp.int32) + drawn) & jnp.int32(-(2**16))
+    rounded = jnp.clip(jax.lax.bitcast_convert_type(bits, jnp.float32), -_MAX, _MAX)
+    return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def _nearest(x: jax.Array) -> jax.Array:
+    """Round float32 to the nearest bfloat16 number, in float32; a compiler drops a cast there and back."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _map(function: Any, params: Any, *trees: Any) -> Any:
+    if params is None:
+        raise ValueError("rounding of weights needs the weights; call update(updates, state, params)")
+    return jax.tree_util.tree_map_with_path(function, params, *trees)

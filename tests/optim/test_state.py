@@ -1,0 +1,228 @@
+"""Moments in 8 bits around optax's optimizers: what is coded, what is not, and what wraps what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx, serialization
+from optax import contrib
+
+import jaxquant
+from jaxquant.optim import SCHEMES, describe_state, quantize_state, stochastic_round
+from jaxquant.optim.codes import Codec
+from jaxquant.optim.state import _groups
+from tests import numerics
+
+OPTIMIZED = False
+
+PARAMS = {
+    "layer": {"kernel": jax.random.normal(jax.random.key(0), (64, 128)), "bias": jnp.zeros(128)},
+    "flat": jax.random.normal(jax.random.key(1), (5120,)),
+    "odd": jnp.ones((40, 127), jnp.bfloat16),
+    "prime": jnp.ones((3, 4099)),
+    "empty": jnp.zeros((0, 512)),
+    "scalar": jnp.ones(()),
+}
+
+
+SMALL = {"layer": PARAMS["layer"], "odd": jax.random.normal(jax.random.key(2), (40, 127)).astype(jnp.bfloat16)}
+
+
+def gradients(step: Any) -> Any:
+    """Return gradients whose signs are the same in all steps, with magnitudes between .5 and 1.5."""
+
+    def of_leaf(p: jax.Array) -> jax.Array:
+        magnitude = jnp.cos(jnp.arange(p.size) * (step + 7.0)).reshape(p.shape) / 2 + 1
+        return jnp.where(p < 0, -magnitude, magnitude).astype(p.dtype)
+
+    return jax.tree.map(of_leaf, SMALL)
+
+
+def scanned(tx: Any) -> Any:
+    """Return a jitted function that makes two steps: (parameters, state), number of the first -> the same, updates."""
+
+    def step(carry: Any, i: jax.Array) -> Any:
+        params, state = carry
+        updates, state = tx.update(gradients(i), state, params)
+        return (optax.apply_updates(params, updates), state), updates
+
+    return jax.jit(lambda carry, start: jax.lax.scan(step, carry, start + jnp.arange(2)))
+
+
+def same_bits(a: Any, b: Any) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "lion": optax.lion(1e-3),
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+    "adafactor": optax.adafactor(1e-3, momentum=0.9),
+    "muon": contrib.muon(1e-3),
+}
+PAIRS = [(name, "fp8_coat") for name in OPTIMIZERS] + [("adamw", "int8_dynamic"), ("muon", "int8_linear")]
+
+
+@pytest.mark.parametrize(("name", "scheme"), PAIRS)
+def test_optimizers_go_on_as_they_do_in_float32(name: str, scheme: str):
+    tx, exact = quantize_state(OPTIMIZERS[name], scheme), jax.tree.map(lambda p: p.astype(jnp.float32), SMALL)
+    (_, state), updates = scanned(tx)((SMALL, tx.init(SMALL)), 0)
+    _, wanted = scanned(OPTIMIZERS[name])((exact, OPTIMIZERS[name].init(exact)), 0)
+    for found, right in zip(jax.tree.leaves(updates), jax.tree.leaves(wanted), strict=True):
+        assert found.dtype == jnp.float32
+        assert jnp.linalg.norm(found - right) <= numerics.MOMENT_RTOL * jnp.linalg.norm(right)
+    for path, row in describe_state(state).items():
+        coded = path.rpartition("/")[2] in ("kernel", "odd")
+        assert ("groups of" in row) == coded, path
+
+
+def test_what_is_said_of_each_moment():
+    rows = describe_state({"a": quantize_state(optax.adam(1e-3), "fp8_coat", float32=["flat"]).init(PARAMS)})
+    assert {path.removeprefix("a/0/"): row for path, row in rows.items() if "mu" in path} == {
+        "mu/layer/kernel": "float8_e4m3fn, groups of 128, 1.039 bytes an element",
+        "mu/layer/bias": "float32: fewer than 4096 elements",
+        "mu/flat": "float32: by its name or its last axis",
+        "mu/odd": "float8_e4m3fn, groups of 127, 1.039 bytes an element",
+        "mu/prime": "float32: by its name or its last axis",
+        "mu/empty": "float32: fewer than 4096 elements",
+        "mu/scalar": "float32: fewer than 4096 elements",
+    }
+    assert describe_state(quantize_state(optax.adam(1e-3), "fp8_coat").init({})) == {}
+
+
+# size of the last axis, largest group, devices -> group; None: float32
+GROUPS = {(4096, 128, 1): 128, (4096, 128, 64): 64, (4096, 2048, 1): 2048, (300, 128, 1): 100, (64, 128, 8): 16}
+GROUPS |= {(8192, 256, 16): 256, (4099, 128, 1): None, (50257, 128, 8): 29, (8, 128, 1): None, (96, 128, 2): 48}
+
+
+def test_groups_divide_what_a_device_has():
+    for (size, most, devices), group in GROUPS.items():
+        codec = Codec(most, *[lambda *_: None] * 2)  # pyright: ignore[reportArgumentType]
+        shape = _groups("w", codec, jax.ShapeDtypeStruct((4096, size), jnp.float32), (), lambda path, n=devices: n)
+        assert (shape and size // shape.shape[-1]) == group, (size, most, devices)
+
+
+def inside(tx: Any) -> Any:
+    return quantize_state(tx, "int8_dynamic")
+
+
+def kernels(tree: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim > 1, tree)
+
+
+WRAPPED = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), inside(tx), stochastic_round()),
+    "MultiSteps": lambda tx: optax.MultiSteps(inside(tx), 2).gradient_transformation(),
+    "masked": lambda tx: optax.masked(inside(tx), kernels),
+    "multi_transform": lambda tx: optax.multi_transform({True: inside(tx), False: optax.sgd(1e-2)}, kernels),
+    "of multi_transform": lambda tx: inside(optax.multi_transform({True: tx, False: optax.sgd(1e-2)}, kernels)),
+    "of apply_if_finite": lambda tx: inside(optax.apply_if_finite(tx, 3)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_scanned_stored_and_resumed_to_the_bit(name: str):
+    tx = WRAPPED[name](optax.adam(1e-3))
+    run = scanned(tx)
+    half, _ = run((SMALL, tx.init(SMALL)), 0)
+    assert any("uint8, groups of" in row for row in describe_state(half[1]).values())
+    restored = serialization.from_bytes(jax.tree.map(jnp.zeros_like, half), serialization.to_bytes(half))
+    same_bits(restored, half)
+    same_bits(run(jax.tree.map(jnp.asarray, restored), 2), run(half, 2))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_orbax_stores_the_codes(scheme: str, tmp_path: Path):
+    params = {"layer": PARAMS["layer"]}
+    tx = quantize_state(optax.adam(1e-3), scheme)
+    _, state = tx.update(jax.tree.map(jnp.sin, params), tx.init(params), params)
+    with ocp.StandardCheckpointer() as store:
+        store.save(tmp_path / "state", state)
+        store.wait_until_finished()
+        same_bits(store.restore(tmp_path / "state", jax.eval_shape(tx.init, params)), state)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.wi = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        self.wo = nnx.Linear(128, 64, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.wo(nnx.relu(self.wi(x)))
+
+
+def test_nnx_with_delayed_scaling_and_donation():
+    x = jax.random.normal(jax.random.key(0), (16, 64))
+    model = jaxquant.maybe_quantize_model(Model(), "fp8", x)
+    optimizer = nnx.Optimizer(model, quantize_state(optax.adam(1e-2), "fp8_coat"), wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model: Any, optimizer: Any) -> jax.Array:
+        loss, grads = jaxquant.state.value_and_grad(lambda m: ((m(x) - x) ** 2).mean())(model)
+        jaxquant.state.apply_gradients(model, optimizer, grads)
+        return loss
+
+    losses = [step(model, optimizer) for _ in range(10)]
+    assert losses[-1] < 0.8 * losses[0]
+    rows = describe_state(nnx.as_pure(optimizer.opt_state))
+    assert sum(row.startswith("float8_e4m3fn, groups of") for row in rows.values()) == 4
+    assert not any("amax" in path for path in rows)
+
+
+BAD = {"nan": jnp.nan, "inf": jnp.inf, "its square": 1e30}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_bad_gradient_spoils_its_element_once_and_its_group_never(scheme: str):
+    params = {"w": jnp.zeros((64, 128))}
+    tx = quantize_state(optax.adam(1e-3), scheme)
+    update = jax.jit(tx.update)
+    good = {"w": jnp.cos(jnp.arange(64 * 128.0)).reshape(64, 128) + 2}
+    _, state = update(good, tx.init(params), params)
+    for bad in BAD.values():
+        _, spoilt = update({"w": good["w"].at[3, 7].set(bad)}, state, params)
+        updates, spoilt = update(good, spoilt, params)
+        wanted, _ = update(good, update(good, state, params)[1], params)
+        assert jnp.isfinite(updates["w"]).all()
+        others = jnp.ones((64, 128), bool).at[3, 7].set(False)
+        error = jnp.where(others, updates["w"] - wanted["w"], 0)
+        assert jnp.linalg.norm(error) <= numerics.MOMENT_RTOL * jnp.linalg.norm(wanted["w"])
+        assert jnp.abs(updates["w"][3, 7]) < 4e-3  # (1 - b1) / sqrt(1 - b2) of the rate at most
+
+
+REFUSED = {
+    "has no scheme 'fp8_cot'; did you mean 'fp8_coat'": lambda: quantize_state(optax.adam(1e-3), "fp8_cot"),
+    "float32 names 'bios', which is no part of a path of the state; did you mean 'bias'": lambda: quantize_state(
+        optax.adam(1e-3), "fp8_coat", float32=["bios"]
+    ).init(PARAMS),
+    "the optimizer's state has 'acc_grads/flat' of shape": lambda: quantize_state(
+        optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), "fp8_coat"
+    ).init(PARAMS),
+    "the optimizer's state has '0/step_sizes/flat'": lambda: quantize_state(optax.rprop(1e-3), "fp8_coat").init(PARAMS),
+    "put stochastic_round or compensated_round behind it": lambda: quantize_state(
+        optax.chain(optax.adam(1e-3), stochastic_round()), "fp8_coat"
+    ).init(PARAMS),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+
+
+def test_a_class_of_ones_own_and_a_name():
+    unknown = quantize_state(optax.scale_by_belief(), "fp8_coat", float32=["mu", "nu"]).init(PARAMS)
+    assert unknown.largest == {}
+    own = {optax.ScaleByBeliefState: {"mu": True, "nu": False}}
+    state = quantize_state(optax.scale_by_belief(), "fp8_coat", moments=own).init(PARAMS)
+    assert state.inner.nu["flat"].dtype == jnp.float8_e4m3fn
