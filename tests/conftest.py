@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent
 COMPILERS = ("jax_cuda12_plugin", "libtpu", "flatbuffers")
 UNCACHED = ("audit", "aot")
 """Folders whose programs are compiled anew: they are for chips that are not here, and are read, not run."""
+LITTLE = ("audit", "backends", "docs", "inject", "must_hold", "serving", "state", "trace", "train")
+"""Folders that compile with little optimization: what they are about is not what a compiler makes of a program."""
 LONGEST = (
     "aot/test_compile.py",
     "train/test_mesh.py",
@@ -83,8 +85,8 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> None:
     """Compile with little optimization where the bits of optimized programs are not what a module is about.
 
-    Programs and subprocesses alike. That is so in ``tests/train`` and where a module says ``OPTIMIZED = False``; what
-    says ``OPTIMIZED = True`` and all other tests compile as users do.
+    Programs and subprocesses alike. That is so in the folders of ``LITTLE`` and where a module says ``OPTIMIZED =
+    False``; what says ``OPTIMIZED = True`` and all other tests compile as users do.
     """
     folder = request.path.relative_to(ROOT).parts[0]
     is_cached = folder not in UNCACHED
@@ -92,7 +94,7 @@ def optimization(request: pytest.FixtureRequest, compilation_cache: None) -> Non
         jax.config.update("jax_enable_compilation_cache", is_cached)
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(int(is_cached))
         reset_cache()  # it remembers whether it is on
-    optimize_little(not getattr(request.module, "OPTIMIZED", folder != "train"))
+    optimize_little(not getattr(request.module, "OPTIMIZED", folder not in LITTLE))
 
 
 def optimize_little(is_little: bool) -> bool:

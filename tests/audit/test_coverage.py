@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
@@ -22,6 +21,7 @@ from jaxquant.audit.coverage import MATMULS, of_trace
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.recipe import FORWARD, TensorSpec
 from tests.lowering import dot_operand_types
+from tests.models import Scanned
 
 pytest.importorskip("aqt")
 pytest.importorskip("qwix")
@@ -177,27 +177,12 @@ def test_backward_of_two_activations_is_told_apart():
     assert sorted(found) == sorted(2 * MATMULS)
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(32, name="wo")(nn.relu(nn.Dense(64, name="wi")(x))), None
-
-
-class Stack(nn.Module):
-    remat: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
-        axes = {"params": 0, "_overwrite_with_gradient": 0}
-        split = {"params": True, "quant": True}
-        return nn.scan(layer, variable_axes=axes, split_rngs=split, length=3)(name="layers")(x, None)[0]
-
-
 @pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix"), ("fp8", "native")])
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_of_a_scan_are_counted(string, backend, remat):
-    step, args, layers = gradient(Stack(remat), {"quantization": string, "quant_backend": backend})
+    step, args, layers = gradient(
+        Scanned(64, length=3, remat=remat), {"quantization": string, "quant_backend": backend}
+    )
 
     def two_micro_batches(params, state, x):
         return jax.lax.scan(lambda carry, x: (carry, step(params, state, x)), 0, jnp.stack([x, x]))[1]
@@ -394,28 +379,6 @@ def test_a_kernel_is_listed_with_the_dtypes_that_it_multiplies():
     )
     row = only(jaxquant.coverage(call, A, B))
     assert (row.operation, row.lhs_shape, row.lhs_dtype, row.times) == ("pallas_call", (4, 16), "bfloat16", 2)
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
-        self.head = nnx.Linear(32, 8, rngs=rngs)
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = x + nnx.relu(block(x))
-        return self.head(x)
-
-
-def test_paths_of_an_nnx_model_come_from_its_parameters():
-    graph, state = nnx.split(Nnx(nnx.Rngs(0)))
-
-    def loss(state, x):
-        return jnp.sum(nnx.merge(graph, state)(x))
-
-    found = jaxquant.coverage(jax.value_and_grad(loss, argnums=(0, 1)), state, SQUARE)
-    times = Counter((row.path, row.matmul) for row in found.rows)
-    assert times == {(path, matmul): 1 for path in ("blocks/0", "blocks/1", "head") for matmul in MATMULS}
 
 
 def test_a_jitted_function_with_keywords_and_static_arguments():

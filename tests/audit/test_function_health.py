@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,34 +12,28 @@ import jaxquant
 from jaxquant.audit.function_health import FunctionHealth
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.audit.statistics import STATISTICS
-from tests.audit.test_health import Block
+from tests.models import Scanned
 from tests.numerics import REROUNDED_RTOL
 
 X = jax.random.normal(jax.random.key(0), (6, 32))
 OUTPUT_GRAD = 2
+SCANNED = Scanned(16)
 
 
 def square(y, *_):
     return jnp.sum(jnp.square(y))
 
 
-class Scanned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        axes = {"params": 0, "_overwrite_with_gradient": 0}
-        return nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=2)(name="layers")(x, None)[0]
-
-
 @pytest.mark.parametrize("string", ["fp8", "int8"])
 def test_a_scanned_model_has_the_statistics_of_the_linen_monitor(string):
     config = {"quantization": string, "quant_backend": "native"}
-    model = jaxquant.maybe_quantize_model(Scanned(), config, X)
+    model = jaxquant.maybe_quantize_model(SCANNED, config, X)
     params, quant_state = jaxquant.state.split(jax.jit(model.init)(jax.random.key(3), X))
     linen = HealthMonitor(
         model, config, lambda params, state: square(model.apply(jaxquant.state.merge(params, state), X)), X
     )
     theirs = jax.jit(linen)(params, quant_state)
-    function = jaxquant.quantize(lambda p, x: Scanned().apply({"params": p}, x), config)
+    function = jaxquant.quantize(lambda p, x: SCANNED.apply({"params": p}, x), config)
     ours = FunctionHealth(function, square, params, X)
     found = jax.jit(ours)(params, function.init(params, X), X)
     order = [[row.name for row in linen.rows].index(row.name) for row in ours.rows]

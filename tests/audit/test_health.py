@@ -11,6 +11,7 @@ import pytest
 from jaxquant import maybe_quantize_model, state
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.audit.statistics import STATISTICS
+from tests.models import Block, chain
 from tests.numerics import BIN_RTOL, REROUNDED_RTOL, SMALL_SUM_RTOL, SQNR_ATOL_DB
 from tests.reference import quantize
 
@@ -102,12 +103,6 @@ def test_delayed_scaling_is_measured_with_the_scale_of_the_step():
     assert row["sqnr"][INPUT] < 15
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(32, name="wo")(nn.silu(nn.Dense(16, name="wi")(x))), None
-
-
 class Stack(nn.Module):
     """Two blocks, scanned with the parameters' layer axis anywhere, or one after another; remat or not."""
 
@@ -119,11 +114,11 @@ class Stack(nn.Module):
         block = nn.remat(Block) if self.remat else Block
         if self.axis is None:
             for index in range(2):
-                x, _ = block(name=f"layers_{index}")(x)
+                x, _ = block(16, name=f"layers_{index}")(x)
         else:
             axes = {"params": self.axis, "_overwrite_with_gradient": 0}
             scan = nn.scan(block, variable_axes=axes, split_rngs={"params": True, "quant": True}, length=2)
-            x, _ = scan(name="layers")(x, None)
+            x, _ = scan(16, name="layers")(x, None)
         return nn.Dense(8, name="logits")(x)
 
 
@@ -173,15 +168,12 @@ def test_a_layer_that_is_used_twice_counts_both_uses():
     assert row["flushed"][OUTPUT_GRAD] == pytest.approx(single["flushed"][OUTPUT_GRAD], rel=SMALL_SUM_RTOL)
 
 
-class Pair(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(8, name="logits")(nn.Dense(16, name="dense")(x))
+PAIR = chain(dense=16, logits=8)
 
 
 @pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix")])
 def test_other_backends_are_measured_like_the_native_one(string, backend):
-    model = Pair()
+    model = PAIR
     ours, params = measure(model, native(string), square, X)
     theirs, _ = measure(model, {"quantization": string, "quant_backend": backend}, square, X, params, {})
     assert list(theirs) == list(ours) == ["dense", "logits"]
@@ -235,7 +227,7 @@ def test_what_has_no_linear_layer_is_refused():
 
 
 def test_a_loss_that_drops_the_quant_state_is_refused_as_the_model_refuses_it():
-    model = maybe_quantize_model(Pair(), native("fp8"), X)
+    model = maybe_quantize_model(PAIR, native("fp8"), X)
     params, _ = state.split(jax.jit(model.init)(jax.random.key(3), X))
     monitor = HealthMonitor(model, native("fp8"), lambda params: square(model.apply({"params": params}, X)), X)
     with pytest.raises(ValueError, match=r"recipe 'fp8' at 'dense' keeps state .* no 'input_amax_bins' there: pass"):

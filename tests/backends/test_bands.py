@@ -11,7 +11,6 @@ import jaxquant
 from tests import decoder
 from tests.numerics import BAND_RTOL
 
-OPTIMIZED = False
 RANGE = {f"{tensor}_quantization_calibration_method": "fixed,-224,224" for tensor in ("weight", "act")}
 BANDS = [
     # string (of each row one), options, logits, gradients; int8 was measured on AQT and on Qwix

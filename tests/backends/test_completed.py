@@ -63,11 +63,6 @@ def test_a_backend_that_was_asked_for_is_not_left(backend):
         jaxquant.quantize(model, {"quantization": "int8", "quant_backend": backend, "rules": rules}).init(PARAMS, X)
 
 
-def test_maxtexts_switch_asks_for_qwix():
-    rows = jaxquant.quantize(model, {"quantization": "int8", "use_qwix_quantization": True}).report(PARAMS, X)
-    assert [row.recipe for row in rows] == [None, None, "int8"]
-
-
 class _Groups(nn.Module):
     @nn.compact
     def __call__(self, x):

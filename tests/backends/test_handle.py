@@ -71,11 +71,6 @@ def test_modes():
     assert (in_convert_mode(None), in_serve_mode(None)) == (False, False)
 
 
-@pytest.mark.parametrize("mode", ["train", "serve", "convert"])
-def test_no_quantization(mode):
-    assert configure_quantization({"quantization": ""}, mode) is None
-
-
 def test_a_backend_without_a_handle():
     for mode in ("train", "convert", "serve"):
         with pytest.raises(ValueError, match=r"call jaxquant\.maybe_quantize_model"):

@@ -15,7 +15,6 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", flags=re.M | re.S)
-OPTIMIZED = False
 
 
 def blocks(page: Path, language: str) -> list[str]:

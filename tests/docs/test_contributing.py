@@ -14,7 +14,6 @@ from jaxquant.config import recipes
 from jaxquant.config.explain import explain
 from jaxquant.core import dtypes
 
-OPTIMIZED = False
 NAME = "float8_e3m4"
 X = jax.random.normal(jax.random.key(0), (16, 32))
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
-OPTIMIZED = False
 
 LEARNED = 0.05
 """What every example's loss must come under; predicting the mean gives each a loss between .2 and 1.4."""

@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import jaxquant
+from tests.models import chain
 
 X = jnp.ones((2, 8))
 INT8 = {"quantization": "int8", "quant_backend": "native"}
-
-
-class Two(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, name="down")(nn.Dense(8, name="up")(x))
+TWO = chain(up=8, down=4)
 
 
 def without(path, params):
@@ -29,7 +25,7 @@ def without(path, params):
 
 @pytest.mark.parametrize(
     ("model", "gone", "named"),
-    [(Two(), "down/kernel", "down/kernel"), (Two(), "up", "up/kernel"), (nn.Dense(4), "kernel", "kernel")],
+    [(TWO, "down/kernel", "down/kernel"), (TWO, "up", "up/kernel"), (nn.Dense(4), "kernel", "kernel")],
 )
 def test_a_missing_kernel(model, gone, named):
     params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
@@ -39,7 +35,7 @@ def test_a_missing_kernel(model, gone, named):
 
 def test_no_parameters_at_all():
     with pytest.raises(ValueError, match="no parameter 'up/kernel'"):
-        jaxquant.convert({"params": {}}, INT8, X, model=Two())
+        jaxquant.convert({"params": {}}, INT8, X, model=TWO)
 
 
 def test_the_root_layer_has_a_name():

@@ -12,26 +12,13 @@ from flax.training.train_state import TrainState
 
 import jaxquant
 from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
-from jaxquant.config.recipes import RECIPES
+from tests.models import Block, chain
 
-OPTIMIZED = False
 OWG = state.OVERWRITE_WITH_GRADIENT
-# Aliases share a recipe; one string for each will do.
-NATIVE = list(
-    {
-        id(row.recipe): name for name, row in reversed(RECIPES.items()) if "native" in row.backends and row.recipe
-    }.values()
-)
 
 
 def native(quantization, **fields):
     return {"quantization": quantization, "quant_backend": "native", **fields}
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(16, name="wo")(nn.silu(nn.Dense(32, name="wi")(x))), None
 
 
 class Model(nn.Module):
@@ -39,7 +26,7 @@ class Model(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(32, 16, name="embed")(tokens)
         stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        x, _ = stack(name="layers")(x, None)
+        x, _ = stack(32, name="layers")(x, None)
         x = nn.Einsum((16, 2, 8), "bsd,dhk->bshk", name="mix")(x)
         x = nn.DenseGeneral((2, 8), axis=(-2, -1), name="gate")(x).reshape(*x.shape[:2], 16)
         return nn.Dense(32, name="logits")(x)
@@ -87,14 +74,10 @@ def test_a_rule_that_matches_nothing():
 
 
 def test_a_model_in_which_nothing_would_be_quantized():
-    class Head(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4, name="logits")(x)
-
+    head = chain(logits=4)
     for call in (
-        lambda: maybe_quantize_model(Head(), native("int8"), jnp.ones((2, 4))),
-        lambda: maybe_quantize_model(Head(), native("int8")).init(jax.random.key(0), jnp.ones((2, 4))),
+        lambda: maybe_quantize_model(head, native("int8"), jnp.ones((2, 4))),
+        lambda: maybe_quantize_model(head, native("int8")).init(jax.random.key(0), jnp.ones((2, 4))),
     ):
         with pytest.raises(ValueError, match=r"would quantize no layer of this model.*logits: output head"):
             call()
@@ -105,18 +88,6 @@ def test_state_is_not_made_anew_by_a_mutable_call():
     params, _ = state.split(init(model, TOKENS))
     with pytest.raises(ValueError, match=r"this call has no 'input_.*' there"):
         model.apply({"params": params}, TOKENS, mutable=True)
-
-
-def test_two_ops_of_one_layer_have_a_state_each():
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kernel = self.param("kernel", nn.initializers.ones, (4, 4))
-            einsum = jaxquant.configure_quantization(native("fp8")).einsum
-            return einsum()("ab,bc->ac", x, kernel) + einsum()("ab,cb->ac", x, kernel)
-
-    variables = jax.jit(Two().init)(jax.random.key(0), jnp.ones((2, 4)))
-    assert sorted(variables[OWG]) == ["Fp8Einsum_0", "Fp8Einsum_1"]
 
 
 def test_methods_that_need_no_scope():
@@ -180,11 +151,6 @@ def test_a_layer_that_is_out_of_reach_is_described_as_float():
     assert reports["plain"].recipe == "fp8"
     variables = jax.eval_shape(maybe_quantize_model(SpectralNorm(), native("fp8"), x).init, jax.random.key(0), x)
     assert list(variables[OWG]) == ["plain"]
-
-
-def test_no_quantization_gives_the_model_back():
-    model = Model()
-    assert maybe_quantize_model(model, {"quantization": ""}) is model
 
 
 class Decoder(nn.Module):

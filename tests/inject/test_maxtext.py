@@ -75,21 +75,6 @@ def test_the_mode_of_a_handle_can_be_set_and_nothing_else():
         quant.backend = "aqt"
 
 
-def test_a_set_mode_is_what_runs():
-    quant = jaxquant.configure_quantization({"quantization": "int8", "quant_backend": "native"})
-    params = jax.jit(lambda: Block(quant).init(jax.random.key(1), X))()
-    trained = jax.jit(lambda v: Block(quant).apply(v, X))(params)
-    quant.quant_mode = "convert"
-    converted, stored = jax.jit(lambda v: Block(quant).apply(v, X, mutable=["aqt"]))(params)
-    quant.quant_mode = "serve"
-    kernel = jnp.zeros_like(params["params"]["wi"]["kernel"])
-    served = jax.jit(lambda v: Block(quant).apply(v, X))(
-        {"params": {"wi": {**params["params"]["wi"], "kernel": kernel}}, "aqt": stored["aqt"]}
-    )
-    np.testing.assert_array_equal(trained, converted)
-    np.testing.assert_array_equal(trained, served)
-
-
 @pytest.mark.parametrize("fields", [{}, {"replicate_quant_scale": True}, {"quantization": None, "fp": 1}])
 def test_options_of_a_program_that_quantizes_nothing_are_nobodys(fields):
     assert jaxquant.configure_quantization(program(**fields)) is None

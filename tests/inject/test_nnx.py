@@ -7,15 +7,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import qwix
 from flax import nnx
 
 import jaxquant
-from jaxquant import describe_layers, linear_layers, maybe_quantize_model, state
-from jaxquant.config.recipes import RECIPES
-from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
+from jaxquant import describe_layers, linear_layers, maybe_quantize_model
+from tests.models import NnxChain
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
 
@@ -66,10 +64,6 @@ def asked(quantization, backend="native", **fields):
     return {"quantization": quantization, "quant_backend": backend, **fields}
 
 
-def loss(model, x):
-    return (model(x) ** 2).mean()
-
-
 def pure(tree, kind):
     return nnx.to_pure_dict(nnx.state(tree, kind))
 
@@ -101,22 +95,13 @@ def test_layers_are_found_in_the_order_of_a_call(model):
     assert "router" in reports["gate"].reason
 
 
-@pytest.mark.parametrize(("quantization", "backend"), [("fp8", "native")])
-def test_every_kind_of_layer_trains(quantization, backend, model):
-    """The same parameters, the given model as it was, and a step that comes close to its own."""
+def test_every_kind_of_layer_is_quantized(model):
+    """The same parameters, the given model as it was, and each layer's matmuls."""
     before, graph = pure(model, nnx.Param), nnx.graphdef(model)
-    exact, exact_grads = nnx.jit(nnx.value_and_grad(loss))(model, X)
-    quantized = maybe_quantize_model(model, asked(quantization, backend), X)
+    quantized = maybe_quantize_model(model, asked("fp8"), X)
     assert_same(pure(quantized, nnx.Param), before)
     assert nnx.graphdef(model) == graph, "the given model has changed"
-    stateful = RECIPES[quantization].recipe.is_stateful
-    assert bool(pure(quantized, state.QuantState)) == stateful
-    value, grads = nnx.jit(state.value_and_grad(loss))(quantized, X)
-    assert value != exact
-    assert float(value) == pytest.approx(float(exact), rel=0.15)
-    ours, theirs = pure(grads.params, nnx.Param), pure(exact_grads, nnx.Param)
-    cosine = optax.tree.vdot(ours, theirs) / (optax.tree.norm(ours) * optax.tree.norm(theirs))
-    assert float(cosine) > 0.95
+    assert sorted({row.path for row in jaxquant.coverage(quantized, X).rows if row.is_low}) == sorted(QUANTIZED)
 
 
 class Pair(nnx.Module):
@@ -223,47 +208,67 @@ def test_an_nnx_model_quantized_twice():
         maybe_quantize_model(quantized, asked("fp8"))
 
 
-@pytest.mark.parametrize("string", ["fp8"])
-def test_qwix_adds_lora_to_a_quantized_model(string):
+def test_qwix_adds_lora_to_a_quantized_model():
     """Qwix finds the layer that calls a matmul on Python's stack."""
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.up, self.down = (nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2))
-
-        def __call__(self, x):
-            return self.down(nnx.relu(self.up(x)))
-
     x = jnp.ones((2, 8))
-    model = jaxquant.maybe_quantize_model(Model(), {"quantization": string, "quant_backend": "native"}, x)
+    model = maybe_quantize_model(NnxChain(8, up=8, down=8), asked("fp8"), x)
     model = qwix.apply_lora_to_model(model, qwix.LoraProvider(module_path="up", rank=2, alpha=2.0), x, rngs=nnx.Rngs(2))
     rows = jaxquant.coverage(model, x).rows
     expected = {"up": True, "up/kernel_lora_a": False, "up/kernel_lora_b": False, "down": True}
     assert {row.path: row.is_low for row in rows} == expected
 
 
-class Normed(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.normed = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
-        self.last = nnx.Linear(8, 8, rngs=rngs)
+ROWS = X[0, :, :8]
+
+
+class Inner(nnx.Module):
+    """A module whose call sets attributes beside variables: counters, caches, lists, and deletes one."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+        self.count, self.before = 0, "unused"
+        self.total = jnp.zeros(())
+        self.steps = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.kept, self.table = nnx.List([]), nnx.Dict({})
 
     def __call__(self, x):
-        return self.last(self.normed(x))
+        y = self.layer(x)
+        self.count = self.count + 1
+        self.total = self.total + y.sum()
+        self.steps[...] += 1
+        self.last = nnx.Cache(y)
+        self.kept.append(nnx.Cache(y.mean()))
+        self.table["mean"] = y.mean()
+        self.pair = nnx.data([y.sum(), self.count])
+        self.norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+        self.same = self.layer
+        if self.count == 1:
+            del self.before
+        return y
 
 
-@pytest.mark.parametrize("string", ["fp8", "int8"])
-def test_a_layer_under_weight_norm_is_quantized(string):
-    x = jax.random.normal(jax.random.key(0), (4, 8))
-    config = {"quantization": string, "quant_backend": "native"}
-    model = maybe_quantize_model(Normed(), config, x)
-    rows = {row.path: str(row.dtypes) for row in jaxquant.coverage(model, x).rows}
-    assert set(rows) == {"normed/layer_instance", "last"}
-    assert "float" not in rows.values()
-    plain = Normed()
-    plain(x)  # leaves the normalized kernel in the layer
-    plain.normed = plain.normed.layer_instance
-    expected = maybe_quantize_model(plain, config, x)(x)
-    np.testing.assert_allclose(model(x), expected, rtol=SMALL_SUM_RTOL, atol=SMALL_SUM_ATOL)
-    _, grads = state.value_and_grad(lambda model: (model(x) ** 2).sum())(maybe_quantize_model(Normed(), config, x))
-    assert jnp.any(grads.params.normed.layer_instance.kernel[...])
+class Outer(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.inner, self.head = Inner(rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.inner(x))
+
+
+@pytest.mark.parametrize("call", [lambda m: m(ROWS), nnx.jit(lambda m: m(ROWS)), nnx.remat(lambda m: m.inner(ROWS))])
+def test_attributes_that_a_quantized_call_sets(call):
+    model = maybe_quantize_model(Outer(), asked("fp8"), ROWS)
+    call(model)
+    call(model)
+    inner = model.inner
+    y = inner.last[...]
+    assert (inner.count, int(inner.steps[...]), len(inner.kept)) == (2, 2, 2)
+    assert jnp.allclose(inner.total, 2 * y.sum())
+    assert jnp.allclose(inner.kept[1][...], y.mean())
+    assert jnp.allclose(inner.table["mean"], y.mean())
+    assert jnp.allclose(inner.pair[0], y.sum())
+    assert inner.pair[1] == 2
+    assert isinstance(inner.norm, nnx.LayerNorm)
+    assert inner.same is inner.layer
+    assert not hasattr(inner, "before")

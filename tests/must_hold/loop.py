@@ -5,13 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.recipe import DelayedSpec
 
 LENGTH = 4
+WEIGHTS = (1.0, 0.25, 3.0)
+"""Of three uses in a loss that is linear: each use's output gradient has this amax."""
 LARGEST = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
+
+
+def inputs(step: int) -> jax.Array:
+    """Three inputs of unequal scale, [3, 4, 8]."""
+    scales = jnp.roll(jnp.array([1.0, 11.0, 0.03]), step)
+    return jax.random.normal(jax.random.key(step), (3, 4, 8)) * scales[:, None, None]
+
+
+def amax(x: jax.Array) -> float:
+    return float(jnp.max(jnp.abs(x)))
 
 
 class PythonLoop:

@@ -13,10 +13,9 @@ from flax import nnx
 
 from jaxquant import maybe_quantize_model, state
 from tests.must_hold.broken import fails_when_broken
-from tests.must_hold.loop import LENGTH, PythonLoop, op_state
+from tests.must_hold.loop import LENGTH, WEIGHTS, PythonLoop, amax, inputs, op_state
 
 CONFIG = {"quantization": "fp8", "amax_history_length": LENGTH}
-WEIGHTS = (1.0, 0.25, 3.0)
 
 
 class Net(nnx.Module):
@@ -27,16 +26,6 @@ class Net(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.dense(x)
-
-
-def inputs(step: int) -> jax.Array:
-    """Three inputs of unequal scale, [3, 4, 8]."""
-    scales = jnp.roll(jnp.array([1.0, 11.0, 0.03]), step)
-    return jax.random.normal(jax.random.key(step), (3, 4, 8)) * scales[:, None, None]
-
-
-def amax(x: jax.Array) -> float:
-    return float(jnp.max(jnp.abs(x)))
 
 
 def loss(model: Net, x: jax.Array, weight: float) -> jax.Array:

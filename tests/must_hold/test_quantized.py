@@ -22,6 +22,7 @@ from jaxquant.inject import linen
 from jaxquant.ops.contract import contract
 from jaxquant.trace import reach
 from tests.lowering import dot_operand_types
+from tests.models import chain
 from tests.must_hold.broken import fails_when_broken
 from tests.numerics import stochastic_mean_bound
 
@@ -40,12 +41,7 @@ class Alike(nn.Module):
         return dense(16, name="second")(dense(16, name="first")(x))
 
 
-class Net(nn.Module):
-    """Two layers."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(16, name="second")(nn.relu(nn.Dense(16, name="first")(x)))
+NET = chain(first=16, second=16)
 
 
 # -- 10: jit caches --
@@ -88,9 +84,9 @@ def test_11_stochastic_rounding_rounds_at_random():
 
 def check_parameters() -> None:
     for name, backend in (("int8", "native"), ("fp8", "native"), ("int8", "aqt"), ("fp8_full", "qwix")):
-        model = jaxquant.maybe_quantize_model(Net(), {"quantization": name, "quant_backend": backend}, X)
+        model = jaxquant.maybe_quantize_model(NET, {"quantization": name, "quant_backend": backend}, X)
         params, _ = state.split(jax.jit(model.init)(jax.random.key(1), X))
-        expected = jax.jit(Net().init)(jax.random.key(1), X)["params"]
+        expected = jax.jit(NET.init)(jax.random.key(1), X)["params"]
         assert jax.tree.structure(params) == jax.tree.structure(expected)
         jax.tree.map(np.testing.assert_array_equal, params, expected)
 
@@ -105,13 +101,13 @@ def test_12_the_seed_gives_the_same_parameters():
 def step(name: str):
     """Give the gradient of a quantized net, its arguments, and what the config makes of the layers."""
     config = NATIVE | {"quantization": name}
-    model = jaxquant.maybe_quantize_model(Net(), config, X)
+    model = jaxquant.maybe_quantize_model(NET, config, X)
     params, quant = state.split(jax.jit(model.init)(jax.random.key(1), X))
 
     def loss(params: Any, quant: Any, x: jax.Array) -> jax.Array:
         return model.apply(state.merge(params, quant), x).sum()
 
-    return jax.value_and_grad(loss, argnums=(0, 1, 2)), (params, quant, X), jaxquant.describe_layers(Net(), config, X)
+    return jax.value_and_grad(loss, argnums=(0, 1, 2)), (params, quant, X), jaxquant.describe_layers(NET, config, X)
 
 
 def check_lowered() -> None:

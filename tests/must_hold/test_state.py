@@ -16,21 +16,10 @@ import jaxquant
 from jaxquant import state
 from jaxquant.core import delayed
 from tests.must_hold.broken import fails_when_broken
-from tests.must_hold.loop import LENGTH, PythonLoop, op_state
+from tests.must_hold.loop import LENGTH, WEIGHTS, PythonLoop, amax, inputs, op_state
 
 CONFIG = {"quantization": "fp8", "amax_history_length": LENGTH}
-WEIGHTS = (1.0, 0.25, 3.0)  # of the three uses in a loss that is linear: each use's output gradient has this amax
 OWG = state.OVERWRITE_WITH_GRADIENT
-
-
-def inputs(step: int) -> jax.Array:
-    """Three inputs of unequal scale, [3, 4, 8]."""
-    scales = jnp.roll(jnp.array([1.0, 11.0, 0.03]), step)
-    return jax.random.normal(jax.random.key(step), (3, 4, 8)) * scales[:, None, None]
-
-
-def amax(x: jax.Array) -> float:
-    return float(jnp.max(jnp.abs(x)))
 
 
 class Twice(nn.Module):

@@ -74,25 +74,11 @@ def test_gradients_whose_operands_do_not_depend_on_the_forward_are_those_of_the_
 
 @pytest.mark.parametrize("name", ["int8", "fp8_full", "quartet2", "tetrajet_v2"])
 def test_a_gradient_does_not_depend_on_the_forward_beside_it(name):
+    """Its operands are made of the float tensor: of a forward's int4 codes it would have the error, 17 % and more."""
     _, dlhs, drhs, _ = step(original(name))
-    for fwd in ("fp8_current", "mxfp8", "fp8"):
+    for fwd in ("fp8_current", "mxfp8", "fp8", "int4"):
         assert_bits(step(composed(fwd, name, "fp8_block"))[1], dlhs)
         assert_bits(step(composed(fwd, "fp8_block", name))[2], drhs)
-
-
-@pytest.mark.parametrize("name", ["int8", "quartet2"])
-def test_backward_operands_are_made_of_the_float_tensor_and_not_of_other_codes(name):
-    """From a forward of int4 codes the gradients would have its error, 17 % and more.
-
-    Two operands have less: of int8 .0102 and, rounded stochastically, 1.41 times that, 1.8 %; of EDEN .0987 each, 14 %.
-    """
-    x, w, g = (np.asarray(each, np.float64) for each in operands("float32"))
-    exact, nearest = (g @ w.T, x.T @ g), step(original(name), "float32")[1:3]
-    coarse = step(composed("int4", name, name), "float32")[1:3]
-    for got, alone, true in zip(coarse, nearest, exact, strict=True):
-        assert_bits(got, alone)
-        error = np.linalg.norm(np.asarray(got) - true) / np.linalg.norm(true)
-        assert error < (0.02 if name == "int8" else 0.16)
 
 
 def test_operands_by_name():

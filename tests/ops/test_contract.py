@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from jaxquant.ops import dot_general
 from jaxquant.ops.contract import contract, dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions
 from tests import numerics
+from tests.lowering import equations
 
 M, K, N = 48, 256, 64
 DIMS = Dimensions((1,), (0,), (), (), 2, 2)
@@ -48,13 +48,8 @@ def exact(tensor):
 
 def sizes(function, *arguments):
     """Return the elements of every array of a traced function."""
-    found, todo = [], [jax.make_jaxpr(function)(*arguments).jaxpr]
-    while todo:
-        jaxpr = todo.pop()
-        for eqn in jaxpr.eqns:
-            found += [variable.aval.size for variable in eqn.outvars]
-            todo += jax.extend.core.jaxprs_in_params(eqn.params)
-    return found
+    found = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return [variable.aval.size for eqn in found for variable in eqn.outvars]
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])

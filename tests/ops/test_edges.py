@@ -17,6 +17,7 @@ from jaxquant.ops import choose_implementation, dot_general, initial_state
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from tests import numerics
 
+OPTIMIZED = False  # bits of optimized programs: test_dot_general.py
 NUMBERS = (((1,), (0,)), ((), ()))
 DISTINCT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None}
 FOUR_BITS = ("int4", "fp4", "mxfp4")

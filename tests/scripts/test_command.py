@@ -117,13 +117,6 @@ def test_an_output_of_ascii_alone_takes_every_table(monkeypatch, tmp_path):
     assert r"\u2264 8" in text
 
 
-def test_audit_is_handed_over(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["audit", "--help"])
-    assert stopped.value.code == 0
-    assert "python -m jaxquant.audit" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("columns", ["", "60", "1000"])
 def test_a_table_of_figures_keeps_every_word(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)

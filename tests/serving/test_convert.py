@@ -1,4 +1,7 @@
-"""Conversion: the served model computes bit for bit what the trained one does, and keeps no float kernel."""
+"""Conversion: the served model computes bit for bit what the trained one does, and keeps no float kernel.
+
+Every string on every backend: the gallery; as users compile: ``test_convert_optimized.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from jaxquant.serving import convert_each, find_kernels
 from tests.serving.models import D, Linen, Nnx, convert_linen, convert_nnx, filled, is_tensor
 from tests.serving.trees import abstract, assert_same
 
-OPTIMIZED = False  # every string on every backend: the gallery; as users compile: test_convert_optimized.py
 SERVES = {"checkpoint_is_quantized": True}
 X = jax.random.normal(jax.random.key(0), (2, 5, D))
 RNGS = {"params": jax.random.key(1), "quant": jax.random.key(2)}
@@ -135,11 +137,10 @@ MIXED = {
 
 
 @pytest.mark.parametrize("backend", ["aqt", "native"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mixed_precision_and_tiles(tmp_path, backend, dtype):
+def test_mixed_precision_and_tiles(tmp_path, backend):
     path = tmp_path / "mixed.json"
     path.write_text(json.dumps(MIXED))
-    _, converted = check_linen("intmp", backend, dtype, 0, quant_cfg_path=str(path))
+    _, converted = check_linen("intmp", backend, "bfloat16", 0, quant_cfg_path=str(path))
     layers = converted["params"]["layers"]
     assert layers["query"]["kernel"].qvalue.dtype == jnp.int4
     assert layers["query"]["kernel"].scale.shape == (3, D // 4, 2, 8)

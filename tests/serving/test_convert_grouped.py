@@ -73,8 +73,6 @@ class LinenExperts(nn.Module):
     [
         ("fp8", "native", False),
         ("fp8", "native", True),
-        ("fp8_current", "native", False),
-        ("fp8_current", "native", True),
         ("int8", "native", False),
         ("aqt_fp8_full", "aqt", False),
         ("fp8_e4m3", "qwix", False),

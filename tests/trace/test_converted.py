@@ -169,30 +169,15 @@ def test_other_readers_of_a_converted_kernel_are_refused(other, text):
     [
         (lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"), "conv_general_dilated takes ."),
         (lambda p, x: jax.lax.ragged_dot(x, p["w"].T[None], jnp.array([2])), "ragged_dot takes .* axes .0, 2., got i"),
+        (lambda p, x: x[:, :4] @ p["w"].reshape(4, 16), r"reshape of a converted kernel of shape \(8, 8\)"),
     ],
 )
-def test_scales_along_a_contraction_are_refused(fn, text):
+def test_scales_along_a_contraction_and_blocks_that_a_reshape_breaks_are_refused(fn, text):
     p, x = {"w": normal(0, 8, 8)}, normal(1, 2, 8)
     config = {"quantization": "int8", "quant_backend": "native"}  # one scale a column
     converted = jaxquant.quantize(lambda p, x: x @ p["w"], config).convert(p, {}, x)
     with pytest.raises(NotImplementedError, match=text):
         jaxquant.quantize(fn, config)(converted, {}, x)
-
-
-def test_a_reshape_that_breaks_blocks_is_refused():
-    p, x = {"w": normal(0, 8, 4)}, normal(1, 2, 8)
-    config = {"quantization": "int8", "quant_backend": "native"}  # one scale a column
-    converted = jaxquant.quantize(lambda p, x: x @ p["w"], config).convert(p, {}, x)
-    q = jaxquant.quantize(lambda p, x: x[:, :4] @ p["w"].reshape(4, 8), config)
-    with pytest.raises(NotImplementedError, match=r"reshape of a converted kernel of shape \(8, 4\)"):
-        q(converted, {}, x)
-
-
-def test_an_input_that_was_never_seen_is_refused():
-    q = jaxquant.quantize(lambda p, x: x @ p["w"], FP8)
-    p, x = {"w": normal(0, 8, 4)}, normal(1, 2, 8)
-    with pytest.raises(ValueError, match="no amax history of its input"):
-        q.convert(p, q.init(p, x), x)
 
 
 def test_shapes_alone():

@@ -11,6 +11,7 @@ import jaxquant
 from jaxquant import configure_quantization, describe_layers, maybe_quantize_model
 from jaxquant.audit.health import HealthMonitor
 from jaxquant.config.quant_config import QuantConfig
+from tests.models import chain
 from tests.serving.models import D, Linen
 from tests.trace.functions import float8_dots, layers, shape
 
@@ -95,14 +96,8 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         for n in range(4):
-            x = x + Mlp(name=f"layers_{n}")(x)
+            x = x + chain(f"layers_{n}", wi=2 * D, wo=D)(x)
         return nn.Dense(8, name="out")(x)
-
-
-class Mlp(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(D, name="wo")(nn.relu(nn.Dense(2 * D, name="wi")(x)))
 
 
 X = jnp.ones((2, 8, D))

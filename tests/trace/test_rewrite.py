@@ -163,8 +163,7 @@ def test_experts_record_their_own_amax():
 
 
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("string", ["fp8"])
-def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside(string, check):
+def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside(check):
     """On a mesh of one device, whose partition specs split nothing; trained, and served to the same bits."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     params = {"experts": normal(0, 3, 8, 6), "filter": {"kernel": normal(1, 3, 6, 4)}}
@@ -179,12 +178,12 @@ def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside(strin
 
     specs = ({"experts": P("d"), "filter": {"kernel": P(None, None, "d")}}, P("d"))
     sharded = jax.shard_map(plain, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=check)
-    inside, outside = (jaxquant.quantize(fn, {"quantization": string}) for fn in (sharded, plain))
+    inside, outside = (jaxquant.quantize(fn, FP8) for fn in (sharded, plain))
     state = outside.init(params, x)
     assert len(inside.report(params, x).quantized) == 2
     loss = lambda q: jax.jit(jax.value_and_grad(lambda p, s: jnp.sum(q(p, s, x) ** 2), argnums=(0, 1)))  # noqa: E731
     jax.tree.map(np.testing.assert_array_equal, loss(inside)(params, state), loss(outside)(params, state))
-    state = jaxquant.state.update(state, loss(outside)(params, state)[1][1]) if state else state
+    state = jaxquant.state.update(state, loss(outside)(params, state)[1][1])
     served = inside.convert(params, state, x)
     assert isinstance(served["experts"], ConvertedKernel)
     np.testing.assert_array_equal(jax.jit(inside)(served, state, x), jax.jit(inside)(params, state, x))

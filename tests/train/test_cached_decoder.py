@@ -25,7 +25,6 @@ SCHEMES = [
     ({"quantization": "fp8"}, {"scan_layers": False}),
     ({"quantization": ""}, DEEPSEEK),
 ]
-CACHES = [("", "dkv"), ("int8", "dkv"), ("int8", "heads_and_dkv"), ("int4", "dkv"), ("fp8", "heads_and_dkv")]
 IDS = [f"{fields['quantization'] or 'float'} {'scanned' if not shape else 'unscanned'}" for fields, shape in SCHEMES]
 
 
@@ -75,39 +74,6 @@ def test_an_unquantized_cache_changes_only_the_order_of_sums(fields, shape):
         logits, _ = decoder.run(cuts)
         np.testing.assert_allclose(logits, whole, rtol=0, atol=bound)
         np.testing.assert_array_equal(logits.argmax(-1), whole.argmax(-1))
-
-
-@pytest.mark.parametrize(("dtype", "axis"), CACHES)
-def test_the_first_layer_holds_the_same_bits_however_its_tokens_came(dtype, axis):
-    """Its keys and values come from embeddings alone: equal inputs. Later ones see sums in another order."""
-    decoder = Cached("linen", {"quantization": ""}, {}, kv_quant_dtype=dtype, kv_quant_axis=axis)
-    once, chunked, decoded = (
-        jax.tree.map(lambda leaf: np.asarray(leaf[:, 0]).view(np.uint8), decoder.run(cuts)[1])
-        for cuts in (ONCE, CHUNKED, DECODED)
-    )
-    jax.tree.map(np.testing.assert_array_equal, chunked, once)
-    jax.tree.map(np.testing.assert_array_equal, decoded, once)
-
-
-def test_rows_of_other_lengths_and_padding_are_not_seen():
-    decoder = Cached("linen", {"quantization": ""}, {}, kv_quant_dtype="int8")
-    lengths = np.asarray([12, 7])
-    positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
-    segments = (positions < lengths[:, None]).astype(jnp.int32)
-    out, cache = decoder._step(decoder.cache, TOKENS, segments, positions)
-    other, other_cache = decoder._step(decoder.cache, TOKENS.at[1, 7:].set(3), segments, positions)
-    np.testing.assert_array_equal(other[1, :7], out[1, :7])
-    jax.tree.map(np.testing.assert_array_equal, other_cache, cache)
-    assert not np.asarray(cache.key[1, :, 7:]).any()
-    # Both go on, each at its own position.
-    following = jnp.asarray([[5], [9]])
-    at = jnp.asarray(lengths)[:, None]
-    logits, _ = decoder._step(cache, following, jnp.ones_like(at), at)
-    for row, length in enumerate(lengths):
-        text = jnp.concatenate([TOKENS[row : row + 1, :length], following[row : row + 1]], axis=1)
-        alone = jnp.broadcast_to(text, (2, length + 1))
-        expected, _ = decoder.run((length, length + 1), alone)
-        np.testing.assert_allclose(logits[row, 0], expected[row, -1], rtol=0, atol=1e-5)
 
 
 def test_both_frameworks_give_the_same_bits():

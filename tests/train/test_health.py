@@ -111,20 +111,18 @@ def test_an_nnx_decoder_has_the_health_of_its_linen_twin(tiny):
 
 
 @pytest.mark.parametrize(
-    ("batch", "asked", "devices", "shards", "sequences"),
-    [(16, 0, 1, 1, 2), (16, 0, 4, 1, 4), (16, 0, 2, 8, 8), (12, 0, 1, 1, 2), (4, 0, 1, 1, 1), (16, 16, 8, 1, 16)],
+    ("batch", "micro_batches", "asked", "devices", "shards", "sequences"),
+    [
+        *((16, 1, 0, 1, 1, 2), (16, 1, 0, 4, 1, 4), (16, 1, 0, 2, 8, 8), (12, 1, 0, 1, 1, 2), (4, 1, 0, 1, 1, 1)),
+        *((16, 1, 16, 8, 1, 16), (64, 64, 0, 1, 1, 1), (64, 16, 0, 1, 1, 4), (64, 16, 0, 4, 2, 4)),
+        *((64, 8, 0, 1, 1, 8), (64, 2, 0, 1, 1, 8), (64, 64, 32, 1, 1, 32)),
+    ],
 )
-def test_sampled_sequences_divide_the_batch_and_fit_devices_and_shards(tiny, batch, asked, devices, shards, sequences):
-    config = dataclasses.replace(tiny, batch_size=batch, health_sequences=asked)
-    assert sampled_sequences(config, devices, shards) == sequences
-
-
-@pytest.mark.parametrize(
-    ("micro_batches", "asked", "devices", "shards", "sequences"),
-    [(64, 0, 1, 1, 1), (16, 0, 1, 1, 4), (16, 0, 4, 2, 4), (8, 0, 1, 1, 8), (2, 0, 1, 1, 8), (64, 32, 1, 1, 32)],
-)
-def test_no_more_than_a_micro_batch_is_sampled_unless_asked(tiny, micro_batches, asked, devices, shards, sequences):
-    fields = {"batch_size": 64, "gradient_accumulation_steps": micro_batches, "health_sequences": asked}
+def test_sampled_sequences_divide_the_batch_and_fit_micro_batches_devices_and_shards(
+    tiny, batch, micro_batches, asked, devices, shards, sequences
+):
+    """No more than a micro-batch, unless asked."""
+    fields = {"batch_size": batch, "gradient_accumulation_steps": micro_batches, "health_sequences": asked}
     assert sampled_sequences(dataclasses.replace(tiny, **fields), devices, shards) == sequences
 
 

@@ -1,7 +1,8 @@
-"""Each kind of backend and file runs whole from the command: steps, held-out loss, summary.
+"""Qwix and a file of bits run whole from the command: steps, held-out loss, summary.
 
-Every pair of string and backend trains in ``tests/test_gallery.py``, is counted matmul by matmul in
-``tests/audit/test_coverage.py``, and is allowed or refused in ``tests/config/test_recipe_table.py``.
+So do AQT and native in ``test_run.py``. Every pair of string and backend trains in ``tests/test_gallery.py``, is
+counted matmul by matmul in ``tests/audit/test_coverage.py``, and is allowed or refused in
+``tests/config/test_recipe_table.py``.
 """
 
 from __future__ import annotations
@@ -14,29 +15,18 @@ import pytest
 from tests.train.conftest import CI_CONFIG, ROOT, read_losses
 from train.__main__ import main
 
-WHOLE = [("fp8", "native"), ("int8", "aqt"), ("fp8_full", "qwix"), ("intmp", "native"), ("int4w", "native")]
-
-
-def words(string, backend, corpus, run_dir):
-    file = [f"quant_cfg_path={ROOT}/configs/intmp/int8_weight_only.json"] if string == "intmp" else []
-    place = ["dataset=text", f"dataset_path={corpus}", f"run_dir={run_dir}"]
-    return [str(CI_CONFIG), f"quantization={string}", f"quant_backend={backend}", "steps=2", *place, *file]
-
-
-@pytest.fixture(scope="module")
-def float_losses(corpus, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("float")
-    assert main(words("", "auto", corpus, run_dir)) == 0
-    return read_losses(run_dir)
+WHOLE = [("fp8_full", "qwix"), ("intmp", "native")]
 
 
 @pytest.mark.parametrize(("string", "backend"), WHOLE)
-def test_a_pair_of_the_table_trains(string, backend, corpus, tmp_path, float_losses):
-    assert main(words(string, backend, corpus, tmp_path)) == 0
+def test_a_pair_of_the_table_trains(string, backend, corpus, tmp_path, finished):
+    file = [f"quant_cfg_path={ROOT}/configs/intmp/int8_weight_only.json"] if string == "intmp" else []
+    place = ["dataset=text", f"dataset_path={corpus}", f"run_dir={tmp_path}"]
+    assert main([str(CI_CONFIG), f"quantization={string}", f"quant_backend={backend}", "steps=2", *place, *file]) == 0
     ours = read_losses(tmp_path)
     assert len(ours) == 2
     assert all(map(math.isfinite, ours.values()))
-    assert ours != float_losses, "the run is that of the float model"
+    assert ours[1] != read_losses(finished(""))[1], "the run is that of the float model"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["backend"] == backend
     quantized = [layer for layer in summary["layers"] if layer["recipe"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -69,10 +70,11 @@ def test_loss_falls_and_the_summary_says_what_ran(finished: Any, tiny: TrainConf
     assert lines[-1] == {"step": STEPS, "held_out_loss": summary["held_out_loss"]}
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_killed_at_a_random_step_resumes_bit_identical(finished, tiny, tmp_path, quantization):
+@pytest.mark.parametrize(("framework", "quantization"), [("linen", "int8"), ("nnx", "fp8")])
+def test_killed_at_a_random_step_resumes_bit_identical(finished, tiny, tmp_path, framework, quantization):
+    """To the bits of a run of Linen's decoder that nothing interrupted, in either framework."""
     run = tmp_path / "run"
-    config = quantized(tiny, quantization)
+    config = dataclasses.replace(quantized(tiny, quantization), framework=framework)
     process = start(config, run, tmp_path)
     step = random.randrange(4, STEPS - 4)
     wait_for_step(process, run, step)
@@ -82,8 +84,9 @@ def test_killed_at_a_random_step_resumes_bit_identical(finished, tiny, tmp_path,
     train(config, run)
     whole = finished(quantization)
     assert read_losses(run) == read_losses(whole), f"killed at step {step}"
-    held_out = [json.loads((path / "summary.json").read_text())["held_out_loss"] for path in (run, whole)]
-    assert held_out[0] == held_out[1]
+    ours, theirs = (json.loads((path / "summary.json").read_text()) for path in (run, whole))
+    for name in ("held_out_loss", "layers", "parameter_bytes", "quant_state_bytes", "backend"):
+        assert ours[name] == theirs[name]
 
 
 def test_sigterm_saves_exits_0_and_resumes_bit_identical(finished, tiny, tmp_path):
@@ -105,20 +108,6 @@ def _copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def _truncate(folder: Path) -> None:
-    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def test_training_goes_on_from_before_a_broken_checkpoint(finished, tiny, tmp_path):
-    run = _copy(finished(""), tmp_path)
-    _truncate(run / "checkpoints" / str(STEPS))
-    said = train(tiny, run)
-    assert any(line.endswith(f"at step {STEPS - 3}") for line in said)
-    assert read_losses(run) == read_losses(finished(""))
-    assert (run / "checkpoints" / str(STEPS)).is_dir()
-
-
 def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path, capsys):
     run = _copy(finished(""), tmp_path)
     with pytest.raises(ValueError, match="does not match the run") as caught:
@@ -127,10 +116,8 @@ def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path
     assert lines == ["  quantization: '' in the run, 'int8' asked", "  adam_b1: 0.9 in the run, 0.5 asked"]
 
 
-def test_a_finished_run_ends_again_and_a_longer_one_goes_on(finished, tiny, tmp_path):
+def test_a_finished_run_ends_again(finished, tiny, tmp_path):
     run = _copy(finished(""), tmp_path)
     before = json.loads((run / "summary.json").read_text())["held_out_loss"]
     train(tiny, run)
     assert json.loads((run / "summary.json").read_text())["held_out_loss"] == before
-    train(tiny, run, steps=STEPS + 2)
-    assert list(read_losses(run)) == list(range(1, STEPS + 3))

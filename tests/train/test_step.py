@@ -94,9 +94,8 @@ def test_a_non_finite_step_changes_nothing_and_is_explained(tiny: TrainConfig):
     jax.tree.map(np.testing.assert_array_equal, sound, jax.tree.map(np.array, later))
 
 
-@pytest.mark.parametrize(("framework", "quantization"), [("linen", ""), ("nnx", "fp8")])
-def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfig, framework: str, quantization: str):
-    config = dataclasses.replace(quantized(tiny, quantization), framework=framework)
+def test_a_non_finite_gradient_under_a_finite_loss_is_explained(tiny: TrainConfig):
+    config = dataclasses.replace(quantized(tiny, "fp8"), framework="nnx")
     data = make_iterators(config, config.batch_size)
     program = build(config, data.vocab_size)
 
