@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from jaxquant.core.dtypes import ELEMENTS
 
@@ -107,12 +108,11 @@ def _encode_dynamic(x: Groups, signed: bool) -> Coded:
     first = 1 if signed else 2
     largest = jnp.abs(x).max(-1)
     y = _relative(jnp.abs(x), largest)
-    n, shrink = jnp.full(y.shape, first, jnp.float32), jnp.full(y.shape, 10.0 ** (_DECADES - 1), jnp.float32)
-    for d in range(1, _DECADES):  # from the middle between the decade's first number and the last of the one below
-        above = y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))
-        n = jnp.where(above, first * 2.0**d, n)
-        shrink = jnp.where(above, 10.0 ** (_DECADES - 1 - d), shrink)
-    code = n + jnp.clip(jnp.floor((y * shrink - 0.1) * (n / 0.9)), 0, n - 1)
+    decade = jnp.zeros(y.shape, jnp.int32)
+    for d in range(1, _DECADES):  # begins in the middle between its first number and the last of the one below
+        decade += y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))
+    n = first * _power_of_two(decade)
+    code = n + jnp.clip(jnp.floor((y * _power_of_ten(_DECADES - 1 - decade) - 0.1) * (n / 0.9)), 0, n - 1)
     most = first * 2.0**_DECADES
     code = jnp.where(y > 1 - 0.225 * 2 / most, most, code) - (first - 1)
     if signed:
@@ -129,14 +129,21 @@ def _decode_dynamic(coded: Coded, signed: bool) -> Groups:
     code = coded.codes.astype(jnp.int32).astype(jnp.float32)
     negative = jnp.logical_and(signed, code > most)
     place = jnp.where(negative, 256 - code, code) + (first - 1)
-    n, scale = jnp.full(code.shape, first, jnp.float32), jnp.full(code.shape, 10.0 ** (1 - _DECADES), jnp.float32)
-    for d in range(1, _DECADES):
-        above = place >= first * 2.0**d
-        n = jnp.where(above, first * 2.0**d, n)
-        scale = jnp.where(above, 10.0 ** (d - _DECADES + 1), scale)
-    magnitude = jnp.where(place == most, 1, scale * (0.1 + 0.9 * (place - n + 0.5) / n))
+    decade = (jax.lax.bitcast_convert_type(place / first, jnp.int32) >> 23) - 127  # its logarithm, rounded down
+    cell = (place + 0.5) / (first * _power_of_two(decade)) - 1
+    magnitude = jnp.where(place == most, 1, (0.1 + 0.9 * cell) / _power_of_ten(_DECADES - 1 - decade))
     magnitude = jnp.where(code == 0, 0, magnitude) * coded.largest[..., None]
     return jnp.where(negative, -magnitude, magnitude) if signed else _second(magnitude, code)
+
+
+def _power_of_two(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return jax.lax.bitcast_convert_type((n + 127) << 23, jnp.float32)
+
+
+def _power_of_ten(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return 10^n for 0 <= n < 8, exactly: a product for the bits of n, which takes fewer operations than a choice."""
+    bits = [jnp.where(n & 2**i, 10.0 ** (2**i), 1.0) for i in range(3)]
+    return bits[0] * bits[1] * bits[2]
 
 
 def _encode_linear(x: Groups, signed: bool) -> Coded:

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxquant.core.paths import join_path
-from jaxquant.core.rounding import noise
+from jaxquant.core.rounding import Part, noise
 
 _MAX = float(jnp.finfo(jnp.bfloat16).max)
 
@@ -109,7 +109,10 @@ def round_randomly(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Arra
       x: numbers.
       key: of the noise, see ``core.rounding.noise``.
     """
-    drawn = (noise(key, x.shape) * 2.0**16).astype(jnp.int32)  # the number's first 16 bits
+    # Places count from a different one for each key: if weights share the numbers of places, XLA for GPUs makes one
+    # kernel of all weights of a shape, and needs the float32 moments of all of them at once.
+    part = Part((jax.random.bits(key),) * x.ndim, x.shape)
+    drawn = (noise(key, x.shape, part) * 2.0**16).astype(jnp.int32)  # the number's first 16 bits
     bits = (jax.lax.bitcast_convert_type(x, jnp.int32) + drawn) & jnp.int32(-(2**16))
     rounded = jnp.clip(jax.lax.bitcast_convert_type(bits, jnp.float32), -_MAX, _MAX)
     return jnp.where(jnp.isfinite(x), rounded, x)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import typing
+from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -14,8 +15,8 @@ from jaxquant.core.trees import leaves_by_path, tree_bytes
 from jaxquant.core.typed import build as build_typed
 from jaxquant.core.typed import type_hints
 from jaxquant.optim import SCHEMES
+from tests.train.conftest import read_losses, train
 from train.config import TrainConfig
-from train.data import make_iterators
 from train.sharding import AXES, state_shardings
 from train.step import build
 
@@ -23,22 +24,25 @@ ONE = {"mesh_data": 1, "mesh_fsdp": 1, "emb_dim": 64, "head_dim": 32, "mlp_dim":
 LOW = {"optimizer_state": "fp8_coat", "weight_dtype": "bfloat16", "stochastic_rounding": True, "learning_rate": 4e-3}
 
 
-def test_steps_learn_and_lie_where_the_parameters_lie(tiny: TrainConfig):
+def test_a_run_learns_and_goes_on_to_the_bit(tiny: TrainConfig, tmp_path: Path):
     config = dataclasses.replace(tiny, quantization="fp8", gradient_accumulation_steps=2, **ONE | LOW)
-    data = make_iterators(config, config.batch_size)
-    program = build(config, data.vocab_size)
-    state, losses = program.init(), []
-    for _ in range(12):
-        state, metrics = program.step(state, next(data.train), np.bool_(True))
-        losses.append(float(metrics["loss"]))
-        assert metrics["healthy"]
-    assert losses[-1] < losses[0] - 0.3
+    run, fields = tmp_path / "run", {"steps": 9, "checkpoint_every": 6}
+    train(config, run, **fields)
+    losses = read_losses(run)
+    assert losses[9] < losses[1] - 0.3
+    shutil.rmtree(run / "checkpoints/9")
+    assert any(line.endswith("step 6") for line in train(config, run, **fields))
+    assert read_losses(run) == losses
+
+
+def test_moments_lie_where_the_parameters_lie(tiny: TrainConfig):
+    program = build(dataclasses.replace(tiny, **ONE | LOW), 256)
+    state = program.abstract_state
     weights = sum(x.size for x in jax.tree.leaves(state.params))
     assert tree_bytes(state.params) == 2 * weights
     assert tree_bytes(state.opt_state) < 3 * weights  # float32: 8
-
     mesh = AbstractMesh((1, 2, 2), AXES)
-    places = leaves_by_path(state_shardings(mesh, program.abstract_state))
+    places = leaves_by_path(state_shardings(mesh, state))
     coded = 0
     for path, place in places.items():
         if path.startswith("opt_state/1/largest/0/"):
