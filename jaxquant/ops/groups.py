@@ -106,6 +106,8 @@ class Slabs(NamedTuple):
 
     def cut(self, rows: Array) -> Array:
         """Return the rows [T · step, C] of all slabs, of rows [M, C]."""
+        if not rows.shape[0]:
+            return jnp.zeros((self.source.size, rows.shape[1]), rows.dtype)
         return jnp.take(rows, self.source.ravel(), axis=0, mode="fill", fill_value=0)
 
     def quantize(

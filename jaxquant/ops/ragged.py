@@ -295,6 +295,8 @@ class _Ragged(Operation):
     def _drhs(self, grad: Array, shared: Rows | None, lhs: Any, groups: Groups, key) -> Array:
         """Compute ``lhs · grad`` of each group, contracting its rows."""
         recipe, matmul, spec = self.recipe, self.recipe.drhs, self.recipe.drhs.rhs
+        if not grad.shape[0]:
+            return jnp.zeros(self.rhs.shape, self.out_dtype)
         if not isinstance(spec, TensorSpec):
             return self._multiply(floats(lhs, groups, grad.dtype.name), grad, groups, _DRHS, None, "HIGHEST")
         dtype, floor = grad.dtype.name, SMALLEST_GRADIENT_SCALE

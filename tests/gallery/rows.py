@@ -5,7 +5,8 @@ losses as numbers for machines on which the bits differ. Only the public face of
 be computed at another commit too (``python -m tests.gallery --against COMMIT``).
 
 Digests changed on purpose since 8e3721d: ``int8w``, ``int4w`` and ``intmp`` on native, because the scales of a weight
-that is quantized alone multiply the product, where they multiplied the weight.
+that is quantized alone multiply the product, where they multiplied the weight; the plain function under strings with
+tiles, because its ragged matmul, which stayed in float, is quantized.
 """
 
 from __future__ import annotations

@@ -156,6 +156,15 @@ def test_tiles_of_a_group_are_those_of_a_dot_general_of_its_rows_filled_with_zer
             assert np.all(np.abs(one - other) <= numerics.dot_bound(np.asarray(left), np.asarray(right)))
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_block", "nvfp4"])
+def test_no_rows_at_all_give_no_gradient(name):
+    run = lambda x, w: ops.ragged_dot(x, w, jnp.zeros(3, int), recipe=RECIPES[name])  # noqa: E731
+    y, pull = jax.vjp(run, jnp.ones((0, K)), jnp.ones((3, K, N)))
+    dx, dw = pull(y)
+    assert (y.shape, dx.shape, dw.shape) == ((0, N), (0, K), (3, K, N))
+    assert not dw.any()
+
+
 def test_noise_without_a_key_does_not_come_of_rows_behind_the_last_group():
     lhs, rhs, grad = operands()
     pull = jax.jit(lambda g: jax.vjp(lambda w: ops.ragged_dot(lhs, w, jnp.array(SIZES), recipe=STOCHASTIC), rhs)[1](g))
