@@ -105,7 +105,8 @@ on h200, where a bfloat16 activation of the hidden layer is 67 MB):
   and the compiler writes that from the matmul.
 
 Block recipes without an instruction of the chip read a tensor for its amaxes and again for the cast, which the compiler
-does not fuse; `quartet2` rotates and casts both operands of both gradients anew.
+does not fuse (on TPUs a kernel reads it once for `fp8_block` and `mxfp8`: `kernels-tpu.md`); `quartet2` rotates and
+casts both operands of both gradients anew.
 
 `nn.Dense` casts its kernel to bfloat16 before the op sees it, so that the gradient is cast back in a pass of its own:
 201 MB for each kernel here. In the rows *float32 kernel* the op itself takes the kernel as it is kept, and its matmul
@@ -221,13 +222,15 @@ def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str,
     matmuls = ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles
+    casts = [kernel for kernel in program.kernels if not kernel.flops]
+    beside += sum(kernel.cycles * kernel.times for kernel in casts)
     took, _ = estimate(where, program)
     clock = {"kcycles": round((inside + beside) / 1e3), "matmuls, rest": f"{inside // 1000}, {beside // 1000}"}
     return {
         "step": name,
         "8-bit matmuls": f"{eight} of {sum(program.count().values())}",
         "matmuls": matmuls,
-        "other MB": round(program.moved / 1e6),
+        "other MB": round((program.moved + sum(kernel.bytes * kernel.times for kernel in casts)) / 1e6),
         "big moves": program.big_moves,
         "moves": sum(move.times for move in program.moves),
         "temporaries MB": round(temporaries / 1e6),

@@ -7,6 +7,7 @@ do not wait for HBM: the last column is what its bytes take at its full speed. G
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -23,6 +24,12 @@ from benchmarks.schedules import read_registers, read_schedule
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.scales import SMALLEST_SCALE
+from jaxquant.kernels.block_quantize import reference as blocks_reference
+from jaxquant.kernels.block_quantize import tpu as blocks_tpu
+from jaxquant.kernels.block_quantize import tuning as blocks_tuning
+from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.kernels.fp8_einsum import gpu as matmul_gpu
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.fp8_einsum import tpu as matmul_tpu
@@ -91,7 +98,51 @@ def rows(target: str, folder: Path) -> list[Row]:
     on_tpu = compiler.chip.platform == "tpu"
     product, cast = (_tpu_product, _tpu_cast) if on_tpu else (_gpu_product, _gpu_cast)
     found = [product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
-    return found + [cast(compiler, dtype, transposed) for dtype in DTYPES for transposed in (False, True)]
+    found += [cast(compiler, dtype, transposed) for dtype in DTYPES for transposed in (False, True)]
+    return found + [_tpu_blocks(compiler, *each) for each in BLOCKS.items() if on_tpu]
+
+
+def _block_casts() -> dict[str, tuple[Cast, ...]]:
+    """Return the casts of an activation, an output gradient and a weight that bfloat16 models make of a recipe."""
+    found = {}
+    for string in ("fp8_block", "mxfp8"):
+        recipe = RECIPES[string].recipe
+        assert recipe is not None
+        tile, weight = recipe.resolve("fwd", "lhs"), recipe.resolve("fwd", "rhs")
+        assert tile is not None
+        assert weight is not None
+        size = tile.tile_size or 0
+        made = functools.partial(Cast, tile, floor=SMALLEST_SCALE)
+        values = {"has_elements": False, "has_values": True}
+        found[f"{string} activation"] = made((1, size), **values), made((size, 1))
+        found[f"{string} gradient"] = made((1, size), **values), made((size, 1), **values)
+        if weight.granularity == "per_block":
+            found[f"{string} weight"] = (Cast(weight, (size, size), SMALLEST_SCALE, has_values=True),)
+    return found
+
+
+BLOCKS = _block_casts()
+
+
+def _tpu_blocks(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
+    (M, N), x = CAST, compiler.shape(CAST, "bfloat16")
+    compiler.compile(lambda x: blocks_tpu.block_quantize(x, casts), x)
+    made = read_schedule(compiler.folder, blocks_reference.NAME)
+    written = sum(each.has_elements + 2 * each.has_values for each in casts)
+    return {
+        "kernel": f"block cast of {M}×{N}, {name}",
+        "elements": casts[0].spec.dtype,
+        "blocks": "×".join(map(str, blocks_tuning.blocks_for(CAST))),
+        "bundles a step": f"{made.count(2)} of {blocks_tuning.TILE} rows",
+        "once a tile": made.count(1),
+        "MXU": "",
+        "fills / spills": "{} / {}".format(*made.fills_and_spills),
+        "kcycles": round(made.cycles / 1e3),
+        "XLA's bundles": "",
+        "XLA's MXU": "",
+        "XLA's estimate": "",  # of a step: audit-yardstick-v6e.md
+        "HBM": round(compiler.hbm_cycles(M * N * (2 + written)) / 1e3),
+    }
 
 
 def _accumulator(dtype: str) -> str:

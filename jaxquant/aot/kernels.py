@@ -122,14 +122,15 @@ def _quantize(instruction: Instruction, operands: list[Array], path: str) -> tup
     return "jaxquant quantize", operands[0].dtype, 0
 
 
-_CYCLES_OF_RESULT = {"bf16": 5 / 1024, "f8e4m3fn": 6 / 1024, "f8e5m2": 6 / 1024}
-"""Of an element of each whole result of the block cast, as v6e's schedules have them: benchmarks/kernels-tpu.md."""
+_CYCLES_OF_RESULT = {False: (6 / 1024, 5 / 1024), True: (8 / 1024, 7 / 1024)}
+"""Of an element and a value of the block cast, in large and in small blocks, by v6e's schedules: kernels-tpu.md."""
 
 
 def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
     """Our own cast in blocks: on TPUs its arithmetic takes longer than its bytes."""
     size = math.prod(operands[0].shape)
-    cycles = [_CYCLES_OF_RESULT[each.dtype] for each in instruction.arrays if math.prod(each.shape) == size]
+    found = _CYCLES_OF_RESULT["block_quantize_32" in path]
+    cycles = [found[each.dtype == "bf16"] for each in instruction.arrays if math.prod(each.shape) == size]
     return "jaxquant block_quantize", operands[0].dtype, 0, round(size * sum(cycles))
 
 
@@ -140,7 +141,7 @@ def _grouped(instruction: Instruction, operands: list[Array], path: str) -> tupl
 
 
 _REGISTRY = (
-    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_block_quantize\b", _block_quantize),
+    (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_block_quantize(_32)?\b", _block_quantize),
     (rf"^mosaic_gpu.*\b{BLOCK_MATMUL}_grouped", _grouped),
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_fp8_einsum\b", _einsum),
     (r"^(tpu_custom_call|mosaic_gpu).*\bjaxquant_quantize\b", _quantize),

@@ -8,6 +8,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxquant.aot.chips import chip
 from jaxquant.aot.topology import devices
+from jaxquant.kernels.block_quantize import cases as block_cases
+from jaxquant.kernels.block_quantize import tpu as blocks
 from jaxquant.kernels.fp8_einsum import cases as einsum_cases
 from jaxquant.kernels.fp8_einsum import tpu as einsum
 from jaxquant.kernels.quantize import cases as quantize_cases
@@ -24,6 +26,10 @@ def quantize_program(case, shape):
     seeds = shape((2,), jnp.uint32) if case.noisy else None
     given = shape(case.shape, case.x_dtype), shape(scale, jnp.float32), seeds
     return lambda x, scale, seeds: quantize.quantize(x, scale, seeds=seeds, **options), given
+
+
+def block_program(case, shape):
+    return lambda x: blocks.block_quantize(x, case.casts), (shape(case.shape, case.x_dtype),)
 
 
 def einsum_program(case, shape):
@@ -45,6 +51,7 @@ def main(*targets):
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
         cases = [(quantize_program, case) for case in quantize_cases.CASES]
+        cases += [(block_program, case) for case in block_cases.CASES]
         for make, case in [*cases, *((einsum_program, case) for case in (*einsum_cases.CASES, LARGE))]:
             program, given = make(case, shape)
             try:

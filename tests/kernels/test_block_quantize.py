@@ -42,9 +42,9 @@ def test_every_bit_is_the_references(case):
 def test_what_the_kernel_does_not_cast_is_refused_by_name():
     tile = CASES[0].casts[0]
 
-    def refusal(shape=(256, 384), block=(1, 128), dtype="bfloat16", **changes):
+    def refusal(shape=(256, 384), block=(1, 128), x_dtype="bfloat16", **changes):
         cast = tile._replace(block=block, spec=dataclasses.replace(tile.spec, **changes))
-        return api.refusal(jnp.zeros(shape, dtype), (cast,)) or ""
+        return api.refusal(jnp.zeros(shape, x_dtype), (cast,)) or ""
 
     assert refusal((2, 128, 4, 96), (1, 128, 1, 1)) == ""
     for shape, block in (
@@ -54,6 +54,7 @@ def test_what_the_kernel_does_not_cast_is_refused_by_name():
         ((2, 64, 128), (1, 64, 1)),
     ):
         assert f"whole tiles of 128×128, not {shape} in blocks of" in refusal(shape, block)
+    assert "not float16" in refusal(x_dtype="float16")
     assert "not int8" in refusal(dtype="int8")
     assert "rounds to nearest" in refusal(rounding="stochastic")
     assert "powers of two that are rounded up" in refusal(scale_rounding="nearest")

@@ -25,8 +25,8 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     Args:
       x, casts: as ``block_quantize`` takes them.
     """
-    if x.dtype.name not in ("float32", "bfloat16", "float16"):
-        return f"the block cast reads float32, bfloat16 and float16, not {x.dtype.name}"
+    if x.dtype.name not in ("float32", "bfloat16"):
+        return f"the block cast reads float32 and bfloat16, not {x.dtype.name}"
     if why := next(filter(None, (_spec_refusal(cast.spec) for cast in casts)), None):
         return why
     if _matrix(x.shape, casts) is None:

@@ -12,7 +12,8 @@ from jaxquant.core.recipe import TensorSpec
 from jaxquant.kernels import KERNEL_PREFIX
 
 NAME = f"{KERNEL_PREFIX}block_quantize"
-"""Name of the kernels in traced and in compiled programs."""
+"""Name of the kernels in traced and in compiled programs; that of small blocks ends in ``SMALL``."""
+SMALL = "_32"
 
 
 class Cast(NamedTuple):
@@ -46,7 +47,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...]) -> tuple[Blo
     Values are ``q · scale``, computed in float32 and rounded once to bfloat16.
 
     Args:
-      x: float32, bfloat16 or float16; whole blocks.
+      x: float32 or bfloat16; whole blocks.
       casts: each for itself, out of one read of x.
     """
     return tuple(_cast(x, cast) for cast in casts)

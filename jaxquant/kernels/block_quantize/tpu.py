@@ -17,7 +17,7 @@ from jaxquant.core.dtypes import Element, element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import scale_of_amax
-from jaxquant.kernels.block_quantize.reference import NAME, Blocks, Cast
+from jaxquant.kernels.block_quantize.reference import NAME, SMALL, Blocks, Cast
 from jaxquant.kernels.block_quantize.tuning import TILE, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
@@ -59,7 +59,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
-        name=NAME,
+        name=NAME + (SMALL if any(32 in cast.block for cast in casts) else ""),
     )(x.reshape(M // _ROWS, _ROWS, N // TILE, TILE).swapaxes(1, 2))
     return tuple(_blocks(cast, M, N, iter_out) for iter_out in [iter(out)] for cast in casts)
 
