@@ -113,6 +113,30 @@ def test_it_runs_where_it_is_asked_for_and_can_run_and_else_the_reason_is_told(k
 
 
 @pytest.mark.parametrize(
+    ("lhs", "rhs", "why"),
+    [
+        ("float8_e4m3fn", "float8_e4m3fn", None),
+        ("float8_e4m3fn", "float8_e5m2", None if mosaic_gpu.NEW else "needs jax 0.11 or newer"),
+        ("int8", "int8", "the block_matmul kernel multiplies float8, not int8 and int8"),
+    ],
+)
+def test_elements_without_a_kernel_are_refused_by_name_and_the_references(lhs, rhs, why):
+    found = []
+    args = [
+        on("NVIDIA H200", *each)
+        for each in cases.Case((2, 256, 64, 128), lhs, rhs, form="grouped", groups=(0, 1)).shapes
+    ]
+
+    def step(*args):
+        found.append(api.grouped_refusal(*args[:2]))
+        return api.grouped(*args, out_dtype="float32")
+
+    text = str(jax.jit(step).trace(*args).jaxpr)
+    assert why in found[0] if why else found == [None]
+    assert (reference.NAME in text) == (why is None)
+
+
+@pytest.mark.parametrize(
     ("x", "w", "numbers", "which"),
     [
         ((2, 160, 300), (300, 4, 64), (((2,), (0,)), ((), ())), "fwd"),
