@@ -11,6 +11,10 @@ import jax.numpy as jnp
 
 from benchmarks.schemes import Row
 from benchmarks.timing import seconds, undisturbed
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_matmul import cases as blocks
+from jaxquant.kernels.block_matmul import gpu as blocks_gpu
+from jaxquant.kernels.block_matmul import reference as blocks_reference
 from jaxquant.kernels.fp8_einsum import cases as products
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.quantize import cases as casts
@@ -38,19 +42,27 @@ PRODUCTS = tuple(
         ("int8", "int8", "int32", True),
     )
 )
+BLOCKS = (
+    *blocks.CASES,
+    blocks.Case((1, 15872, 4096, 4096)),
+    blocks.Case((1, 4096, 4096, 15872), out_dtype="float32", per_column=True),
+    blocks.Case((8, 15872, 4096, 4096), form="grouped", groups=tuple(tile * 8 // 124 for tile in range(124))),
+)
 
 
-def measure_kernels(rounds: int = 20, cases: Sequence[Any] = (*CASTS, *PRODUCTS)) -> list[Row]:
+def measure_kernels(rounds: int = 20, cases: Sequence[Any] = (*CASTS, *PRODUCTS, *BLOCKS)) -> list[Row]:
     """Compare each kernel with its reference on the device, bit for bit, and time it beside XLA's program for it.
 
-    Operands of matmuls are small integers, of which every sum is exact. `equal` is the share of equal elements; times
-    are medians, and `ratio` is XLA's over the kernel's. A case that the kernel refuses says why.
+    Operands of matmuls are small integers, of which every sum is exact. Beside dense products of blocks stands XLA's of
+    the dequantized operands in bfloat16, beside grouped ones their reference. `equal` is the share of equal elements;
+    times are medians, and `ratio` is XLA's over the kernel's. A case that the kernel refuses says why.
 
     Args:
       rounds: measurements of each.
-      cases: calls of ``quantize`` and ``matmul``.
+      cases: calls of ``quantize``, ``matmul`` and the products of blocks.
     """
-    return [_cast(case, rounds) if isinstance(case, casts.Case) else _product(case, rounds) for case in cases]
+    kinds = {casts.Case: _cast, products.Case: _product, blocks.Case: _blocks}
+    return [kinds[type(case)](case, rounds) for case in cases]
 
 
 def _cast(case: casts.Case, rounds: int) -> Row:
@@ -90,19 +102,54 @@ def _product(case: products.Case, rounds: int) -> Row:
     return row | _compared(on(gpu.matmul), on(matmul_reference.matmul), (lhs, rhs, scales), rounds)
 
 
+def _blocks(case: blocks.Case, rounds: int) -> Row:
+    row = {"kernel": f"block_{case.form}", "case": str(case)}
+    is_mixed = case.lhs_dtype != case.rhs_dtype and not mosaic_gpu.NEW
+    if why := mosaic_gpu.refuse_device(None, 9, 9, interpret=False) or ("mixed elements" if is_mixed else None):
+        return _refused(row, why)
+    keys = jax.random.split(jax.random.key(0), 4)
+    args: list[Any] = [
+        jax.random.randint(key, shape, -3, 4).astype(dtype) if "float8" in dtype else jnp.full(shape, 0.5)
+        for key, (shape, dtype) in zip(keys, case.shapes[:4], strict=True)
+    ]
+    args += [jnp.array(case.groups, jnp.int32)] if case.groups else []
+
+    def on(place: Any) -> Callable[..., Any]:
+        return jax.jit(lambda *args: getattr(place, case.form)(*args, out_dtype=case.out_dtype))
+
+    def xla(x: jax.Array, w: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        scales = (left, blocks_reference.per_row(right, w.shape[1]))
+        sides = [
+            (side.astype(jnp.float32) * jnp.repeat(scale, blocks_reference.BLOCK, axis=2)).astype(jnp.bfloat16)
+            for side, scale in zip((x, w), scales, strict=True)
+        ]
+        return jnp.einsum("bmk,bnk->bmn", *sides, preferred_element_type=case.out_dtype)
+
+    peer = None if case.groups else jax.jit(xla)
+    return row | _compared(on(blocks_gpu), on(blocks_reference), args, rounds, peer)
+
+
 def _refused(row: Row, why: str) -> Row:
     return row | dict.fromkeys(("equal", "kernel ms", "xla ms", "ratio"), "–") | {"note": f"refused: {why}"}
 
 
-def _compared(kernel: Callable[..., Any], reference: Callable[..., Any], args: Any, rounds: int) -> Row:
+def _compared(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    args: Any,
+    rounds: int,
+    peer: Callable[..., Any] | None = None,
+) -> Row:
     found, expected = (jax.block_until_ready(run(*args)) for run in (kernel, reference))
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
     wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
     equal = sum(int(jnp.sum(a == b)) for a, b in wide) / sum(a.size for a, _ in wide)
     times: tuple[list[float], list[float]] = ([], [])
+    runs = kernel, peer or reference
+    jax.block_until_ready(runs[1](*args))  # compiled before it is timed
     with undisturbed():
         for _ in range(rounds):
-            for run, own in zip((kernel, reference), times, strict=True):
+            for run, own in zip(runs, times, strict=True):
                 own.append(seconds(lambda run=run: run(*args)))
     ours, theirs = (1000 * statistics.median(own) for own in times)
     values = {"equal": equal, "kernel ms": round(ours, 3), "xla ms": round(theirs, 3), "ratio": round(theirs / ours, 3)}

@@ -22,14 +22,21 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.schedules import read_registers, read_schedule
 from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.price import estimate
+from jaxquant.aot.program import Program as Made
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.scales import SMALLEST_SCALE
-from jaxquant.kernels.block_quantize import reference as blocks_reference
-from jaxquant.kernels.block_quantize import tpu as blocks_tpu
-from jaxquant.kernels.block_quantize import tuning as blocks_tuning
+from jaxquant.kernels.block_quantize import reference as cast_reference
+from jaxquant.kernels.block_quantize import tpu as cast_tpu
+from jaxquant.kernels.block_quantize import tuning as cast_tuning
 from jaxquant.kernels.block_quantize.reference import Cast
+from jaxquant.core.qtensor import QTensor
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_matmul import cases as blocks
+from jaxquant.kernels.block_matmul import gpu as blocks_gpu
+from jaxquant.kernels.block_matmul import reference as blocks_reference
 from jaxquant.kernels.fp8_einsum import gpu as matmul_gpu
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.fp8_einsum import tpu as matmul_tpu
@@ -38,6 +45,8 @@ from jaxquant.kernels.quantize import gpu as quantize_gpu
 from jaxquant.kernels.quantize import reference as quantize_reference
 from jaxquant.kernels.quantize import tpu as quantize_tpu
 from jaxquant.kernels.quantize import tuning as quantize_tuning
+from jaxquant.ops.contract import contract
+from jaxquant.ops.dimensions import Dimensions
 
 Row = dict[str, Any]
 Program = Callable[..., Any]
@@ -47,6 +56,16 @@ PRODUCTS = ((4096, 4096, 8192), (8192, 8192, 8192))
 CAST = (4096, 8192)
 """Rows and columns of what is quantized."""
 DTYPES = ("int8", "float8_e4m3fn")
+_OF_EIGHT = tuple(tile // 8 for tile in range(64))
+BLOCKS = (
+    blocks.Case((1, 4096, 8192, 4096)),
+    blocks.Case((1, 4096, 8192, 4096), out_dtype="float32", per_column=True),
+    blocks.Case((8, 8192, 4096, 4096), form="grouped", groups=_OF_EIGHT),
+    blocks.Case(
+        (1, 4096, 4096, 8192), "float8_e4m3fn", "float8_e4m3fn", "float32", True, "grouped_drhs", tuple(range(0, 72, 8))
+    ),
+)
+"""Products of blocks: forward and dlhs, drhs, and those of eight experts."""
 
 XLA_MATMUL = "fusion"
 """How XLA calls the one program of a matmul with its scale."""
@@ -76,11 +95,24 @@ class Compiler:
           program: a function of the arrays.
           shapes: of its arguments.
         """
+        return sum(self.made(program, *shapes).cycles)
+
+    def made(self, program: Program, *shapes: jax.ShapeDtypeStruct) -> Made:
+        """Compile a program and return what its compiler made of it.
+
+        Args:
+          program: a function of the arrays.
+          shapes: of its arguments.
+        """
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         text = jax.jit(program).lower(*shapes).compile().as_text()
         assert text is not None
-        return sum(read_program(text).cycles)
+        return read_program(text)
+
+    def microseconds(self, made: Made) -> int:
+        """Return how long a program takes at the shares of the chip's peaks that are achieved."""
+        return round(1e6 * estimate(self.chip, made)[0].step)
 
     def hbm_cycles(self, size: float) -> float:
         """Return the cycles in which so many bytes go through one device's share of the HBM."""
@@ -99,7 +131,8 @@ def rows(target: str, folder: Path) -> list[Row]:
     product, cast = (_tpu_product, _tpu_cast) if on_tpu else (_gpu_product, _gpu_cast)
     found = [product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
     found += [cast(compiler, dtype, transposed) for dtype in DTYPES for transposed in (False, True)]
-    return found + [_tpu_blocks(compiler, *each) for each in BLOCKS.items() if on_tpu]
+    found += [_tpu_blocks(compiler, *each) for each in CASTS.items() if on_tpu]
+    return found + ([] if on_tpu else [_gpu_blocks(compiler, case) for case in BLOCKS])
 
 
 def _block_casts() -> dict[str, tuple[Cast, ...]]:
@@ -121,19 +154,19 @@ def _block_casts() -> dict[str, tuple[Cast, ...]]:
     return found
 
 
-BLOCKS = _block_casts()
+CASTS = _block_casts()
 
 
 def _tpu_blocks(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
     (M, N), x = CAST, compiler.shape(CAST, "bfloat16")
-    compiler.compile(lambda x: blocks_tpu.block_quantize(x, casts), x)
-    made = read_schedule(compiler.folder, blocks_reference.NAME)
+    compiler.compile(lambda x: cast_tpu.block_quantize(x, casts), x)
+    made = read_schedule(compiler.folder, cast_reference.NAME)
     written = sum(each.has_elements + 2 * each.has_values for each in casts)
     return {
         "kernel": f"block cast of {M}×{N}, {name}",
         "elements": casts[0].spec.dtype,
-        "blocks": "×".join(map(str, blocks_tuning.blocks_for(CAST))),
-        "bundles a step": f"{made.count(2)} of {blocks_tuning.TILE} rows",
+        "blocks": "×".join(map(str, cast_tuning.blocks_for(CAST))),
+        "bundles a step": f"{made.count(2)} of {cast_tuning.TILE} rows",
         "once a tile": made.count(1),
         "MXU": "",
         "fills / spills": "{} / {}".format(*made.fills_and_spills),
@@ -233,6 +266,25 @@ def _gpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
         return row | {"registers": "", "spilled": "", "refused": why}
     compiler.compile(lambda x, scale: quantize_gpu.quantize(x, scale, dtype=dtype, transposed=transposed), x, scale)
     return row | _registers(compiler, quantize_reference.NAME)
+
+
+def _gpu_blocks(compiler: Compiler, case: blocks.Case) -> Row:
+    """Compile a product of blocks; XLA's own is a matmul of the operands as it dequantizes them, dense alone."""
+    M, N, K = case.sizes[1:]
+    scales = "1×128 both" if case.per_column else "1×128, 128×128"
+    row: Row = {"kernel": f"block_{case.form} {M}×{N}×{K}", "elements": f"{case.lhs_dtype}, {scales}"}
+    if why := mosaic_gpu.refuse_device(_capability(compiler), 9, 9, interpret=False):
+        return row | {"registers": "", "spilled": "", "refused": why}
+    shapes = [compiler.shape(*each) for each in case.shapes]
+    made = compiler.made(lambda *args: getattr(blocks_gpu, case.form)(*args, out_dtype=case.out_dtype), *shapes)
+    row |= _registers(compiler, blocks_reference.NAME) | {"µs": compiler.microseconds(made)}
+
+    def xla(x: jax.Array, w: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        size = blocks_reference.BLOCK
+        sides = QTensor(x[0], left[0], block=(1, size)), QTensor(w[0], right[0], block=(N // right.shape[1], size))
+        return contract(*sides, Dimensions((1,), (1,), (), (), 2, 2), out_dtype="bfloat16")
+
+    return row | ({} if case.groups else {"XLA's µs": compiler.microseconds(compiler.made(xla, *shapes))})
 
 
 def _registers(compiler: Compiler, kernel: str) -> Row:

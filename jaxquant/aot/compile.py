@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.kernels import BLOCK_CALLS
@@ -82,7 +82,7 @@ def _placed(leaf: Any, on: Chip) -> Any:
     if on.gpu is None:
         return leaf
     device = AbstractDevice(device_kind=on.name, num_cores=on.gpu[0], platform="gpu")
-    place = NamedSharding(AbstractMesh((1,), ("device",), abstract_device=device), PartitionSpec())
+    place = NamedSharding(AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device), PartitionSpec())
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 

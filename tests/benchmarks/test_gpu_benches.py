@@ -6,9 +6,10 @@ import pytest
 
 from benchmarks import gpu_kernels
 from benchmarks.gemms import Contender
-from benchmarks.gpu_kernels import CASTS, PRODUCTS, measure_kernels
+from benchmarks.gpu_kernels import BLOCKS, CASTS, PRODUCTS, measure_kernels
 from benchmarks.layer_step import TINY, measure_layer_step
 from benchmarks.plot import speedups
+from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import gpu as quantize_gpu
 
@@ -24,8 +25,8 @@ def test_a_layer_is_timed_against_bf16_in_one_run():
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():
-    rows = measure_kernels(1, (CASTS[0], PRODUCTS[0]))
-    assert [row["kernel"] for row in rows] == ["quantize", "matmul"]
+    rows = measure_kernels(1, (CASTS[0], PRODUCTS[0], BLOCKS[0]))
+    assert [row["kernel"] for row in rows] == ["quantize", "matmul", "block_matmul"]
     assert all("the device here is cpu" in row["note"] for row in rows)
 
 
@@ -56,3 +57,13 @@ def test_a_kernel_that_differs_from_its_reference_is_wrong(monkeypatch, add, equ
     assert row["equal"] == pytest.approx(equal, abs=0.001)
     assert row["note"] == note
     assert row["kernel ms"] > 0
+
+
+def test_a_product_of_blocks_is_timed_beside_xlas_of_dequantized_operands(monkeypatch):
+    monkeypatch.setattr(gpu_kernels.mosaic_gpu, "refuse_device", lambda *args, **options: None)
+    monkeypatch.setattr(gpu_kernels, "blocks_gpu", gpu_kernels.blocks_reference)
+    dense, grouped = measure_kernels(
+        1, (blocks.Case((1, 8, 130, 256)), blocks.Case((2, 128, 8, 128), form="grouped", groups=(1,)))
+    )
+    assert dense["equal"] == grouped["equal"] == 1
+    assert dense["xla ms"] > 0

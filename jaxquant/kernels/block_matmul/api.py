@@ -35,18 +35,12 @@ def refusal(
       contract, batch: their axes, as in ``lax.dot_general``.
       out_dtype: dtype of the result.
     """
-    kind = device_kind_of(lhs.qvalue, rhs.qvalue)
-    if not HOPPER.search(kind):
-        return f"the block_matmul kernel is for Hopper GPUs, and the device is {kind}"
-    kinds = [side.qvalue.dtype.name for side in (lhs, rhs)]
-    if lhs.codec or rhs.codec or any(not each.startswith("float8_e") or "fnuz" in each for each in kinds):
-        return f"the block_matmul kernel multiplies float8, not {' and '.join(kinds)}"
-    if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
-        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
+    if lhs.codec or rhs.codec:
+        return f"the block_matmul kernel does not read the format {lhs.codec or rhs.codec}"
     if out_dtype not in ("float32", "bfloat16"):
         return f"the block_matmul kernel writes float32 and bfloat16, not {out_dtype}"
-    if not lhs.qvalue.size or not rhs.qvalue.size:
-        return "the block_matmul kernel takes no empty operand"
+    if why := grouped_refusal(lhs.qvalue, rhs.qvalue):
+        return why
     for side, *axes in zip((lhs, rhs), contract, batch, strict=True):
         if side.zero_point is not None:
             return "the block_matmul kernel has no zero points"
@@ -59,7 +53,23 @@ def refusal(
             wanted[1] = (1, BLOCK)
         if any(size not in sizes for size, sizes in zip(tensor.blocks, wanted, strict=True)):
             return f"the block_matmul kernel has scales of 1×{BLOCK} or {BLOCK}×{BLOCK}, not of {tensor.blocks[1:]}"
-    return cut_refusal(lhs.qvalue, rhs.qvalue)
+    return None
+
+
+def grouped_refusal(lhs: Array, rhs: Array) -> str | None:
+    """Return why no kernel multiplies elements, in words: their dtypes, or the chip; None where one does.
+
+    Args:
+      lhs, rhs: the elements.
+    """
+    kind, kinds = device_kind_of(lhs, rhs), [side.dtype.name for side in (lhs, rhs)]
+    if not HOPPER.search(kind):
+        return f"the block_matmul kernel is for Hopper GPUs, and the device is {kind}"
+    if any(each not in ("float8_e4m3fn", "float8_e5m2") for each in kinds):
+        return f"the block_matmul kernel multiplies float8, not {kinds[0]} and {kinds[1]}"
+    if kinds[0] != kinds[1] and not mosaic_gpu.NEW:
+        return f"wgmma of {kinds[0]} with {kinds[1]} needs jax 0.11 or newer, and this is jax {jax.__version__}"
+    return cut_refusal(lhs, rhs) if lhs.size and rhs.size else "the block_matmul kernel takes no empty operand"
 
 
 def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tuple[Axes, Axes]) -> list[Array]:
@@ -79,7 +89,7 @@ def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tup
 def grouped(
     lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, groups: Array, *, out_dtype: str, is_drhs: bool = False
 ) -> Array:
-    """Multiply rows that come in groups of 128, by the kernel on Hopper GPUs and by the reference elsewhere.
+    """Multiply rows that come in groups of 128, by the kernel or by the reference where ``grouped_refusal`` refuses it.
 
     Args:
       lhs, rhs, lhs_scale, rhs_scale, groups, out_dtype: as ``reference.grouped`` takes them, or
@@ -92,7 +102,7 @@ def grouped(
         return lambda *args: getattr(place, name)(*args, out_dtype=out_dtype)
 
     args = lhs, rhs, lhs_scale, rhs_scale, groups
-    if not HOPPER.search(device_kind_of(lhs, rhs)) or (lhs.dtype != rhs.dtype and not mosaic_gpu.NEW):
+    if grouped_refusal(lhs, rhs):
         return on(reference)(*args)
     return jax.lax.platform_dependent(*args, cuda=on(module("block_matmul", "gpu")), default=on(reference))
 

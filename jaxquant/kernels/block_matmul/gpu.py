@@ -53,21 +53,8 @@ def matmul(
       interpret: whether to run without a GPU.
       tile: of the result; None chooses (``tuning``).
     """
-    M, N = lhs.shape[1], rhs.shape[1]
-    tile = tile or tile_for(M)
-    rows = max(tile.rows, M + -M % SWIZZLED)
-    out = _call(
-        "dense",
-        _longer(lhs, rows),
-        _longer(rhs, N + -N % COLUMNS),
-        _longer(lhs_scale, rows).swapaxes(1, 2),
-        _right(rhs_scale, N),
-        jnp.array([lhs.shape[2] // BLOCK], jnp.int32),
-        tile=tile,
-        out_dtype=out_dtype,
-        interpret=interpret,
-    )
-    return out[:, :M, :N]
+    depth = jnp.array([lhs.shape[2] // BLOCK], jnp.int32)
+    return _padded("dense", lhs, rhs, lhs_scale, rhs_scale, depth, tile, out_dtype=out_dtype, interpret=interpret)
 
 
 def grouped(
@@ -117,21 +104,19 @@ def grouped_drhs(
       lhs, rhs, lhs_scale, rhs_scale, starts, out_dtype: as the reference takes them.
       interpret: whether to run without a GPU.
     """
-    M, N = lhs.shape[0], rhs.shape[0]
-    tile = tile_for(M)
+    sides = lhs[None], rhs[None], lhs_scale[None], rhs_scale[None]
+    return _padded("grouped_drhs", *sides, starts, None, out_dtype=out_dtype, interpret=interpret)
+
+
+def _padded(
+    mode: Mode, lhs: Array, rhs: Array, left: Array, right: Array, ids: Array, tile: Tile | None, **options: Any
+) -> Array:
+    """Run the kernel over operands filled with zeros up to whole tiles, and cut the result."""
+    M, N = lhs.shape[1], rhs.shape[1]
+    tile = tile or tile_for(M)
     rows = max(tile.rows, M + -M % SWIZZLED)
-    out = _call(
-        "grouped_drhs",
-        _longer(lhs[None], rows),
-        _longer(rhs[None], N + -N % COLUMNS),
-        _longer(lhs_scale[None], rows).swapaxes(1, 2),
-        _right(rhs_scale[None], N),
-        starts,
-        tile=tile,
-        out_dtype=out_dtype,
-        interpret=interpret,
-    )
-    return out[:, :M, :N]
+    a, b, left = _longer(lhs, rows), _longer(rhs, N + -N % COLUMNS), _longer(left, rows).swapaxes(1, 2)
+    return _call(mode, a, b, left, _right(right, N), ids, tile=tile, **options)[:, :M, :N]
 
 
 def _longer(x: Array, size: int) -> Array:
@@ -315,6 +300,7 @@ def _add(warpgroup: Any, lhs_tile: Any, rhs_tile: Any, left_tile: Any, right: An
             columns = mosaic_gpu.load(part, _REGISTERS.reduce(0), is_optimized=False)
             scale = scale * lax.broadcast_in_dim(columns, each.shape, [1])
         sums.append(each + found[:, n * PART : (n + 1) * PART] * scale)
+    plgpu.commit_smem()  # every thread has read its scales before TMA writes others in their place
     return tuple(sums)
 
 
