@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxquant.core.paths import join_path
 from jaxquant.core.rounding import Part, noise
+from jaxquant.core.sharding import device_key
 
 _MAX = float(jnp.finfo(jnp.bfloat16).max)
 
@@ -34,11 +35,12 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
     The update becomes one with which the weight is a bfloat16 number: of the two next to weight + update, computed in
     float32, each with the probability that makes the mean right. (To nearest, updates below half a unit in the last
     place, 2^-9 of the weight, are lost.) The noise is a hash of seed, step, the weight's path and an element's place
-    in it, so that replicas agree and no mesh changes a bit. Weights of other dtypes are left alone.
+    in it, so that replicas agree and no mesh changes a bit. (Inside of ``jax.shard_map``, where a place is one of a
+    device's part, each part has noise of its own.) Weights of other dtypes are left alone.
 
     optax keeps moments in the dtype of the weights: wrap the optimizer in ``quantize_state``, which does not.
 
-        tx = optax.chain(optax.adamw(1e-3), stochastic_round())
+        tx = optax.chain(quantize_state(optax.adamw(1e-3), "fp8_coat"), stochastic_round())
 
     Args:
       seed: of the noise.
@@ -57,10 +59,10 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
         def of_leaf(path: Any, p: jax.Array, u: jax.Array) -> jax.Array:
             if p.dtype != jnp.bfloat16:
                 return u
-            exact = p.astype(jnp.float32) + u.astype(jnp.float32)
-            return round_randomly(exact, jax.random.fold_in(key, zlib.crc32(join_path(path).encode()))) - p.astype(
-                jnp.float32
-            )
+            weight = p.astype(jnp.float32)
+            exact = weight + u.astype(jnp.float32)
+            leaf_key = jax.random.fold_in(key, zlib.crc32(join_path(path).encode()))
+            return round_randomly(exact, device_key(leaf_key, exact)) - weight
 
         return _map(of_leaf, params, updates), RoundState(state.count + 1)
 

@@ -89,6 +89,17 @@ def test_noise_depends_on_seed_step_and_path_and_on_nothing_else():
     assert len(bits) == len(drawn)
 
 
+def test_parts_inside_of_shard_map_have_noise_of_their_own():
+    p, u = {"w": jnp.ones((8, 64), jnp.bfloat16)}, {"w": jnp.full((8, 64), ULP / 2)}
+    tx, mesh, spec = TXS["stochastic"], jax.sharding.Mesh(jax.devices()[:1], ("d",)), jax.sharding.PartitionSpec("d")
+
+    def step(p: Any, u: Any) -> Any:
+        return tx.update(u, tx.init(p), p)[0]
+
+    part = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)(p, u)
+    assert (part["w"] != step(p, u)["w"]).any()
+
+
 def test_they_need_the_weights():
     for tx in (stochastic_round(), compensated_round()):
         with pytest.raises(ValueError, match="rounding of weights needs the weights; call update"):
