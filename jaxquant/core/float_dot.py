@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,12 @@ def float_dot(
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
-    if not lhs.dtype == rhs.dtype == jnp.bfloat16 or preferred_element_type != "float32":
+    return wide_on_cpus(dot, lhs, rhs, preferred_element_type)
+
+
+def wide_on_cpus(dot: Callable[[Array, Array], Array], lhs: Array, rhs: Array, dtype: str | None) -> Array:
+    """Compute ``dot(lhs, rhs)`` with a result of ``dtype``, on CPUs of float32 operands where ``float_dot`` does so."""
+    if not lhs.dtype == rhs.dtype == jnp.bfloat16 or dtype != "float32":
         return dot(lhs, rhs)
     wide = lambda a, b: dot(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
     return jax.lax.platform_dependent(lhs, rhs, cpu=wide, default=dot)

@@ -8,6 +8,8 @@ al., Quartet II (arXiv 2601.22813) for EDEN's correction of block scales.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,13 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def quantize_micro(
-    x: Array, spec: TensorSpec, block: Shape, key: Array | None = None, part: Part | None = None
+    x: Array,
+    spec: TensorSpec,
+    block: Shape,
+    key: Array | None = None,
+    part: Part | None = None,
+    whole: Callable[[Array], Array] | None = None,
+    except_axes: Collection[str] = (),
 ) -> QTensor:
     """Quantize an operand with two levels of scales.
 
@@ -39,6 +47,9 @@ def quantize_micro(
       block: shape of the blocks that share a scale, from ``block_shape``.
       key: random key, for stochastic rounding and for EDEN.
       part: where x lies in a larger tensor, for stochastic rounding.
+      whole: (amax of each block) -> the amax that the outer scale of each follows, where x holds several tensors along
+        its first axis; None is one outer scale for x.
+      except_axes: mesh axes along which each device has a tensor of its own.
 
     Raises:
       ValueError: stochastic rounding or EDEN without a key.
@@ -48,7 +59,8 @@ def quantize_micro(
     if spec.draws and key is None:
         raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
     amax = reduce_blocks(x, block, largest).astype(jnp.float32)
-    real, outer = _real_scales(amax, x, kind.bound / micro.headroom, micro.scale_bound, spec.reciprocal)
+    highest = whole(amax) if whole is not None else over_devices(jax.lax.pmax, _whole_amax(amax), x, except_axes)
+    real, outer = _real_scales(amax, highest, kind.bound / micro.headroom, micro.scale_bound, spec.reciprocal)
     even = None if is_even(x.shape, block) else block
 
     def candidate(factor: float) -> tuple[QTensor, Array]:
@@ -78,9 +90,12 @@ def quantize_micro(
     return tensor
 
 
-def _real_scales(amax: Array, x: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:
+def _whole_amax(amax: Array) -> Array:
+    return jnp.max(amax, keepdims=True, initial=0.0).reshape((1,) * amax.ndim)
+
+
+def _real_scales(amax: Array, whole: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:
     """Return the block scales before they are rounded, in units of the outer scale, and that."""
-    whole = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0).reshape((1,) * amax.ndim), x)
     if is_reciprocal:
         encode = jnp.where(whole == 0, 1.0, jnp.minimum(bound * top / whole, _LARGEST))
         return amax * (encode * (1 / top)), 1 / encode

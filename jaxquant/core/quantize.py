@@ -180,6 +180,7 @@ def quantize(
     compute_dtype: str = "float32",
     part: Part | None = None,
     except_axes: Collection[str] = (),
+    whole: Callable[[jax.Array], jax.Array] | None = None,
 ) -> QTensor:
     """Quantize an operand by this tensor's own statistic.
 
@@ -194,13 +195,14 @@ def quantize(
       compute_dtype: dtype of the division.
       part: where x lies in a larger tensor, for stochastic rounding.
       except_axes: mesh axes along which each device has a tensor of its own.
+      whole: of a spec with ``micro``, as ``quantize_micro`` takes it.
 
     Raises:
       ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
-        return quantize_micro(x, spec, block, key, part)
+        return quantize_micro(x, spec, block, key, part, whole, except_axes)
     scales = compute_scale(x, spec, block, floor, except_axes)
     if scales.scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.

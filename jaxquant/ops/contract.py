@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ def contract(
         if isinstance(lhs, QTensor) and isinstance(rhs, QTensor) and block_scaled.is_native(lhs, rhs, dims):
             out = block_scaled.multiply(lhs, rhs, dims, returned)
         else:
-            left, right = (_inner(side, dtype, outer is None) for side in (lhs, rhs))
+            left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
             more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
             out = float_dot(left, right, dims.numbers, **more)
         return (out if outer is None else out * outer.reshape(())).astype(out_dtype)
@@ -157,7 +157,12 @@ def dequantized_dtype(
     is_float = all(jnp.issubdtype(side.qvalue.dtype, jnp.floating) for side, _ in tensors)
     if not has_codec and not (is_float and any(count > shards for count, _ in tiles)):
         return None
-    is_exact = all(side.codec is None and side.scale.dtype.itemsize == 1 for side, _ in tensors)
+    return tiles_dtype([side for side, _ in tensors], out_dtype)
+
+
+def tiles_dtype(tensors: Sequence[Any], out_dtype: str) -> str:
+    """Choose the dtype of two operands in tiles that are dequantized; see ``dequantized_dtype``."""
+    is_exact = all(isinstance(x, QTensor) and x.codec is None and x.scale.dtype.itemsize == 1 for x in tensors)
     return "bfloat16" if is_exact or out_dtype == "bfloat16" else "float32"
 
 
@@ -165,7 +170,7 @@ def _outer_scales(*sides: Any) -> list[Array]:
     return [side.outer_scale for side in sides if isinstance(side, QTensor) and side.outer_scale is not None]
 
 
-def _inner(side: QTensor | Array, dtype: str, keeps_outer: bool) -> Array:
+def inner(side: QTensor | Array, dtype: str, keeps_outer: bool = False) -> Array:
     """Return an operand of a float matmul; without ``keeps_outer`` its outer scale is left to multiply the product."""
     if not isinstance(side, QTensor):
         return side

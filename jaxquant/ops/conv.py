@@ -110,7 +110,13 @@ def unsupported(recipe: Recipe) -> str:
     own = [spec for spec in (recipe.dlhs.rhs, recipe.drhs.lhs) if isinstance(spec, TensorSpec)]
     if any(spec.granularity != "per_tensor" and spec.calibration.method != "fixed" for spec in own):
         return "operands that are quantized per channel again for the backward pass"
-    return pieces.unsupported(recipe)
+    specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
+    reasons = {
+        "tiles or blocks": any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs),
+        "the blocks of a tensor format": any(spec.codec is not None for spec in specs),
+        "rounded scales": any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
 
 
 def _check(lhs: Array, rhs: Array | ConvertedKernel, recipe: Recipe, batch_group_count: int) -> None:

@@ -13,32 +13,31 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.scales import SMALLEST_SCALE, absolute, power_of_two_below
+from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
 from jaxquant.core.sharding import over_devices
-from jaxquant.ops.operand import forward_key
+from jaxquant.formats import encode_tensor
+from jaxquant.ops.contract import DEQUANTIZED_MARK, inner
 
 Array = jax.Array
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=["by_group"])
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Quantized rows of all groups: scale [M, 1], or [G, 1] or [G, columns] where it is the group's."""
+class Rows(NamedTuple):
+    """Quantized rows whose scale is their group's: qvalue [M, C], scale [G, 1] or [G, C].
+
+    Rows with scales of their own are a ``QTensor``.
+    """
 
     qvalue: Array
     scale: Array
-    by_group: bool
-
-    def __getitem__(self, part: slice) -> Rows:
-        return Rows(self.qvalue[part], self.scale if self.by_group else self.scale[part], self.by_group)
 
     def spread(self, ids: Array) -> Array:
         """Return the scale of every row."""
-        return of_rows(self.scale, ids) if self.by_group else self.scale
+        return of_rows(self.scale, ids)
 
     def dequantize(self, ids: Array, dtype: str) -> Array:
         return (self.qvalue.astype(jnp.float32) * self.spread(ids)).astype(dtype)
@@ -59,9 +58,65 @@ class Groups(NamedTuple):
     def of(cls, sizes: Array, rows: int) -> Groups:
         return cls(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right"), sizes)
 
+    @property
+    def starts(self) -> Array:
+        """The first row of each group, [G]."""
+        return jnp.cumsum(self.sizes) - self.sizes
+
     def zero_others(self, rows: Array) -> Array:
         """Zero the rows behind the last group."""
         return jnp.where((self.ids < self.sizes.size)[:, None], rows, 0)
+
+    def largest(self, amax: Array, recipe: Recipe) -> Array:
+        """Return, of the amaxes [M, …] of blocks, the largest of each row's group, [M, 1, …]."""
+        rows = amax.reshape(self.ids.size, -1)
+        found = over_devices(
+            jax.lax.pmax, group_amax(rows, self.ids, self.sizes.size).max(axis=1), amax, recipe.expert_axes
+        )
+        return of_rows(found, self.ids).reshape(-1, *[1] * (amax.ndim - 1))
+
+
+class Slabs(NamedTuple):
+    """Rows of groups in T slabs of ``step`` rows, each group padded with zeros to whole slabs.
+
+    Tiles along the rows lie within a slab, and so within a group.
+
+    Attributes:
+      source: the row at each place, [T, step]; M where there is none.
+      groups: of slabs.
+    """
+
+    source: Array
+    groups: Groups
+
+    @classmethod
+    def of(cls, groups: Groups, step: int) -> Slabs:
+        rows, count = groups.ids.size, groups.sizes.size
+        # As many slabs as rows of any groups can take.
+        slabs = Groups.of(-(-groups.sizes // step), max(1, (rows + min(rows, count) * (step - 1)) // step))
+        first = jnp.arange(slabs.ids.size) - of_rows(slabs.starts, slabs.ids)
+        place = first[:, None] * step + jnp.arange(step)
+        is_row = (slabs.ids < count)[:, None] & (place < of_rows(groups.sizes, slabs.ids)[:, None])
+        return cls(jnp.where(is_row, of_rows(groups.starts, slabs.ids)[:, None] + place, rows), slabs)
+
+    @property
+    def rows(self) -> Groups:
+        """The rows of all slabs, in groups."""
+        return Groups(jnp.repeat(self.groups.ids, self.source.shape[1]), self.groups.sizes * self.source.shape[1])
+
+    def cut(self, rows: Array) -> Array:
+        """Return the rows [T · step, C] of all slabs, of rows [M, C]."""
+        return jnp.take(rows, self.source.ravel(), axis=0, mode="fill", fill_value=0)
+
+    def quantize(
+        self, recipe: Recipe, x: Array, spec: TensorSpec, key: Array | None, floor: float = SMALLEST_SCALE
+    ) -> QTensor | Rows:
+        """Quantize the rows of slabs along them: in tiles, [T, step, C], or all rows of a group together (``rows``)."""
+        if spec.tile_size is None:
+            return quantize_rows(recipe, x, spec, self.rows, True, key, floor)
+        x = x.reshape(*self.source.shape, x.shape[1])
+        whole = functools.partial(self.groups.largest, recipe=recipe)
+        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole)
 
 
 def of_rows(per_group: Array, ids: Array) -> Array:
@@ -94,40 +149,106 @@ def quantize_rows(
     contracts_rows: bool,
     key: Array | None,
     floor: float = SMALLEST_SCALE,
-) -> Rows:
+) -> QTensor | Rows:
     """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
     if spec.granularity == "per_tensor":
         groups = scaling_groups(recipe, groups)
     ids, sizes = groups
-    if spec.granularity == "per_channel" and not contracts_rows and spec.calibration.method != "fixed":
-        tensor = quantize(x, spec, (1,), key=key, floor=floor)
-        return Rows(tensor.qvalue, tensor.scale, False)
-    by_column = spec.granularity == "per_channel" and contracts_rows and spec.calibration.method != "fixed"
+    has_own = spec.granularity in ("per_channel", "per_tile") and spec.calibration.method != "fixed"
+    if has_own and not contracts_rows:
+        whole = functools.partial(groups.largest, recipe=recipe) if x.size else None
+        return quantize(x, spec, (1,), key=key, floor=floor, whole=whole)
     is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
-    statistic = amax if by_column else amax.max(axis=1, keepdims=True)
+    statistic = amax if has_own else amax.max(axis=1, keepdims=True)
     statistic = over_devices(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
     if spec.calibration.method == "rms":
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
         squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
         total = jax.ops.segment_sum(squares, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
-        total = total if by_column else total.sum(axis=1, keepdims=True)
-        count = sizes[:, None] * (1 if by_column else x.shape[1])
+        total = total if has_own else total.sum(axis=1, keepdims=True)
+        count = sizes[:, None] * (1 if has_own else x.shape[1])
         if is_whole:
             total, count = (over_devices(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
         statistic = jnp.sqrt(total / jnp.maximum(count, 1)) * unit
     # The statistic of one number is that number.
-    own = dataclasses.replace(spec, granularity="per_channel")
-    scale = compute_scale(statistic, own, (1, 1), floor).scale
-    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale, True)
+    own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
+    scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
+    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale)
 
 
 def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: Array | None) -> QTensor:
     """Quantize each group's weight by itself, contracting an axis of it."""
-    own = forward_key(x, spec, key)
     if recipe.shares_experts and spec.granularity == "per_tensor":
-        return quantize(x, spec, (axis + 1,), key=own)
-    keys = None if own is None else jax.random.split(own, x.shape[0])
-    return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key, except_axes=recipe.expert_axes))(
-        x, keys
-    )
+        return quantize(x, spec, (axis + 1,), key=key)
+    if (codec := spec.codec) is not None:
+        return jax.vmap(lambda weight: encode_tensor(weight, codec, (axis,)))(x)
+    keys = None if key is None else jax.random.split(key, x.shape[0])
+    own = recipe.expert_axes
+    return jax.vmap(lambda weight, key: quantize(weight, spec, (axis,), key=key, except_axes=own))(x, keys)
+
+
+# -- operands: rows with scales of their groups (Rows) or their own (QTensor), slabs and weights (QTensor), arrays -----
+
+
+def is_plain(side: Any, axis: int) -> bool:
+    """Check whether an operand is quantized with scales that are shared along its contraction axis."""
+    if not isinstance(side, QTensor):
+        return isinstance(side, Rows)
+    if side.codec is not None or side.zero_point is not None:
+        return False
+    sizes = zip(side.scale.shape, side.shape, strict=True)
+    return all(n == 1 if at == axis else n in (1, size) for at, (n, size) in enumerate(sizes))
+
+
+def row_scales(rows: QTensor | Rows, groups: Groups) -> Array:
+    return rows.spread(groups.ids) if isinstance(rows, Rows) else rows.full_scale()
+
+
+def part_of(rows: Any, part: slice) -> Any:
+    if isinstance(rows, Rows):
+        return Rows(rows.qvalue[part], rows.scale)
+    return rows.replace(lambda _, each: each[part]) if isinstance(rows, QTensor) else rows and rows[part]
+
+
+def floats(side: Any, groups: Groups, dtype: str) -> Array:
+    if isinstance(side, Rows):
+        return side.dequantize(groups.ids, dtype)
+    return dequantize(side, dtype) if isinstance(side, QTensor) else side
+
+
+def values(side: Any, groups: Groups, dtype: str) -> Array:
+    """Return an operand of a float matmul; its outer scale is left to multiply the product."""
+    if isinstance(side, Rows):
+        return checkpoint_name(side.dequantize(groups.ids, dtype), DEQUANTIZED_MARK)
+    return inner(side, dtype)
+
+
+def as_rows(side: Any) -> Any:
+    """Return slabs as rows, without their outer scales."""
+    if not isinstance(side, QTensor):
+        return side
+    slabs, step, columns = side.shape
+    return dataclasses.replace(side, outer_scale=None).reshape((slabs * step, columns))
+
+
+def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
+    """Return outer scales as the result has them: of rows, of the weights of rows, or of the groups of slabs."""
+    scale = side.outer_scale
+    assert scale is not None
+    if contracts_rows:
+        return of_rows(scale, groups.starts // side.shape[1])
+    return scale if scale.ndim == 2 else of_rows(scale[:, 0], groups.ids)
+
+
+def whole_values(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
+    """Return what is quantized again, and an outer scale that waits: elements times block scales fit bfloat16."""
+    if not isinstance(side, QTensor) or side.outer_scale is None:
+        return floats(side, groups, "float32"), None
+    return dequantize(dataclasses.replace(side, outer_scale=None), dtype), side.outer_scale
+
+
+def with_outer(tensor: Any, unit: Array | None) -> Any:
+    if unit is None:
+        return tensor
+    return dataclasses.replace(tensor, outer_scale=unit if tensor.outer_scale is None else tensor.outer_scale * unit)

@@ -44,10 +44,7 @@ def unsupported(recipe: Recipe) -> str:
     grad = recipe.spec_of("output_grad")
     is_delayed = grad is not None and grad.scaling == "delayed"
     reasons = {
-        "tiles or blocks": any(spec.granularity not in ("per_tensor", "per_channel") for spec in specs),
-        "the blocks of a tensor format": any(spec.codec is not None for spec in specs),
         "an asymmetric range": any(not spec.calibration.is_symmetric for spec in specs),
-        "rounded scales": any(spec.scale_dtype != "float32" or spec.scale_rounding != "exact" for spec in specs),
         "static scales": any(spec.scaling == "static" for spec in specs),
         "shards outside the weight gradient": recipe.dlhs.shards > 1,
         "weight sparsity": recipe.sparsity is not None,

@@ -275,6 +275,8 @@ def _backward(op: Operation, residuals, grad: Array):
     left, right, sizes, state, key, seed = residuals
     recipe, part, groups = op.recipe, op.part(grad), _groups(op, sizes)
     keys = own = (None, None)
+    if groups is not None and recipe.is_stochastic:
+        grad = groups.zero_others(grad)  # noise comes of its bits
     if recipe.is_stochastic and key is None and seed is None:
         key = content_key(grad)
     elif recipe.is_stochastic:

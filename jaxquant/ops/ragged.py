@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,27 +24,39 @@ from jaxtyping import Array, Float, Int
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
+from jaxquant.core.float_dot import wide_on_cpus
+from jaxquant.core.hadamard import draw_signs, rotate
+from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quantize import quantize_with_scale
-from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices
-from jaxquant.ops import arguments
+from jaxquant.ops import arguments, pieces
 from jaxquant.ops.arguments import QuantState
-from jaxquant.ops.contract import accumulator_dtype
+from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
 from jaxquant.ops.groups import (
     Groups,
     Rows,
+    Slabs,
+    as_rows,
+    floats,
     group_amax,
+    is_plain,
     of_rows,
+    outer_scale,
+    part_of,
     quantize_rows,
     quantize_weights,
+    row_scales,
     scaling_groups,
+    values,
+    whole_values,
     with_groups,
+    with_outer,
 )
 from jaxquant.ops.operand import Observation, forward_key, input_scale, scale_dtype
-from jaxquant.ops.pieces import eight_bits, scaled, shard_size, unsupported
+from jaxquant.ops.pieces import eight_bits, scaled, shard_size
 from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
 
@@ -121,6 +134,20 @@ def convert_kernel(
     return tensor, None if scale is None else scale.reshape(-1, 1, 1)
 
 
+def unsupported(recipe: Recipe) -> str:
+    """Explain why a recipe's numbers make no sense for groups of rows, "" where they do."""
+    names = ("fwd_lhs", "dlhs_lhs", "drhs_lhs", "drhs_rhs")
+    rows = [spec for name in names if isinstance(spec := recipe.specs[name], TensorSpec)]
+    along_tokens = [recipe.resolve("drhs", "lhs"), recipe.resolve("drhs", "rhs")]
+    reasons = {
+        "blocks across several rows of activations or gradients": any(spec.free_size for spec in rows),
+        "an outer scale of activations or gradients without micro": any(s.outer_scale and not s.micro for s in rows),
+        "shards of a weight gradient that has tiles": recipe.drhs.shards > 1
+        and any(spec is not None and spec.tile_size for spec in along_tokens),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
+
+
 def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe: Recipe) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or group_sizes.shape != rhs.shape[:1] or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
@@ -128,7 +155,8 @@ def _check(lhs: Array, rhs: Array | ConvertedKernel, group_sizes: Array, recipe:
             f"{group_sizes.shape}"
         )
     weights = rhs.tensor.qvalue if isinstance(rhs, ConvertedKernel) else rhs
-    if isinstance(rhs, ConvertedKernel):
+    spec = recipe.fwd.rhs
+    if isinstance(rhs, ConvertedKernel) and not (isinstance(spec, TensorSpec) and (spec.tile_size or spec.codec)):
         check_scales("ragged_dot", rhs, (0, 2))
     arguments.check_float("ragged_dot", lhs=lhs, **({} if isinstance(rhs, ConvertedKernel) else {"rhs": rhs}))
     for name, operand in (("lhs", lhs), ("rhs", weights)):
@@ -150,48 +178,61 @@ class _Ragged(Operation):
         return self._prepare_rows(x, groups, state, key) if side == "lhs" else self._prepare_weights(x, state, key)
 
     def _prepare_rows(self, x: Array, groups: Groups, state: delayed.TensorState | None, key: Array | None) -> Prepared:
-        recipe, spec, operand = self.recipe, self.recipe.fwd.lhs, self.recipe.drhs.lhs
+        recipe, spec = self.recipe, self.recipe.fwd.lhs
         forward, seen, mask = x, None, None
         if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
             assert state is not None
             forward, seen = self._delayed_rows(x, spec, groups, state, SMALLEST_SCALE)
         elif isinstance(spec, TensorSpec):
-            forward = quantize_rows(recipe, x, spec, groups, False, forward_key(x, spec, key))
-        if isinstance(forward, Rows) and isinstance(recipe.fwd.rhs, TensorSpec):
-            mask = clip_mask(x, QTensor(forward.qvalue, forward.spread(groups.ids)), spec)
-        elif isinstance(forward, Rows):
-            forward = forward.dequantize(groups.ids, self.rhs.dtype)
-        kept = x if operand is None else forward
-        if isinstance(operand, TensorSpec):
-            kept = quantize_rows(recipe, x, operand, groups, True, forward_key(x, operand, key))
+            forward = quantize_rows(recipe, x, spec, groups, False, _key(x, spec, groups, key))
+        if forward is not x:
+            own = QTensor(forward.qvalue, forward.spread(groups.ids)) if isinstance(forward, Rows) else forward
+            mask = clip_mask(x, own, spec)
+        kept = {"forward": forward, "float": x}.get(recipe.kept("lhs"))
+        if kept is None:
+            kept = self._own_rows(x, groups, key)
         return Prepared(forward, Kept(named(kept), mask, seen))
 
+    def _own_rows(self, x: Array, groups: Groups, key: Array | None) -> QTensor | Rows:
+        """Quantize rows for the weight gradient, in slabs where it has tiles."""
+        recipe, matmul = self.recipe, self.recipe.drhs
+        spec = recipe.resolve("drhs", "lhs")
+        assert spec is not None
+        own = _key(x, spec, groups, key)
+        if not (step := self._slab_size(None)):
+            return quantize_rows(recipe, x, spec, groups, True, own)
+        slabs = Slabs.of(groups, step)
+        x = slabs.cut(x)
+        x = x if matmul.rotation is None else rotate(x, 0, draw_signs(matmul.rotation, None))
+        return slabs.quantize(recipe, x, spec, own)
+
     def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: Array | None) -> Prepared:
-        recipe, operand = self.recipe, self.recipe.dlhs.rhs
+        recipe, matmul = self.recipe, self.recipe.dlhs
         forward, seen = _forward_weights(recipe, x, state, key)
-        if isinstance(forward, QTensor) and not isinstance(recipe.fwd.lhs, TensorSpec):
-            forward = dequantize(forward, self.lhs.dtype)
-        kept = x if operand is None else forward
-        if isinstance(operand, TensorSpec):
-            kept = quantize_weights(recipe, x, operand, 1, key)
+        kept = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
+        if kept is None:
+            spec = recipe.resolve("dlhs", "rhs")
+            assert spec is not None
+            turned = x if matmul.rotation is None else rotate(x, 2, draw_signs(matmul.rotation, None))
+            kept = quantize_weights(recipe, turned, spec, 1, forward_key(x, spec, key))
         return Prepared(forward, Kept(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
 
-    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: Array | None) -> Rows:
+    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: Array | None) -> Any:
         spec = self.recipe.fwd.lhs
         assert isinstance(spec, TensorSpec)
         if spec.scaling == "delayed":
             assert static_scale is not None
             return self._rows_with_scale(x, spec, groups, static_scale.reshape(-1, 1))
-        return quantize_rows(self.recipe, x, spec, groups, False, forward_key(x, spec, key))
+        return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
         """Multiply the forward operands, rows behind the last group giving zeros."""
-        if isinstance(lhs, Rows):
+        if is_plain(lhs, 1) and is_plain(rhs, 1):
             out = self._multiply(lhs.qvalue, rhs.qvalue, groups, _FORWARD, self.recipe.fwd.accumulator, "DEFAULT")
-            out = scaled(self.recipe, self.out_dtype, out, lhs.spread(groups.ids), of_rows(rhs.scale[:, 0], groups.ids))
+            right = of_rows(rhs.full_scale()[:, 0], groups.ids)
+            out = scaled(self.recipe, self.out_dtype, out, row_scales(lhs, groups), right)
         else:
-            rhs = dequantize(rhs, self.lhs.dtype) if isinstance(rhs, QTensor) else rhs
-            out = self._multiply(lhs, rhs, groups, _FORWARD, None, None)
+            out = self._dequantized(lhs, rhs, groups, _FORWARD, self.out_dtype)
         return groups.zero_others(out).astype(self.out_dtype)
 
     def quantize_gradient(self, grad, groups, state, key, part) -> tuple[Rows, Observation]:
@@ -207,58 +248,114 @@ class _Ragged(Operation):
             return self._drhs(grad, shared, residual, groups, key)
         # The rows of each shard by themselves, added in float32.
         step, (ids, sizes) = shard_size(self.recipe, grad.shape[0], "rows of its ragged matmul"), groups
-        ends = jnp.cumsum(sizes)
         total = jnp.zeros(())
         for start in range(0, grad.shape[0], step):
-            first, last = (jnp.clip(x - start, 0, step) for x in (ends - sizes, ends))
+            first, last = (jnp.clip(x - start, 0, step) for x in (groups.starts, groups.starts + sizes))
             rows = slice(start, start + step)
-            own, own_key = shared and shared[rows], None if key is None else jax.random.fold_in(key, start)
-            out = self._drhs(grad[rows], own, residual[rows], Groups(ids[rows], last - first), own_key)
+            left, right = (part_of(side, rows) for side in (residual, shared))
+            own_key = None if key is None else jax.random.fold_in(key, start)
+            out = self._drhs(grad[rows], right, left, Groups(ids[rows], last - first), own_key)
             total = total + out.astype(jnp.float32)
         return total.astype(self.out_dtype)
 
     def _dlhs(self, grad: Array, shared: Rows | None, rhs: QTensor | Array, groups: Groups, key) -> Array:
         """Compute ``grad · rhs``, contracting N."""
-        matmul = self.recipe.dlhs
+        matmul, forward, dtype = self.recipe.dlhs, self.recipe.fwd.rhs, grad.dtype.name
         if not isinstance(matmul.lhs, TensorSpec):
             return self._float_gradient(grad, rhs, groups)
-        quantize = functools.partial(quantize_rows, self.recipe, floor=SMALLEST_GRADIENT_SCALE)
-        if not isinstance(rhs, QTensor):
-            left = shared or quantize(grad, matmul.lhs, groups, False, key)
-            return self._multiply(left.dequantize(groups.ids, rhs.dtype.name), rhs, groups, _DLHS, None, "HIGHEST")
-        scale = rhs.scale[:, :, 0]  # [G, 1] or, of an own quantization along N, [G, K]
-        if rhs.scale.shape[2] > 1:  # forward per channel: multiplied into the gradient
-            unit = power_of_two_below(jnp.max(rhs.scale))  # as in gradients.align
-            grad = grad.astype(jnp.float32) * of_rows(rhs.scale[:, 0] / unit, groups.ids)
-            scale = jnp.broadcast_to(unit, (groups.sizes.size, 1))
-        left = shared or quantize(grad, matmul.lhs, groups, False, key)
+        if matmul.rotation is not None:
+            signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+            grad = rotate(grad, 1, signs)
+        again = matmul.rhs if matmul.is_late else None
+        if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
+            assert isinstance(forward, TensorSpec)
+            if is_plain(rhs, 1):  # forward per channel: multiplied into the gradient
+                scale = rhs.full_scale()
+                unit = power_of_two_below(jnp.max(scale))  # as in gradients.align
+                grad = grad.astype(jnp.float32) * of_rows(scale[:, 0] / unit, groups.ids)
+                rhs = QTensor(rhs.qvalue, jnp.broadcast_to(unit, (rhs.shape[0], 1, 1)))
+            elif forward.granularity != "per_block":  # forward tiles: quantized again, along N
+                again = dataclasses.replace(forward, rounding="nearest")
+        if isinstance(again, TensorSpec):
+            whole, unit = whole_values(rhs, groups, dtype)
+            whole = whole if matmul.rotation is None else rotate(whole, 2, signs)  # pyright: ignore[reportPossiblyUnbound]
+            own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
+            rhs = with_outer(quantize_weights(self.recipe, whole, again, 1, own), unit)
+        left = shared or quantize_rows(self.recipe, grad, matmul.lhs, groups, False, key, SMALLEST_GRADIENT_SCALE)
+        if not (is_plain(left, 1) and is_plain(rhs, 2)):
+            return self._dequantized(left, rhs, groups, _DLHS, dtype)
+        assert isinstance(rhs, QTensor)
         out = self._multiply(left.qvalue, rhs.qvalue, groups, _DLHS, matmul.accumulator, "HIGHEST")
-        return scaled(self.recipe, self.out_dtype, out, left.spread(groups.ids), of_rows(scale, groups.ids))
+        right = of_rows(rhs.full_scale()[:, :, 0], groups.ids)  # [M, 1] or, of an own quantization along N, [M, K]
+        return scaled(self.recipe, self.out_dtype, out, row_scales(left, groups), right)
 
-    def _drhs(self, grad: Array, shared: Rows | None, lhs: Rows | Array, groups: Groups, key) -> Array:
+    def _drhs(self, grad: Array, shared: Rows | None, lhs: Any, groups: Groups, key) -> Array:
         """Compute ``lhs · grad`` of each group, contracting its rows."""
+        recipe, matmul, spec = self.recipe, self.recipe.drhs, self.recipe.drhs.rhs
+        if not isinstance(spec, TensorSpec):
+            return self._multiply(floats(lhs, groups, grad.dtype.name), grad, groups, _DRHS, None, "HIGHEST")
+        dtype, floor = grad.dtype.name, SMALLEST_GRADIENT_SCALE
+        if matmul.lhs == FORWARD and isinstance(lhs, QTensor) and is_plain(lhs, 1):
+            # forward by row: multiplied into the gradient
+            scale = lhs.full_scale()
+            unit = power_of_two_below(jnp.max(groups.zero_others(scale)))
+            grad = grad.astype(jnp.float32) * (scale / unit)
+            lhs = Rows(lhs.qvalue, jnp.broadcast_to(unit, (groups.sizes.size, 1)))
+        if step := self._slab_size(lhs):
+            return self._drhs_in_slabs(grad, lhs, Slabs.of(groups, step), groups, dtype, key)
+        right = shared or quantize_rows(recipe, grad, spec, groups, True, key, floor)
+        if not isinstance(lhs, Rows):
+            return self._dequantized(lhs, right, groups, _DRHS, self.out_dtype)
+        assert isinstance(right, Rows)
+        out = self._multiply(lhs.qvalue, right.qvalue, groups, _DRHS, matmul.accumulator, "HIGHEST")
+        return scaled(recipe, self.out_dtype, out, lhs.scale[:, :, None], right.scale[:, None, :])
+
+    def _slab_size(self, lhs: Any) -> int:
+        """Return the rows of a slab: tiles along the tokens, runs and vectors fill it; 0 where there are none.
+
+        Args:
+          lhs: what was kept of the activation, where it may have to be quantized again.
+        """
         matmul = self.recipe.drhs
         if not isinstance(matmul.rhs, TensorSpec):
-            lhs = lhs.dequantize(groups.ids, grad.dtype.name) if isinstance(lhs, Rows) else lhs
-            return self._multiply(lhs, grad, groups, _DRHS, None, "HIGHEST")
-        quantize = functools.partial(quantize_rows, self.recipe, floor=SMALLEST_GRADIENT_SCALE)
-        if not isinstance(lhs, Rows):
-            right = shared or quantize(grad, matmul.rhs, groups, True, key)
-            return self._multiply(lhs, right.dequantize(groups.ids, lhs.dtype.name), groups, _DRHS, None, "HIGHEST")
-        scale = lhs.scale
-        if not lhs.by_group:  # forward by row: multiplied into the gradient
-            unit = power_of_two_below(jnp.max(lhs.scale))
-            grad, scale = grad.astype(jnp.float32) * (lhs.scale / unit), jnp.broadcast_to(unit, (groups.sizes.size, 1))
-        right = shared or quantize(grad, matmul.rhs, groups, True, key)
-        out = self._multiply(lhs.qvalue, right.qvalue, groups, _DRHS, matmul.accumulator, "HIGHEST")
-        return scaled(self.recipe, self.out_dtype, out, scale[:, :, None], right.scale[:, None, :])
+            return 0
+        specs = [spec for spec in (matmul.lhs, matmul.rhs) if isinstance(spec, TensorSpec)]
+        if matmul.lhs == FORWARD and isinstance(lhs, QTensor):
+            assert isinstance(self.recipe.fwd.lhs, TensorSpec)
+            specs.append(self.recipe.fwd.lhs)
+        sizes = [size for spec in specs for size in (spec.tile_size, spec.micro and spec.micro.eden) if size]
+        return math.lcm(*sizes, matmul.rotation.size if matmul.rotation else 1) if sizes or matmul.rotation else 0
+
+    def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
+        """Compute the weight gradient of operands in tiles along the tokens, each group's from its own first row."""
+        recipe, matmul, rows = self.recipe, self.recipe.drhs, slabs.rows
+        grad, turn = slabs.cut(grad), lambda x: x
+        if matmul.rotation is not None:
+            signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+            turn = functools.partial(rotate, axis=0, signs=signs)
+        assert isinstance(matmul.rhs, TensorSpec)
+        right = slabs.quantize(recipe, turn(grad), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
+        again = matmul.lhs if matmul.is_late else None
+        if matmul.lhs == FORWARD and isinstance(lhs, QTensor):
+            assert isinstance(recipe.fwd.lhs, TensorSpec)
+            again = dataclasses.replace(recipe.fwd.lhs, rounding="nearest")
+        if isinstance(again, TensorSpec):
+            whole, unit = whole_values(lhs, groups, dtype)
+            own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
+            unit = None if unit is None else jnp.take(unit, slabs.source[:, :1], axis=0, mode="clip")
+            lhs = with_outer(slabs.quantize(recipe, turn(slabs.cut(whole)), again, own), unit)
+        elif isinstance(lhs, Rows) and matmul.lhs == FORWARD:
+            lhs = Rows(slabs.cut(lhs.qvalue), lhs.scale)
+        elif not isinstance(lhs, (QTensor, Rows)):
+            lhs = slabs.cut(lhs)
+        is_wide = self.rhs.dtype == "float32" and matmul.accumulator == "float32"
+        return self._dequantized(lhs, right, rows, _DRHS, "float32" if is_wide else dtype)
 
     def input_gradient(self, grad: Array, kernel: QTensor, groups: Groups) -> Array:
         return groups.zero_others(self._float_gradient(grad, kernel, groups))
 
     def _float_gradient(self, grad: Array, rhs: QTensor | Array, groups: Groups) -> Array:
-        rhs = dequantize(rhs, grad.dtype.name) if isinstance(rhs, QTensor) else rhs
-        return self._multiply(grad, rhs, groups, _DLHS, None, "HIGHEST")
+        return self._multiply(grad, floats(rhs, groups, grad.dtype.name), groups, _DLHS, None, "HIGHEST")
 
     def observe(self, old, scale, amax, groups):
         """Observe each group; one without rows "saw" zeros, which ``jaxquant.state.update`` reads as not used."""
@@ -279,7 +376,32 @@ class _Ragged(Operation):
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = scale_dtype(self.recipe, x.dtype.name)
-        return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale, True)
+        return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale)
+
+    def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
+        """Multiply operands of which one is float or in tiles as floats; outer scales multiply the product.
+
+        As ``contract`` does, but for integers in tiles: they become float32, where a dense matmul adds the sums of
+        tiles. A library has neither.
+        """
+        sides, precision = (lhs, rhs), None
+        arrays = [side for side in sides if not isinstance(side, (QTensor, Rows))]
+        low = [side for side in sides if isinstance(side, QTensor)]
+        if arrays:
+            dtype, precision = arrays[0].dtype.name, None if numbers is _FORWARD else "HIGHEST"
+        elif any(jnp.issubdtype(side.qvalue.dtype, jnp.integer) for side in sides):
+            dtype, precision = "float32", "HIGHEST"
+        else:
+            dtype = tiles_dtype(sides, out_dtype)
+        outer = [
+            outer_scale(side, groups, numbers is _DRHS)
+            for side in low
+            if side.codec is None and side.outer_scale is not None
+        ]
+        left, right = (values(side, groups, dtype) for side in (sides if numbers is not _DRHS else map(as_rows, sides)))
+        returned = accumulator_dtype(None, "float32" if outer else out_dtype)
+        out = self._multiply(left, right, groups, numbers, returned, precision)
+        return out * functools.reduce(jnp.multiply, outer) if outer else out
 
     def _multiply(
         self, lhs: Array, rhs: Array, groups: Groups, numbers: Any, accumulator: str | None, precision: str | None
@@ -288,14 +410,24 @@ class _Ragged(Operation):
         if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
             lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
         default = None if precision is None else jax.lax.Precision[precision]
-        return jax.lax.ragged_dot_general(
-            lhs,
-            rhs,
-            groups.sizes,
-            numbers,
-            precision=default if self.precision is None else self.precision,
-            preferred_element_type=accumulator_dtype(accumulator, self.out_dtype),
-        )
+        dtype = accumulator_dtype(accumulator, self.out_dtype)
+
+        def dot(lhs: Array, rhs: Array) -> Array:
+            return jax.lax.ragged_dot_general(
+                lhs,
+                rhs,
+                groups.sizes,
+                numbers,
+                precision=default if self.precision is None else self.precision,
+                preferred_element_type=dtype,
+            )
+
+        return wide_on_cpus(dot, lhs, rhs, dtype)
+
+
+def _key(x: Array, spec: TensorSpec, groups: Groups, key: Array | None) -> Array | None:
+    """Return the random key of a forward operand, on which rows behind the last group have no bearing."""
+    return forward_key(groups.zero_others(x) if spec.draws else x, spec, key)
 
 
 def _current_scale(
@@ -312,7 +444,7 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
     if not isinstance(spec, TensorSpec):
         return x, None
     if spec.scaling != "delayed":
-        return quantize_weights(recipe, x, spec, 0, key), None
+        return quantize_weights(recipe, x, spec, 0, forward_key(x, spec, key)), None
     assert state is not None
     amax = jnp.max(absolute(x), axis=(1, 2))
     amax = over_devices(

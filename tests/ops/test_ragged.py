@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,9 @@ from jaxquant import ops, state
 from jaxquant.core.quant_state import flat
 from jaxquant.ops import ragged
 from tests import numerics
-from tests.ops.recipes import KINDS, RECIPES
+from tests.ops.recipes import KINDS, RECIPES, change
 
+STOCHASTIC = RECIPES["int8 stochastic"]
 SIZES = (5, 0, 4)
 ROWS, K, N = 12, 8, 6
 """Three rows behind the last group, and a group without rows."""
@@ -106,12 +109,68 @@ def test_shards_of_the_weight_gradient_are_ragged_matmuls_of_their_rows():
     assert np.any(found[2] != whole[2])
 
 
+TILES = {
+    f"{name} tiles": change(RECIPES[name], granularity="per_tile", tile_size=32)
+    for name in ("int8", "int4w", "fp8_full")
+} | {
+    name: RECIPES[name]
+    for name in ("fp8_block", "mxfp8", "mxfp4", "nvfp4", "quartet2", "tetrajet_v2", "nvfp4w", "fp8_blockw", "ggml_q4_0")
+}  # fmt: skip
+FLOORS = numerics.SQNR_FLOORS | {"fp8_full tiles": (20, 20, 20)}
+LONG, DEEP, WIDE, FILLED = (200, 0, 128, 5), 160, 144, 256
+"""A group that is no multiple of a tile, none, a multiple, less than a tile; and to what the reference fills each."""
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_of_a_group_are_those_of_a_dot_general_of_its_rows_filled_with_zeros(name):
+    """And the signal is that of the dense matmul; what lies behind the last group, NaN too, changes no bit."""
+    recipe, rows = TILES[name], sum(LONG)
+    keys = [*jax.random.split(jax.random.key(0), 3), jax.random.key(3)]
+    shapes = ((rows + 7, DEEP), (len(LONG), DEEP, WIDE), (rows + 7, WIDE))
+    lhs, rhs, grad = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=False))
+    lhs, rhs = lhs.at[LONG[0] :].multiply(3), rhs * jnp.array([1.0, 1.0, 5.0, 2.0])[:, None, None]
+
+    def three(dot, lhs, rhs, grad):
+        y, pull = jax.vjp(dot, lhs, rhs)
+        return y, *pull(grad)
+
+    sizes, more = jnp.array(LONG), {"recipe": recipe, "key": keys[3] if recipe.is_stochastic else None}
+    grouped = jax.jit(functools.partial(three, lambda x, w: ops.ragged_dot(x, w, sizes, **more)))
+    found = grouped(lhs, rhs, grad)
+    for one, other in zip(found, grouped(lhs.at[rows:].set(jnp.nan), rhs, grad.at[rows:].set(jnp.inf)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not found[0][rows:].any() and not found[1][rows:].any() and not found[2][1].any()  # noqa: PT018
+
+    exact = three(lambda x, w: jax.lax.ragged_dot(x, w, sizes, precision="highest"), lhs, rhs, grad)
+    for one, other, floor in zip(found, exact, FLOORS.get(name, (0, 0, 0)), strict=True):
+        assert -20 * np.log10(np.linalg.norm(one - other) / np.linalg.norm(other) + 1e-9) >= floor
+    if name == "quartet2":  # its block scales draw noise by place, which the filled group has elsewhere
+        return
+    alone = jax.jit(functools.partial(three, lambda x, w: ops.dot_general(x, w, (((1,), (0,)), ((), ())), **more)))
+    for group, (start, size) in enumerate(zip(np.cumsum(LONG) - LONG, LONG, strict=True)):
+        x, g = (jnp.zeros((FILLED, each.shape[1])).at[:size].set(each[start : start + size]) for each in (lhs, grad))
+        y, dx, dw = alone(x, rhs[group], g)
+        own = slice(start, start + size)
+        compared = ((found[0][own], y[:size], x[:size], rhs[group]), (found[1][own], dx[:size], g[:size], rhs[group].T))
+        for one, other, left, right in (*compared, (found[2][group], dw, x.T, g)):
+            assert np.all(np.abs(one - other) <= numerics.dot_bound(np.asarray(left), np.asarray(right)))
+
+
+def test_noise_without_a_key_does_not_come_of_rows_behind_the_last_group():
+    lhs, rhs, grad = operands()
+    pull = jax.jit(lambda g: jax.vjp(lambda w: ops.ragged_dot(lhs, w, jnp.array(SIZES), recipe=STOCHASTIC), rhs)[1](g))
+    np.testing.assert_array_equal(pull(grad)[0], pull(grad.at[sum(SIZES) :].set(jnp.nan))[0])
+
+
 def test_what_does_not_run_is_refused():
     lhs, rhs, _ = operands()
     sizes = jnp.array(SIZES)
-    for name, why in (("int8 tiles", "tiles"), ("int8 asymmetric", "asymmetric")):
+    sharded = change(RECIPES["int8 shards"], granularity="per_tile", tile_size=4)
+    blocks = change(RECIPES["int8"], granularity="per_block", tile_size=4, free_size=4)
+    refused = (RECIPES["int8 asymmetric"], "asymmetric"), (sharded, "shards of .* tiles"), (blocks, "blocks across")
+    for recipe, why in refused:
         with pytest.raises(NotImplementedError, match=f"recipe 'int8' has .*{why}.*which ragged_dot does not run"):
-            ops.ragged_dot(lhs, rhs, sizes, recipe=RECIPES[name])
+            ops.ragged_dot(lhs, rhs, sizes, recipe=recipe)
     with pytest.raises(ValueError, match="shard_count 4 of recipe 'int8' does not divide the 10 rows"):
         jax.grad(lambda w: jnp.sum(ops.ragged_dot(lhs[:10], w, sizes, recipe=RECIPES["int8 shards"])))(rhs)
     with pytest.raises(ValueError, match=r"takes state of \['input', 'kernel', 'output_grad'\], got none"):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant import convert, maybe_quantize_model, state
+from jaxquant import QuantConfig, convert, maybe_quantize_model, state
+from jaxquant.config.rules import Rule
+from tests.ops.recipes import RECIPES, change
 from tests.serving.models import convert_linen, kernels_of
 
 OWG = state.OVERWRITE_WITH_GRADIENT
@@ -25,9 +28,35 @@ class Linen(nn.Module):
         return nn.Dense(4, name="last")(x)
 
 
-def test_a_convolution_whose_recipe_does_not_run_stays_float_with_its_reason():
-    converted = convert_linen(Linen(), {"quantization": "fp8_block", "quant_backend": "native"}, X)
-    assert kernels_of(converted["params"]) == {"last/kernel"}
+def test_a_convolution_whose_recipe_does_not_run_stays_float_and_experts_in_blocks_are_served_as_trained():
+    config = {"quantization": "fp8_block", "quant_backend": "native"}
+    model = maybe_quantize_model(Linen(), config, X)
+    variables = model.init(jax.random.key(0), X)
+    converted = convert(variables, config, X, model=Linen())
+    assert kernels_of(converted["params"]) == {"experts", "last/kernel"}
+    served = maybe_quantize_model(Linen(), config | {"checkpoint_is_quantized": True}, X)
+    np.testing.assert_array_equal(jax.jit(served.apply)(converted, X), jax.jit(model.apply)(variables, X))
+
+
+INT4_TILES = change(RECIPES["int4w"], granularity="per_tile", tile_size=8)
+
+
+@pytest.mark.parametrize("string", ["fp8_block", "nvfp4", "mxfp4w", "nvfp4w", "ggml_q4_0", "int4w tiles"])
+def test_experts_in_tiles_are_served_as_trained(string):
+    """In bfloat16, in layers of a scan, and with a last tile that is not full."""
+    rules = (Rule(path=".*", recipe=INT4_TILES),)
+    kind = {"rules": rules} if string == "int4w tiles" else {"quantization": string}
+    config = QuantConfig(quant_backend="native", **kind)
+    x = jax.random.normal(jax.random.key(0), (40, 144), jnp.bfloat16)
+    params = {"experts": jax.random.normal(jax.random.key(1), (2, 3, 144, 144), jnp.bfloat16)}
+
+    def layer(x, w):
+        return jnp.tanh(jax.lax.ragged_dot(x, w.swapaxes(1, 2), jnp.array([20, 0, 13]))), None
+
+    q = jaxquant.quantize(lambda p, x: jax.lax.scan(layer, x, p["experts"])[0], config)
+    converted = q.convert(params, {}, x)
+    assert converted["experts"].tensor.qvalue.dtype.itemsize == 1
+    np.testing.assert_array_equal(jax.jit(q)(converted, {}, x), jax.jit(q)(params, {}, x))
 
 
 EXPERTS = X[..., None] * jnp.array([1.0, 4.0, 9.0])
