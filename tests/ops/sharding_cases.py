@@ -432,6 +432,7 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         found[f"manual {name} groups"] = lambda n=name: groups(n)
         found[f"manual {name} convolutions"] = lambda n=name: convolutions(n)
     found["manual fp8 experts"] = lambda: experts("served", quantization="fp8")
+    found["manual fp8_block experts"] = lambda: experts("served", quantization="fp8_block")
     found["manual fp8_current experts"] = lambda: experts("exchanged", quantization="fp8_current")
     found["manual int8 experts"] = lambda: experts("exchanged", quantization="int8", quantization_local_shard_count=1)
     shared = {"quantization": "fp8", "quantization_share_expert_scales": True}
