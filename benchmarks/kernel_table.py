@@ -27,16 +27,16 @@ from jaxquant.aot.program import Program as Made
 from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.scales import SMALLEST_SCALE
-from jaxquant.kernels.block_quantize import reference as cast_reference
-from jaxquant.kernels.block_quantize import tpu as cast_tpu
-from jaxquant.kernels.block_quantize import tuning as cast_tuning
-from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.core.qtensor import QTensor
+from jaxquant.core.scales import SMALLEST_SCALE
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.block_matmul import gpu as blocks_gpu
 from jaxquant.kernels.block_matmul import reference as blocks_reference
+from jaxquant.kernels.block_quantize import reference as cast_reference
+from jaxquant.kernels.block_quantize import tpu as cast_tpu
+from jaxquant.kernels.block_quantize import tuning as cast_tuning
+from jaxquant.kernels.block_quantize.reference import Cast
 from jaxquant.kernels.fp8_einsum import gpu as matmul_gpu
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.fp8_einsum import tpu as matmul_tpu
