@@ -3,7 +3,7 @@
 
 scripts/lines.py           the rooms of the working tree, beside their budgets in pyproject.toml
 scripts/lines.py FOLDER    of another checkout
-scripts/lines.py --files   the files of the package with what each is for, as docs/about/house.md lists them
+scripts/lines.py --files   the files of package and program with what each is for, as docs/about/house.md lists them
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def count(root: Path = ROOT) -> dict[str, int]:
 
 
 def describe_files(root: Path = ROOT) -> str:
-    """List the files of the package with the first sentence of their docstrings, as Markdown."""
-    tracked = subprocess.run(["git", "ls-files", "jaxquant/*.py"], cwd=root, check=True, capture_output=True, text=True)
+    """List the files of package and training program with the first sentence of their docstrings, as Markdown."""
+    listed = ["git", "ls-files", "jaxquant/*.py", "train/*.py"]
+    tracked = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
     lines = []
     for path in tracked.stdout.splitlines():
         if (root / path).is_file() and (about := ast.get_docstring(ast.parse((root / path).read_text()))):

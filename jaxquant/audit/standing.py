@@ -13,7 +13,10 @@ from jaxquant.state.watch import FROZEN_MARK
 from jaxquant.trace.plan import CONTRACTIONS
 
 _SUMS = frozenset({"add", "sub", "mul", "div"})
-_POWERS = frozenset({"integer_pow", "square", "sqrt", "rsqrt", "abs", "sign", "pow", "dot_general"})
+_POWERS = frozenset(
+    {"integer_pow", "square", "sqrt", "rsqrt", "cbrt", "abs", "sign", "pow", "dot_general"}
+    | {"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "sin", "cos", "tan", "atan2", "asinh"}
+)
 _LINEAR = frozenset(
     {"add", "add_any", "sub", "neg", "mul", "div", "max", "min", "clamp", "select_n", "convert_element_type", "copy"}
     | {"reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "concatenate", "slice", "name", "pad"}
@@ -56,8 +59,8 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
         )
     if any(_raised(ancestors(program.outputs), program.observed)):
         faults.append(
-            "what was observed of quant state is squared or divided by, as optax.global_norm, clipping or an optimizer "
-            "of all gradients does; give them jaxquant.state.split(grads)[0], or use jaxquant.state.TrainState or "
+            "what was observed of quant state is squared or divided by, or a function of it taken, as optax.global_norm, "
+            "clipping or an optimizer of all gradients does; give them jaxquant.state.split(grads)[0], or use jaxquant.state.TrainState or "
             "Optimizer"
         )
     for path in dict.fromkeys(path for each in histories if each not in rolled for path in layers.get(each, ())):

@@ -73,6 +73,7 @@ def on(kind, shape, dtype="bfloat16", size=1):
 def gradients(x, w, name="fp8_block", implementation="pallas", numbers=NUMBERS):
     def loss(x, w):
         recipe = RECIPES[name].recipe
+        assert recipe is not None
         y = dot_general(x, w, numbers, recipe=recipe, key=jax.random.key(0), implementation=implementation)
         return jnp.square(y.astype("float32")).sum()
 

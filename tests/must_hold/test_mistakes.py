@@ -178,6 +178,13 @@ def check_clipped(loop: Linen) -> None:
     with pytest.raises(ValueError, match=NORM):
         jaxquant.coverage(lambda *args: clipped(*args, optax.global_norm), *vars_of(loop)).check()
 
+    def rooted(params: Any, quant_state: Any) -> Any:
+        grads, observation = jax.tree.map(jnp.cbrt, gradients(loop, params, quant_state, X))
+        return optax.apply_updates(params, grads), state.update(quant_state, observation)
+
+    with pytest.raises(ValueError, match=NORM):
+        jaxquant.coverage(rooted, *vars_of(loop)).check()
+
 
 def check_partly_restored(loop: Linen) -> None:
     """Parameters of a float run and new state go on as they are; state that lacks a variable is refused."""
