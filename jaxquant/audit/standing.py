@@ -59,9 +59,9 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
         )
     if any(_raised(ancestors(program.outputs), program.observed)):
         faults.append(
-            "what was observed of quant state is squared or divided by, or a function of it taken, as optax.global_norm, "
-            "clipping or an optimizer of all gradients does; give them jaxquant.state.split(grads)[0], or use jaxquant.state.TrainState or "
-            "Optimizer"
+            "what was observed of quant state is squared or divided by, or a function of it taken, as "
+            "optax.global_norm, clipping or an optimizer of all gradients does; give them "
+            "jaxquant.state.split(grads)[0], or use jaxquant.state.TrainState or Optimizer"
         )
     for path in dict.fromkeys(path for each in histories if each not in rolled for path in layers.get(each, ())):
         faults.append(
