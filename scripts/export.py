@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxquant import terminal
 from jaxquant.export import FORMATS, SHARD_BYTES
-from scripts import transfer_report
+from train import transfer_report
 from train.exporting import CALIBRATION_BATCHES, export_run
 from train.memory import peak_resident_bytes, return_large_blocks
 from train.processes import check_devices

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxquant import terminal
 from jaxquant.config.loader import parse_overrides
-from scripts import transfer_report
+from train import transfer_report
 from train.importing import import_to_run, import_to_serve
 from train.memory import peak_resident_bytes, return_large_blocks
 from train.processes import check_devices

@@ -144,10 +144,10 @@ class _Dot(Operation):
         return prepare(x, self.recipe, side, *self.axes(side), state, key, self.implementation, has_values)
 
     def _multiplies_values(self, name: Matmul, x: Array, out_dtype: str) -> bool:
-        """Check whether operands of a matmul are multiplied as bfloat16 values; x is the output gradient, if of one."""
+        """Check whether operands in tiles are multiplied as bfloat16 values; x is the output gradient, if of one."""
         sides: tuple[Side, Side] = ("rhs", "lhs") if name == "drhs" else ("lhs", "rhs")
-        found = (self.recipe.resolve(name, side) for side in sides)
-        specs = [spec for spec in found if spec is not None and spec.codec is None and spec.tiling == "nested"]
+        found = [spec for side in sides if (spec := self.recipe.resolve(name, side)) is not None and spec.tile_size]
+        specs = [spec for spec in found if spec.codec is None and spec.tiling == "nested"]
         if len(specs) < 2:
             return False
         dims, first = (self.dims, self.lhs.shape) if name == "fwd" else (self._gradient_dims(name)[0], x.shape)

@@ -143,7 +143,7 @@ def share(
     """
     x, states = jax.lax.stop_gradient((x, list(states)))
     state = delayed.together(states) if states else None
-    return prepare(x, recipe, "lhs", axes, (), state, None, implementation)
+    return prepare(x, recipe, "lhs", axes, (), state, None, implementation, False)
 
 
 def can_share(recipe: Recipe) -> bool:
