@@ -70,17 +70,18 @@ class Parameters:
         return quantization_state.merge(self.shapes["params"], self.shapes["quant_state"])
 
     def read(self, path: str, *index: int) -> np.ndarray:
-        """Read one array, or the part of it that an index of its leading axes names.
+        """Read one array, or the part of it that an index of its leading axes names; weights in float32, as ``shapes``.
 
         Raises:
           ValueError: files that cannot be read.
         """
         try:
-            return np.asarray(self.stores[path][index].read().result())
+            array = np.asarray(self.stores[path][index].read().result())
         except (ValueError, OSError) as error:
             raise ValueError(
                 f"{path} in {self._folder} cannot be read ({first_line(error)}); use another step"
             ) from error
+        return array.astype(_widened(path, array.dtype), copy=False)
 
     def read_variable(self, path: tuple[str, ...], index: tuple[int, ...]) -> np.ndarray:
         """Read an array by its path in the variables."""
@@ -134,7 +135,18 @@ def _open(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, ts.TensorS
         stores = {path: open_array(state, node.name, chunks_at_once=1) for path, node in leaves_by_path(trees).items()}
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"checkpoint {step} in {folder} does not open ({first_line(error)})") from error
-    return map_by_path(lambda path, _: jax.ShapeDtypeStruct(*shape_and_dtype(stores[path])), trees), stores
+
+    def describe(path: str, _: Any) -> jax.ShapeDtypeStruct:
+        shape, dtype = shape_and_dtype(stores[path])
+        return jax.ShapeDtypeStruct(shape, _widened(path, dtype))
+
+    return map_by_path(describe, trees), stores
+
+
+def _widened(path: str, dtype: Any) -> np.dtype[Any]:
+    """Return the dtype in which an array is read: weights that are trained in bfloat16 lose nothing in float32."""
+    is_narrow = path.startswith("params/") and np.dtype(dtype) == ml_dtypes.bfloat16
+    return np.dtype(np.float32 if is_narrow else dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,8 +330,9 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
 
 
 def _as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
-    """Cast what the decoder reads in its own dtype; a norm's scale it reads in float32."""
-    if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel"):
+    """Cast what the decoder reads in its own dtype; the scale of a norm and a router it reads in float32."""
+    is_router = path.endswith("gate/kernel")
+    if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:
         return leaf
     return leaf.astype(ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else shape.dtype)
 

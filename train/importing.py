@@ -70,6 +70,9 @@ def imported_config(
     fields = {ours: getattr(shape, theirs) for ours, theirs in FIELDS.items()}
     if fixed := sorted(set(fields) & set(changes)):
         raise ValueError(f"{fixed[0]} is {fields[fixed[0]]} in {checkpoint}; it cannot be changed")
+    for name in ("num_experts", "shared_experts", "kv_lora_rank"):
+        if changes.get(name):
+            raise ValueError(f"{name} is {changes[name]}, and {checkpoint} is a Llama, which has none; leave it out")
     return build_dataclass(TrainConfig, fields | ({"tokenizer_path": str(tokenizer)} if tokenizer else {}) | changes)
 
 
@@ -129,7 +132,7 @@ def _tokenizer_of(checkpoint: Path) -> Path | None:
 def float_parameters(
     source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
 ) -> dict[str, Any]:
-    """Return a model's float32 parameters, each placed as its shape says.
+    """Return a model's parameters, each of the dtype and in the place that its shape says.
 
     Args:
       source: the model.
@@ -143,7 +146,7 @@ def float_parameters(
     wanted, leaves = leaves_by_path(shapes), {}
     for path, modules in _modules_by_path(config, source.shape).items():
         leaf = wanted[path]
-        array = np.empty(leaf.shape, np.float32)
+        array = np.empty(leaf.shape, leaf.dtype)
         for index, module in enumerate(modules):
             at = index if path.startswith("layers/") else ...
             value = source.read(f"{module}.weight")

@@ -194,7 +194,7 @@ def differing_fields(runs: Sequence[Run]) -> list[str]:
 def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Return the table of a comparison, ready to print, one row a run."""
     baseline = find_baseline(runs)
-    base_s = (baseline and baseline.step_time_s) or math.nan
+    base_s = baseline and baseline.step_time_s
     return [
         {
             "run": run.name,
@@ -204,14 +204,14 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
             "held-out loss": _or_dash(run.final_loss, "{:.4f}"),
             "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2%}"),
             "step time": _or_dash(run.step_time_s and 1000 * run.step_time_s, "{:.0f} ms"),
-            "ratio": _or_dash(run.step_time_s and run.step_time_s / base_s, "{:.2f}×"),
+            "ratio": _or_dash((base_s and run.step_time_s and run.step_time_s / base_s) or None, "{:.2f}×"),
         }
         for run in runs
     ]
 
 
 def _or_dash(value: float | None, pattern: str) -> str:
-    return "–" if value is None or math.isnan(value) else pattern.format(value)
+    return "–" if value is None else pattern.format(value)
 
 
 def notes(runs: Sequence[Run]) -> list[str]:

@@ -24,6 +24,13 @@ PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
     ("wi_0", "kernel"): {"fsdp": -2, "tensor": -1},
     ("wi_1", "kernel"): {"fsdp": -2, "tensor": -1},
     ("wo", "kernel"): {"fsdp": -1, "tensor": -2},
+    ("mlp", "wi_0"): {"fsdp": -2, "tensor": -1},  # of experts
+    ("mlp", "wi_1"): {"fsdp": -2, "tensor": -1},
+    ("mlp", "wo"): {"fsdp": -1, "tensor": -2},
+    ("wq_a", "kernel"): {"fsdp": -2},
+    ("wq_b", "kernel"): {"tensor": -2},
+    ("wkv_a", "kernel"): {"fsdp": -2},
+    ("wkv_b", "kernel"): {"tensor": -2},
     ("token_embedder", "embedding"): {"fsdp": -1},
     ("logits_dense", "kernel"): {"fsdp": -2},
 }
@@ -31,7 +38,7 @@ PARAMETER_AXES: dict[tuple[str, str], dict[str, int]] = {
 heads or ``mlp_dim``.
 
 Counted from the end because a scan over layers puts an axis in front. What is not listed (norms, scales and amax
-histories) is replicated. A sparsity mask lies as its kernel does.
+histories, routers) is replicated. A sparsity mask lies as its kernel does.
 """
 
 

@@ -194,6 +194,7 @@ def block_scale_experts(
         chosen = indptr.reshape(-1)
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
             raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
+        chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # not counted from the end
         weight, weight_scale_inv = (jnp.take(part, chosen, axis=0) for part in (weight, weight_scale_inv))
         kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
         batch = ((0,), (0,)) if x.shape[0] == chosen.size else ((), ())

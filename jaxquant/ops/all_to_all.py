@@ -8,7 +8,6 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float
 
-from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
@@ -16,6 +15,7 @@ from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.ops import arguments
 
 TILE = 128
+DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def all_to_all(
@@ -50,8 +50,8 @@ def all_to_all(
     """
     arguments.check_float("all_to_all", x=x)
     last = x.ndim - 1
-    if element(dtype).bits != 8:
-        raise ValueError(f"all_to_all dtype {dtype!r} has {element(dtype).bits} bits; use one of 8")
+    if dtype not in DTYPES:
+        raise ValueError(f"all_to_all sends {', '.join(DTYPES)}, not {dtype!r}")
     if not all(0 <= axis < last for axis in (split_axis, concat_axis)):
         raise ValueError(
             f"all_to_all splits axis {split_axis} and concatenates along {concat_axis}, of {x.ndim} axes; both must "

@@ -1,4 +1,4 @@
-"""Which code computes a piece of an op: XLA's own program, or a kernel. A choice of speed alone, never of numbers."""
+"""Which code computes a piece of an op: XLA's own program, or a kernel. A choice of speed alone, but for ``BLOCKS``."""
 
 from __future__ import annotations
 
@@ -102,9 +102,12 @@ def settle_blocks(own: str | None, implementation: str | None, kernel: Callable[
       implementation: the one that was asked for; None picks the chip's own or else XLA's.
       kernel: says why the kernel does not, None where it does; asked where it is wanted.
     """
+    if implementation == "xla":
+        return note(BLOCKS, Choice("xla", "asked for"))
     if own is None:
-        return note(BLOCKS, Choice("cudnn", "the chip multiplies these blocks"))
-    if implementation != "pallas":
+        asked = _REFUSED if implementation == "pallas" else ""
+        return note(BLOCKS, Choice("cudnn", f"{asked}the chip multiplies these blocks"))
+    if implementation is None:
         return note(BLOCKS, Choice("xla", own))
     why = kernel()
     return note(BLOCKS, Choice("pallas", "asked for") if why is None else Choice("xla", f"{_REFUSED}{why}"))

@@ -38,6 +38,9 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
     in it, so that replicas agree and no mesh changes a bit. (Inside of ``jax.shard_map``, where a place is one of a
     device's part, each part has noise of its own.) Weights of other dtypes are left alone.
 
+    It must be the last link: what follows it would change the rounded weights, and an optimizer after it takes the
+    rounding for a gradient.
+
     optax keeps moments in the dtype of the weights: wrap the optimizer in ``quantize_state``, which does not.
 
         tx = optax.chain(quantize_state(optax.adamw(1e-3), "fp8_coat"), stochastic_round())

@@ -176,7 +176,8 @@ class Analysis:
             return outs
         self._note_closed(plan, index, eqn, ins, place)
         whole = ins[0].route if ins else None
-        if name == "all_gather" and isinstance(whole, Route) and eqn.params["tiled"]:
+        is_whole = name == "all_gather" and eqn.params["tiled"] and eqn.params["axis_index_groups"] is None
+        if is_whole and isinstance(whole, Route):
             names = eqn.params["axis_name"]
             return [
                 flows.gathered(
@@ -404,16 +405,16 @@ class Analysis:
         contract, batch = (tuple(axes[side]) for axes in numbers)
         site.weight_axes = contract, (*groups, *batch)
         site.batch = tuple(shape[axis] for axis in (*groups, *batch))
-        self._split_batch(site)
+        self._split_batch(site, shape)
         site.out_features = math.prod(n for axis, n in enumerate(shape) if axis not in (*groups, *contract, *batch))
 
-    def _split_batch(self, site: Contraction) -> None:
+    def _split_batch(self, site: Contraction, shape: Sequence[int]) -> None:
         """Set which mesh axes split each batch axis of a weight, None where that is not known, and the whole sizes."""
         route, batch = site.route, site.weight_axes[1]
         if not isinstance(route, Route):
             site.split = None if batch and any(leaf.split for leaf in site.leaves) else ()
             return
-        found = route.by_batch(batch)
+        found = route.by_batch(batch, (axis for axis, n in enumerate(shape) if n > 1 and axis not in batch))
         site.split = (
             None if found is None else tuple(tuple(name for each in own for name in each.names) for own in found)
         )

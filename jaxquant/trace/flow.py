@@ -70,10 +70,14 @@ class Route:
         """Return the splits that lie on an axis of the value at the end, whole or together with other axes."""
         return tuple(each for each in self.splits if each.axis in sources_of(self.steps[each.start :], axis))
 
-    def by_batch(self, batch: Sequence[int]) -> tuple[tuple[Split, ...], ...] | None:
+    def by_batch(self, batch: Sequence[int], others: Iterable[int]) -> tuple[tuple[Split, ...], ...] | None:
         """Return the splits of each batch axis of the value at the end.
 
         None where one of them is an axis that lies in several of the value's, or in one beside others.
+
+        Args:
+          batch: its batch axes.
+          others: its other axes of more than one element.
         """
         found = [self.splits_of(axis) for axis in batch]
         whole = all(
@@ -81,6 +85,7 @@ class Route:
             for axis, own in zip(batch, found, strict=True)
             for each in own
         )
+        whole = whole and not set().union(*found) & {each for axis in others for each in self.splits_of(axis)}
         return tuple(found) if whole and len(set().union(*found)) == sum(map(len, found)) else None
 
 
@@ -171,9 +176,9 @@ def either(ways: Sequence[Flow], what: str) -> Flow:
 
 
 def obstruct(flow: Flow, what: str) -> Flow:
-    """Note why the leaf cannot be made from a value that is made of it; the first reason stays."""
+    """Note why the leaf cannot be made from a value that is made of it; the first reason but a split stays."""
     route = flow.route
-    if not isinstance(route, Route) or route.obstacle:
+    if not isinstance(route, Route) or route.obstacle not in ("", SHARDED):
         return flow
     return dataclasses.replace(flow, route=dataclasses.replace(route, obstacle=what))
 
@@ -243,8 +248,11 @@ def gathered(flow: Flow, dimension: int, names: tuple[str, ...]) -> Flow:
 
 def leave_shards(flow: Flow, outside: Iterable[Flow]) -> Flow:
     """Describe what a shard_map made, as seen from outside: split as its operands were there."""
+    outside = list(outside)
     before = {leaf.index: leaf.split for each in outside for leaf in each.leaves or ()}
+    splits = {each.route.leaf: each.route.splits for each in outside if isinstance(each.route, Route)}
     flow = obstruct(flow, SHARDED)
-    if isinstance(flow.route, Route) and not before.get(flow.route.leaf):
-        flow = dataclasses.replace(flow, route=dataclasses.replace(flow.route, splits=()))
+    if isinstance(flow.route, Route):
+        route = dataclasses.replace(flow.route, splits=splits.get(flow.route.leaf, ()))
+        flow = dataclasses.replace(flow, route=route)
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=before.get(leaf.index, ())))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.core.calibration import Calibration
 from jaxquant.kernels.block_quantize import api, reference, tpu
 from jaxquant.kernels.block_quantize.cases import CASES
 
@@ -59,3 +60,6 @@ def test_what_the_kernel_does_not_cast_is_refused_by_name():
     assert "rounds to nearest" in refusal(rounding="stochastic")
     assert "powers of two that are rounded up" in refusal(scale_rounding="nearest")
     assert "as it is" in refusal(amax_bound=3.0)
+    assert "as it is" in refusal(calibration=Calibration(factor=1.5))
+    with jax.enable_x64(True):
+        assert "jax_enable_x64 is on" in refusal()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxquant
@@ -187,3 +187,27 @@ def test_grouped_matmuls_and_convolutions_in_a_shard_map_are_those_outside(check
     served = inside.convert(params, state, x)
     assert isinstance(served["experts"], ConvertedKernel)
     np.testing.assert_array_equal(jax.jit(inside)(served, state, x), jax.jit(inside)(params, state, x))
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_experts", "recipe"),
+    [
+        ((4, 32, 16), lambda w: w, "fp8"),
+        ((128, 16), lambda w: w.reshape(-1, 4, 16).swapaxes(0, 1), None),
+        ((4, 32, 16), lambda w: jax.lax.all_gather(w, "b", axis=0, tiled=True, axis_index_groups=[[0], [1]]), None),
+    ],
+    ids=["experts", "each expert in parts", "gathered in groups"],
+)
+def test_an_axis_that_is_split_has_experts_alone(shape, of_experts, recipe):
+    def inside(w, x):
+        return jnp.einsum("etk,ekn->etn", x, of_experts(w))
+
+    spec = P("b") if recipe or len(shape) == 3 else P(None, None, "b")
+    sharded = jax.shard_map(
+        inside, mesh=AbstractMesh((2,), ("b",)), in_specs=(P("b"), spec), out_specs=P("b"), check_vma=False
+    )
+    q = jaxquant.quantize(lambda p, x: sharded(p["w"], x), FP8)
+    x = jax.ShapeDtypeStruct((4, 3, 32), jnp.float32)
+    (row,) = q.report({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, x).rows
+    assert row.recipe == recipe
+    assert bool(recipe) or row.reason == "its weight has batch axes and is split over devices by a shard_map"

@@ -71,9 +71,11 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str):
         TrainConfig(**fields)
 
 
-def test_what_is_served_is_what_was_trained(tiny: TrainConfig, little: Any, tmp_path: Any):
+@pytest.mark.parametrize("dtypes", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "weight_dtype": "bfloat16"}])
+def test_what_is_served_is_what_was_trained(dtypes: dict[str, str], tiny: TrainConfig, little: Any, tmp_path: Any):
     run, out = tmp_path / "run", tmp_path / "out"
-    train(dataclasses.replace(tiny, quantization="fp8", steps=2, checkpoint_every=0, eval_batches=1, **DEEPSEEK), run)
+    fields = {"quantization": "fp8", "steps": 2, "checkpoint_every": 0, "eval_batches": 1}
+    train(dataclasses.replace(tiny, **fields, **DEEPSEEK, **dtypes), run)
     convert_run(run, out, say=lambda text: None)
     trained, served = open_served(run), open_served(out)
     kernels = jax.tree.leaves(served.params["layers"]["mlp"], is_leaf=lambda leaf: isinstance(leaf, QTensor))

@@ -10,7 +10,9 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxquant.core.blocks import BlocksError, is_even, reshape_blocks
+from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.sharding import platform_of
 from jaxquant.kernels.block_quantize import reference
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast
 from jaxquant.kernels.block_quantize.tuning import TILE
@@ -32,6 +34,10 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     if _matrix(x.shape, casts) is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
         return f"the block cast takes whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
+    if platform_of(x) == "gpu":
+        return "the block cast has no kernel for GPUs"
+    if jax.config.read("jax_enable_x64"):
+        return "the block cast counts in 32 bits, and jax_enable_x64 is on"
     return cut_refusal(x) or platform_refusal("block_quantize", x)
 
 
@@ -42,7 +48,8 @@ def _spec_refusal(spec: TensorSpec) -> str | None:
         return "the block cast divides by the scale and rounds to nearest"
     if spec.scale_dtype == "float8_e4m3fn" or spec.scale_rounding == "nearest":
         return "the block cast has scales in float32, and powers of two that are rounded up"
-    return "the block cast takes the amax of a block as it is" if spec.clips or spec.scaling != "dynamic" else None
+    is_plain = spec.calibration == Calibration() and not spec.clips and spec.scaling == "dynamic"
+    return None if is_plain else "the block cast takes the amax of a block as it is"
 
 
 def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[Blocks, ...]:
