@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.schedules import read_registers, read_schedule
+from benchmarks.schedules import Schedule, read_registers, read_schedule
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Program as Made
@@ -162,19 +162,44 @@ def _tpu_blocks(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
     compiler.compile(lambda x: cast_tpu.block_quantize(x, casts), x)
     made = read_schedule(compiler.folder, cast_reference.NAME)
     written = sum(each.has_elements + 2 * each.has_values for each in casts)
+    tile = cast_tuning.blocks_for(CAST), cast_tuning.TILE
+    # XLA's estimate is of a step: audit-yardstick-v6e.md.
+    return _cast_row(compiler, f"block cast of {M}×{N}, {name}", casts[0].spec.dtype, made, *tile, "", written)
+
+
+def _cast_row(
+    compiler: Compiler,
+    kernel: str,
+    elements: str,
+    made: Schedule,
+    blocks: Sequence[int],
+    rows: int,
+    estimate: int | str,
+    written: int,
+) -> Row:
+    """Return the row of a cast of a bfloat16 matrix.
+
+    Args:
+      compiler: of the chip.
+      kernel, elements: what is cast, and to what.
+      made: the kernel's schedule.
+      blocks, rows: of one program, and of one step of it.
+      estimate: XLA's, in thousand cycles.
+      written: bytes for each element.
+    """
     return {
-        "kernel": f"block cast of {M}×{N}, {name}",
-        "elements": casts[0].spec.dtype,
-        "blocks": "×".join(map(str, cast_tuning.blocks_for(CAST))),
-        "bundles a step": f"{made.count(2)} of {cast_tuning.TILE} rows",
+        "kernel": kernel,
+        "elements": elements,
+        "blocks": "×".join(map(str, blocks)),
+        "bundles a step": f"{made.count(2)} of {rows} rows",
         "once a tile": made.count(1),
         "MXU": "",
         "fills / spills": "{} / {}".format(*made.fills_and_spills),
         "kcycles": round(made.cycles / 1e3),
         "XLA's bundles": "",
         "XLA's MXU": "",
-        "XLA's estimate": "",  # of a step: audit-yardstick-v6e.md
-        "HBM": round(compiler.hbm_cycles(M * N * (2 + written)) / 1e3),
+        "XLA's estimate": estimate,
+        "HBM": round(compiler.hbm_cycles(math.prod(CAST) * (2 + written)) / 1e3),
     }
 
 
@@ -220,28 +245,14 @@ def _tpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) ->
 
 
 def _tpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
-    M, N = CAST
     x, scale = compiler.shape(CAST, "bfloat16"), compiler.shape((1, 1), "float32")
     given: dict[str, Any] = {"dtype": dtype, "transposed": transposed}
     compiler.compile(lambda x, scale: quantize_tpu.quantize(x, scale, **given), x, scale)
     made = read_schedule(compiler.folder, quantize_reference.NAME)
-    blocks = quantize_tuning.blocks_for(CAST, transposed)
-    rows = quantize_tuning.LANES if transposed else quantize_tuning.ROWS
+    tile = quantize_tuning.blocks_for(CAST, transposed), quantize_tuning.LANES if transposed else quantize_tuning.ROWS
     cycles = compiler.compile(lambda x, scale: quantize_reference.quantize(x, scale, **given), x, scale)
-    return {
-        "kernel": "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else ""),
-        "elements": dtype,
-        "blocks": "×".join(map(str, blocks)),
-        "bundles a step": f"{made.count(2)} of {rows} rows",
-        "once a tile": made.count(1),
-        "MXU": "",
-        "fills / spills": "{} / {}".format(*made.fills_and_spills),
-        "kcycles": round(made.cycles / 1e3),
-        "XLA's bundles": "",
-        "XLA's MXU": "",
-        "XLA's estimate": round(cycles / 1e3),
-        "HBM": round(compiler.hbm_cycles(M * N * (2 + 1 + transposed)) / 1e3),
-    }
+    name = "quantize {}×{}".format(*CAST) + (", and transposed" if transposed else "")
+    return _cast_row(compiler, name, dtype, made, *tile, round(cycles / 1e3), 1 + transposed)
 
 
 def _gpu_product(compiler: Compiler, sizes: tuple[int, int, int], dtype: str) -> Row:

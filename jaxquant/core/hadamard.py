@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -61,6 +63,19 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
         out = float_dot(runs, matrix, numbers, precision="highest", preferred_element_type="float32")
         out = jnp.moveaxis((out * size**-0.5).astype(x.dtype), -1, axis + 1)
     return merge_axes(out, padded)
+
+
+def rotation_of(rotation: Rotation | None, key: Array | None) -> Callable[..., Array]:
+    """Return the function of an operand and an axis that rotates, the operands of one matmul by the same signs.
+
+    Args:
+      rotation: which; None leaves operands as they are.
+      key: random key, where the signs are fresh.
+    """
+    if rotation is None:
+        return lambda x, *axes: x
+    signs = draw_signs(rotation, key)
+    return lambda x, axis: rotate(x, axis, signs)
 
 
 def _hadamard(size: int) -> Array:

@@ -103,12 +103,11 @@ def contract(
         # A float matmul adds in float32 and rounds once, whichever it returns.
         asked = None if accumulator == "int32" or (is_low and accumulator == "float32") else accumulator
         returned = accumulator_dtype(asked, out_dtype if outer is None else "float32")
-        by = "xla"
-        if isinstance(lhs, QTensor) and isinstance(rhs, QTensor):
-            by = block_scaled.choose(lhs, rhs, dims, returned, implementation)
-        if by != "xla":
-            assert isinstance(lhs, QTensor)
-            assert isinstance(rhs, QTensor)
+        if (
+            isinstance(lhs, QTensor)
+            and isinstance(rhs, QTensor)
+            and (by := block_scaled.choose(lhs, rhs, dims, returned, implementation)) != "xla"
+        ):
             out = block_scaled.multiply(lhs, rhs, dims, returned, by)
         else:
             left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))

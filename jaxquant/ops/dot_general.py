@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Key
 
-from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
+from jaxquant.core.hadamard import rotated_axis, rotation_of
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import Part, digest
@@ -21,7 +21,7 @@ from jaxquant.ops.block_cast import Use, abstract_tensor, cast_uses
 from jaxquant.ops.contract import contract, multiplies_values
 from jaxquant.ops.converted import check_input_scale, each_element, has_scales_of_elements
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
-from jaxquant.ops.gradients import align
+from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
 from jaxquant.ops.prepared import Prepared, prepare
@@ -146,9 +146,8 @@ class _Dot(Operation):
     def _multiplies_values(self, name: Matmul, x: Array, out_dtype: str) -> bool:
         """Check whether operands in tiles are multiplied as bfloat16 values; x is the output gradient, if of one."""
         sides: tuple[Side, Side] = ("rhs", "lhs") if name == "drhs" else ("lhs", "rhs")
-        found = [spec for side in sides if (spec := self.recipe.resolve(name, side)) is not None and spec.tile_size]
-        specs = [spec for spec in found if spec.codec is None and spec.tiling == "nested"]
-        if len(specs) < 2:
+        specs = [spec for side in sides if (spec := self.recipe.resolve(name, side)) is not None]
+        if len(specs) < 2 or any(not each.tile_size or each.codec or each.tiling != "nested" for each in specs):
             return False
         dims, first = (self.dims, self.lhs.shape) if name == "fwd" else (self._gradient_dims(name)[0], x.shape)
         second = self.lhs.shape if name == "drhs" else self.rhs.shape
@@ -286,21 +285,14 @@ class _Dot(Operation):
         if matmul.rotation is not None:
             index = rotated_axis(tuple(grad.shape[axis] for axis in left), matmul.rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
-            signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
-            grad = rotate(grad, left[0], signs)
+        turn = rotation_of(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+        grad = turn(grad, *left)
         if matmul.is_late:
-            whole, unit = residual, None
-            if isinstance(whole, QTensor):
-                # Elements times block scales have six bits, which bfloat16 holds; an outer scale waits.
-                unit, inner = whole.outer_scale, dataclasses.replace(whole, outer_scale=None)
-                whole = dequantize(whole) if unit is None else dequantize(inner, grad.dtype.name)
-            if matmul.rotation is not None:
-                whole = rotate(whole, right[0], signs)  # pyright: ignore[reportPossiblyUnbound]
+            whole, unit = without_outer(residual, grad.dtype.name)
+            whole = turn(whole, *right)
             own = jax.random.fold_in(key, 3) if kept.draws and key is not None else None
-            residual = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)[0]
-            if unit is not None:
-                outer = unit if residual.outer_scale is None else residual.outer_scale * unit
-                residual = dataclasses.replace(residual, outer_scale=outer)
+            tensor, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
+            residual = with_outer(tensor, unit)
         assert isinstance(residual, QTensor)
         return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, None, shards=matmul.shards)[0], residual
 

@@ -160,3 +160,22 @@ def align(
         return folded, QTensor(residual.qvalue, unit.reshape((1,) * residual.ndim))
     again = dataclasses.replace(forward_spec, rounding="nearest")
     return grad, quantize(dequantize(residual), again, dims.rhs_contract, batch=dims.rhs_batch)
+
+
+def without_outer(x: QTensor | Array, dtype: str) -> tuple[Array, Array | None]:
+    """Return the values that are quantized again, and an outer scale, which waits for ``with_outer``.
+
+    Elements times block scales have six bits, which bfloat16 holds.
+    """
+    if not isinstance(x, QTensor):
+        return x, None
+    if x.outer_scale is None:
+        return dequantize(x), None
+    return dequantize(dataclasses.replace(x, outer_scale=None), dtype), x.outer_scale
+
+
+def with_outer(tensor: QTensor, unit: Array | None) -> QTensor:
+    """Multiply an outer scale that ``without_outer`` took off into what was quantized again."""
+    if unit is None:
+        return tensor
+    return dataclasses.replace(tensor, outer_scale=unit if tensor.outer_scale is None else tensor.outer_scale * unit)

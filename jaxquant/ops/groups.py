@@ -24,6 +24,7 @@ from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_o
 from jaxquant.core.sharding import over_devices
 from jaxquant.formats import encode_tensor
 from jaxquant.ops.contract import DEQUANTIZED_MARK, inner
+from jaxquant.ops.gradients import without_outer
 
 Array = jax.Array
 
@@ -82,7 +83,7 @@ class Slabs(NamedTuple):
     Tiles along the rows lie within a slab, and so within a group.
 
     Attributes:
-      source: the row at each place, [T, step]; M where there is none.
+      source: the row that each place holds, [T, step]; M for a place that is filled with zeros.
       groups: of slabs.
     """
 
@@ -261,13 +262,5 @@ def outer_scale(side: QTensor, groups: Groups, contracts_rows: bool) -> Array:
 
 
 def whole_values(side: Any, groups: Groups, dtype: str) -> tuple[Array, Array | None]:
-    """Return what is quantized again, and an outer scale that waits: elements times block scales fit bfloat16."""
-    if not isinstance(side, QTensor) or side.outer_scale is None:
-        return floats(side, groups, "float32"), None
-    return dequantize(dataclasses.replace(side, outer_scale=None), dtype), side.outer_scale
-
-
-def with_outer(tensor: Any, unit: Array | None) -> Any:
-    if unit is None:
-        return tensor
-    return dataclasses.replace(tensor, outer_scale=unit if tensor.outer_scale is None else tensor.outer_scale * unit)
+    """Return what is quantized again, and an outer scale that waits; see ``gradients.without_outer``."""
+    return (floats(side, groups, "float32"), None) if isinstance(side, Rows) else without_outer(side, dtype)

@@ -13,8 +13,9 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = dict.fromkeys(PIECES, ("xla", "pal
 """Implementations of each piece, the one that runs everywhere first."""
 
 BLOCKS = "matmul of blocks"
-"""The product of two operands in blocks: ``cudnn``'s where the chip has one, ``pallas`` where it is asked for and has a
-kernel, which sums exact products in float32 as cuDNN does; else ``xla``'s of dequantized (rounded) operands."""
+"""The product of two operands in blocks. ``cudnn`` is the instruction of the chip. ``pallas`` is our kernel, which must
+be asked for; it sums exact products in float32, as cuDNN does. ``xla`` multiplies operands that it has dequantized, and
+so rounded."""
 
 
 _REFUSED, _UNPICKED = "pallas was asked for; ", "XLA's program: "
@@ -78,7 +79,7 @@ def settle(
     Args:
       piece, implementation: as ``choose_implementation`` takes them.
       refusal: says why the kernel does not compute this call, None where it does; asked where the kernel is wanted.
-      pays: why the kernel is picked where nothing is asked for; None where it is not.
+      pays: the reason to pick the kernel if no implementation is asked for; None picks XLA's program.
     """
     choice = choose_implementation(piece, implementation)
     if implementation is None and pays is not None:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import wide_on_cpus
-from jaxquant.core.hadamard import draw_signs, rotate
+from jaxquant.core.hadamard import rotation_of
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
@@ -37,6 +37,7 @@ from jaxquant.ops import arguments, pieces
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
+from jaxquant.ops.gradients import with_outer, without_outer
 from jaxquant.ops.groups import (
     Groups,
     Rows,
@@ -56,7 +57,6 @@ from jaxquant.ops.groups import (
     values,
     whole_values,
     with_groups,
-    with_outer,
 )
 from jaxquant.ops.operand import Observation, forward_key, input_scale, scale_dtype
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
@@ -205,9 +205,7 @@ class _Ragged(Operation):
         if not (step := slab_size(self.recipe, None)):
             return quantize_rows(recipe, x, spec, groups, True, own)
         slabs = Slabs.of(groups, step)
-        x = slabs.cut(x)
-        x = x if matmul.rotation is None else rotate(x, 0, draw_signs(matmul.rotation, None))
-        return slabs.quantize(recipe, x, spec, own)
+        return slabs.quantize(recipe, rotation_of(matmul.rotation, None)(slabs.cut(x), 0), spec, own)
 
     def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: Array | None) -> Prepared:
         recipe, matmul = self.recipe, self.recipe.dlhs
@@ -216,7 +214,7 @@ class _Ragged(Operation):
         if kept is None:
             spec = recipe.resolve("dlhs", "rhs")
             assert spec is not None
-            turned = x if matmul.rotation is None else rotate(x, 2, draw_signs(matmul.rotation, None))
+            turned = rotation_of(matmul.rotation, None)(x, 2)
             kept = quantize_weights(recipe, turned, spec, 1, forward_key(x, spec, key))
         return Prepared(forward, Kept(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
 
@@ -266,9 +264,8 @@ class _Ragged(Operation):
         matmul, forward, dtype = self.recipe.dlhs, self.recipe.fwd.rhs, grad.dtype.name
         if not isinstance(matmul.lhs, TensorSpec):
             return self._float_gradient(grad, rhs, groups)
-        if matmul.rotation is not None:
-            signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
-            grad = rotate(grad, 1, signs)
+        turn = rotation_of(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+        grad = turn(grad, 1)
         again = matmul.rhs if matmul.is_late else None
         if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
             assert isinstance(forward, TensorSpec)
@@ -280,10 +277,9 @@ class _Ragged(Operation):
             elif forward.granularity != "per_block":  # forward tiles: quantized again, along N
                 again = dataclasses.replace(forward, rounding="nearest")
         if isinstance(again, TensorSpec):
-            whole, unit = whole_values(rhs, groups, dtype)
-            whole = whole if matmul.rotation is None else rotate(whole, 2, signs)  # pyright: ignore[reportPossiblyUnbound]
+            whole, unit = without_outer(rhs, dtype)
             own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
-            rhs = with_outer(quantize_weights(self.recipe, whole, again, 1, own), unit)
+            rhs = with_outer(quantize_weights(self.recipe, turn(whole, 2), again, 1, own), unit)
         left = shared or quantize_rows(self.recipe, grad, matmul.lhs, groups, False, key, SMALLEST_GRADIENT_SCALE)
         if not (is_plain(left, 1) and is_plain(rhs, 2)):
             return self._dequantized(left, rhs, groups, _DLHS, dtype)
@@ -318,12 +314,9 @@ class _Ragged(Operation):
     def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
         """Compute the weight gradient of operands in tiles along the tokens, each group's from its own first row."""
         recipe, matmul, rows = self.recipe, self.recipe.drhs, slabs.rows
-        grad, turn = slabs.cut(grad), lambda x: x
-        if matmul.rotation is not None:
-            signs = draw_signs(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
-            turn = functools.partial(rotate, axis=0, signs=signs)
+        turn = rotation_of(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
         assert isinstance(matmul.rhs, TensorSpec)
-        right = slabs.quantize(recipe, turn(grad), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
+        right = slabs.quantize(recipe, turn(slabs.cut(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
         again = matmul.lhs if matmul.is_late else None
         if matmul.lhs == FORWARD and isinstance(lhs, QTensor):
             assert isinstance(recipe.fwd.lhs, TensorSpec)
@@ -332,7 +325,8 @@ class _Ragged(Operation):
             whole, unit = whole_values(lhs, groups, dtype)
             own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
             unit = None if unit is None else jnp.take(unit, slabs.source[:, :1], axis=0, mode="clip")
-            lhs = with_outer(slabs.quantize(recipe, turn(slabs.cut(whole)), again, own), unit)
+            lhs = slabs.quantize(recipe, turn(slabs.cut(whole), 0), again, own)
+            lhs = with_outer(lhs, unit) if isinstance(lhs, QTensor) else lhs
         elif isinstance(lhs, Rows) and matmul.lhs == FORWARD:
             lhs = Rows(slabs.cut(lhs.qvalue), lhs.scale)
         elif not isinstance(lhs, (QTensor, Rows)):

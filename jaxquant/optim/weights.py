@@ -86,21 +86,22 @@ def compensated_round() -> optax.GradientTransformation:
         return CompensatedState(jax.tree.map(lambda p: jnp.zeros_like(p) if p.dtype == jnp.bfloat16 else None, params))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, CompensatedState]:
-        def exact(p: jax.Array, u: jax.Array, error: jax.Array) -> jax.Array:
-            return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))
-
-        def of_leaf(_: Any, p: jax.Array, u: jax.Array, error: Any) -> jax.Array:
-            return u if error is None else _nearest(exact(p, u, error)) - p.astype(jnp.float32)
-
-        def error_of(_: Any, p: jax.Array, u: jax.Array, error: Any) -> Any:
+        def exact(_: Any, p: jax.Array, u: jax.Array, error: Any) -> Any:
             if error is None:
                 return None
-            wanted = exact(p, u, error)
+            return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))
+
+        def of_leaf(_: Any, p: jax.Array, u: jax.Array, wanted: Any) -> jax.Array:
+            return u if wanted is None else _nearest(wanted) - p.astype(jnp.float32)
+
+        def error_of(_: Any, p: jax.Array, wanted: Any) -> Any:
+            if wanted is None:
+                return None
             lost = wanted - _nearest(wanted)
             return jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16)
 
-        both = (params, updates, state.error)
-        return _map(of_leaf, *both), CompensatedState(_map(error_of, *both))
+        wanted = _map(exact, params, updates, state.error)
+        return _map(of_leaf, params, updates, wanted), CompensatedState(_map(error_of, params, wanted))
 
     return optax.GradientTransformation(init, update)
 

@@ -415,12 +415,10 @@ class Analysis:
             site.split = None if batch and any(leaf.split for leaf in site.leaves) else ()
             return
         found = route.by_batch(batch, (axis for axis, n in enumerate(shape) if n > 1 and axis not in batch))
-        site.split = (
-            None if found is None else tuple(tuple(name for each in own for name in each.names) for own in found)
-        )
         if not found or not any(found):
-            site.split = site.split and ()
+            site.split = None if found is None else ()
             return
+        site.split = tuple(tuple(name for each in own for name in each.names) for own in found)
         site.batch = tuple(n * math.prod(each.parts for each in own) for n, own in zip(site.batch, found, strict=True))
         if route.obstacle == flows.SHARDED and sum(map(len, found)) == len(route.splits):
             site.route = dataclasses.replace(route, obstacle="")  # a whole leaf is converted expert by expert, too

@@ -78,7 +78,7 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
 
 
 def _matrix(shape: tuple[int, ...], casts: tuple[Cast, ...]) -> tuple[tuple[int, int], tuple[Cast, ...]] | None:
-    """Return the matrix of whole tiles as which a tensor is cast, and its casts; None where there is none."""
+    """Return the shape of a tensor as a matrix of whole tiles, and its casts there; None where it has no such shape."""
     if not all(is_even(shape, cast.block) for cast in casts):
         return None
     for axis in range(1, len(shape)):

@@ -93,7 +93,7 @@ def _kernel(x_ref: Any, *out_refs: Any, casts: tuple[Cast, ...], interpret: bool
 
 
 def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: tuple[Any, int]) -> None:
-    """Cast a tile and write what is asked for.
+    """Cast a tile, and write its elements with their scales, its values, or both.
 
     Args:
       x, magnitude: the tile, and what its scales follow.
@@ -130,7 +130,7 @@ def _largest(magnitude: Array, block: tuple[int, ...]) -> Array:
 
 
 def _spread(scale: Array, is_turned: bool) -> Array:
-    """Give every element of a tile the scale of its block."""
+    """Return the scale of the block of each element of a tile."""
     whole = jnp.broadcast_to(scale[:, None], (len(scale), TILE // len(scale), TILE)).reshape(TILE, TILE)
     return whole.T if is_turned else whole
 
