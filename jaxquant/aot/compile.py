@@ -78,10 +78,9 @@ _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstr
 
 
 def _placed(leaf: Any, on: Chip) -> Any:
-    """Return a shape on one absent GPU, whose kind its type then names."""
-    if on.gpu is None:
-        return leaf
-    device = AbstractDevice(device_kind=on.name, num_cores=on.gpu[0], platform="gpu")
+    """Return a shape on one absent device, whose kind and platform its type then names."""
+    cores, platform = (on.gpu[0], "gpu") if on.gpu else (1, on.platform)
+    device = AbstractDevice(device_kind=on.name, num_cores=cores, platform=platform)
     place = NamedSharding(AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device), PartitionSpec())
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
