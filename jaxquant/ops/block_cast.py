@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.blocks import block_shape, scale_shape
 from jaxquant.core.qtensor import QTensor
@@ -82,15 +83,20 @@ def cast_uses(
     return [(None if each.values is None else Dequantized(each.values), each.tensor) for each in made]
 
 
-def abstract_tensor(spec: TensorSpec, shape: tuple[int, ...], axes: tuple[int, ...], batch: tuple[int, ...]) -> QTensor:
+def abstract_tensor(
+    spec: TensorSpec, shape: tuple[int, ...], axes: tuple[int, ...], batch: tuple[int, ...], beside: Array
+) -> QTensor:
     """Return the types of what an operand is quantized to.
 
     Args:
       spec, axes, batch: as ``Use`` has them.
       shape: of the operand.
+      beside: an array of the same program, on whose mesh it lies.
     """
     counts = scale_shape(shape, block_shape(shape, spec, axes, 1, batch))
-    return QTensor(*(jax.ShapeDtypeStruct(*each) for each in ((shape, spec.dtype), (counts, spec.scale_dtype))))  # pyright: ignore[reportArgumentType]
+    place = NamedSharding(jax.typeof(beside).sharding.mesh, PartitionSpec())
+    types = ((shape, spec.dtype), (counts, spec.scale_dtype))
+    return QTensor(*(jax.ShapeDtypeStruct(*each, sharding=place) for each in types))  # pyright: ignore[reportArgumentType]
 
 
 def cast_forward(
