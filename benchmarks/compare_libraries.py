@@ -93,6 +93,7 @@ ENTRIES = (
     _entry("fp8_block", "native", "jaxquant fp8_block", implementation="pallas"),
     _direct("fp8"),
     _direct("fp8_current"),
+    _direct("fp8_block", implementation="pallas"),
 )
 
 NOTES = """
@@ -156,6 +157,7 @@ def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
             def dense(name: str, x: jax.Array, n: int) -> jax.Array:
                 given = {"state": state[name], "key": jax.random.fold_in(key, n), "preferred_element_type": x.dtype}
+                given["implementation"] = entry.config.get("implementation")
                 return dot_general(x, params[name], (((1,), (0,)), ((), ())), recipe=recipe, **given)
 
             return jnp.mean(jnp.square(dense("second", nn.silu(dense("first", x, 0)), 1).astype(jnp.float32)))

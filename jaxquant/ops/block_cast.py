@@ -36,6 +36,7 @@ class Use(NamedTuple):
       axes, batch: its contraction and batch axes there.
       has_values: whether the matmul multiplies it dequantized, in bfloat16.
       has_elements: whether its elements and scales are wanted.
+      is_turned: as ``Cast`` has it.
     """
 
     spec: TensorSpec
@@ -43,6 +44,7 @@ class Use(NamedTuple):
     batch: tuple[int, ...]
     has_values: bool
     has_elements: bool
+    is_turned: bool = False
 
 
 def cast_uses(
@@ -67,8 +69,8 @@ def cast_uses(
     if any(use.spec.tile_size is None or use.spec.codec is not None for use in uses) or x.ndim < 2:
         return None
     casts = tuple(
-        Cast(spec, block_shape(x.shape, spec, axes, 1, batch), floor, has_elements, has_values)
-        for spec, axes, batch, has_values, has_elements in uses
+        Cast(spec, block_shape(x.shape, spec, axes, 1, batch), floor, has_elements, has_values, is_turned)
+        for spec, axes, batch, has_values, has_elements, is_turned in uses
     )
 
     def refused() -> str | None:
@@ -126,6 +128,9 @@ def cast_forward(
         assert own is not None
         others = tuple(axis for axis in range(x.ndim) if axis not in (*axes, *batch))
         uses.append(Use(own, others, batch, False, True))
+    elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
+        is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own along rows
+        uses = [uses[0]._replace(is_turned=not is_last), uses[0]._replace(is_turned=is_last)]
     made = cast_uses(x, uses, recipe=recipe, implementation=implementation)
     if made is None:
         return None

@@ -48,8 +48,8 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         if cast.has_elements:
             shapes.append(result(sizes, cast.spec.dtype))
             rings[cast.spec.dtype, size] = None
-            along = M // TILE if 1 not in cast.block else sizes[0]
-            shapes.append(result((sizes[1] // size, along), jnp.float32))
+            counts = (sizes[0] // TILE, sizes[1] // TILE) if _is_square(cast) else (sizes[1] // size, sizes[0])
+            shapes.append(result(counts, jnp.float32))
         if cast.has_values:
             shapes.append(result(sizes, jnp.bfloat16))
             rings["bfloat16", size] = None
@@ -71,7 +71,11 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
 
 def is_turned(cast: Cast) -> bool:
     """Check whether the results of a cast lie transposed in memory."""
-    return cast.block[1] == 1
+    return cast.block[1] == 1 or (cast.is_turned and _is_square(cast))
+
+
+def _is_square(cast: Cast) -> bool:
+    return 1 not in cast.block
 
 
 def _size(cast: Cast) -> int:
@@ -91,7 +95,7 @@ def _blocks(cast: Cast, made: Any) -> Blocks:
     tensor = None
     if cast.has_elements:
         q, scale = turn(next(made)), next(made)
-        scale = scale if is_turned(cast) else scale.T
+        scale = turn(scale if _is_square(cast) else scale.T)
         if cast.spec.scale_dtype == "float8_e8m0fnu":
             exponent = lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS
             scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
@@ -106,10 +110,12 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
 
     def step(indices: tuple[Any], x_tile: Any) -> None:
         place = (i, j * steps + indices[0])
-        left = iter(out_refs)
+        left, found = iter(out_refs), {}
         for n, cast in enumerate(casts):
             outs = [next(left) for _ in range(2 * cast.has_elements + cast.has_values)]
-            whole = None if 1 in cast.block else _scale(_largest_of_tile(x_tile), cast)
+            if _is_square(cast) and cast.spec not in found:
+                found[cast.spec] = _scale(_largest_of_tile(x_tile), cast)
+            whole = found[cast.spec] if _is_square(cast) else None
             for half in range(2):
                 # What this half of the rings held before is gone: all but what the last half wrote.
                 plgpu.wait_smem_to_gmem(copies[n if half else n - 1], wait_read_only=True)
@@ -183,7 +189,7 @@ def _cast(
         piece = x[:, n * size : (n + 1) * size]
         scale = _scale(_largest(piece), cast) if whole is None else whole
         if cast.has_elements:
-            at = (column * (TILE // size) + n, rows) if whole is None else place[::-1]
+            at = (column * (TILE // size) + n, rows) if whole is None else (row, column)
             outs[1][at] = scale
         spread = lax.broadcast_in_dim(scale, piece.shape, [0] if whole is None else [])
         q = saturating_cast(piece / spread, element(cast.spec.dtype))
