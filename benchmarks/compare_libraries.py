@@ -90,7 +90,7 @@ ENTRIES = (
     _entry("int8", "native", "qwix int8"),
     _entry("int8_delayed", "native"),
     *(_entry(string, "native") for string in ("fp8_block", "mxfp8", "nvfp4", "quartet2")),
-    _entry("fp8_block", "native", "jaxquant fp8_block", implementation="pallas"),
+    *(_entry(string, "native", f"jaxquant {string}", implementation="pallas") for string in ("fp8_block", "mxfp8")),
     _direct("fp8"),
     _direct("fp8_current"),
     _direct("fp8_block", implementation="pallas"),

@@ -56,10 +56,10 @@ def with_nan(x, made, cast):
     whole = spread(spread(hit, 0, x.shape[0], rows), 1, x.shape[1], columns)
 
     def of(array, where):
-        return None if array is None else jnp.where(where, jnp.nan, array.astype("float32")).astype(array.dtype)
+        return jnp.where(where, jnp.nan, array.astype("float32")).astype(array.dtype)
 
     tensor = made.tensor and QTensor(of(made.tensor.qvalue, whole), of(made.tensor.scale, hit))
-    return reference.Blocks(tensor, of(made.values, whole))
+    return reference.Blocks(tensor, None if made.values is None else of(made.values, whole))
 
 
 @pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
