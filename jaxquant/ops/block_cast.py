@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.core.blocks import block_shape, scale_shape
+from jaxquant.core.blocks import block_shape, is_even, scale_shape
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Matmul, Recipe, Side, TensorSpec
 from jaxquant.core.scales import SMALLEST_SCALE
@@ -95,10 +95,11 @@ def abstract_tensor(
       shape: of the operand.
       beside: an array of the same program, on whose mesh it lies.
     """
-    counts = scale_shape(shape, block_shape(shape, spec, axes, 1, batch))
+    block = block_shape(shape, spec, axes, 1, batch)
     place = NamedSharding(jax.typeof(beside).sharding.mesh, PartitionSpec())
-    types = ((shape, spec.dtype), (counts, spec.scale_dtype))
-    return QTensor(*(jax.ShapeDtypeStruct(*each, sharding=place) for each in types))  # pyright: ignore[reportArgumentType]
+    types = ((shape, spec.dtype), (scale_shape(shape, block), spec.scale_dtype))
+    parts = [jax.ShapeDtypeStruct(*each, sharding=place) for each in types]
+    return QTensor(*parts, block=None if is_even(shape, block) else block)  # pyright: ignore[reportArgumentType]
 
 
 def cast_forward(
