@@ -106,8 +106,8 @@ on h200, where a bfloat16 activation of the hidden layer is 67 MB):
   and the compiler writes that from the matmul.
 
 Block recipes without an instruction of the chip read a tensor for its amaxes and again for the cast, which the compiler
-does not fuse (on TPUs a kernel reads it once for `fp8_block` and `mxfp8`: `kernels-tpu.md`); `quartet2` rotates and
-casts both operands of both gradients anew.
+does not fuse. For `fp8_block` and `mxfp8` a kernel reads it once on TPUs (`kernels-tpu.md`), and on Hopper with
+`implementation: pallas` (`kernels-gpu.md`). `quartet2` rotates and casts both operands of both gradients anew.
 
 `nn.Dense` casts its kernel to bfloat16 before the op sees it, so that the gradient is cast back in a pass of its own:
 201 MB for each kernel here. In the rows *float32 kernel* the op itself takes the kernel as it is kept, and its matmul

@@ -30,6 +30,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _NOT_FINITE = 255
+_SCRATCH = 2048
+"""Bytes through which warps find the largest of a tile together; without them two programs fit a multiprocessor."""
 
 
 def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
@@ -61,7 +63,10 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         scratch_types=[_ring(*each) for each in rings],
         grid=(M // TILE, N // TILE // steps),
         grid_names=("rows", "strip"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=_SCRATCH if any(map(_is_square, casts)) else 0,
+        ),
         interpret=mosaic_gpu.interpreter(interpret),
         kernel_name=NAME + (SMALL if any(32 in cast.block for cast in casts) else ""),
     )(x)
