@@ -287,7 +287,7 @@ def _of_hopper(casts: dict[str, tuple[Cast, ...]]) -> dict[str, tuple[Cast, ...]
     for name, each in casts.items():
         if name.startswith("fp8_block"):
             each = tuple(cast._replace(has_elements=True, has_values=False) for cast in each)
-            each = each if len(each) > 1 else (*each, each[0]._replace(is_turned=True))
+            each += tuple(cast._replace(is_turned=True) for cast in each if 1 not in cast.block)
         if each not in found.values():
             found[name] = each
     return found
