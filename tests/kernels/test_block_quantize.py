@@ -16,7 +16,7 @@ from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize import api, gpu, reference, tpu
 from jaxquant.kernels.block_quantize.cases import CASES
 from jaxquant.ops.implementation import choices_made
-from tests.kernels.test_block_matmul import gradients, matmuls, on
+from tests.kernels.test_block_matmul import gradients, mapped, matmuls, on, sharded
 
 TINY = 2.0**-140
 
@@ -93,6 +93,12 @@ def test_on_hopper_the_cast_runs_where_it_is_asked_for(kind, name, implementatio
     assert text.count("name=jaxquant_block_quantize") == casts
     assert matmuls(step, *shapes) == products  # of bfloat16 values, and of elements
     assert any(piece == "block_quantize" and why in choice.reason for piece, choice in choices_made())
+
+
+@pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, 256, 128), 1), (sharded, (8 * 256, 128), 8)])
+def test_a_mapped_and_a_sharded_step_cast_by_the_kernel_of_hopper(form, x, size):
+    shapes = on("NVIDIA H200", x, size=size), on("NVIDIA H200", (128, 384), size=size)
+    assert str(jax.jit(form).trace(*shapes).jaxpr).count("name=jaxquant_block_quantize") == 3
 
 
 @pytest.mark.aot

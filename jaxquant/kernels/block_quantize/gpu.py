@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.rounding import saturating_cast
+from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize.reference import NAME, SMALL, Blocks, Cast
 from jaxquant.kernels.block_quantize.tuning import ROWS, STRIP, TILE
@@ -70,7 +71,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         interpret=mosaic_gpu.interpreter(interpret),
         kernel_name=NAME + (SMALL if any(32 in cast.block for cast in casts) else ""),
     )(x)
-    made = iter(out)
+    made = (fit_varying(each, varying_axes(x)) for each in out)  # a Mosaic GPU kernel's results vary along no axis
     return tuple(_blocks(cast, made) for cast in casts)
 
 
@@ -118,9 +119,10 @@ def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[
         left, found = iter(out_refs), {}
         for n, cast in enumerate(casts):
             outs = [next(left) for _ in range(2 * cast.has_elements + cast.has_values)]
-            if _is_square(cast) and cast.spec not in found:
-                found[cast.spec] = _scale(_largest_of_tile(x_tile), cast)
-            whole = found[cast.spec] if _is_square(cast) else None
+            key = cast.spec, cast.floor
+            if _is_square(cast) and key not in found:
+                found[key] = _scale(_largest_of_tile(x_tile), cast)
+            whole = found[key] if _is_square(cast) else None
             for half in range(2):
                 # What this half of the rings held before is gone: all but what the last half wrote.
                 plgpu.wait_smem_to_gmem(copies[n if half else n - 1], wait_read_only=True)
