@@ -96,7 +96,9 @@ def _kernels(options: argparse.Namespace) -> Table:
         notes = Path(folder) / "notes"
         dump = gpu_dump(notes) if chip(options.target).platform == "cuda" else tpu_dump(notes)
         rows = _run("kernel_table", [options.target, str(notes)], dump)
-    text = "\n".join([f"# Kernels as compiled for {options.target}", "", *report.table(rows)]) + "\n"
+    columns = dict.fromkeys(key for row in rows for key in row)
+    whole = [{key: row.get(key, "") for key in columns} for row in rows]
+    text = "\n".join([f"# Kernels as compiled for {options.target}", "", *report.table(whole)]) + "\n"
     return text, rows, f"kernels-{options.target}"
 
 

@@ -90,9 +90,10 @@ ENTRIES = (
     _entry("int8", "native", "qwix int8"),
     _entry("int8_delayed", "native"),
     *(_entry(string, "native") for string in ("fp8_block", "mxfp8", "nvfp4", "quartet2")),
-    _entry("fp8_block", "native", "jaxquant fp8_block", implementation="pallas"),
+    *(_entry(string, "native", f"jaxquant {string}", implementation="pallas") for string in ("fp8_block", "mxfp8")),
     _direct("fp8"),
     _direct("fp8_current"),
+    _direct("fp8_block", implementation="pallas"),
 )
 
 NOTES = """
@@ -105,8 +106,8 @@ on h200, where a bfloat16 activation of the hidden layer is 67 MB):
   and the compiler writes that from the matmul.
 
 Block recipes without an instruction of the chip read a tensor for its amaxes and again for the cast, which the compiler
-does not fuse (on TPUs a kernel reads it once for `fp8_block` and `mxfp8`: `kernels-tpu.md`); `quartet2` rotates and
-casts both operands of both gradients anew.
+does not fuse. For `fp8_block` and `mxfp8` a kernel reads it once on TPUs (`kernels-tpu.md`), and on Hopper with
+`implementation: pallas` (`kernels-gpu.md`). `quartet2` rotates and casts both operands of both gradients anew.
 
 `nn.Dense` casts its kernel to bfloat16 before the op sees it, so that the gradient is cast back in a pass of its own:
 201 MB for each kernel here. In the rows *float32 kernel* the op itself takes the kernel as it is kept, and its matmul
@@ -156,6 +157,7 @@ def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
             def dense(name: str, x: jax.Array, n: int) -> jax.Array:
                 given = {"state": state[name], "key": jax.random.fold_in(key, n), "preferred_element_type": x.dtype}
+                given["implementation"] = entry.config.get("implementation")
                 return dot_general(x, params[name], (((1,), (0,)), ((), ())), recipe=recipe, **given)
 
             return jnp.mean(jnp.square(dense("second", nn.silu(dense("first", x, 0)), 1).astype(jnp.float32)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.block_matmul import gpu as blocks_gpu
 from jaxquant.kernels.block_matmul import reference as blocks_reference
+from jaxquant.kernels.block_quantize import cases as block_casts
+from jaxquant.kernels.block_quantize import reference as block_casts_reference
 from jaxquant.kernels.fp8_einsum import cases as products
 from jaxquant.kernels.fp8_einsum import reference as matmul_reference
 from jaxquant.kernels.quantize import cases as casts
@@ -42,6 +45,9 @@ PRODUCTS = tuple(
         ("int8", "int8", "int32", True),
     )
 )
+BLOCK_CASTS = tuple(
+    dataclasses.replace(case, shape=shape) for shape in ((1024, 512), (15872, 4096)) for case in block_casts.CASES
+)
 BLOCKS = (
     *blocks.CASES,
     blocks.Case((1, 15872, 4096, 4096)),
@@ -50,7 +56,7 @@ BLOCKS = (
 )
 
 
-def measure_kernels(rounds: int = 20, cases: Sequence[Any] = (*CASTS, *PRODUCTS, *BLOCKS)) -> list[Row]:
+def measure_kernels(rounds: int = 20, cases: Sequence[Any] = (*CASTS, *BLOCK_CASTS, *PRODUCTS, *BLOCKS)) -> list[Row]:
     """Compare each kernel with its reference on the device, bit for bit, and time it beside XLA's program for it.
 
     Operands of matmuls are small integers, of which every sum is exact. Beside dense products of blocks stands XLA's of
@@ -59,9 +65,9 @@ def measure_kernels(rounds: int = 20, cases: Sequence[Any] = (*CASTS, *PRODUCTS,
 
     Args:
       rounds: measurements of each.
-      cases: calls of ``quantize``, ``matmul`` and the products of blocks.
+      cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the products of blocks.
     """
-    kinds = {casts.Case: _cast, products.Case: _product, blocks.Case: _blocks}
+    kinds = {casts.Case: _cast, block_casts.Case: _block_cast, products.Case: _product, blocks.Case: _blocks}
     return [kinds[type(case)](case, rounds) for case in cases]
 
 
@@ -80,6 +86,20 @@ def _cast(case: casts.Case, rounds: int) -> Row:
 
     args = x, jnp.full((1, 1), 0.0123, jnp.float32), seeds
     return row | _compared(on(gpu.quantize), on(quantize_reference.quantize), args, rounds)
+
+
+def _block_cast(case: block_casts.Case, rounds: int) -> Row:
+    from jaxquant.kernels.block_quantize import gpu
+
+    row = {"kernel": "block_quantize", "case": str(case)}
+    if why := mosaic_gpu.refuse_device(None, 9, 9, interpret=False):
+        return _refused(row, why)
+    x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
+
+    def on(function: Any) -> Callable[..., Any]:
+        return jax.jit(lambda x: function(x, case.casts))
+
+    return row | _compared(on(gpu.block_quantize), on(block_casts_reference.block_quantize), (x,), rounds)
 
 
 def _product(case: products.Case, rounds: int) -> Row:

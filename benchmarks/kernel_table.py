@@ -33,6 +33,7 @@ from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.block_matmul import gpu as blocks_gpu
 from jaxquant.kernels.block_matmul import reference as blocks_reference
+from jaxquant.kernels.block_quantize import gpu as cast_gpu
 from jaxquant.kernels.block_quantize import reference as cast_reference
 from jaxquant.kernels.block_quantize import tpu as cast_tpu
 from jaxquant.kernels.block_quantize import tuning as cast_tuning
@@ -132,6 +133,7 @@ def rows(target: str, folder: Path) -> list[Row]:
     found = [product(compiler, sizes, dtype) for sizes in PRODUCTS for dtype in DTYPES]
     found += [cast(compiler, dtype, transposed) for dtype in DTYPES for transposed in (False, True)]
     found += [_tpu_blocks(compiler, *each) for each in CASTS.items() if on_tpu]
+    found += [] if on_tpu else [_gpu_block_cast(compiler, *each) for each in _of_hopper(CASTS).items()]
     return found + ([] if on_tpu else [_gpu_blocks(compiler, case) for case in BLOCKS])
 
 
@@ -277,6 +279,40 @@ def _gpu_cast(compiler: Compiler, dtype: str, transposed: bool) -> Row:
         return row | {"registers": "", "spilled": "", "refused": why}
     compiler.compile(lambda x, scale: quantize_gpu.quantize(x, scale, dtype=dtype, transposed=transposed), x, scale)
     return row | _registers(compiler, quantize_reference.NAME)
+
+
+def _of_hopper(casts: dict[str, tuple[Cast, ...]]) -> dict[str, tuple[Cast, ...]]:
+    """Return what Hopper's kernel multiplies of ``fp8_block``: elements of all, of a weight as both matmuls read it."""
+    found = {}
+    for name, each in casts.items():
+        if name.startswith("fp8_block"):
+            each = tuple(cast._replace(has_elements=True, has_values=False) for cast in each)
+            each += tuple(cast._replace(is_turned=True) for cast in each if 1 not in cast.block)
+        if each not in found.values():
+            found[name] = each
+    return found
+
+
+def _gpu_block_cast(compiler: Compiler, name: str, casts: tuple[Cast, ...]) -> Row:
+    """Compile a block cast, whose results are returned as they lie in memory, and XLA's program for the same."""
+    (M, N), x = CAST, compiler.shape(CAST, "bfloat16")
+    row: Row = {"kernel": f"block cast of {M}×{N}, {name}", "elements": casts[0].spec.dtype}
+    if why := mosaic_gpu.refuse_device(_capability(compiler), 9, 9, interpret=False):
+        return row | {"registers": "", "spilled": "", "refused": why}
+
+    def lying(function: Program) -> Program:
+        def run(x: jax.Array) -> list[jax.Array]:
+            made = zip(function(x, casts), casts, strict=True)
+            return [each.T if cast_gpu.is_turned(cast) else each for out, cast in made for each in jax.tree.leaves(out)]
+
+        return run
+
+    made = compiler.made(lying(cast_gpu.block_quantize), x)
+    row |= _registers(compiler, cast_reference.NAME) | {"µs": compiler.microseconds(made)}
+    moved = made.moved + sum(kernel.bytes for kernel in made.kernels)
+    theirs = compiler.made(lying(cast_reference.block_quantize), x)
+    more = {"XLA's µs": compiler.microseconds(theirs), "MB": round(moved / 1e6), "XLA's MB": round(theirs.moved / 1e6)}
+    return row | more
 
 
 def _gpu_blocks(compiler: Compiler, case: blocks.Case) -> Row:

@@ -127,10 +127,11 @@ _CYCLES_OF_RESULT = {False: (6 / 1024, 5 / 1024), True: (8 / 1024, 7 / 1024)}
 
 
 def _block_quantize(instruction: Instruction, operands: list[Array], path: str) -> tuple[str, str, int, int]:
-    """Our own cast in blocks: on TPUs its arithmetic takes longer than its bytes."""
+    """Our own cast in blocks: on TPUs its arithmetic takes longer than its bytes, on GPUs it takes what those take."""
     size = math.prod(operands[0].shape)
     found = _CYCLES_OF_RESULT["block_quantize_32" in path]
-    cycles = [found[each.dtype == "bf16"] for each in instruction.arrays if math.prod(each.shape) == size]
+    written = instruction.arrays if instruction.target == "tpu_custom_call" else []
+    cycles = [found[each.dtype == "bf16"] for each in written if math.prod(each.shape) == size]
     return "jaxquant block_quantize", operands[0].dtype, 0, round(size * sum(cycles))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax
 from jaxquant.core.sharding import explicit_sharding, is_whole, platform_of, varying_axes
 
 Array = jax.Array
+HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+"""Kinds of devices that are Hopper GPUs, as they name themselves."""
 
 
 def cut_refusal(*operands: Array) -> str | None:

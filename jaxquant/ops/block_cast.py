@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant.core.blocks import block_shape, scale_shape
+from jaxquant.core.blocks import block_shape, is_even, scale_shape
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import Matmul, Recipe, Side, TensorSpec
 from jaxquant.core.scales import SMALLEST_SCALE
@@ -35,6 +36,7 @@ class Use(NamedTuple):
       axes, batch: its contraction and batch axes there.
       has_values: whether the matmul multiplies it dequantized, in bfloat16.
       has_elements: whether its elements and scales are wanted.
+      is_turned: as ``Cast`` has it.
     """
 
     spec: TensorSpec
@@ -42,6 +44,7 @@ class Use(NamedTuple):
     batch: tuple[int, ...]
     has_values: bool
     has_elements: bool
+    is_turned: bool = False
 
 
 def cast_uses(
@@ -66,8 +69,8 @@ def cast_uses(
     if any(use.spec.tile_size is None or use.spec.codec is not None for use in uses) or x.ndim < 2:
         return None
     casts = tuple(
-        Cast(spec, block_shape(x.shape, spec, axes, 1, batch), floor, has_elements, has_values)
-        for spec, axes, batch, has_values, has_elements in uses
+        Cast(spec, block_shape(x.shape, spec, axes, 1, batch), floor, has_elements, has_values, is_turned)
+        for spec, axes, batch, has_values, has_elements, is_turned in uses
     )
 
     def refused() -> str | None:
@@ -82,15 +85,21 @@ def cast_uses(
     return [(None if each.values is None else Dequantized(each.values), each.tensor) for each in made]
 
 
-def abstract_tensor(spec: TensorSpec, shape: tuple[int, ...], axes: tuple[int, ...], batch: tuple[int, ...]) -> QTensor:
+def abstract_tensor(
+    spec: TensorSpec, shape: tuple[int, ...], axes: tuple[int, ...], batch: tuple[int, ...], beside: Array
+) -> QTensor:
     """Return the types of what an operand is quantized to.
 
     Args:
       spec, axes, batch: as ``Use`` has them.
       shape: of the operand.
+      beside: an array of the same program, on whose mesh it lies.
     """
-    counts = scale_shape(shape, block_shape(shape, spec, axes, 1, batch))
-    return QTensor(*(jax.ShapeDtypeStruct(*each) for each in ((shape, spec.dtype), (counts, spec.scale_dtype))))  # pyright: ignore[reportArgumentType]
+    block = block_shape(shape, spec, axes, 1, batch)
+    place = NamedSharding(jax.typeof(beside).sharding.mesh, PartitionSpec())
+    types = ((shape, spec.dtype), (scale_shape(shape, block), spec.scale_dtype))
+    parts = [jax.ShapeDtypeStruct(*each, sharding=place) for each in types]
+    return QTensor(*parts, block=None if is_even(shape, block) else block)  # pyright: ignore[reportArgumentType]
 
 
 def cast_forward(
@@ -120,6 +129,9 @@ def cast_forward(
         assert own is not None
         others = tuple(axis for axis in range(x.ndim) if axis not in (*axes, *batch))
         uses.append(Use(own, others, batch, False, True))
+    elif kind == "forward" and not has_values and spec.granularity == "per_block" and platform_of(x) == "gpu":
+        is_last = axes[-1] == x.ndim - 1  # the backward contracts other axes, and each matmul reads its own along rows
+        uses = [uses[0]._replace(is_turned=not is_last), uses[0]._replace(is_turned=is_last)]
     made = cast_uses(x, uses, recipe=recipe, implementation=implementation)
     if made is None:
         return None

@@ -191,16 +191,17 @@ def tiles_dtype(tensors: Sequence[Any], out_dtype: str) -> str:
     return "bfloat16" if is_exact or out_dtype == "bfloat16" else "float32"
 
 
-def multiplies_values(x: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str) -> bool:
-    """Check whether two operands will be dequantized to bfloat16, on the chip that computes x.
+def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: str, implementation: str | None) -> bool:
+    """Check whether two operands will be dequantized to bfloat16: what computes them multiplies no blocks.
 
     Args:
-      x: of the program.
       lhs, rhs: of abstract arrays.
-      dims, out_dtype: as ``contract`` takes them.
+      dims, out_dtype, implementation: as ``contract`` takes them.
     """
-    has_instruction = block_scaled.CAPABILITY_10.search(device_kind_of(x))
-    return not has_instruction and dequantized_dtype(lhs, rhs, dims, out_dtype) == "bfloat16"
+    has_instruction = block_scaled.CAPABILITY_10.search(device_kind_of(lhs.qvalue))
+    if has_instruction or dequantized_dtype(lhs, rhs, dims, out_dtype) != "bfloat16":
+        return False
+    return implementation != "pallas" or block_scaled.choose(lhs, rhs, dims, out_dtype, implementation) == "xla"
 
 
 def _outer_scales(*sides: Any) -> list[Array]:

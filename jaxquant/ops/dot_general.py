@@ -151,9 +151,9 @@ class _Dot(Operation):
             return False
         dims, first = (self.dims, self.lhs.shape) if name == "fwd" else (self._gradient_dims(name)[0], x.shape)
         second = self.lhs.shape if name == "drhs" else self.rhs.shape
-        left = abstract_tensor(specs[0], first, dims.lhs_contract, dims.lhs_batch)
-        right = abstract_tensor(specs[1], second, dims.rhs_contract, dims.rhs_batch)
-        return multiplies_values(x, left, right, dims, out_dtype)
+        left = abstract_tensor(specs[0], first, dims.lhs_contract, dims.lhs_batch, x)
+        right = abstract_tensor(specs[1], second, dims.rhs_contract, dims.rhs_batch, x)
+        return multiplies_values(left, right, dims, out_dtype, self.implementation)
 
     def _gradient_dims(self, name: Matmul) -> tuple[Dimensions, tuple[int, ...]]:
         return self.dims.for_dlhs() if name == "dlhs" else self.dims.for_drhs()

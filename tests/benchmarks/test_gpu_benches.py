@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import gpu_kernels
 from benchmarks.gemms import Contender
-from benchmarks.gpu_kernels import BLOCKS, CASTS, PRODUCTS, measure_kernels
+from benchmarks.gpu_kernels import BLOCK_CASTS, BLOCKS, CASTS, PRODUCTS, measure_kernels
 from benchmarks.layer_step import TINY, measure_layer_step
 from benchmarks.plot import speedups
 from jaxquant.kernels.block_matmul import cases as blocks
@@ -25,8 +25,8 @@ def test_a_layer_is_timed_against_bf16_in_one_run():
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():
-    rows = measure_kernels(1, (CASTS[0], PRODUCTS[0], BLOCKS[0]))
-    assert [row["kernel"] for row in rows] == ["quantize", "matmul", "block_matmul"]
+    rows = measure_kernels(1, (CASTS[0], BLOCK_CASTS[0], PRODUCTS[0], BLOCKS[0]))
+    assert [row["kernel"] for row in rows] == ["quantize", "block_quantize", "matmul", "block_matmul"]
     assert all("the device here is cpu" in row["note"] for row in rows)
 
 

@@ -1,15 +1,22 @@
-"""The kernel of the block cast, without a TPU, against its reference."""
+"""The kernels of the block cast, without a TPU and a GPU, against their reference, and where they run."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxquant
+from jaxquant.core.blocks import spread
 from jaxquant.core.calibration import Calibration
-from jaxquant.kernels.block_quantize import api, reference, tpu
+from jaxquant.core.qtensor import QTensor
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_quantize import api, gpu, reference, tpu
 from jaxquant.kernels.block_quantize.cases import CASES
+from jaxquant.ops.implementation import choices_made
+from tests.kernels.test_block_matmul import gradients, mapped, matmuls, on, sharded
 
 TINY = 2.0**-140
 
@@ -38,6 +45,70 @@ def test_every_bit_is_the_references(case):
     wanted = jax.jit(lambda x: reference.block_quantize(x, case.casts))(x)
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, wanted)
     assert bits(got) == bits(wanted)
+
+
+def with_nan(x, made, cast):
+    """Return what the reference makes on a GPU, where the maximum of a block keeps a NaN, of what it makes on a CPU."""
+    if cast.spec.scale_rounding != "exact":
+        return made
+    rows, columns = cast.block
+    hit = jnp.isnan(x).reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).any((1, 3))
+    whole = spread(spread(hit, 0, x.shape[0], rows), 1, x.shape[1], columns)
+
+    def of(array, where):
+        return jnp.where(where, jnp.nan, array.astype("float32")).astype(array.dtype)
+
+    tensor = made.tensor and QTensor(of(made.tensor.qvalue, whole), of(made.tensor.scale, hit))
+    return reference.Blocks(tensor, None if made.values is None else of(made.values, whole))
+
+
+@pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
+@pytest.mark.parametrize("case", [*CASES[2:5], CASES[6]], ids=str)
+def test_on_a_gpu_every_bit_is_the_references(case):
+    x = hard(case.shape, case.x_dtype)
+    got = gpu.block_quantize(x, case.casts, interpret=True)
+    # XLA's simplifier multiplies by a reciprocal on CPUs, which is not the quotient.
+    exact = jax.jit(reference.block_quantize, static_argnums=1, compiler_options={"xla_disable_hlo_passes": "algsimp"})
+    made = exact(x, case.casts)
+    wanted = tuple(with_nan(x, each, cast) for each, cast in zip(made, case.casts, strict=True))
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, wanted)
+    assert bits(got) == bits(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "implementation", "casts", "products", "why"),
+    [
+        ("NVIDIA H200", "fp8_block", "pallas", 3, (0, 3), "asked for"),
+        ("NVIDIA H200", "mxfp8", "pallas", 3, (3, 0), "asked for"),
+        ("NVIDIA H200", "fp8_block", None, 0, (3, 0), "XLA's program: no kernel is faster than it by a measurement"),
+        ("NVIDIA B200", "fp8_block", "pallas", 0, (3, 0), "for TPUs and Hopper GPUs, and the device is NVIDIA B200"),
+    ],
+)
+def test_on_hopper_the_cast_runs_where_it_is_asked_for(kind, name, implementation, casts, products, why):
+    jax.clear_caches()  # what was traced before notes no choice
+    shapes = on(kind, (2, 128, 384)), on(kind, (384, 256))
+    numbers = (((2,), (0,)), ((), ()))
+    step = functools.partial(gradients, name=name, implementation=implementation, numbers=numbers)
+    text = str(jax.jit(step).trace(*shapes).jaxpr)
+    assert text.count("name=jaxquant_block_quantize") == casts
+    assert matmuls(step, *shapes) == products  # of bfloat16 values, and of elements
+    assert any(piece == "block_quantize" and why in choice.reason for piece, choice in choices_made())
+
+
+@pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, 256, 128), 1), (sharded, (8 * 256, 128), 8)])
+def test_a_mapped_and_a_sharded_step_cast_by_the_kernel_of_hopper(form, x, size):
+    shapes = on("NVIDIA H200", x, size=size), on("NVIDIA H200", (128, 384), size=size)
+    assert str(jax.jit(form).trace(*shapes).jaxpr).count("name=jaxquant_block_quantize") == 3
+
+
+@pytest.mark.aot
+def test_what_is_cast_for_an_absent_h200_is_multiplied_as_it_lies():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 128, 384), (384, 256))]
+    audit = jaxquant.audit(functools.partial(gradients, numbers=(((2,), (0,)), ((), ()))), *shapes, target="h200")
+    assert "| matmuls | 3 f8e4m3fn in blocks |" in str(audit)
+    assert [(row["kernel"], row["times"]) for row in audit.kernels] == [("jaxquant block_quantize", 3)]
+    assert audit.moves == len(audit.largest_moves)  # there are no more
+    assert [row for row in audit.largest_moves if "f8e4m3fn" in row["types"]] == []
 
 
 def test_what_the_kernel_does_not_cast_is_refused_by_name():

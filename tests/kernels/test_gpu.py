@@ -12,6 +12,8 @@ import jaxquant
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_quantize import cases as block_cases
+from jaxquant.kernels.block_quantize import gpu as block_gpu
 from jaxquant.kernels.fp8_einsum import cases as einsum_cases
 from jaxquant.kernels.fp8_einsum import gpu as einsum_gpu
 from jaxquant.kernels.fp8_einsum import reference
@@ -140,7 +142,7 @@ def test_what_matmul_cannot_do_is_refused_by_name(monkeypatch):
 def compiled(step, *shapes, target):
     """Return how often each kernel of ours is called by a step that was compiled for an absent chip."""
     rows = jaxquant.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target).kernels
-    names = ("jaxquant quantize", "jaxquant fp8_einsum")
+    names = ("jaxquant quantize", "jaxquant fp8_einsum", "jaxquant block_quantize")
     return tuple(sum(row["times"] for row in rows if row["kernel"] == name) for name in names)
 
 
@@ -155,17 +157,20 @@ def test_kernels_compile_for_an_absent_h200():
     for case in products:
         types = [case.lhs_dtype, case.rhs_dtype, "float32", "float32"]
         shapes.append([jax.ShapeDtypeStruct(*each) for each in zip(shapes_of(case), types, strict=False)])
+    blocks = block_cases.CASES[3:5]
+    shapes += [[jax.ShapeDtypeStruct(each.shape, each.x_dtype)] for each in blocks]
 
     def step(shapes, seeds):
         calls = [functools.partial(cast, each, seeds=seeds) for each in casts]
         calls += [functools.partial(product, each, einsum_gpu.matmul) for each in products]
+        calls += [functools.partial(block_gpu.block_quantize, casts=each.casts) for each in blocks]
         return [call(*each) for call, each in zip(calls, shapes, strict=True)]
 
     seeds = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    assert compiled(step, shapes, seeds, target="h200") == (len(casts), len(products))
+    assert compiled(step, shapes, seeds, target="h200") == (len(casts), len(products), len(blocks))
 
 
 @pytest.mark.aot
 def test_quantize_compiles_for_an_absent_b200():
     x, scale = jax.ShapeDtypeStruct((M, N), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    assert compiled(functools.partial(cast, CASTS[0], seeds=None), x, scale, target="b200") == (1, 0)
+    assert compiled(functools.partial(cast, CASTS[0], seeds=None), x, scale, target="b200") == (1, 0, 0)

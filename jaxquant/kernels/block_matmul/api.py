@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +17,10 @@ from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import reference
 from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
-from jaxquant.kernels.platforms import cut_refusal, module
+from jaxquant.kernels.platforms import HOPPER, cut_refusal, module
 
 Array = jax.Array
 Axes = Sequence[int]
-HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-"""Kinds of devices that are Hopper GPUs, as they name themselves."""
 
 
 def refusal(
@@ -31,7 +29,7 @@ def refusal(
     """Return why the kernel does not compute a contraction, in words; None where it does.
 
     Args:
-      lhs, rhs: operands; their outer scales are the caller's.
+      lhs, rhs: operands, of abstract arrays too; their outer scales are the caller's.
       contract, batch: their axes, as in ``lax.dot_general``.
       out_dtype: dtype of the result.
     """
@@ -45,7 +43,7 @@ def refusal(
         if side.zero_point is not None:
             return "the block_matmul kernel has no zero points"
         try:
-            tensor = _matrices(side, *axes)
+            tensor = jax.eval_shape(functools.partial(_matrices, contract=axes[0], batch=axes[1]), side)
         except BlocksError as error:
             return f"the block_matmul kernel takes matrices, and {error}"
         wanted = [(1,), (1, BLOCK, tensor.shape[1]), (BLOCK,)]

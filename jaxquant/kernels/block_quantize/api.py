@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 from jaxquant.core.blocks import BlocksError, is_even, reshape_blocks
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.sharding import platform_of
+from jaxquant.core.sharding import device_kind_of, platform_of
 from jaxquant.kernels.block_quantize import reference
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast
 from jaxquant.kernels.block_quantize.tuning import TILE
-from jaxquant.kernels.platforms import cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import HOPPER, cut_refusal, interpretable, module, platform_refusal
 
 _SHAPES = ((1, TILE), (TILE, 1), (TILE, TILE), (1, 32), (32, 1))
 
@@ -34,11 +34,12 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
     if _matrix(x.shape, casts) is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
         return f"the block cast takes whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
-    if platform_of(x) == "gpu":
-        return "the block cast has no kernel for GPUs"
+    is_gpu, kind = platform_of(x) == "gpu", device_kind_of(x)
+    if is_gpu and not HOPPER.search(kind):
+        return f"the block cast is for TPUs and Hopper GPUs, and the device is {kind}"
     if jax.config.read("jax_enable_x64"):
         return "the block cast counts in 32 bits, and jax_enable_x64 is on"
-    return cut_refusal(x) or platform_refusal("block_quantize", x)
+    return cut_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))
 
 
 def _spec_refusal(spec: TensorSpec) -> str | None:
@@ -62,10 +63,11 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
     found = _matrix(x.shape, casts)
     assert found is not None
     shape, flat = found
-    matrix, tpu = x.reshape(shape), module("block_quantize", "tpu")
-    where: dict[str, Any] = {"tpu": functools.partial(tpu.block_quantize, casts=flat)}
-    if interpretable(matrix):
-        where["cpu"] = functools.partial(tpu.block_quantize, casts=flat, interpret=True)
+    matrix, name = x.reshape(shape), "gpu" if platform_of(x) == "gpu" else "tpu"
+    kernel = module("block_quantize", name).block_quantize
+    where: dict[str, Any] = {"cuda" if name == "gpu" else "tpu": functools.partial(kernel, casts=flat)}
+    if name == "tpu" and interpretable(matrix):
+        where["cpu"] = functools.partial(kernel, casts=flat, interpret=True)
     default = functools.partial(reference.block_quantize, casts=flat)
     with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # results lie where x does
         out = jax.lax.platform_dependent(matrix, **where, default=default)

@@ -24,14 +24,15 @@ class Case:
 
     def __str__(self) -> str:
         words = [
-            f"{'x'.join(map(str, cast.block))}{'q' * cast.has_elements}{'v' * cast.has_values}" for cast in self.casts
+            f"{'x'.join(map(str, cast.block))}{'q' * cast.has_elements}{'v' * cast.has_values}{'t' * cast.is_turned}"
+            for cast in self.casts
         ]
         spec = self.casts[0].spec
         return "-".join(["x".join(map(str, self.shape)), self.x_dtype, spec.dtype, spec.scale_dtype, *words])
 
 
 def _case(shape: tuple[int, int], x_dtype: str, spec: TensorSpec, *casts: tuple[tuple[int, int], str]) -> Case:
-    made = (Cast(spec, block, SMALLEST_GRADIENT_SCALE, "q" in kinds, "v" in kinds) for block, kinds in casts)
+    made = (Cast(spec, block, SMALLEST_GRADIENT_SCALE, *(word in kinds for word in "qvt")) for block, kinds in casts)
     return Case(shape, x_dtype, tuple(made))
 
 
@@ -42,7 +43,7 @@ CASES = (
     _case((256, 384), "bfloat16", _TILE, ((1, 128), "v"), ((128, 1), "q")),
     _case((128, 256), "float32", _TILE, ((1, 128), "v"), ((128, 1), "v")),
     _case((384, 128), "bfloat16", _TILE, ((1, 128), "q"), ((128, 1), "qv")),
-    _case((256, 128), "float32", _TILE, ((128, 128), "qv")),
+    _case((256, 128), "float32", _TILE, ((128, 128), "qv"), ((128, 128), "qvt")),
     _case((256, 256), "bfloat16", _MX, ((1, 32), "v"), ((32, 1), "q")),
     _case((128, 384), "float32", _MX, ((1, 32), "q"), ((32, 1), "v")),
     _case((128, 128), "bfloat16", _UP, ((1, 128), "qv"), ((128, 1), "v")),

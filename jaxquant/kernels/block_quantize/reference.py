@@ -25,6 +25,8 @@ class Cast(NamedTuple):
       floor: scales below it become 1.
       has_elements: whether the elements and their scales are returned.
       has_values: whether they are returned dequantized, in bfloat16.
+      is_turned: whether results of square blocks lie transposed in memory, where a kernel has a choice; their type is
+        the same. Results of blocks along the rows lie so on GPUs.
     """
 
     spec: TensorSpec
@@ -32,6 +34,7 @@ class Cast(NamedTuple):
     floor: float
     has_elements: bool = True
     has_values: bool = False
+    is_turned: bool = False
 
 
 class Blocks(NamedTuple):

@@ -5,6 +5,10 @@ from __future__ import annotations
 TILE = 128
 """Rows and columns that are cast at once: whole blocks of every recipe, and a TPU's lanes."""
 LARGEST = (512, 1024)
+ROWS = 64
+"""Half a tile, which a warpgroup of a GPU holds in registers."""
+STRIP = 8
+"""Tiles of a GPU's program, at most."""
 
 
 def blocks_for(shape: tuple[int, int]) -> tuple[int, int]:

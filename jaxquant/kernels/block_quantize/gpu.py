@@ -1,0 +1,211 @@
+"""``block_quantize`` on Hopper: one read of x writes elements, scales and values of every shape of blocks (Mosaic GPU).
+
+A program takes a strip of tiles: TMA brings the next one while one is cast, and takes the results away. Blocks along
+the rows of x are cast from its transposed view in shared memory, and what comes out of them lies transposed in memory:
+that is how a matmul which contracts those rows reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jaxquant.core.dtypes import element
+from jaxquant.core.qtensor import QTensor
+from jaxquant.core.rounding import saturating_cast
+from jaxquant.core.sharding import fit_varying, varying_axes
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.block_quantize.reference import NAME, SMALL, Blocks, Cast
+from jaxquant.kernels.block_quantize.tuning import ROWS, STRIP, TILE
+from jaxquant.kernels.varying import vary_alike
+
+_REGISTERS, _ACROSS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
+_MAGNITUDE = 0x7FFFFFFF
+_MANTISSA_BITS = 23
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+_NOT_FINITE = 255
+_SCRATCH = 2048
+"""Bytes through which warps find the largest of a tile together; without them two programs fit a multiprocessor."""
+
+
+def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
+    """Compute what ``reference.block_quantize`` does, of matrices of whole tiles. The scale of a block with NaN is NaN.
+
+    Args:
+      x, casts: as the reference takes them.
+      interpret: whether to run without a GPU.
+    """
+    M, N = x.shape
+    (x,), result = vary_alike(x)
+    shapes, rings = [], {}
+    for cast in casts:
+        sizes = (N, M) if is_turned(cast) else (M, N)
+        size = _size(cast)
+        if cast.has_elements:
+            shapes.append(result(sizes, cast.spec.dtype))
+            rings[cast.spec.dtype, size] = None
+            counts = (sizes[0] // TILE, sizes[1] // TILE) if _is_square(cast) else (sizes[1] // size, sizes[0])
+            shapes.append(result(counts, jnp.float32))
+        if cast.has_values:
+            shapes.append(result(sizes, jnp.bfloat16))
+            rings["bfloat16", size] = None
+    places = {key: n for n, key in enumerate(rings)}
+    steps = math.gcd(N // TILE, STRIP)
+    out = plgpu.kernel(
+        functools.partial(_kernel, casts=casts, places=places, steps=steps),
+        out_type=shapes,
+        scratch_types=[_ring(*each) for each in rings],
+        grid=(M // TILE, N // TILE // steps),
+        grid_names=("rows", "strip"),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=_SCRATCH if any(map(_is_square, casts)) else 0,
+        ),
+        interpret=mosaic_gpu.interpreter(interpret),
+        kernel_name=NAME + (SMALL if any(32 in cast.block for cast in casts) else ""),
+    )(x)
+    made = (fit_varying(each, varying_axes(x)) for each in out)  # a Mosaic GPU kernel's results vary along no axis
+    return tuple(_blocks(cast, made) for cast in casts)
+
+
+def is_turned(cast: Cast) -> bool:
+    """Check whether the results of a cast lie transposed in memory."""
+    return cast.block[1] == 1 or (cast.is_turned and _is_square(cast))
+
+
+def _is_square(cast: Cast) -> bool:
+    return 1 not in cast.block
+
+
+def _size(cast: Cast) -> int:
+    """Return how many neighbours along the contraction share a scale."""
+    return max(cast.block)
+
+
+def _ring(dtype: str, size: int) -> Any:
+    """Return shared memory for two halves of a tile on their way out, in columns as wide as a block."""
+    layout = mosaic_gpu.swizzled(ROWS, size, jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM((2, TILE // size, ROWS, size), jnp.dtype(dtype), **layout)
+
+
+def _blocks(cast: Cast, made: Any) -> Blocks:
+    """Take the results of a cast, and bring its scales into the shape and dtype of a ``QTensor``'s."""
+    turn = (lambda x: x.T) if is_turned(cast) else (lambda x: x)
+    tensor = None
+    if cast.has_elements:
+        q, scale = turn(next(made)), next(made)
+        scale = turn(scale if _is_square(cast) else scale.T)
+        if cast.spec.scale_dtype == "float8_e8m0fnu":
+            exponent = lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS
+            scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+        tensor = QTensor(q, scale)
+    return Blocks(tensor, turn(next(made)) if cast.has_values else None)
+
+
+def _kernel(x_ref: Any, *refs: Any, casts: tuple[Cast, ...], places: dict[tuple[str, int], int], steps: int) -> None:
+    out_refs, rings = refs[: -len(places)], refs[-len(places) :]
+    i, j = lax.axis_index("rows"), lax.axis_index("strip")
+    copies = [(cast.has_elements + cast.has_values) * TILE // _size(cast) for cast in casts]
+
+    def step(indices: tuple[Any], x_tile: Any) -> None:
+        place = (i, j * steps + indices[0])
+        left, found = iter(out_refs), {}
+        for n, cast in enumerate(casts):
+            outs = [next(left) for _ in range(2 * cast.has_elements + cast.has_values)]
+            key = cast.spec, cast.floor
+            if _is_square(cast) and key not in found:
+                found[key] = _scale(_largest_of_tile(x_tile), cast)
+            whole = found[key] if _is_square(cast) else None
+            for half in range(2):
+                # What this half of the rings held before is gone: all but what the last half wrote.
+                plgpu.wait_smem_to_gmem(copies[n if half else n - 1], wait_read_only=True)
+                own = {dtype: rings[at].at[half] for (dtype, size), at in places.items() if size == _size(cast)}
+                _cast(x_tile, half, cast, whole, place, outs, own)
+
+    slots = 2 if x_ref.dtype.itemsize == 2 else 1
+    layout = mosaic_gpu.swizzled(TILE, TILE, x_ref.dtype.itemsize)
+    plgpu.emit_pipeline(
+        step,
+        grid=(steps,),
+        in_specs=[plgpu.BlockSpec((TILE, TILE), lambda k: (i, j * steps + k), **layout)],
+        max_concurrent_steps=slots,
+    )(x_ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _half(x_tile: Any, half: int, is_turned: bool) -> Array:
+    """Load half of a tile, or of its transpose, in float32."""
+    part = slice(half * ROWS, (half + 1) * ROWS)
+    if not is_turned:
+        return mosaic_gpu.load(x_tile.at[part], _REGISTERS).astype(jnp.float32)
+    x = mosaic_gpu.load(mosaic_gpu.flipped(x_tile.at[:, part]), _ACROSS)
+    return plgpu.layout_cast(x, _REGISTERS).astype(jnp.float32)
+
+
+def _largest(x: Array) -> Array:
+    """Return the largest magnitude of each row as an integer, in whose order NaN is the largest."""
+    return jnp.max(lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE, axis=1)
+
+
+def _largest_of_tile(x_tile: Any) -> Array:
+    halves = [_largest(_half(x_tile, half, False)) for half in range(2)]
+    return jnp.max(jnp.maximum(*halves), axis=0)
+
+
+def _scale(largest: Array, cast: Cast) -> Array:
+    """Return scales in float32 as ``core.scales.scale_of_amax`` does, NaN where they stand for e8m0's."""
+    bound = element(cast.spec.dtype).bound
+    exact = lax.bitcast_convert_type(largest, jnp.float32) * (1 / bound)
+    if cast.spec.scale_rounding == "exact":
+        return jnp.where(exact < cast.floor, 1.0, exact)
+    mantissa, exponent = math.frexp(bound)
+    of_bound = int((2 * mantissa - 1) * (1 << _MANTISSA_BITS))
+    power = (largest >> _MANTISSA_BITS) - (exponent - 1) + jnp.where((largest & _MANTISSA) > of_bound, 1, 0)
+    bits = jnp.maximum(power, 1) << _MANTISSA_BITS
+    infinity = _NOT_FINITE << _MANTISSA_BITS
+    none = infinity + (cast.spec.scale_dtype == "float8_e8m0fnu")
+    scale = lax.bitcast_convert_type(jnp.where(largest < infinity, bits, none), jnp.float32)
+    return jnp.where(exact < cast.floor, 1.0, scale)
+
+
+def _cast(
+    x_tile: Any, half: int, cast: Cast, whole: Array | None, place: tuple[Any, Any], outs: list[Any], rings: Any
+) -> None:
+    """Cast half of a tile, and send off its elements with their scales, its values, or both.
+
+    Args:
+      x_tile: the tile.
+      half: of its rows, or of its columns where the cast is turned.
+      cast: which.
+      whole: the scale of the tile, where it has one; else each row, or piece of a row, has its own.
+      place: row and column of the tile among those of the matrix.
+      outs: where its results go, in global memory.
+      rings: where they go on their way, by dtype.
+    """
+    size, (row, column) = _size(cast), place[::-1] if is_turned(cast) else place
+    x = _half(x_tile, half, is_turned(cast))
+    rows, made = pl.ds(row * TILE + half * ROWS, ROWS), []
+    for n in range(TILE // size):
+        piece = x[:, n * size : (n + 1) * size]
+        scale = _scale(_largest(piece), cast) if whole is None else whole
+        if cast.has_elements:
+            at = (column * (TILE // size) + n, rows) if whole is None else (row, column)
+            outs[1][at] = scale
+        spread = lax.broadcast_in_dim(scale, piece.shape, [0] if whole is None else [])
+        q = saturating_cast(piece / spread, element(cast.spec.dtype))
+        if cast.has_elements:
+            rings[cast.spec.dtype].at[n][...] = q
+            made.append((rings[cast.spec.dtype].at[n], outs[0], n))
+        if cast.has_values:
+            rings["bfloat16"].at[n][...] = (q.astype(jnp.float32) * spread).astype(jnp.bfloat16)
+            made.append((rings["bfloat16"].at[n], outs[-1], n))
+    plgpu.commit_smem()
+    for source, out, n in made:
+        plgpu.copy_smem_to_gmem(source, out.at[rows, pl.ds(column * TILE + n * size, size)])
