@@ -17,6 +17,7 @@ import jaxquant
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.quantize import quantize
+from jaxquant.core.sharding import device_kind_of, platform_of
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import api, cases, gpu, reference
 from jaxquant.kernels.block_matmul.reference import BLOCK
@@ -273,6 +274,16 @@ def quantized_step(params, x, model=ragged_model):
     config = {"quantization": "fp8_block", "quant_backend": "native", "implementation": "pallas"}
     run = jaxquant.quantize(model, config)
     return jax.grad(lambda params, x: jnp.square(run(params, {}, x)[0]).sum(), (0, 1))(params, x)
+
+
+def test_what_has_no_mesh_is_computed_by_the_device_of_the_mesh_around():
+    found = []
+    mesh = on("NVIDIA H200", (8,)).sharding.mesh
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.jit(lambda x: found.extend([device_kind_of(x), platform_of(x)])).trace(
+            jax.ShapeDtypeStruct((8,), "float32")
+        )
+    assert found == ["NVIDIA H200", "gpu"]
 
 
 @pytest.mark.parametrize("operation", ["dot_general", "ragged_dot_general"])
