@@ -91,11 +91,11 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     made = implementation.choices_made() if asked_for else []
     refused = [each.reason for piece, each in made if piece == implementation.BLOCKS and each.name == "xla"]
     lowered = traced.lower()
-    asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
-    text = lowered.compile().as_text()
+    hlo, text = lowered.compiler_ir("hlo"), lowered.compile().as_text()
+    assert hlo is not None
     assert text is not None
     program = read_program(text)
-    outcome = compare(asked, program)
+    outcome = compare(read_program(hlo.as_hlo_module().to_string(), is_optimized=False), program)
     found = {
         "layer": name,
         "string": string,

@@ -277,12 +277,11 @@ def quantized_step(params, x, model=ragged_model):
 
 
 def test_what_has_no_mesh_is_computed_by_the_device_of_the_mesh_around():
-    found = []
-    mesh = on("NVIDIA H200", (8,)).sharding.mesh
+    found, mesh = [], on("NVIDIA H200", (8,)).sharding.mesh
+    assert isinstance(mesh, AbstractMesh)
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.jit(lambda x: found.extend([device_kind_of(x), platform_of(x)])).trace(
-            jax.ShapeDtypeStruct((8,), "float32")
-        )
+        tell = jax.jit(lambda x: found.extend([device_kind_of(x), platform_of(x)]))
+        tell.trace(jax.ShapeDtypeStruct((8,), "float32"))
     assert found == ["NVIDIA H200", "gpu"]
 
 
