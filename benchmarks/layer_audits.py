@@ -131,7 +131,7 @@ def _place(path: str) -> tuple[str, str]:
     name, phase = layer(path)
     words = [word.removeprefix("aqt_") for word in path.split("/")]
     own = next((each for each in ("dlhs", "drhs") if each in words), "fwd" if phase == "forward" else "bwd")
-    return "/".join(word for word in name.split("/") if not word.startswith(("jaxquant_", "aqt_"))), own
+    return "/".join(each for each in name.split("/") if not each.startswith(("jaxquant_", "aqt_", "ragged_dot"))), own
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
