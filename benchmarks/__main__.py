@@ -1,8 +1,9 @@
-"""``python -m benchmarks libraries|published|kernels|rows|strings``: what compilers of absent chips make of programs.
+"""``python -m benchmarks libraries|published|kernels|rows|strings|layers``: programs, compiled for absent chips.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
 ``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips,
-``strings`` every config string, which adds a column to the table that is there.
+``strings`` every config string, which adds a column to the table that is there, ``layers`` decoder layers, which adds
+rows to it.
 Each prints a table and writes it to ``--out`` as JSON and markdown.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import layer_audits
 from benchmarks.published import MISSING
 from benchmarks.schedules import gpu_dump, tpu_dump
 from jaxquant import terminal
@@ -30,7 +32,7 @@ from jaxquant.config.recipes import RECIPES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows", "strings"))
+    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows", "strings", "layers"))
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
     commands = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}
-    run = (commands | {"strings": _strings})[options.what]
+    run = (commands | {"strings": _strings, "layers": _layers})[options.what]
 
     def compare() -> int:
         require_compiler(chip(options.target))
@@ -79,6 +81,19 @@ def _strings(options: argparse.Namespace) -> Table:
         row[options.target] = cell
     ordered = sorted(known.values(), key=lambda row: list(RECIPES).index(row["quantization"]))
     return strings_text(ordered), ordered, "strings-chips"
+
+
+def _layers(options: argparse.Namespace) -> Table:
+    file = Path(options.out or ".") / "layer-audits.json"
+    rows = json.loads(file.read_text()) if options.out and file.exists() else []  # of other chips and strings
+    names = [name for name in layer_audits.LAYERS if name in options.only] or [""]
+    strings = [each for each in options.only if each in layer_audits.STRINGS]
+    for name in names:
+        found = _run("layer_audits", [options.target, str(options.tokens), name, *strings], shows=True)
+        new = {(row["layer"], row["chip"], row["string"]) for row in found}
+        rows = [row for row in rows if (row["layer"], row["chip"], row["string"]) not in new] + found
+    rows = layer_audits.with_ratios(rows)
+    return layer_audits.page(rows), rows, "layer-audits"
 
 
 def strings_text(rows: list[dict[str, str]]) -> str:
@@ -122,17 +137,20 @@ def _rows(options: argparse.Namespace) -> Table:
     return "\n".join(lines), rows, "few-rows"
 
 
-def _run(module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, root: str = "") -> Any:
+def _run(
+    module: str, words: Sequence[str], variables: Mapping[str, str] | None = None, root: str = "", shows: bool = False
+) -> Any:
     """Run a module in a process of its own, whose environment the compilers of absent chips need.
 
-    With ``root``, another checkout, the module's file imports what that has.
+    With ``root``, another checkout, the module's file imports what that has. ``shows``: its progress, and its errors.
     """
     where = [f"{ROOT}/benchmarks/{module}.py"] if root else ["-m", f"benchmarks.{module}"]
     more = {**(variables or {}), **({"PYTHONPATH": root} if root else {})}
     command = [sys.executable, *where, *words]
-    done = subprocess.run(command, env=environment() | more, capture_output=True, text=True)
+    errors = None if shows else subprocess.PIPE
+    done = subprocess.run(command, env=environment() | more, stdout=subprocess.PIPE, stderr=errors, text=True)
     if done.returncode:
-        raise RuntimeError(f"benchmarks.{module} failed:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"benchmarks.{module} failed:\n{(done.stderr or '')[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -18,10 +18,9 @@ from jax.extend.core import Literal
 
 from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import KERNEL_PREFIX
-from jaxquant.ops import block_scaled
 from jaxquant.ops.gradients import REVERSE_ONLY
 from jaxquant.trace.analysis import open_jaxpr, programs, scan_counts
-from jaxquant.trace.plan import CONTRACTIONS
+from jaxquant.trace.plan import OPERATIONS
 
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"}
@@ -240,8 +239,8 @@ class _Walk:
         for program in inner:  # of an unknown primitive: its contractions are found, their operands' origin is not
             self.run(program, [_value("unknown", (), var.aval) for var in program.invars], place)
         outs = [_value(name, tuple(inputs), var.aval, i, params=eqn.params) for i, var in enumerate(eqn.outvars)]
-        if name in CONTRACTIONS or name == block_scaled.NAME:
-            self._note(eqn, name if name in CONTRACTIONS else "dot_general", inputs, outs[0], place)
+        if (operation := OPERATIONS.get(name)) is not None:
+            self._note(eqn, operation, inputs, outs[0], place)
         elif inner:
             self._condition(outs, [each.out for each in self.found[before:]])
         self._keep(eqn, inputs, outs)

@@ -58,7 +58,7 @@ class NativeBackend(Backend):
         lhs = lhs.astype(rhs.dtype) if recipe.matches_flax else lhs  # flax's ops compute in the kernel's dtype
         more: dict[str, Any] = {"recipe": recipe, "state": given.state, "key": given.key}
         if group_sizes is not None:
-            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more)
+            return ops.ragged_dot(lhs, rhs, group_sizes, *dtypes, **more, implementation=how.implementation)
         if product.operation == "conv_general_dilated":
             options = dict(product.window, precision=product.precision, preferred_element_type=product.dtype)
             return ops.conv_general_dilated(lhs, rhs, **options, **more)

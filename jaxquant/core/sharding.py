@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AxisType, NamedSharding, PartitionSpec
 
 Array = jax.Array
 Sharding = NamedSharding | PartitionSpec | None
@@ -40,16 +40,21 @@ def is_whole(x: Array) -> bool:
     return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
+def _device_of(x: Array) -> AbstractDevice | None:
+    """Return what computes x by its mesh, or the one around it: the result of a library's primitive may have none."""
+    return jax.typeof(x).sharding.mesh.abstract_device or jax.sharding.get_abstract_mesh().abstract_device
+
+
 def platform_of(x: Array) -> str:
     """Return where x is computed, as jax names platforms ("cpu", "gpu", "tpu"): of its mesh, which may be absent."""
-    device = jax.typeof(x).sharding.mesh.abstract_device
+    device = _device_of(x)
     return jax.default_backend() if device is None else device.platform
 
 
 def device_kind_of(*arrays: Array) -> str:
     """Return what computes arrays, as devices name their kind ("NVIDIA B200"): of their mesh, which may be absent."""
-    meshes = (jax.typeof(x).sharding.mesh.abstract_device for x in arrays)
-    device = next(filter(None, meshes), None) or getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
+    device = next(filter(None, map(_device_of, arrays)), None)
+    device = device or getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
     return getattr(device, "device_kind", str(device))
 
 

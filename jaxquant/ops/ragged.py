@@ -10,7 +10,8 @@ Shapes: M rows, K contracting, N columns, G groups.
     grad [M, N] ── by row, for dlhs; by group (and column), for drhs
 
 Tiles along the rows, of drhs, begin with the first row of their group: operands lie in ``Slabs`` there, each group
-filled with zeros to whole tiles. Operands in tiles are dequantized and multiplied as floats.
+filled with zeros to whole tiles. Operands in tiles are dequantized and multiplied as floats, or by a kernel
+(``block_ragged``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices
-from jaxquant.ops import arguments, pieces
+from jaxquant.ops import arguments, block_ragged, pieces
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
 from jaxquant.ops.converted import check_scales
@@ -58,6 +59,7 @@ from jaxquant.ops.groups import (
     whole_values,
     with_groups,
 )
+from jaxquant.ops.implementation import choose_implementation, settle
 from jaxquant.ops.operand import Observation, forward_key, input_scale, scale_dtype
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
 from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
@@ -89,6 +91,7 @@ def ragged_dot(
     recipe: Recipe,
     state: QuantState | None = None,
     key: Array | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "M N"]:
     """Contract groups of rows with a weight each, in the low precision of a recipe, forward and backward.
 
@@ -102,14 +105,17 @@ def ragged_dot(
       recipe: all numbers.
       state: for a recipe with delayed scaling, from ``initial_state``.
       key: random key for stochastic rounding; None derives one from the output gradient's bits.
+      implementation: what multiplies operands in blocks, None to pick (``choose_implementation``); all else is XLA's.
 
     Raises:
-      ValueError: missing state, shapes that do not fit, or shards of the weight gradient that do not divide the rows.
+      ValueError: missing state, shapes that do not fit, an unknown implementation, or shards of the weight gradient
+        that do not divide the rows.
       TypeError: operands that are not float.
       NotImplementedError: what ``unsupported`` names in the recipe; an explicit mesh in the operands' types.
     """
     _check(lhs, rhs, group_sizes, recipe)
-    op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe)
+    choose_implementation("dot_general", implementation)
+    op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, implementation=implementation)
     if isinstance(rhs, ConvertedKernel):
         return serve(op, lhs, rhs, group_sizes, key)
     arguments.check_state(recipe, state, "ops.ragged.initial_state(recipe, groups)")
@@ -365,7 +371,7 @@ class _Ragged(Operation):
         """Multiply operands of which one is float or in tiles as floats; outer scales multiply the product.
 
         As ``contract`` does, but for integers in tiles: they become float32, where a dense matmul adds the sums of
-        tiles. A library has neither.
+        tiles. A library has neither. Two operands in blocks are our kernel's where it is asked for and can.
         """
         sides, precision = (lhs, rhs), None
         arrays = [side for side in sides if not isinstance(side, (QTensor, Rows))]
@@ -381,15 +387,21 @@ class _Ragged(Operation):
             for side in low
             if side.codec is None and side.outer_scale is not None
         ]
-        left, right = (values(side, groups, dtype) for side in (sides if numbers is not _DRHS else map(as_rows, sides)))
+        left, right = map(as_rows, sides) if numbers is _DRHS else sides
         returned = accumulator_dtype(None, "float32" if outer else out_dtype)
-        out = self._multiply(left, right, groups, numbers, returned, precision)
+        if not arrays and block_ragged.choose(left, right, numbers, returned, self.implementation) == "pallas":
+            out = block_ragged.multiply(left, right, numbers, groups, returned)
+        else:
+            left, right = (values(side, groups, dtype) for side in (left, right))
+            out = self._multiply(left, right, groups, numbers, returned, precision)
         return out * functools.reduce(jnp.multiply, outer) if outer else out
 
     def _multiply(
         self, lhs: Array, rhs: Array, groups: Groups, numbers: Any, accumulator: str | None, precision: str | None
     ) -> Array:
         lhs, rhs = eight_bits(lhs), eight_bits(rhs)
+        if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+            settle("dot_general", self.implementation, lambda: "ragged_dot_general has no kernel")
         if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
             lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
         default = None if precision is None else jax.lax.Precision[precision]

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf, Lost, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
-from jaxquant.trace.plan import CONTRACTIONS, Contraction, Plan
+from jaxquant.trace.plan import CONTRACTIONS, OPERATIONS, Contraction, Plan
 from jaxquant.trace.reach import Place, out_of_reach
 from jaxquant.trace.registry import CUSTOM, function_name, how_to_register, own_program, registered_program
 from jaxquant.trace.structure import steps_of
@@ -140,9 +140,9 @@ class Analysis:
 
     def _equation(self, plan: Plan, index: int, eqn: Any, ins: list[Flow], place: Place) -> list[Flow]:
         name = eqn.primitive.name
-        if name in CONTRACTIONS:
-            site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
-            site.is_einsum, site.precision = place.is_einsum, eqn.params["precision"]
+        if (operation := OPERATIONS.get(name)) is not None:
+            site = self.found.setdefault(place.context, Contraction(operation, "/".join(place.scopes)))
+            site.is_einsum, site.precision = place.is_einsum, eqn.params.get("precision")
             plan.sites[index] = site
             return [self._contraction(site, eqn, ins, place)]
         if name in JITS or name in REMATS:

@@ -201,10 +201,10 @@ def contract(
     window = tuple((n, eqn.params[n]) for n in _CONVOLUTION) if site.operation == "conv_general_dilated" else ()
     product = Product(None, eqn.params["precision"], eqn.outvars[0].aval.dtype, site.operation, window)
     if site.operation != "dot_general":
-        for piece in ("dot_general", "quantize"):
-            settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
         lhs, rhs, *sizes = operands
-        return backend.contract(lhs, rhs, product, Given(recipe, own, key), *sizes)
+        for piece in ("quantize",) if sizes else ("dot_general", "quantize"):
+            settle(piece, site.implementation, lambda: f"{site.operation} has no kernel")
+        return backend.contract(lhs, rhs, product, Given(recipe, own, key, How(site.implementation)), *sizes)
     dims = Dimensions.of(eqn.params["dimension_numbers"], *(x.ndim for x in operands))
     # The result's axes are (batch, free of the activation, free of the weight); the equation has its lhs's first.
     order = tuple(range(dims.out_ndim))

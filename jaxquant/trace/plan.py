@@ -12,9 +12,15 @@ from typing import Any
 import numpy as np
 
 from jaxquant.core.recipe import Recipe
+from jaxquant.ops import block_ragged, block_scaled
 from jaxquant.trace.flow import Leaf, Lost, Route, Stack
 
 CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+OPERATIONS = {name: name for name in CONTRACTIONS} | {
+    block_scaled.NAME: "dot_general",
+    block_ragged.NAME: "ragged_dot_general",
+}
+"""Each primitive that multiplies -> the contraction that it is."""
 
 Key = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """What state belongs to: paths of the leaves, lengths of the scans, sizes of the weight's batch axes."""

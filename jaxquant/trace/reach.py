@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.trace.plan import Contraction
+from jaxquant.trace.plan import CONTRACTIONS, Contraction
 
 NOT_FLOAT = "its operands are not float"
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
@@ -57,6 +57,8 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     """Explain why a parameter contraction cannot be replaced; "" where it can."""
     if place.closed:
         return place.closed
+    if eqn.primitive.name not in CONTRACTIONS:
+        return "multiplies blocks that are quantized already"
     if place.is_differentiated:
         return "part of a derivative that the function takes itself; quantize what is differentiated instead"
     if site.operation == "conv_general_dilated" and (why := _unusual_convolution(site, eqn)):

@@ -15,14 +15,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.qtensor import dequantize
+from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.quantize import quantize
+from jaxquant.core.sharding import device_kind_of, platform_of
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.block_matmul import api, cases, reference
+from jaxquant.kernels.block_matmul import api, cases, gpu, reference
 from jaxquant.kernels.block_matmul.reference import BLOCK
-from jaxquant.ops import block_scaled, dot_general
+from jaxquant.ops import block_ragged, block_scaled, dot_general, implementation, ragged_dot
 from jaxquant.ops.dimensions import Dimensions
 from jaxquant.ops.implementation import choices_made
+from jaxquant.ops.ragged import convert_kernel
 from tests import numerics
 from tests.kernels.interpret_worker import arguments
 from tests.ops.test_block_scaled import primitives
@@ -121,20 +123,11 @@ def test_it_runs_where_it_is_asked_for_and_can_run_and_else_the_reason_is_told(k
         ("int8", "int8", "the block_matmul kernel multiplies float8, not int8 and int8"),
     ],
 )
-def test_elements_without_a_kernel_are_refused_by_name_and_the_references(lhs, rhs, why):
+def test_elements_without_a_kernel_are_refused_by_name(lhs, rhs, why):
     found = []
-    args = [
-        on("NVIDIA H200", *each)
-        for each in cases.Case((2, 256, 64, 128), lhs, rhs, form="grouped", groups=(0, 1)).shapes
-    ]
-
-    def step(*args):
-        found.append(api.grouped_refusal(*args[:2]))
-        return api.grouped(*args, out_dtype="float32")
-
-    text = str(jax.jit(step).trace(*args).jaxpr)
+    args = [on("NVIDIA H200", (8, 128), kind) for kind in (lhs, rhs)]
+    jax.jit(lambda *args: found.append(api.elements_refusal(*args))).trace(*args)
     assert why in found[0] if why else found == [None]
-    assert (reference.NAME in text) == (why is None)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +181,7 @@ def test_a_step_for_an_absent_h200_is_one_of_fp8_matmuls_and_grouped_kernels_are
     def step(x, w, *groups):
         outs = []
         for case, given in zip(grouped, groups, strict=True):
-            is_drhs = case.form == "grouped_drhs"
-            outs.append(api.grouped(*given, out_dtype=case.out_dtype, is_drhs=is_drhs))
+            outs.append(getattr(gpu, case.form)(*given, out_dtype=case.out_dtype))
         return gradients(x, w), outs
 
     shapes = [[jax.ShapeDtypeStruct(*each) for each in case.shapes] for case in grouped]
@@ -199,3 +191,127 @@ def test_a_step_for_an_absent_h200_is_one_of_fp8_matmuls_and_grouped_kernels_are
     assert "| matmuls | 3 f8e4m3fn in blocks |" in str(audit)
     assert {row["kernel"] for row in audit.kernels} == {"jaxquant block_matmul, grouped"}
     assert sum(row["times"] for row in audit.kernels) == len(grouped)
+
+
+# -- groups of rows ----------------------------------------------------------------------------------------------------
+
+
+SIZES, BEHIND = (200, 0, 128, 5, 1), 7
+"""Rows of groups: no whole slabs, none, whole ones, a part of one, one row; and rows behind the last group."""
+RAGGED = (sum(SIZES) + BEHIND, 160), (len(SIZES), 160, 144)
+
+
+def ragged_three(x, w, grad, implementation="pallas", name="fp8_block"):
+    """Return the product of groups of rows and its gradients."""
+    sizes, recipe = jnp.array(SIZES), RECIPES[name].recipe
+    assert recipe is not None
+    y, pull = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe, implementation=implementation), x, w)
+    return y, *pull(grad.astype(y.dtype))
+
+
+def ragged_step(x, w, **options):
+    return ragged_three(x, w, jnp.ones((x.shape[0], w.shape[2])), **options)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_groups_of_rows_are_those_of_xlas_program_and_what_lies_behind_them_changes_no_bit(monkeypatch, is_mapped):
+    keys, rows = jax.random.split(jax.random.key(0), 3), sum(SIZES)
+    shapes = (*RAGGED, (RAGGED[0][0], RAGGED[1][2]))
+    given = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+    def run(x, w, grad):
+        if not is_mapped or block_ragged.choose is chosen:
+            return jax.jit(functools.partial(ragged_three))(x, w, grad)  # of its own: jit has not traced it
+        pairs = jnp.stack([x, x]), w, jnp.stack([grad, grad])
+        return [each[1] for each in jax.jit(jax.vmap(ragged_three, (0, None, 0)))(*pairs)]
+
+    chosen = block_ragged.choose
+    expected, magnitudes = run(*given), run(*map(jnp.abs, given))
+    jax.clear_caches()
+    monkeypatch.setattr(block_ragged, "choose", lambda *_: "pallas")
+    found = run(*given)
+    x, w, grad = given
+    for one, other in zip(found, run(x.at[rows:].set(jnp.nan), w, grad.at[rows:].set(jnp.inf)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other, size, depth in zip(found, expected, magnitudes, (160, 144, max(SIZES)), strict=True):
+        assert not np.array_equal(one, other)  # sums in another order
+        assert np.all(np.abs(one - other) <= numerics.block_bound(depth, np.asarray(size)))
+    assert not found[0][rows:].any() and not found[1][rows:].any() and not found[2][1].any()  # noqa: PT018
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "size", "expected", "why"),
+    [
+        ("NVIDIA H200", {}, 1, (0, 3), "asked for"),
+        ("NVIDIA H200", {"implementation": None}, 1, (3, 0), block_ragged.OWN),
+        ("NVIDIA B200", {}, 1, (3, 0), "pallas was asked for; the block_matmul kernel is for Hopper GPUs"),
+        ("NVIDIA H200", {"name": "mxfp8"}, 1, (3, 0), "has scales of 1×128 or 128×128, not of (1, 32)"),
+        ("NVIDIA H200", {"name": "fp8_current"}, 1, (3, 0), "asked for; ragged_dot_general has no kernel"),
+        ("NVIDIA H200", {}, 8, (3, 0), "an operand may be sharded automatically"),
+    ],
+)
+def test_groups_of_rows_run_where_they_are_asked_for_and_can_run_and_else_the_reason_is_told(
+    monkeypatch, kind, options, size, expected, why
+):
+    monkeypatch.setattr(implementation, "_made", {})
+    jax.clear_caches()  # what was traced before notes no choice
+    shapes = (on(kind, shape, size=size) for shape in RAGGED)
+    found = primitives(
+        jax.jit(functools.partial(ragged_step, **options)).trace(*shapes).jaxpr.jaxpr,
+        "ragged_dot_general",
+        block_ragged.NAME,
+    )
+    assert (found["ragged_dot_general"], found[block_ragged.NAME]) == expected
+    assert any(why in choice.reason for _, choice in choices_made()), choices_made()
+
+
+def ragged_model(params, x):
+    return jax.lax.ragged_dot(x, params["experts"], jnp.array(SIZES)).astype("float32")
+
+
+def quantized_step(params, x, model=ragged_model):
+    config = {"quantization": "fp8_block", "quant_backend": "native", "implementation": "pallas"}
+    run = jaxquant.quantize(model, config)
+    return jax.grad(lambda params, x: jnp.square(run(params, {}, x)[0]).sum(), (0, 1))(params, x)
+
+
+def test_what_has_no_mesh_is_computed_by_the_device_of_the_mesh_around():
+    found, mesh = [], on("NVIDIA H200", (8,)).sharding.mesh
+    assert isinstance(mesh, AbstractMesh)
+    with jax.sharding.use_abstract_mesh(mesh):
+        tell = jax.jit(lambda x: found.extend([device_kind_of(x), platform_of(x)]))
+        tell.trace(jax.ShapeDtypeStruct((8,), "float32"))
+    assert found == ["NVIDIA H200", "gpu"]
+
+
+@pytest.mark.parametrize("operation", ["dot_general", "ragged_dot_general"])
+def test_coverage_with_a_config_sees_products_in_blocks(operation):
+    """Depths of whole blocks, for the sizes tell whose gradient is which."""
+    x, w = ((X[0], 256), (256, 200)) if operation == "dot_general" else ((341, 256), (5, 256, 144))
+    model = ragged_model if w[2:] else lambda params, x: (x @ params["experts"]).astype("float32")
+    config = {"quantization": "fp8_block", "implementation": "pallas"}
+    step = functools.partial(quantized_step, model=model)
+    found = jaxquant.coverage(step, {"experts": on("NVIDIA H200", w)}, on("NVIDIA H200", x), config=config)
+    found.check()
+    rows = {row.matmul: (row.path, row.operation, row.dtypes.elements) for row in found.rows}
+    assert rows == dict.fromkeys(("fwd", "dlhs", "drhs"), ("experts", operation, ("float8_e4m3fn",) * 2))
+
+
+def test_converted_weights_of_groups_of_rows_are_served_by_the_kernel():
+    recipe = RECIPES["fp8_block"].recipe
+    assert recipe is not None
+    tensor, _ = convert_kernel(recipe, jnp.ones(RAGGED[1]), {})
+    run = lambda x: ragged_dot(  # noqa: E731
+        x, ConvertedKernel(tensor, "bfloat16"), jnp.array(SIZES), recipe=recipe, implementation="pallas"
+    )
+    found = primitives(jax.jit(run).trace(on("NVIDIA H200", RAGGED[0])).jaxpr.jaxpr, block_ragged.NAME)
+    assert found[block_ragged.NAME] == 1
+
+
+@pytest.mark.aot
+def test_a_step_of_groups_of_rows_for_an_absent_h200_runs_the_kernels():
+    params = {"experts": jax.ShapeDtypeStruct(RAGGED[1], jnp.float32)}
+    audit = jaxquant.audit(quantized_step, params, jax.ShapeDtypeStruct(RAGGED[0], jnp.bfloat16), target="h200")
+    assert [(row["kernel"], row["times"]) for row in audit.kernels] == [("jaxquant block_matmul, grouped", 3)]
+    assert not audit.counts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.scales import decode_scale
 from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.block_matmul import reference
 from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
-from jaxquant.kernels.platforms import HOPPER, cut_refusal, module
+from jaxquant.kernels.platforms import HOPPER, cut_refusal
 
 Array = jax.Array
 Axes = Sequence[int]
@@ -37,7 +35,7 @@ def refusal(
         return f"the block_matmul kernel does not read the format {lhs.codec or rhs.codec}"
     if out_dtype not in ("float32", "bfloat16"):
         return f"the block_matmul kernel writes float32 and bfloat16, not {out_dtype}"
-    if why := grouped_refusal(lhs.qvalue, rhs.qvalue):
+    if why := elements_refusal(lhs.qvalue, rhs.qvalue):
         return why
     for side, *axes in zip((lhs, rhs), contract, batch, strict=True):
         if side.zero_point is not None:
@@ -54,7 +52,7 @@ def refusal(
     return None
 
 
-def grouped_refusal(lhs: Array, rhs: Array) -> str | None:
+def elements_refusal(lhs: Array, rhs: Array) -> str | None:
     """Return why no kernel multiplies elements, in words: their dtypes, or the chip; None where one does.
 
     Args:
@@ -82,27 +80,6 @@ def operands(lhs: QTensor, rhs: QTensor, contract: tuple[Axes, Axes], batch: tup
     values = [jnp.pad(side.qvalue, ((0, 0), (0, 0), (0, -side.shape[2] % BLOCK))) for side in sides]
     left, right = (decode_scale(side.scale) for side in sides)
     return [*values, per_row(left, sides[0].shape[1]), right]
-
-
-def grouped(
-    lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, groups: Array, *, out_dtype: str, is_drhs: bool = False
-) -> Array:
-    """Multiply rows that come in groups of 128, by the kernel or by the reference where ``grouped_refusal`` refuses it.
-
-    Args:
-      lhs, rhs, lhs_scale, rhs_scale, groups, out_dtype: as ``reference.grouped`` takes them, or
-        ``reference.grouped_drhs``, whose ``starts`` are the groups.
-      is_drhs: whether the depth is cut into groups.
-    """
-    name = "grouped_drhs" if is_drhs else "grouped"
-
-    def on(place: Any) -> Any:
-        return lambda *args: getattr(place, name)(*args, out_dtype=out_dtype)
-
-    args = lhs, rhs, lhs_scale, rhs_scale, groups
-    if grouped_refusal(lhs, rhs):
-        return on(reference)(*args)
-    return jax.lax.platform_dependent(*args, cuda=on(module("block_matmul", "gpu")), default=on(reference))
 
 
 def _matrices(side: QTensor, contract: Axes, batch: Axes) -> QTensor:
