@@ -194,9 +194,9 @@ CODEC_RMSE_RTOL = 0.008
 # rounds each side once, by half of its eps.
 GROUPED_ATOL = {"float32": 4 * FLOAT32_EPS, "int32": 4 * FLOAT32_EPS, "bfloat16": BFLOAT16_EPS}
 # SQNR of groups of rows against that of a dense matmul of each group with other noise: 133 to 333 rows of 160 numbers
-# that carry the signal, in blocks of 16 that share a scale, are 1,280 blocks or more, whose squared errors are far apart
-# by sqrt(2) each at most. The mean is off by sqrt(2 / 1280), 4.34 times that in dB; two differ by sqrt(2) of it, five
-# standard deviations: 1.2 dB.
+# carry the signal, in 1,280 blocks of 16 or more that share a scale, whose squared errors are far apart by sqrt(2) each
+# at most. The mean is off by sqrt(2 / 1280), 4.34 times that in dB; two differ by sqrt(2) of it, five standard
+# deviations: 1.2 dB.
 GROUPED_SQNR_DB = 1.2
 
 # Losses of the gallery on another processor or another jax, relative: the first, and the second, after a step. Sums in
