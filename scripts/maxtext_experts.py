@@ -78,8 +78,7 @@ def step(config: Any, mesh: Any, string: str) -> tuple[dict[str, Any], int]:
     """Take output, gradients and the next state of a layer on a mesh, and count its experts' matmuls in 8 bits."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
-    from flax.linen import partitioning
+    from flax import linen, nnx
     from jax.sharding import NamedSharding, PartitionSpec
     from maxtext.layers import initializers, moe
 
@@ -103,7 +102,7 @@ def step(config: Any, mesh: Any, string: str) -> tuple[dict[str, Any], int]:
     def apply(params: Any, x: Any) -> Any:
         return nnx.merge(graph, params, rest)(x)[0]
 
-    with jax.set_mesh(mesh), partitioning.axis_rules(config.logical_axis_rules):
+    with jax.set_mesh(mesh), linen.logical_axis_rules(config.logical_axis_rules):
         own = {"quantization_local_shard_count": 1} if string == "int8" else {}
         q = jaxquant.quantize(apply, {"quantization": string, "quant_backend": "native", **own})
         state = q.init(params, x)
