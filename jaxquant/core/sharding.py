@@ -23,6 +23,14 @@ def varying_axes(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def _differing_axes(x: Array) -> frozenset[str]:
+    """Return the manual mesh axes along which devices may hold different values of x: all, where types name none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = frozenset(axis for axis in mesh.manual_axes if mesh.shape[axis] > 1)
+    is_unchecked = manual and not varying_axes(jax.lax.axis_index(min(manual)))  # an index differs by its meaning
+    return manual if is_unchecked else varying_axes(x)
+
+
 def explicit_sharding(x: Array) -> NamedSharding | None:
     """Return the sharding in the type of x; None where no axis of its mesh is explicit."""
     sharding = jax.typeof(x).sharding
@@ -110,7 +118,7 @@ def over_devices(reduce, statistic: Array, x: Array, except_axes: Collection[str
       x: the tensor.
       except_axes: axes along which there is one statistic for each device.
     """
-    axes = varying_axes(x).difference(except_axes)
+    axes = _differing_axes(x).difference(except_axes)
     return reduce(statistic, tuple(sorted(axes))) if axes else statistic
 
 

@@ -52,10 +52,10 @@ def dot_general(
     along the contraction axes of each of the three matmuls. Gradients pass straight through rounding; values cut off by
     a clipping calibration get none.
 
-    Inside ``jax.shard_map`` (with its default ``check_vma``) a scale of the whole tensor, dynamic or delayed, is that
-    of all devices on which the operand varies: the one that a single device computes. A scale a channel or a tile is
-    that of the device's own part, also where the contraction axis is sharded. Each gradient is summed over the axes
-    along which its operand does not vary.
+    Inside ``jax.shard_map`` a scale of the whole tensor, dynamic or delayed, is that of all devices on which the
+    operand varies (with ``check_vma=False``: of all): the one that a single device computes. A scale a channel or a
+    tile is that of the device's own part, also where the contraction axis is sharded. Each gradient is summed over the
+    axes along which its operand does not vary.
 
     Args:
       lhs: activation, any float dtype.

@@ -25,6 +25,7 @@ from jaxquant.core.sharding import over_devices
 from jaxquant.formats import encode_tensor
 from jaxquant.ops.contract import DEQUANTIZED_MARK, inner
 from jaxquant.ops.gradients import without_outer
+from jaxquant.ops.operand import cast_dtype
 
 Array = jax.Array
 
@@ -119,7 +120,8 @@ class Slabs(NamedTuple):
             return quantize_rows(recipe, x, spec, self.rows, True, key, floor)
         x = x.reshape(*self.source.shape, x.shape[1])
         whole = functools.partial(self.groups.largest, except_axes=recipe.expert_axes)
-        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole)
+        compute = cast_dtype(recipe, x.dtype.name)
+        return quantize(x, spec, (1,), key=key, batch=(0,), floor=floor, whole=whole, compute_dtype=compute)
 
 
 def of_rows(per_group: Array, ids: Array) -> Array:
@@ -156,11 +158,11 @@ def quantize_rows(
     """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
     if spec.granularity == "per_tensor":
         groups = scaling_groups(recipe, groups)
-    ids, sizes = groups
+    compute, (ids, sizes) = cast_dtype(recipe, x.dtype.name), groups
     has_own = spec.granularity in ("per_channel", "per_tile") and spec.calibration.method != "fixed"
     if has_own and not contracts_rows:
         whole = functools.partial(groups.largest, except_axes=recipe.expert_axes) if x.size else None
-        return quantize(x, spec, (1,), key=key, floor=floor, whole=whole)
+        return quantize(x, spec, (1,), key=key, floor=floor, whole=whole, compute_dtype=compute)
     is_whole = spec.granularity == "per_tensor"  # of the parts on all devices
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)
@@ -177,7 +179,7 @@ def quantize_rows(
     # The statistic of one number is that number.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
     scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
-    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key).qvalue, scale)
+    return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key, compute).qvalue, scale)
 
 
 def slab_size(recipe: Recipe, lhs: Any) -> int:
@@ -199,12 +201,14 @@ def slab_size(recipe: Recipe, lhs: Any) -> int:
 
 def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: Array | None) -> QTensor:
     """Quantize each group's weight by itself, contracting an axis of it."""
+    compute = cast_dtype(recipe, x.dtype.name)
     if recipe.shares_experts and spec.granularity == "per_tensor":
-        return quantize(x, spec, (axis + 1,), key=key)
+        return quantize(x, spec, (axis + 1,), key=key, compute_dtype=compute)
     if (codec := spec.codec) is not None:
         return jax.vmap(lambda weight: encode_tensor(weight, codec, (axis,)))(x)
     keys = None if key is None else jax.random.split(key, x.shape[0])
-    own = functools.partial(quantize, spec=spec, axes=(axis,), except_axes=recipe.expert_axes)
+    more = {"except_axes": recipe.expert_axes, "compute_dtype": compute}
+    own = functools.partial(quantize, spec=spec, axes=(axis,), **more)
     return jax.vmap(lambda weight, key: own(weight, key=key))(x, keys)
 
 

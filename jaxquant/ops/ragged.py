@@ -60,7 +60,7 @@ from jaxquant.ops.groups import (
     with_groups,
 )
 from jaxquant.ops.implementation import choose_implementation, settle
-from jaxquant.ops.operand import Observation, forward_key, input_scale, scale_dtype
+from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
 from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
@@ -364,7 +364,7 @@ class _Ragged(Operation):
         return self._rows_with_scale(x, spec, groups, scale), Observation(scale, amax)
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
-        compute = scale_dtype(self.recipe, x.dtype.name)
+        compute = cast_dtype(self.recipe, x.dtype.name)
         return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale)
 
     def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
@@ -446,5 +446,5 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
         jax.lax.pmax, jnp.max(amax, keepdims=True) if recipe.shares_experts else amax, x, recipe.expert_axes
     )
     scale = _current_scale(recipe, state, amax, spec)
-    compute = scale_dtype(recipe, x.dtype.name)
+    compute = cast_dtype(recipe, x.dtype.name)
     return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), Observation(scale, amax)

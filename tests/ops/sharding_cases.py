@@ -316,7 +316,7 @@ EXPERTS, TO_EACH = 8, 4
 """Experts, and rows that each device has for each of them."""
 
 
-def experts(way: str, **config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def experts(way: str, is_checked: bool = True, **config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Experts of which each device of an axis has two: rows exchanged, or weights gathered; and all on one device."""
     keys = jax.random.split(jax.random.key(0), 2)
     w = {"w": jax.random.normal(keys[0], (EXPERTS, K, K)) * jnp.logspace(-1, 1, EXPERTS)[:, None, None]}
@@ -345,7 +345,7 @@ def experts(way: str, **config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     rows, by_expert = P(("a", "b")), lambda x: x.swapaxes(0, 1).reshape(EXPERTS, -1, K)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=({"w": P("b")}, rows), out_specs=rows)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=({"w": P("b")}, rows), out_specs=rows, check_vma=is_checked)
     return run(sharded), run(lambda w, x: multiply(w["w"], by_expert(x)).reshape(EXPERTS, 8, -1, K).swapaxes(0, 1))
 
 
@@ -431,13 +431,14 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     for name in ("fp8", "fp8_current", "int8"):
         found[f"manual {name} groups"] = lambda n=name: groups(n)
         found[f"manual {name} convolutions"] = lambda n=name: convolutions(n)
-    found["manual fp8 experts"] = lambda: experts("served", quantization="fp8")
-    found["manual fp8_block experts"] = lambda: experts("served", quantization="fp8_block")
-    found["manual fp8_current experts"] = lambda: experts("exchanged", quantization="fp8_current")
-    found["manual int8 experts"] = lambda: experts("exchanged", quantization="int8", quantization_local_shard_count=1)
+    for name in ("fp8", "int8", "fp8_block", "mxfp8", "nvfp4"):
+        config = {"quantization": name} | ({"quantization_local_shard_count": 1} if name == "int8" else {})
+        way = "served" if name in ("fp8", "fp8_block") else "exchanged"
+        found[f"manual {name} experts"] = lambda w=way, c=config: experts(w, **c)
+        found[f"manual {name} gathered"] = lambda c=config: experts("gathered", **c)
+    found["manual fp8 unchecked"] = lambda: experts("exchanged", False, quantization="fp8")
     shared = {"quantization": "fp8", "quantization_share_expert_scales": True}
     found["manual fp8 of one scale"] = lambda: experts("exchanged", **shared)
-    found["manual fp8 gathered experts"] = lambda: experts("gathered", quantization="fp8")
     found["manual fp8 all_to_all"] = exchanged
     for name in ("fp8", "int8"):
         found[f"explicit {name} nnx layers"] = lambda n=name: nnx_layers(n)

@@ -40,5 +40,5 @@ def test_a_mesh_computes_what_one_device_does(found: Any, name: str):
             np.testing.assert_array_equal(mesh, one, err_msg=what)
             assert found[f"{name}|{what}|same"], f"{what} differs between devices"
             continue
-        bound = numerics.sharded_contraction_bound(name) * np.linalg.norm(one)
+        bound = numerics.sharded_contraction_bound(name, what) * np.linalg.norm(one)
         assert np.linalg.norm(mesh - one) <= bound, what

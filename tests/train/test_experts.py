@@ -24,6 +24,7 @@ from train.serving import open_served
 _NAMES = ("wi_0", "wi_1", "wo")
 DEEPSEEK = {"num_experts": 4, "shared_experts": 1, "num_kv_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 DEEPSEEK |= {"rope_head_dim": 8}
+MIXTRAL = {"num_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.fixture
@@ -71,11 +72,20 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str):
         TrainConfig(**fields)
 
 
-@pytest.mark.parametrize("dtypes", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "weight_dtype": "bfloat16"}])
-def test_what_is_served_is_what_was_trained(dtypes: dict[str, str], tiny: TrainConfig, little: Any, tmp_path: Any):
+@pytest.mark.parametrize(
+    ("style", "quantization", "dtypes"),
+    [
+        (DEEPSEEK, "fp8", {"dtype": "bfloat16"}),
+        (DEEPSEEK, "fp8", {"dtype": "bfloat16", "weight_dtype": "bfloat16"}),
+        (MIXTRAL, "fp8", {}),
+        (MIXTRAL, "fp8_block", {"dtype": "bfloat16"}),
+        (MIXTRAL, "int8", {}),
+    ],
+)
+def test_what_is_served_is_what_was_trained(style, quantization, dtypes, tiny: TrainConfig, little: Any, tmp_path: Any):
     run, out = tmp_path / "run", tmp_path / "out"
-    fields = {"quantization": "fp8", "steps": 2, "checkpoint_every": 0, "eval_batches": 1}
-    train(dataclasses.replace(tiny, **fields, **DEEPSEEK, **dtypes), run)
+    fields = {"quantization": quantization, "steps": 2, "checkpoint_every": 0, "eval_batches": 1}
+    train(dataclasses.replace(tiny, **fields, **style, **dtypes), run)
     convert_run(run, out, say=lambda text: None)
     trained, served = open_served(run), open_served(out)
     kernels = jax.tree.leaves(served.params["layers"]["mlp"], is_leaf=lambda leaf: isinstance(leaf, QTensor))
@@ -83,7 +93,7 @@ def test_what_is_served_is_what_was_trained(dtypes: dict[str, str], tiny: TrainC
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 32)), jnp.int32)
 
     def logits(own: Any) -> jax.Array:
-        apply = jax.jit(lambda *variables: own.model.apply(*variables, tokens, rngs={}))
+        apply = jax.jit(lambda *variables: own.model.apply(*variables, tokens, rngs={"quant": jax.random.key(0)}))
         return apply(own.params, own.quant_state)
 
     np.testing.assert_array_equal(logits(trained), logits(served))
