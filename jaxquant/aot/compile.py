@@ -18,6 +18,7 @@ from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.kernels import BLOCK_CALLS
 from jaxquant.aot.report import Audit, from_json
 from jaxquant.aot.topology import environment, require_compiler
+from jaxquant.core.sharding import on_device_of
 
 _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
 _ERRORS = {error.__name__: error for error in _RAISED}
@@ -49,8 +50,6 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
         leaves = [_placed(leaf, described) for leaf in leaves]
         shapes = jax.tree.unflatten(tree, leaves)
-    lowered = jitted.trace(*shapes)
-    donated = [index for index, info in enumerate(jax.tree.leaves(lowered.args_info)) if info.donated]
 
     def flat(*leaves: Any) -> Any:
         return jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves)))  # export knows no node types of others
@@ -65,7 +64,10 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         for each in meshes
         for (name, size), kind in zip(each.shape.items(), each.axis_types, strict=True)
     ]
-    exported = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)(*leaves)
+    export = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)
+    with on_device_of(leaves):
+        traced, exported = jitted.trace(*shapes), export(*leaves)
+    donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step"
         path.write_bytes(bytes(exported.serialize()))

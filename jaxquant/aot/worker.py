@@ -25,6 +25,7 @@ from jaxquant.aot.plugin import load_program
 from jaxquant.aot.price import estimate
 from jaxquant.aot.program import Program, read_program
 from jaxquant.aot.topology import devices
+from jaxquant.core.sharding import on_device_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "nvidia-cuda-nvcc-cu12")
 
@@ -91,7 +92,8 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
       jax.errors.JaxRuntimeError: the compiler failed, other than for want of memory.
     """
     began = time.perf_counter()
-    lowered = step.lower(*shapes)
+    with on_device_of(shapes):
+        lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
     program, memory, refusal = None, {}, ""
     try:

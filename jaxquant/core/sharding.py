@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AxisType, NamedSharding, PartitionSpec
@@ -51,6 +53,15 @@ def is_whole(x: Array) -> bool:
 def _device_of(x: Array) -> AbstractDevice | None:
     """Return what computes x by its mesh, or the one around it: the result of a library's primitive may have none."""
     return jax.typeof(x).sharding.mesh.abstract_device or jax.sharding.get_abstract_mesh().abstract_device
+
+
+def on_device_of(shapes: Any) -> AbstractContextManager[Any]:
+    """Return a context in which what lies on no mesh is computed by the device that shapes on a mesh name, if any."""
+    meshes = [
+        leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if hasattr(getattr(leaf, "sharding", None), "mesh")
+    ]
+    known = next((mesh.abstract_mesh for mesh in meshes if mesh.abstract_mesh.abstract_device), None)
+    return nullcontext() if known is None else jax.sharding.use_abstract_mesh(known)
 
 
 def platform_of(x: Array) -> str:
