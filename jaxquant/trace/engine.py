@@ -256,9 +256,9 @@ class Engine:
         return decisions
 
     def layers(self, analysis: Analysis) -> list[Row]:
-        """List the layers of a program, with what would be decided; binds nothing, takes rules that match nothing."""
+        """List the layers of a program, with what would be decided, to the errors of ``decide``; binds nothing."""
         if self.resolver is not None:
-            self._extended(analysis, self.decisions, check=False).apply(analysis.plan)
+            self._extended(analysis, self.decisions).apply(analysis.plan)
         return layer_rows(analysis, self.resolver, self.backend)
 
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
