@@ -14,6 +14,7 @@ from typing import Any, Literal
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
+from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, Rotation, Side, TensorSpec
 from jaxquant.core.typed import build, nearest, show
 
@@ -83,9 +84,8 @@ def _weight_only(name: str, spec: TensorSpec) -> Recipe:
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
     """Weights as a tensor format has them, encoded and decoded in the forward pass."""
-    recipe = _weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec))
     summary = f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient"
-    return RecipeRow(recipe, summary)
+    return RecipeRow(_weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec)), summary)
 
 
 def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str) -> Recipe:
@@ -341,6 +341,7 @@ def _compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
         raise ValueError(
             f"amax_init 'flax' is flax's own op of three matmuls, and quantization {name} has others; use 'warmup'"
         )
+    _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())
     dlhs, drhs = _backward(name, forward, parts[1], "dlhs"), _backward(name, forward, parts[2], "drhs")
     shares = any(part.shares_experts for part in given)
@@ -348,6 +349,23 @@ def _compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
     if any(isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in composed.specs.values()):
         composed = dataclasses.replace(composed, delayed=next(filter(None, (part.delayed for part in given))))
     return composed
+
+
+def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
+    """Refuse two rows that scale a tensor by its one history, each in its own way."""
+    rows: dict[Any, Recipe | None] = dict(zip(("fwd", "dlhs", "drhs"), parts, strict=True))
+    for tensor, operands in TENSORS.items():
+        specs: dict[str, TensorSpec] = {}
+        for matmul, side in (operand.split("_") for operand in operands):
+            row: Any = rows[matmul]
+            spec = row and row.resolve(matmul, side)
+            if spec is not None and spec.scaling == "delayed":
+                specs[f"{row.name!r} of {matmul}"] = spec
+        if len(set(specs.values())) > 1:
+            raise ValueError(
+                f"quantization {name}: {' and '.join(specs)} scale one tensor, the {tensor}, by its history in "
+                "different ways; take both matmuls from one of them"
+            )
 
 
 def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:

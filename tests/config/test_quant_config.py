@@ -227,3 +227,8 @@ def test_other_unread_options():
         QuantConfig(quantization="int8", weight_sparsity_n=2, weight_sparsity_m=4)
     with pytest.raises(ValueError, match=r"quant_cfg_path 'a\.json' is not read by quantization 'int8'.* of 'intmp'"):
         QuantConfig(quantization="int8", quant_cfg_path="a.json")
+
+
+def test_rules_are_a_list():
+    with pytest.raises(TypeError, match=r"rules must be a list of rules, got {'path': 'a'}"):
+        QuantConfig.from_any({"quantization": "fp8", "rules": {"path": "a"}})
