@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxquant import terminal
-from jaxquant.config.quant_config import KV_ELEMENTS
+from jaxquant.config.quant_config import KV_ELEMENTS, NO_KV_QUANT
 from train.generate import Completion, Prompt, Sampling
 from train.memory import return_large_blocks
 from train.processes import check_devices
@@ -40,11 +41,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _overrides(words: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if words.kv_cache:
-        found["quantize_kvcache"] = words.kv_cache != "none"
-        found |= {} if words.kv_cache == "none" else {"kv_quant_dtype": words.kv_cache}
-    return found | ({"kv_quant_axis": words.kv_axis} if words.kv_axis else {})
+    if words.kv_cache == "none":
+        return dict(NO_KV_QUANT)
+    return {"quantize_kvcache": True, "kv_quant_dtype": words.kv_cache} if words.kv_cache else {}
 
 
 def _texts(words: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -142,10 +141,12 @@ def _serve(words: argparse.Namespace) -> int:
         sampling = Sampling(words.temperature, words.top_p, words.seed)
         texts, names = _texts(words)
         served = open_served(words.directory, _overrides(words))
-        if words.kv_axis and not served.config.quantize_kvcache:
-            raise ValueError(
-                f"--kv-axis {words.kv_axis} belongs to a quantized cache; add --kv-cache int8, int4 or fp8"
-            )
+        if words.kv_axis:
+            if not served.config.quantize_kvcache:
+                raise ValueError(
+                    f"--kv-axis {words.kv_axis} belongs to a quantized cache; add --kv-cache int8, int4 or fp8"
+                )
+            served = dataclasses.replace(served, config=dataclasses.replace(served.config, kv_quant_axis=words.kv_axis))
         prompts = served.prompts(texts, names)
         engine = served.engine(
             sampling=sampling, max_length=words.max_length, slots=words.slots, prefill_chunk=words.prefill_chunk

@@ -23,7 +23,7 @@ from etils import epath
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
@@ -207,7 +207,7 @@ def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
 
 def of_layers(config: TrainConfig, **changes: Any) -> TrainConfig:
     """Leave out what linear layers do not read, and change other fields."""
-    return dataclasses.replace(config, quantize_kvcache=False, save_quantized_params_path="", **changes)
+    return dataclasses.replace(config, save_quantized_params_path="", **NO_KV_QUANT, **changes)
 
 
 def _as_trained(config: TrainConfig) -> TrainConfig:

@@ -12,7 +12,7 @@ import jax
 
 from jaxquant.core import typed
 from jaxquant.core.calibration import Calibration, parse_calibration
-from jaxquant.core.recipe import FORWARD, DelayedSpec, Matmul, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
 
 OPERANDS = ("fwd_lhs", "fwd_rhs", "dlhs_lhs", "dlhs_rhs", "drhs_lhs", "drhs_rhs")
 """Order of the six values of ``constant_bound_config`` and ``per_tensor_scales``, in AQT's meaning.
@@ -60,13 +60,11 @@ class OptionGroup:
       change: (recipe, options, shards) -> the recipe that they ask for; None where they change no number. ``shards`` is
         what ``resolve_shards`` gives.
       check: refuses values that no recipe could honour; None where the type says all.
-      matmuls: those that the fields change. A composition reads a group only for a row that gives one of them.
     """
 
     fields: tuple[str, ...]
     change: Callable[[Recipe, Options, int], Recipe] | None = None
-    check: Callable[[Options], None] | None = None
-    matmuls: tuple[Matmul, ...] = ("fwd", "dlhs", "drhs")
+    check: Callable[[Options], object] | None = None
 
 
 def _short(field: str, text: str) -> str:
@@ -185,25 +183,21 @@ _CALIBRATED = {
 """The operands that each calibration string is of, where they are not what the forward matmul had."""
 
 
-def _check_calibrations(options: Options) -> None:
-    for field in sorted(_CALIBRATED):
-        read_calibration(options, field)
-
-
 def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
     if calibration.method == "fixed":  # one scale for the tensor
         spec = dataclasses.replace(spec, granularity="per_tensor", tile_size=None, free_size=None)
     return dataclasses.replace(spec, calibration=calibration)
 
 
-def _calibrated(recipe: Recipe, options: Options, shards: int) -> Recipe:
-    for field, places in _CALIBRATED.items():
+def _calibration(field: str) -> OptionGroup:
+    def calibrated(recipe: Recipe, options: Options, shards: int) -> Recipe:
         change = functools.partial(_with_calibration, calibration=read_calibration(options, field))
         try:
-            recipe = _changed(recipe, places, change)
+            return _changed(recipe, _CALIBRATED[field], change)
         except ValueError as error:  # an asymmetric range on a float dtype
             raise ValueError(f"{field}: {error}") from None
-    return recipe
+
+    return OptionGroup((field,), calibrated, functools.partial(read_calibration, field=field))
 
 
 # -- constant bounds ---------------------------------------------------------------------------------------------------
@@ -324,17 +318,36 @@ def _square(recipe: Recipe, options: Options, shards: int) -> Recipe:
 _SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
 
 GROUPS: dict[str, OptionGroup] = {
-    "calibration": OptionGroup(tuple(_CALIBRATED), _calibrated, _check_calibrations),
+    **{field: _calibration(field) for field in _CALIBRATED},
     "bounds": OptionGroup(("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
-    "shards": OptionGroup(("quantization_local_shard_count",), _sharded, matmuls=("drhs",)),
+    "shards": OptionGroup(("quantization_local_shard_count",), _sharded),
     "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed),
-    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity, matmuls=("fwd",)),
+    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity),
     "experts": OptionGroup(("quantization_share_expert_scales",), _shared),
     "four over six": OptionGroup(("four_over_six",), _four_over_six),
     "scale format": OptionGroup(("scale_fmt",), _powers_of_two),
-    "activation bound": OptionGroup(("activation_scale_ub",), _activations_bounded, matmuls=("fwd", "drhs")),
-    "square blocks": OptionGroup(("square_weight_blocks",), _square, matmuls=("fwd", "dlhs")),
-    "stored scales": OptionGroup(("replicate_quant_scale",), matmuls=("fwd",)),
+    "activation bound": OptionGroup(("activation_scale_ub",), _activations_bounded),
+    "square blocks": OptionGroup(("square_weight_blocks",), _square),
+    "stored scales": OptionGroup(("replicate_quant_scale",)),
     "file": OptionGroup(("quant_cfg_path",)),
 }
 """Every group of options, in the order in which they are checked and applied; rows of ``RECIPES`` name them."""
+
+CALIBRATION = tuple(_CALIBRATED)
+"""The groups of the three calibration strings."""
+
+PROBE = Options(
+    weight_quantization_calibration_method="absmax,0.5",
+    act_quantization_calibration_method="absmax,0.5",
+    bwd_quantization_calibration_method="absmax,0.5",
+    per_tensor_scales=(False,) * len(OPERANDS),
+    weight_sparsity_n=1,
+    weight_sparsity_m=2,
+    amax_margin=1,
+    quantization_share_expert_scales=True,
+    four_over_six=True,
+    scale_fmt="ue8m0",
+    activation_scale_ub=1.0,
+    square_weight_blocks=True,
+)
+"""Options of which, with two shards, each group changes the recipe of every row that reads it."""

@@ -69,12 +69,12 @@ class QuantConfig(options.Options):
       replicate_quant_scale: replicate the stored scales of a sharded kernel; training alone stores none.
       quantize_kvcache, kv_quant_axis, kv_quant_dtype: quantized KV cache of serving.
       checkpoint_is_quantized: whether the parameters are what ``jaxquant.convert`` gave.
-      save_quantized_params_path: MaxText's; an error says to call ``jaxquant.serving.save``.
+      save_quantized_params_path: MaxText's; ``maybe_quantize_model`` refuses it and names ``jaxquant.serving.save``.
 
     Raises:
       ValueError: a value that is out of range, unknown, or that the recipe does not read.
       TypeError: a value of the wrong type.
-      NotImplementedError: a string that trains in NVFP4.
+      NotImplementedError: a composition with a weight in a tensor format in a backward matmul alone.
     """
 
     quantization: str = ""
@@ -98,6 +98,11 @@ class QuantConfig(options.Options):
         object.__setattr__(self, "constant_bound_config", options.read_bounds(self.constant_bound_config))
         if self.quantize_kvcache and not self.kv_quant_axis:
             raise ValueError("kv_quant_axis '' leaves quantize_kvcache without an axis; use 'dkv' or 'heads_and_dkv'")
+        for name in ("kv_quant_axis", "kv_quant_dtype"):
+            if not self.quantize_kvcache and (value := getattr(self, name)) not in ("", getattr(QuantConfig, name)):
+                raise ValueError(
+                    f"{name} {value!r} has no effect without quantize_kvcache true; set that, or leave it out"
+                )
         if self.use_qwix_quantization and self.quant_backend not in ("auto", "qwix"):
             raise ValueError(
                 f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; leave one of them out"
@@ -275,15 +280,18 @@ class QuantConfig(options.Options):
         for field in dataclasses.fields(options.Options):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:
+                where = ", for a matmul that it changes" if any(name.startswith("{") for name in self.strings) else ""
                 raise ValueError(
                     f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
-                    f"it is an option of {_or(strings_reading(field.name))}"
+                    f"it is an option of {_or(strings_reading(field.name))}{where}"
                 )
 
     def _mixed_precision(self) -> MixedPrecision:
         return load_mixed_precision(self.quant_cfg_path)
 
 
+NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
+"""The fields of a config that has no quantized KV cache."""
 _MISSING: Any = object()
 _NULLS: dict[str, Any] = {
     **dict.fromkeys(("quantization", "quant_cfg_path", "kv_quant_axis", "save_quantized_params_path"), ""),

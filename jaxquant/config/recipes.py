@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.loader import parse
-from jaxquant.config.options import GROUPS, Options, apply
+from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
+from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, Rotation, Side, TensorSpec
 from jaxquant.core.typed import build, nearest, show
 
@@ -83,9 +84,8 @@ def _weight_only(name: str, spec: TensorSpec) -> Recipe:
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
     """Weights as a tensor format has them, encoded and decoded in the forward pass."""
-    recipe = _weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec))
     summary = f"weights only, in GGML's {codec.upper()} as llama.cpp has them, straight-through gradient"
-    return RecipeRow(recipe, summary)
+    return RecipeRow(_weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec)), summary)
 
 
 def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str) -> Recipe:
@@ -172,8 +172,7 @@ _QUARTET2 = _requantized("quartet2", 128, "nearest", Micro(17 / 16 * 0.93, 255.9
 _TETRAJET_V2 = _requantized("tetrajet_v2", 32, "stochastic", Micro(17 / 16))
 
 _ALL, _AQT, _QWIX = tuple(BACKENDS), ("aqt", "native"), ("qwix", "native")
-_DELAYED = ("delayed", "experts")
-_FP4 = ("four over six",)
+_DELAYED, _FP4 = ("delayed", "experts"), ("four over six",)
 
 RECIPES: dict[str, RecipeRow] = {
     "": RecipeRow(None, "no quantization", ()),
@@ -196,7 +195,7 @@ RECIPES: dict[str, RecipeRow] = {
         _reusing("fp8_full", TensorSpec("float8_e4m3fn"), TensorSpec("float8_e5m2")),
         "e4m3 operands, e5m2 gradients, calibration strings, N:M weight sparsity",
         _QWIX,
-        ("calibration", "sparsity"),
+        (*CALIBRATION, "sparsity"),
     ),
     "fp8_e4m3": RecipeRow(
         _same("fp8_e4m3", "float8_e4m3fn"), "e4m3 everywhere, dynamic per channel", _QWIX, ("shards",)
@@ -218,7 +217,7 @@ RECIPES: dict[str, RecipeRow] = {
     "fp8_block": RecipeRow(
         _FP8_BLOCK,
         "e4m3 everywhere: tiles of 128 of activations and gradients, blocks of 128 by 128 of weights",
-        options=("calibration", "scale format", "activation bound"),
+        options=(*CALIBRATION, "scale format", "activation bound"),
     ),
     "mxfp8": RecipeRow(
         _microscaling("mxfp8", "float8_e4m3fn"),
@@ -316,11 +315,18 @@ def _composition(name: str, place: str) -> RecipeRow:
     parts = tuple(rows.values())
     if not any(parts):
         raise ValueError(f"{place} {name} quantizes nothing; name a string, or leave {place} empty")
-    read = {group for matmul, row in rows.items() if row for group in row.options if matmul in GROUPS[group].matmuls}
     backends = parts[0].backends if parts[0] and len(set(map(id, parts))) == 1 else ("native",)
     summary = "each matmul from the row that it names, its operands quantized from the tensors themselves"
     recipe = _compose(name, [row and row.recipe for row in parts])
-    return RecipeRow(recipe, summary, backends, tuple(group for group in GROUPS if group in read), parts)
+    return RecipeRow(recipe, summary, backends, tuple(group for group in GROUPS if _reads(recipe, parts, group)), parts)
+
+
+def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> bool:
+    """Return whether a group of options changes a composition, through a row of it that reads the group."""
+    if GROUPS[group].change is None:  # stored scales, those of the forward's weight
+        return parts[0] is not None and group in parts[0].options
+    probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE, shards=2) for row in parts]
+    return _compose(composed.name, probed) != composed
 
 
 def _compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
@@ -335,6 +341,7 @@ def _compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
         raise ValueError(
             f"amax_init 'flax' is flax's own op of three matmuls, and quantization {name} has others; use 'warmup'"
         )
+    _check_histories(name, parts)
     forward = parts[0] or Recipe(name, MatmulSpec())
     dlhs, drhs = _backward(name, forward, parts[1], "dlhs"), _backward(name, forward, parts[2], "drhs")
     shares = any(part.shares_experts for part in given)
@@ -342,6 +349,23 @@ def _compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
     if any(isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in composed.specs.values()):
         composed = dataclasses.replace(composed, delayed=next(filter(None, (part.delayed for part in given))))
     return composed
+
+
+def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
+    """Refuse two rows that scale a tensor by its one history, each in its own way."""
+    rows: dict[Any, Recipe | None] = dict(zip(("fwd", "dlhs", "drhs"), parts, strict=True))
+    for tensor, operands in TENSORS.items():
+        specs: dict[str, TensorSpec] = {}
+        for matmul, side in (operand.split("_") for operand in operands):
+            row: Any = rows[matmul]
+            spec = row and row.resolve(matmul, side)
+            if spec is not None and spec.scaling == "delayed":
+                specs[f"{row.name!r} of {matmul}"] = spec
+        if len(set(specs.values())) > 1:
+            raise ValueError(
+                f"quantization {name}: {' and '.join(specs)} scale one tensor, the {tensor}, by its history in "
+                "different ways; take both matmuls from one of them"
+            )
 
 
 def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:

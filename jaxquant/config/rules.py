@@ -214,9 +214,10 @@ class Resolver:
             return {}
         if must_have and not any(blocks.values()):
             raise ValueError(
-                f"{asked} count blocks by numbered path parts, such as layers_3/ or blocks/7/, and the model's layers "
-                f"have none ({', '.join(list(parts)[:4])}); scanned layers share one path and one recipe: give each a "
-                "path of its own (scan_layers: false), or set both to 0"
+                f"{asked} count blocks by numbered path parts above the layers' own names, such as layers_3/ or "
+                f"blocks/7/, and the model's layers have none ({', '.join(list(parts)[:4])}); scanned layers share one "
+                "path and one recipe: give each a path of its own (scan_layers: false); leave a numbered layer in "
+                "float by a rule; or set both to 0"
             )
         floats = {}
         for path, (name, number) in ((path, part) for path, found in blocks.items() for part in found):

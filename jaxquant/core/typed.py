@@ -89,6 +89,9 @@ def check_fields(obj: Any) -> None:
             object.__setattr__(obj, field.name, convert(type_hints(cls)[field.name], getattr(obj, field.name), place))
 
 
+_LISTED = {float: "numbers", bool: "flags", int: "integers", str: "strings"}
+
+
 def _spell(hint: Any) -> str:
     if hint is type(None):
         return "null"
@@ -96,6 +99,8 @@ def _spell(hint: Any) -> str:
         return " or ".join(_spell(member) for member in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(repr(choice) for choice in typing.get_args(hint))}"
+    if typing.get_origin(hint) in (tuple, list) and len(set(args := typing.get_args(hint)) - {Ellipsis}) == 1:
+        return f"a list of {_LISTED.get(args[0]) or f'{_spell(args[0]).lower()}s'}"
     if isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Mapping):
         return "a mapping"
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)

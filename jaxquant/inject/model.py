@@ -132,6 +132,7 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
       example_inputs, example_kwargs: as in ``linear_layers``.
 
     Raises:
+      ValueError: a rule that matches no layer, or float blocks of a model that has none.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)

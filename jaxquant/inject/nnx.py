@@ -94,6 +94,8 @@ def describe(model: nnx.Module, config: QuantConfig, *args: Any, **kwargs: Any) 
         rows, known = face.engine.layers(face.trace_example(model, *args, **kwargs).analysis), {}
     paths, resolver = {row.path for row in rows}, face.engine.resolver
     modules = dict(linear_modules(model))
+    if resolver is not None and modules and not (args or kwargs):
+        resolver.check_used(modules)
     floats = {} if resolver is None else resolver.float_blocks(modules, must_have=False)
     for path, module in modules.items():
         if path not in paths:

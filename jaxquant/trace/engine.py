@@ -110,6 +110,7 @@ class Engine:
             self.backend.check(recipe)
         self.decisions: Decisions | None = None
         self._has_seen_all = False
+        self._left_float: Mapping[str, str] = {}  # by path, why ``convert`` left a weight in float
         # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
         self._cached = jax.jit(self._run, static_argnums=(0, 1, 2), inline=True)
         # make_jaxpr keeps programs as jit does, so that init, the first step and convert read the same one.
@@ -217,6 +218,7 @@ class Engine:
         states = decisions.read_states(analysis.plan, quant_state, *sentences, served, contract.kernel_fields)
         names = array_names(static)
         found, reasons = kernels.find_kernels(analysis, arrays[0], names, states, self.backend)
+        self._left_float = reasons
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
         text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
         if reasons and self.config.strict:
@@ -256,9 +258,9 @@ class Engine:
         return decisions
 
     def layers(self, analysis: Analysis) -> list[Row]:
-        """List the layers of a program, with what would be decided; binds nothing, takes rules that match nothing."""
+        """List the layers of a program, with what would be decided, to the errors of ``decide``; binds nothing."""
         if self.resolver is not None:
-            self._extended(analysis, self.decisions, check=False).apply(analysis.plan)
+            self._extended(analysis, self.decisions).apply(analysis.plan)
         return layer_rows(analysis, self.resolver, self.backend)
 
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
@@ -313,6 +315,16 @@ class Engine:
                 self._analyses[place] = analysis
         return Traced(analysis, closed, dataclasses.replace(outputs, arrays=[]))
 
+    def _missing(self, is_served: bool, recipe: str, path: str, field: str) -> str:
+        """Return the sentence about state that is missing, of a trained model or beside converted kernels."""
+        if not is_served and path not in self._left_float:
+            return self.dialect.missing(recipe, path, field)
+        why = f" ({self._left_float[path]})" if path in self._left_float else ""
+        return (
+            f"convert left the weight at {path!r} in float{why}, so that recipe {recipe!r} needs its quant state there "
+            f"and this call has no {field!r}; pass the quant state that convert was given"
+        )
+
     def _instead(self) -> Any:
         return INSTEAD.value if INSTEAD.value is not None and INSTEAD.value.engine is self else None
 
@@ -340,7 +352,8 @@ class Engine:
             return dataclasses.replace(outputs, is_skipped=True)
         must = self.config.checkpoint_is_quantized
         served = converted.check_served(analysis, arrays[0], must_be_converted=must)
-        states = decisions.read_states(analysis.plan, quant_state, self.dialect.missing, self.dialect.misfit, served)
+        missing = functools.partial(self._missing, bool(served))
+        states = decisions.read_states(analysis.plan, quant_state, missing, self.dialect.misfit, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = Noise(key, analysis.plan.seeds)

@@ -9,6 +9,7 @@ import types
 import pytest
 import yaml
 
+from jaxquant.config import options
 from jaxquant.config.explain import explain
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.config.quant_config import QuantConfig
@@ -20,6 +21,7 @@ from train.config import TrainConfig
 
 MAPPING = {"fwd": "fp8_current", "dlhs": "quartet2", "drhs": None}
 TEXT = "{fwd: fp8_current, dlhs: quartet2, drhs: null}"
+ACTIVATION, WEIGHT, GRADIENT = options.CALIBRATION
 
 
 def of(quantization, **fields) -> QuantConfig:
@@ -105,22 +107,36 @@ def test_options_are_read_by_a_row_that_gives_the_matmul_they_change():
     recipe = of({"fwd": "nvfp4", "dlhs": "fp8", "drhs": "int8"}, **fields).recipe()
     assert recipe is not None
     assert (recipe.delayed and recipe.delayed.amax_history_length, recipe.drhs.shards) == (8, 2)
-    for reading, options in (
+    for reading, unread in (
         ({"fwd": "fp8_current", "dlhs": "fp8_full"}, {"weight_sparsity_n": 2, "weight_sparsity_m": 4}),
         ({"fwd": "int8", "dlhs": "int8"}, {"quantization_local_shard_count": 2}),
         (MAPPING, {"amax_margin": 1}),
+        ({"fwd": "fp8_current", "dlhs": "quartet2", "drhs": "quartet2"}, {"four_over_six": True}),
+        ({"fwd": "fp8_current", "dlhs": "tetrajet_v2", "drhs": "tetrajet_v2"}, {"four_over_six": True}),
+        ({"fwd": "fp8_current", "dlhs": "fp8_full", "drhs": "fp8_current"}, {ACTIVATION: "absmax,0.5"}),
+        ({"fwd": "fp8_current", "dlhs": "fp8_current", "drhs": "fp8_full"}, {WEIGHT: "absmax,0.5"}),
+        ({"fwd": "fp8_full"}, {GRADIENT: "absmax,0.5"}),
     ):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} . is not read by quantization"):
-            of(reading, **options)
+        assert next(iter(unread)) not in explain(reading)
+        with pytest.raises(ValueError, match=f"{next(iter(unread))} .* is not read by quantization"):
+            of(reading, **unread)
+
+
+def test_every_group_changes_every_row_that_reads_it():
+    """What a composition reads is found by this change."""
+    for name, row in RECIPES.items():
+        for group in row.options:
+            if options.GROUPS[group].change is not None:
+                assert options.apply(row.recipe, {group}, options.PROBE, 2) != row.recipe, (name, group)
 
 
 def test_explained():
-    text = explain(MAPPING, {"four_over_six": True})
-    assert text == explain(TEXT, {"four_over_six": True})
+    text = explain(MAPPING)
+    assert text == explain(TEXT)
     assert "Kept for the backward pass: the input in float, the weight in float." in text
     assert "exact arithmetic" in text
     assert "Backend: native." in text
-    assert "four_over_six" in text
+    assert "four_over_six" in explain(MAPPING | {"fwd": "nvfp4"}, {"four_over_six": True})
     assert "Kept for the backward pass: the input as the forward matmul reads it, the weight" in explain("fp8")
     own = explain({"fwd": "fp8_current", "drhs": "mxfp8"})
     assert "the input as the weight's gradient reads it, the weight in float" in own

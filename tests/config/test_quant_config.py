@@ -172,6 +172,8 @@ REFUSED = [
     ({"amax_history_length": 0}, "amax_history_length must be at least 1, got 0"),
     ({"amax_init": "cold"}, "QuantConfig.amax_init must be one of 'warmup', 'flax', got 'cold'"),
     ({"quantize_kvcache": True, "kv_quant_axis": ""}, "kv_quant_axis '' leaves quantize_kvcache without"),
+    ({"kv_quant_axis": "dkv"}, "kv_quant_axis 'dkv' has no effect without quantize_kvcache true; set that"),
+    ({"kv_quant_dtype": "int4"}, "kv_quant_dtype 'int4' has no effect without quantize_kvcache true"),
     ({"kv_quant_axis": "dvk"}, "got 'dvk'; did you mean 'dkv'?"),
     ({"kv_quant_dtype": "int2"}, "QuantConfig.kv_quant_dtype must be one of 'int8', 'int4', 'fp8'"),
     ({"weight_sparsity_n": 2}, "weight_sparsity_n and weight_sparsity_m belong together, got 2 and None"),
@@ -225,3 +227,8 @@ def test_other_unread_options():
         QuantConfig(quantization="int8", weight_sparsity_n=2, weight_sparsity_m=4)
     with pytest.raises(ValueError, match=r"quant_cfg_path 'a\.json' is not read by quantization 'int8'.* of 'intmp'"):
         QuantConfig(quantization="int8", quant_cfg_path="a.json")
+
+
+def test_rules_are_a_list():
+    with pytest.raises(TypeError, match=r"rules must be a list of rules, got {'path': 'a'}"):
+        QuantConfig.from_any({"quantization": "fp8", "rules": {"path": "a"}})

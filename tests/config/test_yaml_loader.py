@@ -142,7 +142,7 @@ def test_ints_become_floats():
         ({"table": {"x": "y"}}, TypeError, "Outer.table.x must be float, got 'y' (str)"),
         ({"table": []}, TypeError, "Outer.table must be a mapping, got [] (list)"),
         ({"inner": 3}, TypeError, "Outer.inner must be a mapping, got 3 (int)"),
-        ({"either": 3}, TypeError, "Outer.either must be tuple[float, ...] or str, got 3 (int)"),
+        ({"either": 3}, TypeError, "Outer.either must be a list of numbers or str, got 3 (int)"),
         ([], TypeError, "Outer must be a mapping, got [] (list)"),
     ],
 )

@@ -178,9 +178,13 @@ def test_options_of_a_row_change_its_matmuls_alone():
 
 
 def test_two_rows_with_histories_of_one_tensor_are_refused():
-    with pytest.raises(ValueError, match="scales its kernel by one history, so fwd_rhs and dlhs_rhs must be the same"):
+    with pytest.raises(
+        ValueError, match="'fp8' of fwd and 'int8_delayed' of dlhs scale one tensor, the kernel, by its"
+    ):
         composed("fp8", "int8_delayed")
-    with pytest.raises(ValueError, match="scales its output_grad by one history"):
+    with pytest.raises(ValueError, match="'fp8' of fwd and 'int8_delayed' of drhs scale one tensor, the input, by its"):
+        composed("fp8", "fp8", "int8_delayed")
+    with pytest.raises(ValueError, match="'fp8' of dlhs and 'nanoo_fp8' of drhs scale one tensor, the output_grad"):
         composed("fp8_current", "fp8", "nanoo_fp8")
 
 

@@ -126,7 +126,7 @@ def test_a_layer_whose_weight_stays_float_needs_its_state():
     with pytest.warns(UserWarning, match="weights of 1 layers stay in float and need their quant state, if any .sum:"):
         converted = q.convert(p, state, x)
     np.testing.assert_array_equal(jax.jit(q)(converted, state, x), jax.jit(q)(p, state, x))
-    with pytest.raises(ValueError, match="recipe 'fp8' at 'sum' keeps state"):
+    with pytest.raises(ValueError, match="convert left the weight at 'sum' in float"):
         q(converted, {}, x)
 
 
@@ -186,3 +186,12 @@ def test_shapes_alone():
     converted = jax.eval_shape(q.convert, p, jax.eval_shape(q.init, p, x), x)
     assert converted["w"].tensor.qvalue.dtype == jnp.float8_e4m3fn
     assert jax.eval_shape(q, converted, {}, x).shape == (2, 4)
+
+
+def test_a_weight_that_convert_left_in_float_needs_its_quant_state():
+    q = jaxquant.quantize(lambda p, x: x @ p["w"][:, :16], {"quantization": "fp8"})
+    p, x = {"w": normal(0, 32, 32)}, normal(1, 8, 32)
+    with pytest.warns(UserWarning, match="stay in float"):
+        converted = q.convert(p, q.init(p, x), x)
+    with pytest.raises(ValueError, match=r"convert left the weight at 'w' in float \(.*; pass the quant state that c"):
+        q(converted, {}, x)

@@ -54,7 +54,10 @@ def test_a_rule_comes_first():
     ("paths", "message"),
     [
         (["layers/mlp/wi_0", "layers/mlp/wi_1"], r"have none \(layers/mlp/wi_0, .*scanned layers share one path"),
-        (["Dense_0", "Dense_1"], "count blocks by numbered path parts"),
+        (
+            ["Dense_0", "Dense_1"],
+            r"parts above the layers' own names, .* have none \(Dense_0, .* numbered layer in flo",
+        ),
         (["layers_0/w", "layers_1/w"], r"leave none of the 2 blocks layers_\* quantized; lower them"),
     ],
 )
@@ -121,6 +124,21 @@ def test_scanned_layers_are_refused():
         describe_layers(maybe_quantize_model(Linen(), ENDS, X), ENDS, X)
     with pytest.raises(ValueError, match="scanned layers share one path"):
         jaxquant.quantize(lambda p, x: x @ p["w"], ENDS).init({"w": jnp.ones((D, D))}, X)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rules": [{"path": "nope", "recipe": None}]}, "'nope' matches no layer"),
+        ({"float_first_blocks": 5}, "float_first_blocks 5 and float_last_blocks 0 leave none of the 4 blocks"),
+        ({"float_first_blocks": 1}, "the model's layers have none"),
+    ],
+)
+@pytest.mark.parametrize("call", [describe_layers, maybe_quantize_model])
+def test_a_report_refuses_what_quantization_does(call, fields, message):
+    model = nn.Sequential([nn.Dense(D), nn.Dense(D)]) if "none" in message.split()[-1:] else Stack()
+    with pytest.raises(ValueError, match=message):
+        call(model, {"quantization": "fp8_current"} | fields, X)
 
 
 def test_a_handle_does_not_know_the_other_layers():
