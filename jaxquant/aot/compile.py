@@ -18,7 +18,6 @@ from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.kernels import BLOCK_CALLS
 from jaxquant.aot.report import Audit, from_json
 from jaxquant.aot.topology import environment, require_compiler
-from jaxquant.core.sharding import on_device_of
 
 _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
 _ERRORS = {error.__name__: error for error in _RAISED}
@@ -65,8 +64,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         for (name, size), kind in zip(each.shape.items(), each.axis_types, strict=True)
     ]
     export = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)
-    with on_device_of(leaves):
-        traced, exported = jitted.trace(*shapes), export(*leaves)
+    traced, exported = jitted.trace(*shapes), export(*leaves)
     donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step"

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jaxquant.backends.honours import NATIVE_INSTEAD, Honours
 from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_implementation
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import ConvertedKernel, QTensor
+from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import ANYHOW, Dimensions, How, Product
+from jaxquant.ops.gradients import once
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
@@ -254,13 +255,22 @@ class LibraryBackend(Backend):
             raise NotImplementedError(f"recipe {given.recipe.name!r}: {why}")
         lhs = lhs.astype(dtype)
         rhs = dataclasses.replace(rhs, dtype=dtype.name) if isinstance(rhs, ConvertedKernel) else rhs.astype(dtype)
+        if 0 in (*lhs.shape, *rhs.shape):  # nothing to quantize, and the libraries divide by sizes
+            rhs = dequantize(rhs.tensor, dtype.name) if isinstance(rhs, ConvertedKernel) else rhs
+            if group_sizes is not None:
+                return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+            return jax.lax.dot_general(lhs, rhs, product.numbers)
+        name = given.recipe.name
         if group_sizes is not None:
-            return self.groups(given.recipe, lhs, rhs, group_sizes)
+            run = functools.partial(self.groups, given.recipe)
+            is_converted = isinstance(rhs, ConvertedKernel)
+            return run(lhs, rhs, group_sizes) if is_converted else once(name, run, lhs, rhs, (group_sizes,))
         dims = Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)
         if isinstance(rhs, ConvertedKernel):
             serve = functools.partial(self.serve, given.recipe, numbers=dims.numbers)
             return straight_through(serve, self._input_gradient(lhs, rhs, dims), lhs, rhs)
-        return self.train(given.recipe, lhs, rhs, dims.numbers, given.key)
+        run = lambda lhs, rhs, key: self.train(given.recipe, lhs, rhs, dims.numbers, key)  # noqa: E731
+        return once(name, run, lhs, rhs, (given.key,))
 
     def quantize_weight(
         self,

@@ -192,6 +192,19 @@ def _scale(
     return scale.reshape(old.shape)
 
 
+def show_lost(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind: Element) -> Float[Array, "*shape"]:
+    """Return the scales that multiply qvalues: NaN where these are integers and stand for NaN or infinity.
+
+    A dynamic scale is not finite then by itself. Floats keep NaN, and saturate infinities.
+
+    Args:
+      scale: that the tensor was divided by.
+      amax: the tensor's own largest magnitude, of a shape that broadcasts to the scale's.
+      kind: the element type.
+    """
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan) if kind.kind == "int" else scale
+
+
 @jax.jit
 def finite(amaxes: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return amaxes with 0 in place of those that are not finite, which a history of a flax checkpoint may hold."""

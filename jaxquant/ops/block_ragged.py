@@ -62,7 +62,7 @@ def multiply(lhs: QTensor, rhs: QTensor, numbers: RaggedDotDimensionNumbers, gro
     """
     x, w, left, right = kernel.operands(lhs, rhs, *_axes(numbers))
     if not numbers.rhs_group_dimensions:
-        starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(groups.sizes) // BLOCK])
+        starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(groups.sizes).astype(jnp.int32) // BLOCK])
         return _bind(_DRHS, x[0], w[0], left[0], per_row(right, w.shape[1])[0], starts, out_dtype)
     slabs = Slabs.of(groups, BLOCK)
     own = jnp.where(slabs.groups.ids < groups.sizes.size, slabs.groups.ids, -1)

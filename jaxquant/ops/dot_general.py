@@ -282,10 +282,11 @@ class _Dot(Operation):
     ) -> tuple[QTensor, QTensor]:
         """Rotate both operands, the residual only if that was not done before it was kept, and quantize them."""
         left, right = dims.lhs_contract, dims.rhs_contract
-        if matmul.rotation is not None:
-            index = rotated_axis(tuple(grad.shape[axis] for axis in left), matmul.rotation.size)
+        rotation = matmul.rotation if left else None  # the gradient of a product of a vector contracts no axis
+        if rotation is not None:
+            index = rotated_axis(tuple(grad.shape[axis] for axis in left), rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
-        turn = rotation_of(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+        turn = rotation_of(rotation, None if key is None else jax.random.fold_in(key, 2))
         grad = turn(grad, *left)
         if matmul.is_late:
             whole, unit = without_outer(residual, grad.dtype.name)

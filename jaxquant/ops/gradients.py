@@ -48,6 +48,35 @@ def _mark_tangents(name, primals, tangents):
     return values, tuple(_no_derivative.bind(slope, *hidden, recipe=name) for slope in slopes)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def once(name: str, run: Callable[..., Array], lhs: Array, rhs: Array, rest: tuple[Any, ...] = ()) -> Array:
+    """Compute ``run(lhs, rhs, *rest)``, a quantized contraction of a library, whose gradients have no derivative.
+
+    Autodiff would find none or a wrong one: some slopes go through the rounding, and some are the library's own.
+
+    Args:
+      name: of the recipe.
+      run: the contraction.
+      lhs, rhs: float operands, with gradients as the library defines them.
+      rest: operands without gradients.
+    """
+    return run(lhs, rhs, *rest)
+
+
+def _once_fwd(name, run, lhs, rhs, rest):
+    out, pull = jax.vjp(lambda a, b: run(a, b, *rest), lhs, rhs)
+    out, mark = first_order(name, (out, jnp.zeros(())), (lhs, rhs))
+    return out, (pull, mark)
+
+
+def _once_bwd(name, run, saved, grad):
+    pull, mark = saved
+    return *first_order(name, tuple(pull(grad)), (grad, mark)), None
+
+
+once.defvjp(_once_fwd, _once_bwd)
+
+
 def _refuse(*_: Any, recipe: str) -> NoReturn:
     raise NotImplementedError(
         f"second derivatives through recipe {recipe!r} are not defined: the gradients are rounded; take a gradient "

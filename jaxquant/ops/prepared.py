@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxquant.core import delayed
+from jaxquant.core.dtypes import element
 from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
@@ -87,7 +88,7 @@ def make_prepared(
     if kind == "own":
         kept, own = _own(x, recipe, side, axes, key, **more)
         seen = own if seen is None else seen
-    elif kind == "forward" and seen is not None:
+    elif kind == "forward" and seen is not None and element(spec.dtype).kind != "int":  # see delayed.show_lost
         seen = seen._replace(scale=None)  # the tensor has it
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
     return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
@@ -118,7 +119,7 @@ def _own(
     assert spec is not None
     own, shards = forward_key(x, spec, key), matmul.shards
     axes = tuple(axis for axis in range(x.ndim) if axis not in axes and axis not in more["batch"])
-    if matmul.rotation is not None:
+    if matmul.rotation is not None and axes:  # the gradient of a product of a vector contracts no axis
         axes = (axes[rotated_axis(tuple(x.shape[axis] for axis in axes), matmul.rotation.size)],)
         x = rotate(x, axes[0], draw_signs(matmul.rotation, None))
     return quantize_operand(x, spec, axes, recipe=recipe.part(name), key=own, shards=shards, **more)

@@ -361,7 +361,9 @@ class _Ragged(Operation):
         amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
         amax = over_devices(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
-        return self._rows_with_scale(x, spec, groups, scale), Observation(scale, amax)
+        rows = self._rows_with_scale(x, spec, groups, scale)
+        shown = delayed.show_lost(scale, amax[:, None], element(spec.dtype))
+        return rows._replace(scale=shown), Observation(scale, amax)
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = cast_dtype(self.recipe, x.dtype.name)
@@ -447,4 +449,6 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
     )
     scale = _current_scale(recipe, state, amax, spec)
     compute = cast_dtype(recipe, x.dtype.name)
-    return quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute), Observation(scale, amax)
+    tensor = quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute)
+    shown = delayed.show_lost(tensor.scale, amax.reshape(-1, 1, 1), element(spec.dtype))
+    return dataclasses.replace(tensor, scale=shown), Observation(scale, amax)

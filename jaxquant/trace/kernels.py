@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxquant.backends import Backend, load
 from jaxquant.backends._weights import settle_input_scale
 from jaxquant.config.backends import BackendName
 from jaxquant.core.blocks import BlocksError
 from jaxquant.core.delayed import together
+from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quant_state import nested
 from jaxquant.core.recipe import Recipe
@@ -126,7 +128,11 @@ class LayerKernel:
         Returns:
           The kernel and the static scale of the activation, of the kernel's rank (None where it is dynamic; 0 where the
           recipe has one and its tensor was never seen).
+
+        Raises:
+          ValueError: NaN or infinity in the kernel.
         """
+        self._check_finite(kernel)
         made = _convert(self._one, kernel, _joined(states))
         return made.tensor, made.input_scale
 
@@ -134,11 +140,25 @@ class LayerKernel:
         """Convert the parameter, all its layers at once.
 
         Raises:
-          ValueError: the recipe has a static scale for an activation that was never seen.
+          ValueError: the recipe has a static scale for an activation that was never seen; NaN or infinity in the leaf.
         """
+        self._check_finite(leaf)
         kernel = _convert(self._whole, leaf, _joined(states))
         scale = settle_input_scale(self.path, self.recipe, kernel.input_scale)
         return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
+
+    def _check_finite(self, kernel: Array) -> None:
+        """Refuse what a converted kernel would hide; under jit there is no telling."""
+        if not isinstance(kernel, Tracer) and not _is_finite(kernel):
+            raise ValueError(
+                f"{layer_name(self.path)} has NaN or infinity in its kernel {'/'.join(self.name)!r}, which "
+                f"{self.recipe.name!r} cannot hold; convert parameters of an earlier step, or leave the layer in float"
+            )
+
+
+@jax.jit
+def _is_finite(kernel: Array) -> Array:
+    return jnp.isfinite(kernel).all()
 
 
 def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -132,3 +132,56 @@ def test_only_a_library_is_completed():
     assert load("native", is_completed=True) is load("native")
     assert load("aqt") is load("aqt")
     assert load("aqt", is_completed=True) is load("aqt", is_completed=True)
+
+
+LIBRARY_OPS = [("int8", "aqt"), ("int8", "qwix"), ("aqt_fp8", "aqt"), ("fp8_full", "qwix"), ("int8", "native")]
+
+
+def loss_of(string, backend, fn=lambda p, x: jnp.tanh(x @ p["w"])):
+    quantized = jaxquant.quantize(fn, {"quantization": string, "quant_backend": backend})
+    return lambda p, x: jnp.sum(jnp.square(quantized(p, {}, x)))
+
+
+@pytest.mark.parametrize(("string", "backend"), LIBRARY_OPS)
+def test_second_derivatives_are_refused_on_every_backend(string, backend):
+    p, x = {"w": normal(0, 8, 6)}, normal(1, 5, 8)
+    loss = loss_of(string, backend)
+    penalty = lambda p, x: jnp.sum(jnp.square(jax.grad(loss, 1)(p, x)))  # noqa: E731
+    of_factor = lambda c: jnp.sum(jnp.square(jax.grad(lambda x: c * loss(p, x))(x)))  # noqa: E731
+    used = [(jax.grad(penalty), (p, x)), (jax.grad(penalty, 1), (p, x)), (jax.grad(of_factor), (1.0,))]
+    for run, args in used:
+        with pytest.raises(NotImplementedError, match=f"second derivatives through recipe '{string}' are not defined"):
+            jax.eval_shape(run, *args)
+    for forward in (loss, jax.grad(loss)):
+        with pytest.raises(NotImplementedError, match=r"is quantized, .* no derivative in forward mode"):
+            jax.jvp(lambda x, run=forward: run(p, x), (x,), (x,))
+    dropped = lambda p: loss(jax.tree.map(lambda a, b: a - jax.lax.stop_gradient(b), p, jax.grad(loss)(p, x)), x)  # noqa: E731
+    assert jax.eval_shape(jax.grad(dropped), p)["w"].shape == (8, 6)
+
+
+def test_second_derivatives_through_groups_are_refused():
+    loss = loss_of("fp8_full", "qwix", lambda p, x: grouped({"experts": p["w"]}, x))
+    penalty = lambda p: jnp.sum(jnp.square(jax.grad(loss, 1)(p, X)))  # noqa: E731
+    with pytest.raises(NotImplementedError, match="second derivatives through recipe 'fp8_full'"):
+        jax.eval_shape(jax.grad(penalty), {"w": PARAMS["experts"]})
+
+
+@pytest.mark.parametrize(("string", "backend"), LIBRARY_OPS)
+def test_no_rows_give_no_rows_and_a_gradient_of_zeros(string, backend):
+    p, x = {"w": normal(0, 8, 6)}, normal(1, 5, 8)[:0]
+    config = {"quantization": string, "quant_backend": backend}
+    q = jaxquant.quantize(lambda p, x: x @ p["w"], config)
+    assert q(p, {}, x).shape == (0, 6)
+    dp, dx = jax.grad(lambda p, x: q(p, {}, x).sum(), (0, 1))(p, x)
+    assert dx.shape == (0, 8)
+    np.testing.assert_array_equal(dp["w"], jnp.zeros((8, 6)))
+    x = jnp.zeros((3, 0))
+    np.testing.assert_array_equal(q({"w": p["w"][:0]}, {}, x), jnp.zeros((3, 6)))
+
+
+@pytest.mark.parametrize("backend", ["aqt", "qwix"])
+def test_no_rows_meet_a_converted_kernel(backend):
+    config, model, x = {"quantization": "int8", "quant_backend": backend}, nn.Dense(6), normal(1, 5, 8)
+    served = jaxquant.convert(model.init(jax.random.key(0), x), config, x, model=model)
+    run = jaxquant.maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, x)
+    assert run.apply(served, x[:0]).shape == (0, 6)

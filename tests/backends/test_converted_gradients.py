@@ -42,3 +42,11 @@ def test_linen(string, backend):
     np.testing.assert_allclose(
         gradient, exact_gradient(served["params"]), rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL
     )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_kernel_that_is_not_finite_is_refused(bad):
+    model, x = nn.Dense(8), X[:, :8]
+    variables = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(bad), model.init(jax.random.key(0), x))
+    with pytest.raises(ValueError, match="has NaN or infinity in its kernel 'kernel', which 'fp8_current' cannot hold"):
+        jaxquant.convert(variables, {"quantization": "fp8_current"}, x, model=model)

@@ -11,9 +11,10 @@ import pytest
 
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
+from jaxquant.core.delayed import empty_bins
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
-from jaxquant.ops import choose_implementation, dot_general, initial_state
+from jaxquant.ops import choose_implementation, dot_general, initial_state, ragged
 from jaxquant.ops.operand import input_scale, quantize_kernel
 from tests import numerics
 
@@ -190,3 +191,52 @@ def test_the_choice_of_an_implementation_can_be_asked_and_refused():
     np.testing.assert_array_equal(asked, dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"]))
     with pytest.raises(ValueError, match="implementation 'xl' of dot_general is not known; did you mean 'xla'"):
         dot_general(x, w, NUMBERS, recipe=DISTINCT["int8"], implementation="xl")
+
+
+@pytest.mark.parametrize(
+    ("is_warm", "bad", "side", "groups"),
+    [
+        (False, jnp.nan, "x", 0),
+        (True, jnp.nan, "w", 0),
+        (True, jnp.inf, "x", 0),
+        (False, jnp.inf, "w", 0),
+        (False, jnp.nan, "x", 2),
+        (False, jnp.inf, "w", 2),
+    ],
+)
+def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, groups):
+    """Integers hold no NaN: the scale of an operand with one is NaN, in the forward and in the other's gradient."""
+    recipe = DISTINCT["int8_delayed"]
+    arrays = {"x": normal((8, 32)), "w": normal((groups, 32, 16) if groups else (32, 16), 1)}
+    arrays[side] = arrays[side].at[*(0,) * arrays[side].ndim].set(bad)
+    state = ragged.initial_state(recipe, groups) if groups else initial_state(recipe)
+    if is_warm and not groups:
+        lead = state["input"]["scale"].shape[:-1]
+        for tensor in state.values():
+            tensor |= {"amax_history": tensor["amax_history"].at[..., 0].set(4.0), "amax_bins": empty_bins(lead, True)}
+
+    def run(x, w, state):
+        if groups:
+            return ragged.ragged_dot(x, w, jnp.array([4, 4]), recipe=recipe, state=state)
+        return dot_general(x, w, NUMBERS, recipe=recipe, state=state)
+
+    loss = lambda *args: (jnp.sum(out := run(*args)), out)  # noqa: E731
+    (dx, dw, observed), out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(arrays["x"], arrays["w"], state)
+    group = slice(0, 4) if groups else slice(None)
+    assert not jnp.isfinite(out[group]).any()
+    assert not jnp.isfinite(dw[0] if groups else dw).any() if side == "x" else not jnp.isfinite(dx[group]).any()
+    if groups:
+        assert jnp.isfinite(out[4:]).all()
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(observed))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "quartet2", "tetrajet_v2"])
+def test_a_vector_meets_a_rotation(name):
+    """The weight's gradient contracts no axis: there is nothing to rotate."""
+    recipe, x, w = DISTINCT[name], normal((64,)), normal((64, 16), 1)
+    out, dx, dw = jax.jit(lambda x: gradients(recipe, x, w, 1.0, (((0,), (0,)), ((), ()))))(x)
+    row = jax.jit(lambda x: gradients(recipe, x, w, 1.0))(x[None])
+    assert (dx.shape, dw.shape) == (x.shape, w.shape)
+    np.testing.assert_array_equal(out, row[0][0])
+    error = distance(dx, w.sum(axis=1)), distance(dw, jnp.outer(x, jnp.ones(16)))
+    assert max(error) < 0.5, error

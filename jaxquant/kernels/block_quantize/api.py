@@ -81,7 +81,7 @@ def block_quantize(x: Float[Array, "*shape"], casts: tuple[Cast, ...]) -> tuple[
 
 def _matrix(shape: tuple[int, ...], casts: tuple[Cast, ...]) -> tuple[tuple[int, int], tuple[Cast, ...]] | None:
     """Return the shape of a tensor as a matrix of whole tiles, and its casts there; None where it has no such shape."""
-    if not all(is_even(shape, cast.block) for cast in casts):
+    if 0 in shape or not all(is_even(shape, cast.block) for cast in casts):
         return None
     for axis in range(1, len(shape)):
         matrix = math.prod(shape[:axis]), math.prod(shape[axis:])
