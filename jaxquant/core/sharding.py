@@ -2,7 +2,8 @@
 
 Inside ``jax.shard_map`` (with its default ``check_vma=True``) a type names the mesh axes along which the devices hold
 different values. Under axes of ``AxisType.Explicit`` it names the sharding. Elsewhere (one device, automatic sharding,
-``check_vma=False``) it says neither, and every function here returns its argument.
+``check_vma=False``) it says neither, and functions here return their argument; ``over_devices`` alone combines over all
+manual axes where types name none.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ def test_what_the_kernel_does_not_cast_is_refused_by_name():
         ((256, 300), (1, 128)),
         ((256, 384), (1, 64)),
         ((2, 64, 128), (1, 64, 1)),
+        ((0, 384), (1, 128)),
     ):
         assert f"whole tiles of 128×128, not {shape} in blocks of" in refusal(shape, block)
     assert "not float16" in refusal(x_dtype="float16")
