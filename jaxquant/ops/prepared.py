@@ -88,8 +88,8 @@ def make_prepared(
     if kind == "own":
         kept, own = _own(x, recipe, side, axes, key, **more)
         seen = own if seen is None else seen
-    elif kind == "forward" and seen is not None and element(spec.dtype).kind != "int":  # see delayed.show_lost
-        seen = seen._replace(scale=None)  # the tensor has it
+    elif kind == "forward" and seen is not None and spec is not None and element(spec.dtype).kind != "int":
+        seen = seen._replace(scale=None)  # the tensor has it; see delayed.show_lost for integers
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
     return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
 

@@ -149,7 +149,8 @@ class LayerKernel:
 
     def _check_finite(self, kernel: Array) -> None:
         """Refuse what a converted kernel would hide; under jit there is no telling."""
-        if not isinstance(kernel, Tracer) and not _is_finite(kernel):
+        found = _is_finite(kernel)
+        if not isinstance(found, Tracer) and not found:
             raise ValueError(
                 f"{layer_name(self.path)} has NaN or infinity in its kernel {'/'.join(self.name)!r}, which "
                 f"{self.recipe.name!r} cannot hold; convert parameters of an earlier step, or leave the layer in float"
