@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.layer_step import LLAMA
 from benchmarks.schemes import Row, tell
@@ -29,6 +29,7 @@ from jaxquant.aot.report import table
 from jaxquant.aot.topology import devices
 from jaxquant.audit.coverage import of_trace
 from jaxquant.audit.rows import Row as Covered
+from jaxquant.core.sharding import on_device_of
 from jaxquant.inject.model import maybe_quantize_model
 from jaxquant.ops import implementation
 from train.attention import choose, visibility
@@ -36,7 +37,7 @@ from train.model import DecoderConfig, DecoderLayer
 
 LAYERS = {"Llama 3 8B": LLAMA, "Mixtral 8x7B": dataclasses.replace(LLAMA, num_experts=8, num_experts_per_tok=2)}
 STRINGS = ("bf16", "fp8", "fp8_block", "fp8_block pallas", "mxfp8", "int8")
-"""None, and config strings, each with the implementation that is asked for where one is."""
+"""Float training, and config strings. A second word is the implementation that is asked for."""
 UNKNOWN = "not known: "
 """How what a matmul runs on begins where nothing tells it."""
 
@@ -85,7 +86,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
     function, shapes = step(config or LAYERS[name], options, where.platform, tokens)
     place = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-    with use_abstract_mesh(mesh.abstract_mesh):  # which attention's primitive forgets
+    with on_device_of(placed):  # which attention's primitive forgets
         traced = jax.jit(function).trace(*placed)
     covered = [row for row in of_trace(traced, options or None).rows if row.has_parameter]
     made = implementation.choices_made() if asked_for else []
@@ -112,7 +113,7 @@ def measure(name: str, string: str, target: str, tokens: int, config: DecoderCon
 
 
 def _ran(covered: Sequence[Covered], program: Program, merged: dict[str, str], refused: Sequence[str]) -> Iterator[Row]:
-    """Say of each matmul of a parameter what it runs on, and why where its operands are wider than 8 bits."""
+    """Return what each matmul of a parameter runs on, and the reason where its operands are wider than 8 bits."""
     calls = [(*_place(each.path), f"{each.dtypes} by {each.kind}") for each in program.matmuls]
     calls += [(*_place(each.path), f"{each.dtype} by {each.name}") for each in program.kernels if each.flops]
     hosts = {_place(path): host for path, host in merged.items()}
@@ -158,7 +159,7 @@ def page(rows: Sequence[Row]) -> str:
     lines = [
         "# What the matmuls of a decoder layer run on",
         "",
-        (__doc__ or "").partition("\n\n")[2].replace("\n", " "),
+        (__doc__ or "").partition("\n\n")[2].strip(),
     ]
     figures = [*_KEYS, "ms", "× bf16", "moved MB", "bf16 moved MB"]
     lines += ["", *table([{key: row[key] for key in figures} for row in rows]), ""]

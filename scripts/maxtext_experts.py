@@ -68,14 +68,14 @@ def gmm_name() -> str:
 
 
 def grouped(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Any:
-    """Say what it computes: a matmul of the groups that this device has weights of, from the first row on."""
+    """Compute what it does: a matmul of the groups that this device has weights of, from the first row on."""
     import jax
 
     return jax.lax.ragged_dot(lhs, rhs, jax.lax.dynamic_slice_in_dim(sizes, offset, rhs.shape[0]))
 
 
 def step(config: Any, mesh: Any, string: str) -> tuple[dict[str, Any], int]:
-    """Take output, gradients and the next state of a layer on a mesh, and count its experts' matmuls in 8 bits."""
+    """Return a layer's output, gradients and next state on a mesh, and how many of its matmuls are in 8 bits."""
     import jax
     import jax.numpy as jnp
     from flax import linen, nnx

@@ -49,6 +49,8 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
         leaves = [_placed(leaf, described) for leaf in leaves]
         shapes = jax.tree.unflatten(tree, leaves)
+    traced = jitted.trace(*shapes)
+    donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
 
     def flat(*leaves: Any) -> Any:
         return jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves)))  # export knows no node types of others
@@ -63,9 +65,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         for each in meshes
         for (name, size), kind in zip(each.shape.items(), each.axis_types, strict=True)
     ]
-    export = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)
-    traced, exported = jitted.trace(*shapes), export(*leaves)
-    donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
+    exported = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)(*leaves)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step"
         path.write_bytes(bytes(exported.serialize()))

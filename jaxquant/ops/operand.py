@@ -132,7 +132,7 @@ def quantize_operand(
         tensor, seen = _cast(x, spec, scale, compute, key, part, implementation)
         amax = over_devices(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
         if seen is not None:
-            return _shown(tensor, amax, spec), Observation(scale, amax)
+            return shown(tensor, amax, spec), Observation(scale, amax)
     else:
         amax = over_devices(jax.lax.pmax, _amax(x, recipe), x, except_axes=whole)
         scale = delayed.current_scale(state, amax, element(spec.dtype), recipe.delayed, floor=floor)
@@ -145,10 +145,11 @@ def quantize_operand(
         # makes what it holds vary alike, and an amax of all devices varies over none.)
         qvalue, amax = jax.lax.optimization_barrier((tensor.qvalue, amax))
         tensor = dataclasses.replace(tensor, qvalue=qvalue)
-    return _shown(tensor, amax, spec), Observation(scale, amax)
+    return shown(tensor, amax, spec), Observation(scale, amax)
 
 
-def _shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
+def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
+    """Return a tensor whose scales are NaN where integers stand for NaN or infinity; see ``delayed.show_lost``."""
     return dataclasses.replace(tensor, scale=delayed.show_lost(tensor.scale, amax, element(spec.dtype)))
 
 

@@ -60,7 +60,7 @@ from jaxquant.ops.groups import (
     with_groups,
 )
 from jaxquant.ops.implementation import choose_implementation, settle
-from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale
+from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, shown
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
 from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
@@ -362,8 +362,9 @@ class _Ragged(Operation):
         amax = over_devices(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         rows = self._rows_with_scale(x, spec, groups, scale)
-        shown = delayed.show_lost(scale, amax[:, None], element(spec.dtype))
-        return rows._replace(scale=shown), Observation(scale, amax)
+        return rows._replace(scale=delayed.show_lost(scale, amax[:, None], element(spec.dtype))), Observation(
+            scale, amax
+        )
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = cast_dtype(self.recipe, x.dtype.name)
@@ -450,5 +451,4 @@ def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None
     scale = _current_scale(recipe, state, amax, spec)
     compute = cast_dtype(recipe, x.dtype.name)
     tensor = quantize_with_scale(x, spec, scale.reshape(-1, 1, 1), compute_dtype=compute)
-    shown = delayed.show_lost(tensor.scale, amax.reshape(-1, 1, 1), element(spec.dtype))
-    return dataclasses.replace(tensor, scale=shown), Observation(scale, amax)
+    return shown(tensor, amax.reshape(-1, 1, 1), spec), Observation(scale, amax)

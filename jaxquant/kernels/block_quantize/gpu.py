@@ -22,7 +22,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.kernels import mosaic_gpu
-from jaxquant.kernels.block_quantize.reference import NAME, SMALL, Blocks, Cast
+from jaxquant.kernels.block_quantize.reference import Blocks, Cast, kernel_name, stored_scale
 from jaxquant.kernels.block_quantize.tuning import ROWS, STRIP, TILE
 from jaxquant.kernels.varying import vary_alike
 
@@ -69,7 +69,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
             reduction_scratch_bytes=_SCRATCH if any(map(_is_square, casts)) else 0,
         ),
         interpret=mosaic_gpu.interpreter(interpret),
-        kernel_name=NAME + (SMALL if any(32 in cast.block for cast in casts) else ""),
+        kernel_name=kernel_name(casts),
     )(x)
     made = (fit_varying(each, varying_axes(x)) for each in out)  # a Mosaic GPU kernel's results vary along no axis
     return tuple(_blocks(cast, made) for cast in casts)
@@ -102,10 +102,7 @@ def _blocks(cast: Cast, made: Any) -> Blocks:
     if cast.has_elements:
         q, scale = turn(next(made)), next(made)
         scale = turn(scale if _is_square(cast) else scale.T)
-        if cast.spec.scale_dtype == "float8_e8m0fnu":
-            exponent = lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS
-            scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
-        tensor = QTensor(q, scale)
+        tensor = QTensor(q, stored_scale(scale, cast.spec))
     return Blocks(tensor, turn(next(made)) if cast.has_values else None)
 
 

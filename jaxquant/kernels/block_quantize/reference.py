@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from jaxquant.core.qtensor import QTensor, dequantize
@@ -12,8 +14,8 @@ from jaxquant.core.recipe import TensorSpec
 from jaxquant.kernels import KERNEL_PREFIX
 
 NAME = f"{KERNEL_PREFIX}block_quantize"
-"""Name of the kernels in traced and in compiled programs; that of small blocks ends in ``SMALL``."""
-SMALL = "_32"
+"""How the kernels' names begin in traced and in compiled programs; see ``kernel_name``."""
+_MANTISSA_BITS = 23
 
 
 class Cast(NamedTuple):
@@ -54,6 +56,19 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...]) -> tuple[Blo
       casts: each for itself, out of one read of x.
     """
     return tuple(_cast(x, cast) for cast in casts)
+
+
+def kernel_name(casts: tuple[Cast, ...]) -> str:
+    """Return a kernel's name, by which an audit knows blocks of 32, which take longer."""
+    return NAME + ("_32" if any(32 in cast.block for cast in casts) else "")
+
+
+def stored_scale(scale: Float[Array, "*shape"], spec: TensorSpec) -> Array:
+    """Return float32 scales in the dtype of a spec: e8m0's are the exponents of powers of two, and NaN."""
+    if spec.scale_dtype != "float8_e8m0fnu":
+        return scale
+    exponent = jax.lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS & 0xFF
+    return jax.lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
 def _cast(x: Array, cast: Cast) -> Blocks:

@@ -17,7 +17,7 @@ from jaxquant.core.dtypes import Element, element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import scale_of_amax
-from jaxquant.kernels.block_quantize.reference import NAME, SMALL, Blocks, Cast
+from jaxquant.kernels.block_quantize.reference import Blocks, Cast, kernel_name, stored_scale
 from jaxquant.kernels.block_quantize.tuning import TILE, blocks_for
 from jaxquant.kernels.varying import vary_alike
 
@@ -59,7 +59,7 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
-        name=NAME + (SMALL if any(32 in cast.block for cast in casts) else ""),
+        name=kernel_name(casts),
     )(x.reshape(M // _ROWS, _ROWS, N // TILE, TILE).swapaxes(1, 2))
     return tuple(_blocks(cast, M, N, iter_out) for iter_out in [iter(out)] for cast in casts)
 
@@ -71,10 +71,7 @@ def _blocks(cast: Cast, M: int, N: int, out: Any) -> Blocks:
         q, scale = next(out), next(out)
         scale = scale.reshape(-1, scale.shape[-1])
         scale = scale.T if cast.block[0] == 1 else scale[:, :: cast.block[1]]
-        if cast.spec.scale_dtype == "float8_e8m0fnu":
-            exponent = jax.lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS & 0xFF
-            scale = jax.lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
-        tensor = QTensor(q, scale)
+        tensor = QTensor(q, stored_scale(scale, cast.spec))
     return Blocks(tensor, next(out) if cast.has_values else None)
 
 
