@@ -40,6 +40,8 @@ from jaxquant.ops.ragged import ragged_dot
 EPSILON = 1e-10
 """The least amax that MLC scales a group by; DeepSeek and DeepGEMM take 1e-4, which loses gradients below 1e-8."""
 
+_ROWS = 8  # as few as matmuls on all chips have
+
 Block = tuple[int, int]
 Activation = Literal["dynamic", "static", "float"]
 
@@ -150,8 +152,8 @@ def block_scale_linear(
       block_size: rows and columns of the weight that share a scale.
       bias: added to one row, too, which MLC forgets.
       activation_scale: static scales of the groups of ``x``, or one; None takes each group's own amax.
-      quantizes_row: whether a single row is quantized as many are, so that decoding reads the operands that prefilling
-        reads. MLC leaves it in float.
+      quantizes_row: whether a single row is quantized as many are, so that decoding computes what prefilling computes.
+        MLC leaves it in float.
       out_dtype: of the result, None for ``x``'s.
 
     Raises:
@@ -161,7 +163,12 @@ def block_scale_linear(
     rows = x.size // max(1, x.shape[-1])
     how = "static" if activation_scale is not None else "float" if rows == 1 and not quantizes_row else "dynamic"
     kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
-    out = _multiply("block_scale_linear", how, x, kernel, (((x.ndim - 1,), (1,)), ((), ())), block_size, out_dtype)
+    read = x
+    if rows == 1 and how != "float":  # among others, as its sums have another order where it is alone
+        read = jnp.pad(x.reshape(1, -1), ((0, _ROWS - 1), (0, 0)))
+    numbers = (((read.ndim - 1,), (1,)), ((), ()))
+    out = _multiply("block_scale_linear", how, read, kernel, numbers, block_size, out_dtype)
+    out = out if read is x else out[:1].reshape(*x.shape[:-1], -1)
     return out if bias is None else out + bias.astype(out.dtype)
 
 

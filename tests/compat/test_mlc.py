@@ -199,9 +199,11 @@ def test_a_row_in_float_is_mlcs_gemv_and_a_quantized_one_is_a_row_of_a_prefill()
     bound = numerics.BFLOAT16_EPS * np.abs(values(w, scale, BLOCK)) @ np.abs(x[0].astype(np.float64))
     assert np.all(np.abs(np.asarray(run(x[:1], w, scale)[0]) - gemv) <= bound * (1 + 2**-8))
     decoded, prefilled = run(x[:1], w, scale, quantizes_row=True), run(x, w, scale)
+    np.testing.assert_array_equal(decoded, prefilled[:1])
+    static = {"activation_scale": jnp.full(7, 0.01)}
+    np.testing.assert_array_equal(run(x[0], w, scale, **static), run(x, w, scale, **static)[0])
     left = values(*groups_of(x, 128, w.dtype.name, ours(w.dtype.name)), (128,))
-    bound = 2 * numerics.dot_bound(left[:1], values(w, scale, BLOCK).T)  # the same operands, each sum in its own order
-    assert np.all(np.abs(np.asarray(decoded - prefilled[:1])) <= bound)
+    bound = 2 * numerics.dot_bound(left[:1], values(w, scale, BLOCK).T)
     assert not np.all(np.abs(np.asarray(run(x[:1], w, scale) - prefilled[:1])) <= bound)
     # In bfloat16 both operands are rounded before the product, and the result: half an eps each.
     exact, size = left @ values(w, scale, BLOCK).T, np.abs(left) @ np.abs(values(w, scale, BLOCK)).T
