@@ -1,17 +1,24 @@
-"""Names that differ between jax 0.10.2 and 0.12 in Mosaic GPU, and the devices and versions that our kernels run on."""
+"""Mosaic GPU: how a kernel is run, on which devices, and names that differ between jax 0.10.2 and 0.12."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import Array
+
+from jaxquant.core.sharding import fit_varying, varying_axes
+from jaxquant.kernels.varying import vary_alike
 
 _API: Any = plgpu  # for names that one of the two versions lacks
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 """Of jax."""
 NEW = VERSION >= (0, 11)
 """Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
+REDUCTION_BYTES = 2048
+"""Shared memory through which the warps of a kernel reduce together."""
 _HOPPER = 132
 """Multiprocessors of an H100 and an H200."""
 
@@ -54,11 +61,38 @@ def flipped(ref: Any) -> Any:
     return ref.T if NEW else plgpu.transpose_ref(ref, (1, 0))
 
 
-def interpreter(interpret: bool) -> Any:
-    """Return what ``plgpu.kernel`` takes as ``interpret``."""
-    if not interpret:
-        return None
-    return _API.InterpretGPUParams()
+def call(
+    body: Callable[..., None],
+    operands: Sequence[Array | None],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    *,
+    interpret: bool,
+    reduction_bytes: int = REDUCTION_BYTES,
+    **options: Any,
+) -> list[Array]:
+    """Run a kernel; inside ``jax.shard_map`` its results vary along the axes of all operands.
+
+    ``plgpu.kernel`` calls its results equal on all devices, and gradients of them would not be summed.
+
+    Args:
+      body: the kernel.
+      operands: arrays; those that are None are left out.
+      results: shapes and dtypes.
+      interpret: whether to run without a GPU.
+      reduction_bytes: ``REDUCTION_BYTES``, or 0 for a kernel whose warps do not reduce together.
+      **options: the rest of what ``plgpu.kernel`` takes.
+    """
+    alike, result = vary_alike(*operands)
+    given = [each for each in alike if each is not None]
+    semantics = plgpu.LoweringSemantics.Lane
+    run = plgpu.kernel(
+        body,
+        out_type=[result(*each) for each in results],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=semantics, reduction_scratch_bytes=reduction_bytes),
+        interpret=_API.InterpretGPUParams() if interpret else None,
+        **options,
+    )
+    return [fit_varying(each, varying_axes(given[0])) for each in run(*given)]
 
 
 def multiprocessors() -> int:

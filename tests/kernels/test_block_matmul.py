@@ -172,6 +172,7 @@ def test_a_mapped_and_a_sharded_step_call_the_kernel(form, x, size):
     shapes = on("NVIDIA H200", x, size=size), on("NVIDIA H200", W, "float32", size=size)
     text = jax.jit(form).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert sum("custom_call @mosaic_gpu" in line for line in text.splitlines()) == 3
+    assert text.count("stablehlo.all_reduce") == (form is sharded)  # the weight's gradient is that of all devices
 
 
 @pytest.mark.aot

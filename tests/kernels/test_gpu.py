@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxquant
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.sharding import varying_axes
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize import cases as block_cases
 from jaxquant.kernels.block_quantize import gpu as block_gpu
@@ -19,6 +21,7 @@ from jaxquant.kernels.fp8_einsum import gpu as einsum_gpu
 from jaxquant.kernels.fp8_einsum import reference
 from jaxquant.kernels.quantize import cases as quantize_cases
 from jaxquant.kernels.quantize import gpu as quantize_gpu
+from tests.ops.test_block_scaled import on
 
 M, N = 128, 256
 interpreted = pytest.mark.skipif(not mosaic_gpu.NEW, reason="jax 0.10 has no public interpreter for Mosaic GPU kernels")
@@ -144,6 +147,21 @@ def compiled(step, *shapes, target):
     rows = jaxquant.audit(lambda *args: jax.tree.leaves(step(*args)), *shapes, target=target).kernels
     names = ("jaxquant quantize", "jaxquant fp8_einsum", "jaxquant block_quantize")
     return tuple(sum(row["times"] for row in rows if row["kernel"] == name) for name in names)
+
+
+def test_results_inside_shard_map_vary_along_the_axes_of_the_operands():
+    x = on("NVIDIA H200", 2 * M, N, size=2)
+    left = on("NVIDIA H200", 1, M, N, dtype=E4M3, size=2)
+
+    def run(x, left):
+        made = quantize_gpu.quantize(x, jnp.ones((1, 1)), dtype=E4M3, transposed=True)
+        product = einsum_gpu.matmul(left, made.q[None], jnp.ones(1), out_dtype="bfloat16", accumulator="float32")
+        assert [varying_axes(each) for each in (*made, product)] == [{"x"}] * 4
+        return product
+
+    specs = PartitionSpec("x"), PartitionSpec()
+    mesh = jax.typeof(x).sharding.mesh
+    jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]), x, left)
 
 
 @pytest.mark.aot

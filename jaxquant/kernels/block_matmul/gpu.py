@@ -30,7 +30,6 @@ from jaxquant.kernels.block_matmul.tuning import (
     grouped_tile,
     tile_for,
 )
-from jaxquant.kernels.varying import vary_alike
 
 Mode = Literal["dense", "grouped", "grouped_drhs"]
 _REGISTERS = plgpu.Layout.WGMMA
@@ -176,25 +175,25 @@ def _call(
     """Run the kernel over operands whose sizes fit its tiles; ``ids``: of dense ones the depth, else ``grouped``'s."""
     (B, M, K), N = lhs.shape, rhs.shape[1]
     operands = lhs, rhs, left.astype(jnp.float32), right.astype(jnp.float32), ids
-    operands, result = vary_alike(*operands)
     parts = ids.shape[0] - 1 if mode == "grouped_drhs" else B
     per_column = right.shape[1:] == (K // BLOCK, N)
     plan = _Plan(mode, tile, parts, M, N, K, per_column, multicast=tile.cluster > 1 and not interpret)
     layout = mosaic_gpu.swizzled(ROWS, PART, jnp.dtype(out_dtype).itemsize)
     cluster = {"cluster": (tile.cluster,), "cluster_names": ("cluster",)} if tile.cluster > 1 else {}
-    return plgpu.kernel(
+    (out,) = mosaic_gpu.call(
         functools.partial(_kernel, plan=plan),
-        out_type=result((parts, M, N), out_dtype),
+        operands,
+        [((parts, M, N), out_dtype)],
         scratch_types=[plgpu.SMEM((tile.warpgroups, 2, ROWS, PART), jnp.dtype(out_dtype), **layout)],
         grid=(min(mosaic_gpu.multiprocessors() // tile.cluster, parts * math.prod(plan.tiles)),),
         grid_names=("program",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=mosaic_gpu.interpreter(interpret),
+        interpret=interpret,
         kernel_name=NAME if mode == "dense" else f"{NAME}_{mode}",
         **cluster,
-    )(*operands)
+    )
+    return out
 
 
 def _kernel(

@@ -20,19 +20,15 @@ from jaxtyping import Array, Float
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.rounding import saturating_cast
-from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast, kernel_name, stored_scale
 from jaxquant.kernels.block_quantize.tuning import ROWS, STRIP, TILE
-from jaxquant.kernels.varying import vary_alike
 
 _REGISTERS, _ACROSS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
 _MAGNITUDE = 0x7FFFFFFF
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _NOT_FINITE = 255
-_SCRATCH = 2048
-"""Bytes through which warps find the largest of a tile together; without them two programs fit a multiprocessor."""
 
 
 def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret: bool = False) -> tuple[Blocks, ...]:
@@ -43,35 +39,33 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
       interpret: whether to run without a GPU.
     """
     M, N = x.shape
-    (x,), result = vary_alike(x)
     shapes, rings = [], {}
     for cast in casts:
         sizes = (N, M) if is_turned(cast) else (M, N)
         size = _size(cast)
         if cast.has_elements:
-            shapes.append(result(sizes, cast.spec.dtype))
+            shapes.append((sizes, cast.spec.dtype))
             rings[cast.spec.dtype, size] = None
             counts = (sizes[0] // TILE, sizes[1] // TILE) if _is_square(cast) else (sizes[1] // size, sizes[0])
-            shapes.append(result(counts, jnp.float32))
+            shapes.append((counts, jnp.float32))
         if cast.has_values:
-            shapes.append(result(sizes, jnp.bfloat16))
+            shapes.append((sizes, jnp.bfloat16))
             rings["bfloat16", size] = None
     places = {key: n for n, key in enumerate(rings)}
     steps = math.gcd(N // TILE, STRIP)
-    out = plgpu.kernel(
+    out = mosaic_gpu.call(
         functools.partial(_kernel, casts=casts, places=places, steps=steps),
-        out_type=shapes,
+        (x,),
+        shapes,
         scratch_types=[_ring(*each) for each in rings],
         grid=(M // TILE, N // TILE // steps),
         grid_names=("rows", "strip"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=_SCRATCH if any(map(_is_square, casts)) else 0,
-        ),
-        interpret=mosaic_gpu.interpreter(interpret),
+        # Warps find the largest of a tile together; without the memory for it two programs fit a multiprocessor.
+        reduction_bytes=mosaic_gpu.REDUCTION_BYTES if any(map(_is_square, casts)) else 0,
+        interpret=interpret,
         kernel_name=kernel_name(casts),
-    )(x)
-    made = (fit_varying(each, varying_axes(x)) for each in out)  # a Mosaic GPU kernel's results vary along no axis
+    )
+    made = iter(out)
     return tuple(_blocks(cast, made) for cast in casts)
 
 

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.fp8_einsum.reference import NAME, sum_dtype
-from jaxquant.kernels.varying import vary_alike
 
 WARPGROUPS = 2
 """That multiply, each a half of a tile's columns."""
@@ -94,20 +93,20 @@ def matmul(
     else:
         # The product of two bfloat16 numbers is exact in float32.
         scales = [scale.astype(out_dtype if accumulator == out_dtype else "float32").astype(jnp.float32)]
-    (lhs, rhs, *scales), result = vary_alike(lhs, rhs, *scales)
     out_tile = mosaic_gpu.swizzled(EPILOGUE, EPILOGUE, jnp.dtype(out_dtype).itemsize)
-    return plgpu.kernel(
+    (out,) = mosaic_gpu.call(
         functools.partial(_kernel, tile_n=tile_n, total=sum_dtype(lhs.dtype.name), accumulator=accumulator),
-        out_type=result((B, M, N), out_dtype),
+        (lhs, rhs, *scales),
+        [((B, M, N), out_dtype)],
         scratch_types=[plgpu.SMEM((WARPGROUPS, 2, EPILOGUE, EPILOGUE), jnp.dtype(out_dtype), **out_tile)],
         grid=(min(mosaic_gpu.multiprocessors(), B * (M // TILE_M) * (N // tile_n // WARPGROUPS)),),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=mosaic_gpu.interpreter(interpret),
+        interpret=interpret,
         kernel_name=NAME,
-    )(lhs, rhs, *scales)
+    )
+    return out
 
 
 def _kernel(lhs_ref: Any, rhs_ref: Any, *refs: Any, tile_n: int, total: str, accumulator: str) -> None:

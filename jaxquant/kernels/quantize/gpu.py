@@ -20,7 +20,6 @@ from jaxquant.core.dtypes import Element, element
 from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
 from jaxquant.kernels import DTYPES, mosaic_gpu
 from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
-from jaxquant.kernels.varying import vary_alike
 
 TILE_M, TILE_N = 64, 128
 STEPS = 8
@@ -79,7 +78,6 @@ def quantize(
     M, N = x.shape
     axis = next((axis for axis, size in enumerate(scale.shape) if size > 1), None)
     noisy = seeds is not None
-    (x, scale, seeds), result = vary_alike(x, scale.astype(compute_dtype).astype(jnp.float32).reshape(-1), seeds)
     steps = math.gcd(N // TILE_N, STEPS)
     strips = N // TILE_N // steps
     kernel = functools.partial(
@@ -90,16 +88,16 @@ def quantize(
     tiles = [plgpu.SMEM((2, TILE_M, TILE_N), jnp.dtype(dtype), **layout)]
     if transposed:
         tiles.append(plgpu.SMEM((2, TILE_N, TILE_M), jnp.dtype(dtype), **mosaic_gpu.swizzled(TILE_N, TILE_M, 1)))
-    q, *q_t, amax = plgpu.kernel(
+    q, *q_t, amax = mosaic_gpu.call(
         kernel,
-        out_type=[result((M, N), dtype), *([result((N, M), dtype)] * transposed), result((strips, M), jnp.int32)],
+        (x, scale.astype(compute_dtype).astype(jnp.float32).reshape(-1), seeds),
+        [((M, N), dtype), *([((N, M), dtype)] * transposed), ((strips, M), jnp.int32)],
         scratch_types=tiles,
         grid=(M // TILE_M, strips),
         grid_names=("rows", "strip"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=mosaic_gpu.interpreter(interpret),
+        interpret=interpret,
         kernel_name=NAME,
-    )(x, scale, *([seeds] if noisy else []))
+    )
     return Quantized(q, q_t[0] if transposed else None, lax.bitcast_convert_type(jnp.max(amax), jnp.float32))
 
 
