@@ -130,7 +130,8 @@ def gpu_target(chip: Chip) -> str:
         "block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
         f"core_count: {cores} l2_cache_size: {l2} clock_rate_ghz: {clock} "
         f"memory_bandwidth: {int(chip.bandwidth)} device_memory_size: {int(chip.memory)} "
-        f"cuda_compute_capability {{ major: {capability} }} }} "
+        # XLA of jax 0.12 reads the first version of cuDNN, that of jax 0.10 the second.
+        f'cuda_compute_capability {{ major: {capability} }} dnn_version: "9.10.0" }} '
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
         f'runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{chip.name}"'
     )
