@@ -130,6 +130,7 @@ def _ran(covered: Sequence[Covered], program: Program, merged: dict[str, str], r
 def _place(path: str) -> tuple[str, str]:
     """Return the layer and the matmul that a path of the compiled program names."""
     name, phase = layer(path)
+    name = name.removeprefix(f"{DecoderLayer.__name__}/")  # which jax 0.12 leaves there
     words = [word.removeprefix("aqt_") for word in path.split("/")]
     own = next((each for each in ("dlhs", "drhs") if each in words), "fwd" if phase == "forward" else "bwd")
     return "/".join(each for each in name.split("/") if not each.startswith(("jaxquant_", "aqt_", "ragged_dot"))), own
