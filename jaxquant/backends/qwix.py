@@ -210,11 +210,22 @@ class QwixBackend(LibraryBackend):
         self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None
     ) -> Array:
         """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
-        specs = [spec for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)]
-        if platform_of(lhs) == "gpu" and any(spec.dtype == "float4_e2m1fn" for spec in specs):
+        dtypes = {spec.dtype for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)}
+        if platform_of(lhs) == "cpu" and "int4" in dtypes and group_sizes is None:
+            return self._contract_wide(lhs, rhs, product, given)
+        if platform_of(lhs) == "gpu" and "float4_e2m1fn" in dtypes:
             what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"
             raise refuse("Qwix", given.recipe, "", what, f"{NATIVE_INSTEAD}, which multiplies them as e4m3")
         return super().contract(lhs, rhs, product, given, group_sizes)
+
+    def _contract_wide(self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given) -> Array:
+        """Contract an activation of two free axes or more: XLA for CPUs fails on int4 that it need not reshape."""
+        (contract, others), (batch, rhs_batch) = product.numbers
+        new = max(0, 2 - (lhs.ndim - len(contract) - len(batch)))
+        contract, batch = ([axis % lhs.ndim + new for axis in axes] for axes in (contract, batch))
+        product = dataclasses.replace(product, numbers=((contract, others), (batch, rhs_batch)))
+        out = super().contract(lhs.reshape((1,) * new + lhs.shape), rhs, product, given)
+        return out.squeeze(range(len(batch), len(batch) + new))
 
 
 BACKEND = QwixBackend("qwix")

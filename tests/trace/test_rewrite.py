@@ -204,7 +204,11 @@ def test_an_axis_that_is_split_has_experts_alone(shape, of_experts, recipe):
 
     spec = P("b") if recipe or len(shape) == 3 else P(None, None, "b")
     sharded = jax.shard_map(
-        inside, mesh=AbstractMesh((2,), ("b",), (AxisType.Auto,)), in_specs=(P("b"), spec), out_specs=P("b"), check_vma=False
+        inside,
+        mesh=AbstractMesh((2,), ("b",), (AxisType.Auto,)),
+        in_specs=(P("b"), spec),
+        out_specs=P("b"),
+        check_vma=False,
     )
     q = jaxquant.quantize(lambda p, x: sharded(p["w"], x), FP8)
     x = jax.ShapeDtypeStruct((4, 3, 32), jnp.float32)
