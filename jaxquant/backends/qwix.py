@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxquant.backends._versions import require
 from jaxquant.backends.base import Given, LibraryBackend
 from jaxquant.backends.honours import NATIVE_INSTEAD, refuse
-from jaxquant.backends.qwix_config import HONOURS, ragged_lack, to_qwix
+from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, ragged_lack, to_qwix
 from jaxquant.config.backends import BACKENDS
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
@@ -211,7 +211,7 @@ class QwixBackend(LibraryBackend):
     ) -> Array:
         """Compute Qwix's contraction, but not what a GPU's compiler fails on; see ``Backend.contract``."""
         dtypes = {spec.dtype for spec in given.recipe.specs.values() if isinstance(spec, TensorSpec)}
-        if platform_of(lhs) == "cpu" and "int4" in dtypes and group_sizes is None:
+        if platform_of(lhs) == "cpu" and dtypes & FOUR_BITS and group_sizes is None:
             return self._contract_wide(lhs, rhs, product, given)
         if platform_of(lhs) == "gpu" and "float4_e2m1fn" in dtypes:
             what = f"matmul of 4-bit floats that compiles for {device_kind_of(lhs)}"
@@ -219,7 +219,7 @@ class QwixBackend(LibraryBackend):
         return super().contract(lhs, rhs, product, given, group_sizes)
 
     def _contract_wide(self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given) -> Array:
-        """Contract an activation of two free axes or more: XLA for CPUs fails on int4 that it need not reshape."""
+        """Contract an activation of two free axes or more: XLA for CPUs fails on 4 bits that it need not reshape."""
         (contract, others), (batch, rhs_batch) = product.numbers
         new = max(0, 2 - (lhs.ndim - len(contract) - len(batch)))
         contract, batch = ([axis % lhs.ndim + new for axis in axes] for axes in (contract, batch))
