@@ -170,7 +170,8 @@ def _serve_groups(recipe: Recipe, lhs: Array, weight: ConvertedKernel, sizes: Ar
 @jax.jit
 def _groups_gradient(grad: Array, weight: ConvertedKernel, sizes: Array) -> Array:
     kernel = dequantize(weight.tensor, grad.dtype.name).swapaxes(1, 2)
-    out = jax.lax.ragged_dot(grad, kernel, sizes, precision="highest")
+    precision = "highest" if grad.dtype == jnp.float32 else None  # as in ``ops.ragged``
+    out = jax.lax.ragged_dot(grad, kernel, sizes, precision=precision)
     return jnp.where(jnp.arange(len(grad))[:, None] < sizes.sum(), out, 0)
 
 

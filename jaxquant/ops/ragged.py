@@ -33,7 +33,7 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
-from jaxquant.core.sharding import explicit_sharding, over_devices
+from jaxquant.core.sharding import explicit_sharding, over_devices, platform_of
 from jaxquant.ops import arguments, block_ragged, pieces
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import accumulator_dtype, tiles_dtype
@@ -407,7 +407,9 @@ class _Ragged(Operation):
             settle("dot_general", self.implementation, lambda: "ragged_dot_general has no kernel")
         if lhs.dtype != rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1:
             lhs, rhs = (x.astype(jnp.promote_types(lhs.dtype, rhs.dtype)) for x in (lhs, rhs))
-        default = None if precision is None else jax.lax.Precision[precision]
+        asked = self.precision if precision is None or self.precision is not None else jax.lax.Precision[precision]
+        if lhs.dtype.itemsize < 4 and platform_of(lhs) != "gpu":
+            asked = None  # products are exact, and XLA's grouped matmul for TPUs compiles with no precision of theirs
         dtype = accumulator_dtype(accumulator, self.out_dtype)
 
         def dot(lhs: Array, rhs: Array) -> Array:
@@ -416,7 +418,7 @@ class _Ragged(Operation):
                 rhs,
                 groups.sizes,
                 numbers,
-                precision=default if self.precision is None else self.precision,
+                precision=asked,
                 preferred_element_type=dtype,
             )
 
