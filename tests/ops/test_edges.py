@@ -23,7 +23,7 @@ NUMBERS = (((1,), (0,)), ((), ()))
 DISTINCT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None}
 FOUR_BITS = ("int4", "fp4", "mxfp4")
 CLASSES = ("int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "quartet2", "tetrajet_v2", "ggml_q4_0")
-CLASSES += ("aqt_fp8", "aqt_fp8_full", "int8_delayed", *FOUR_BITS)
+CLASSES += ("aqt_fp8", "aqt_fp8_full", "fp8_current", "int8_delayed", *FOUR_BITS)
 """One recipe of each kind of scale, rounding and backward pass; others differ from one of these in the element."""
 
 
