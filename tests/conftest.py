@@ -19,11 +19,11 @@ UNCACHED = ("audit", "aot")
 LITTLE = ("audit", "backends", "docs", "inject", "must_hold", "serving", "state", "trace", "train")
 """Folders that compile with little optimization: what they are about is not what a compiler makes of a program."""
 LONGEST = (
-    "aot/test_compile.py",
-    "train/test_mesh.py",
     "train/test_processes.py",
+    "aot/test_compile.py",
     "test_gallery.py",
     "ops/test_sharding.py",
+    "train/test_mesh.py",
     "train/test_conversion.py",
     "inject/test_linen.py",
     "serving/test_convert.py",

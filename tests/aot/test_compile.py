@@ -81,20 +81,6 @@ def test_every_matmul_of_every_layer_is_in_8_bits(target):
 
 
 @pytest.mark.aot
-def test_a_fallback_is_reported():
-    # GPUs have no matmul of 4-bit integers: XLA widens them.
-    lhs, rhs = (jax.ShapeDtypeStruct((256, 256), jnp.int4) for _ in range(2))
-
-    def step(lhs, rhs):
-        return jax.lax.dot(lhs, rhs, preferred_element_type=jnp.int32)
-
-    found = jaxquant.audit(step, lhs, rhs, target="h200")
-    assert len(found.outcome.fell_back) == 1
-    assert not found.is_low_precision
-    assert "FELL BACK: 1 of 1" in str(found)
-
-
-@pytest.mark.aot
 def test_a_mesh_of_absent_chips_shows_what_is_sent_and_what_does_not_fit_is_an_answer():
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     step, (params, state, x) = gradients("fp8_current", NamedSharding(mesh, PartitionSpec("data")))

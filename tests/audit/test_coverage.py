@@ -201,39 +201,7 @@ def test_layers_of_a_scan_are_counted(string, backend, remat):
     assert times == expected
 
 
-# -- what is quantized is what was asked -------------------------------------------------------------------------------
-
-
-class Shared(nn.Module):
-    """Two layers of one shape that run through one jitted function, and an activation of the kernel's shape."""
-
-    @nn.compact
-    def __call__(self, x):
-        for name in ("first", "second"):
-            x = jax.nn.relu(nn.Dense(32, use_bias=False, name=name)(x))
-        return _twice(x, x)
-
-
-@jax.jit
-def _twice(x, y):
-    return x @ y
-
-
 SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)
-
-
-@pytest.mark.parametrize("backend", ["aqt", "native"])
-@pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
-def test_one_of_two_equal_layers_is_quantized(backend, order):
-    quantized, left = order
-    config = {"quantization": "int8", "quant_backend": backend, "rules": [{"path": left, "recipe": None}]}
-    jax.eval_shape(_twice, SQUARE, SQUARE)  # in jax's cache before the model runs
-    step, args, layers = gradient(Shared(), config, SQUARE)
-    found = jaxquant.coverage(step, *args, layers=layers)
-    found.check()
-    assert {row.path for row in found.rows if row.is_low} == {quantized}
-    assert {row.path for row in found.rows} == {*order, ""}
-    assert len(found.rows) == 9
 
 
 # -- strict ------------------------------------------------------------------------------------------------------------

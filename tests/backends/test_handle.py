@@ -80,10 +80,8 @@ def test_a_backend_without_a_handle():
 SPARSE = {"weight_sparsity_n": 2, "weight_sparsity_m": 4, "weight_sparsity_start_step": 0}
 NATIVE = {
     "fp8": ("Fp8Einsum_0", "float8_e4m3fn", {}),
-    "fp8_current": ("Einsum_0", "float8_e4m3fn", {}),
     "int8": ("Einsum_0", "int8", {}),
     "int8w": ("Einsum_0", "int8", {}),
-    "nanoo_fp8": ("Fp8Einsum_0", "float8_e4m3fnuz", {}),
     "fp8 in flax's numerics": ("Fp8Einsum_0", "float8_e4m3fn", {"amax_init": "flax"}),
     "fp8_full sparse": ("Einsum_0", "float8_e4m3fn", SPARSE),
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import flax.linen as nn
 import jax
@@ -104,13 +102,6 @@ def test_float16_is_right_or_refused(backend):
         return
     out, wanted = model.apply(variables, x), layer.apply(variables, x)
     assert jnp.linalg.norm(out - wanted) < 0.02 * jnp.linalg.norm(wanted)
-
-
-def test_a_library_is_imported_only_where_it_is_asked_for():
-    program = "import sys, jaxquant; from jaxquant.backends import load; load('native'); "
-    program += "print([name for name in ('aqt', 'qwix') if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
 
 
 def test_what_a_backend_has_not_is_said():

@@ -129,15 +129,11 @@ def test_a_path_is_read_as_a_file(name, tmp_path):
     path.write_text("- fp8")
     with pytest.raises(TypeError, match=f"{re.escape(str(path))}: top level must be a mapping, got list"):
         QuantConfig.from_any(str(path))
-    with pytest.raises(ValueError, match=r"absent\.yml cannot be read: No such file"):
-        QuantConfig.from_any("absent.yml")
 
 
 def test_a_string_is_a_config_string():
     assert QuantConfig.from_any("int8") == QuantConfig(quantization="int8")
     assert QuantConfig.from_any("") == QuantConfig()
-    with pytest.raises(ValueError, match=r"quantization 'fp9' is not a known recipe; did you mean 'fp8'"):
-        QuantConfig.from_any("fp9")
 
 
 BOUNDS = "fwd_lhs, fwd_rhs, dlhs_lhs, dlhs_rhs, drhs_lhs, drhs_rhs"

@@ -21,11 +21,13 @@ LOW = jnp.bfloat16
 
 
 class LinenBlock(nn.Module):
+    dtype: Any = LOW
+
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        y = nn.DenseGeneral((HEADS, D // HEADS), dtype=LOW, name="query")(x)
-        y = nn.Einsum((HEADS, D // HEADS, D), "bshd,hde->bse", use_bias=True, dtype=LOW, name="mix")(nn.silu(y))
-        return x + nn.Dense(D, dtype=LOW, name="wo")(y), None
+        y = nn.DenseGeneral((HEADS, D // HEADS), dtype=self.dtype, name="query")(x)
+        y = nn.Einsum((HEADS, D // HEADS, D), "bshd,hde->bse", use_bias=True, dtype=self.dtype, name="mix")(nn.silu(y))
+        return x + nn.Dense(D, dtype=self.dtype, name="wo")(y), None
 
 
 class LinenExpert(nn.Module):
@@ -49,10 +51,10 @@ class Linen(nn.Module):
 
 
 class NnxBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.query = nnx.LinearGeneral(D, (HEADS, D // HEADS), dtype=LOW, rngs=rngs)
-        self.mix = nnx.Einsum("bshd,hde->bse", (HEADS, D // HEADS, D), (D,), dtype=LOW, rngs=rngs)
-        self.wo = nnx.Linear(D, D, dtype=LOW, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = LOW) -> None:
+        self.query = nnx.LinearGeneral(D, (HEADS, D // HEADS), dtype=dtype, rngs=rngs)
+        self.mix = nnx.Einsum("bshd,hde->bse", (HEADS, D // HEADS, D), (D,), dtype=dtype, rngs=rngs)
+        self.wo = nnx.Linear(D, D, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.wo(self.mix(nnx.silu(self.query(x))))

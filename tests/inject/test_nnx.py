@@ -202,12 +202,6 @@ def test_other_methods_run_quantized_too(backend):
     assert quantized.twice(2) == 4
 
 
-def test_an_nnx_model_quantized_twice():
-    quantized = maybe_quantize_model(_linear(), asked("int8"))
-    with pytest.raises(ValueError, match="Linear is quantized already, with 'int8'; quantize the float model"):
-        maybe_quantize_model(quantized, asked("fp8"))
-
-
 def test_qwix_adds_lora_to_a_quantized_model():
     """Qwix finds the layer that calls a matmul on Python's stack."""
     x = jnp.ones((2, 8))

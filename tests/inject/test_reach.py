@@ -69,14 +69,19 @@ def coder():
     return Coder(), jax.jit(Coder().init)(jax.random.key(1), X)
 
 
-@pytest.mark.parametrize("config", [INT8, FP8], ids=["int8", "fp8"])
+@pytest.fixture(scope="module", params=[INT8, FP8], ids=["int8", "fp8"])
+def quantized(coder, request):
+    """Return the quantized model and its variables."""
+    model = maybe_quantize_model(coder[0], request.param, X)
+    state = {OWG: jax.jit(model.init)(jax.random.key(1), X)[OWG]} if request.param is FP8 else {}
+    return model, coder[1] | state
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_into_a_linen_model(coder, way, config):
-    plain, variables = coder
-    model = maybe_quantize_model(plain, config, X)
-    variables = variables | ({} if config is INT8 else {OWG: jax.jit(model.init)(jax.random.key(1), X)[OWG]})
-    matmuls, quantized = low(lambda v, x: WAYS[way](model, v, x), variables, X)
-    assert quantized == matmuls > 0
+def test_every_way_into_a_linen_model(quantized, way):
+    model, variables = quantized
+    matmuls, in_8_bits = low(lambda v, x: WAYS[way](model, v, x), variables, X)
+    assert in_8_bits == matmuls > 0
     # Bits of a layer do not depend on the way to it.
     if way == "bind and a submodule":
         np.testing.assert_array_equal(
@@ -133,9 +138,11 @@ def test_a_model_that_holds_a_quantized_one_keeps_its_recipe():
     assert [sum(kind in line for line in lines) for kind in ("xi8>", "f8E4M3FN>")] == [3, 2]
 
 
-def test_quantized_twice():
-    model = maybe_quantize_model(Coder(), INT8)
-    with pytest.raises(ValueError, match="Coder is quantized already, with 'int8'; quantize the float model"):
+@pytest.mark.parametrize("plain", [Coder(), nnx.Linear(16, 16, rngs=nnx.Rngs(0))])
+def test_quantized_twice(plain):
+    model = maybe_quantize_model(plain, INT8)
+    text = f"{type(plain).__name__} is quantized already, with 'int8'; quantize the float model"
+    with pytest.raises(ValueError, match=text):
         maybe_quantize_model(model, FP8)
 
 

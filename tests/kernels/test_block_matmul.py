@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
@@ -27,7 +27,7 @@ from jaxquant.ops.implementation import choices_made
 from jaxquant.ops.ragged import convert_kernel
 from tests import numerics
 from tests.kernels.interpret_worker import arguments
-from tests.ops.test_block_scaled import primitives
+from tests.ops.test_block_scaled import matmuls, on, primitives
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -65,13 +65,6 @@ def test_the_kernel_is_its_reference():
     assert done.stdout.splitlines() == [f"{case} is right" for case in cases.CASES], done.stderr[-2000:]
 
 
-def on(kind, shape, dtype="bfloat16", size=1):
-    """Return the shape of an array that lies on GPUs of a kind which is not here."""
-    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
-    mesh = AbstractMesh((size,), ("x",), (AxisType.Auto,), abstract_device=device)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-
 def gradients(x, w, name="fp8_block", implementation="pallas", numbers=NUMBERS):
     def loss(x, w):
         recipe = RECIPES[name].recipe
@@ -80,11 +73,6 @@ def gradients(x, w, name="fp8_block", implementation="pallas", numbers=NUMBERS):
         return jnp.square(y.astype("float32")).sum()
 
     return jax.grad(loss, argnums=(0, 1))(x, w)
-
-
-def matmuls(function, *shapes):
-    found = primitives(jax.jit(function).trace(*shapes).jaxpr.jaxpr, "dot_general", block_scaled.NAME)
-    return found["dot_general"], found[block_scaled.NAME]
 
 
 X, W = (300, 256), (256, 200)
@@ -110,7 +98,7 @@ def test_it_runs_where_it_is_asked_for_and_can_run_and_else_the_reason_is_told(k
     jax.clear_caches()  # what was traced before notes no choice
     size = options.get("size", 1)
     step = functools.partial(gradients, **{name: value for name, value in options.items() if name != "size"})
-    assert matmuls(step, on(kind, X, size=size), on(kind, W, "float32", size=size)) == expected
+    assert matmuls(step, on(kind, *X, size=size), on(kind, *W, dtype="float32", size=size)) == expected
     reasons = [choice.reason for _, choice in choices_made()]
     assert any(why in reason for reason in reasons), reasons
 
@@ -125,7 +113,7 @@ def test_it_runs_where_it_is_asked_for_and_can_run_and_else_the_reason_is_told(k
 )
 def test_elements_without_a_kernel_are_refused_by_name(lhs, rhs, why):
     found = []
-    args = [on("NVIDIA H200", (8, 128), kind) for kind in (lhs, rhs)]
+    args = [on("NVIDIA H200", 8, 128, dtype=kind) for kind in (lhs, rhs)]
     jax.jit(lambda *args: found.append(api.elements_refusal(*args))).trace(*args)
     assert why in found[0] if why else found == [None]
 
@@ -169,7 +157,7 @@ def sharded(x, w):
 @pytest.mark.aot
 @pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, *X), 1), (sharded, (8 * X[0], X[1]), 8)])
 def test_a_mapped_and_a_sharded_step_call_the_kernel(form, x, size):
-    shapes = on("NVIDIA H200", x, size=size), on("NVIDIA H200", W, "float32", size=size)
+    shapes = on("NVIDIA H200", *x, size=size), on("NVIDIA H200", *W, dtype="float32", size=size)
     text = jax.jit(form).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert sum("custom_call @mosaic_gpu" in line for line in text.splitlines()) == 3
     assert text.count("stablehlo.all_reduce") == (form is sharded)  # the weight's gradient is that of all devices
@@ -257,7 +245,7 @@ def test_groups_of_rows_run_where_they_are_asked_for_and_can_run_and_else_the_re
 ):
     monkeypatch.setattr(implementation, "_made", {})
     jax.clear_caches()  # what was traced before notes no choice
-    shapes = (on(kind, shape, size=size) for shape in RAGGED)
+    shapes = (on(kind, *shape, size=size) for shape in RAGGED)
     found = primitives(
         jax.jit(functools.partial(ragged_step, **options)).trace(*shapes).jaxpr.jaxpr,
         "ragged_dot_general",
@@ -278,7 +266,7 @@ def quantized_step(params, x, model=ragged_model):
 
 
 def test_what_has_no_mesh_is_computed_by_the_device_of_the_mesh_around():
-    found, mesh = [], on("NVIDIA H200", (8,)).sharding.mesh
+    found, mesh = [], on("NVIDIA H200", 8).sharding.mesh
     assert isinstance(mesh, AbstractMesh)
     with jax.sharding.use_abstract_mesh(mesh):
         tell = jax.jit(lambda x: found.extend([device_kind_of(x), platform_of(x)]))
@@ -293,7 +281,7 @@ def test_coverage_with_a_config_sees_products_in_blocks(operation):
     model = ragged_model if w[2:] else lambda params, x: (x @ params["experts"]).astype("float32")
     config = {"quantization": "fp8_block", "implementation": "pallas"}
     step = functools.partial(quantized_step, model=model)
-    found = jaxquant.coverage(step, {"experts": on("NVIDIA H200", w)}, on("NVIDIA H200", x), config=config)
+    found = jaxquant.coverage(step, {"experts": on("NVIDIA H200", *w)}, on("NVIDIA H200", *x), config=config)
     found.check()
     rows = {row.matmul: (row.path, row.operation, row.dtypes.elements) for row in found.rows}
     assert rows == dict.fromkeys(("fwd", "dlhs", "drhs"), ("experts", operation, ("float8_e4m3fn",) * 2))
@@ -306,7 +294,7 @@ def test_converted_weights_of_groups_of_rows_are_served_by_the_kernel():
     run = lambda x: ragged_dot(  # noqa: E731
         x, ConvertedKernel(tensor, "bfloat16"), jnp.array(SIZES), recipe=recipe, implementation="pallas"
     )
-    found = primitives(jax.jit(run).trace(on("NVIDIA H200", RAGGED[0])).jaxpr.jaxpr, block_ragged.NAME)
+    found = primitives(jax.jit(run).trace(on("NVIDIA H200", *RAGGED[0])).jaxpr.jaxpr, block_ragged.NAME)
     assert found[block_ragged.NAME] == 1
 
 

@@ -16,7 +16,8 @@ from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize import api, gpu, reference, tpu
 from jaxquant.kernels.block_quantize.cases import CASES
 from jaxquant.ops.implementation import choices_made
-from tests.kernels.test_block_matmul import gradients, mapped, matmuls, on, sharded
+from tests.kernels.test_block_matmul import gradients, mapped, sharded
+from tests.ops.test_block_scaled import matmuls, on
 
 TINY = 2.0**-140
 
@@ -86,7 +87,7 @@ def test_on_a_gpu_every_bit_is_the_references(case):
 )
 def test_on_hopper_the_cast_runs_where_it_is_asked_for(kind, name, implementation, casts, products, why):
     jax.clear_caches()  # what was traced before notes no choice
-    shapes = on(kind, (2, 128, 384)), on(kind, (384, 256))
+    shapes = on(kind, 2, 128, 384), on(kind, 384, 256)
     numbers = (((2,), (0,)), ((), ()))
     step = functools.partial(gradients, name=name, implementation=implementation, numbers=numbers)
     text = str(jax.jit(step).trace(*shapes).jaxpr)
@@ -97,7 +98,7 @@ def test_on_hopper_the_cast_runs_where_it_is_asked_for(kind, name, implementatio
 
 @pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, 256, 128), 1), (sharded, (8 * 256, 128), 8)])
 def test_a_mapped_and_a_sharded_step_cast_by_the_kernel_of_hopper(form, x, size):
-    shapes = on("NVIDIA H200", x, size=size), on("NVIDIA H200", (128, 384), size=size)
+    shapes = on("NVIDIA H200", *x, size=size), on("NVIDIA H200", 128, 384, size=size)
     assert str(jax.jit(form).trace(*shapes).jaxpr).count("name=jaxquant_block_quantize") == 3
 
 

@@ -33,7 +33,6 @@ RECIPES: dict[str, Recipe] = {name: nearest(recipe) for name, recipe in _TABLE.i
     "int8 stochastic": _INT8,
     "int8 tiles": nearest(change(_INT8, granularity="per_tile", tile_size=8)),
     "int8 shards": nearest(dataclasses.replace(_INT8, drhs=dataclasses.replace(_INT8.drhs, shards=4))),
-    "int8 clipping": nearest(change(_INT8, calibration=parse_calibration("absmax,0.5"))),
     "int8 asymmetric": nearest(change(_INT8, calibration=parse_calibration("minmax"))),
     "fp8_full clipping": change(_TABLE["fp8_full"], calibration=parse_calibration("rms,4")),
     "fp8_current clipping": change(_TABLE["fp8_current"], calibration=parse_calibration("absmax,0.5")),

@@ -227,10 +227,10 @@ def nnx_layers(quantization: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return found, one
 
 
-EXACT = ("fp8", "fp8 as flax", "fp8_current", "fp8_current clipping", "nanoo_fp8", "aqt_fp8_full")
+EXACT = ("fp8", "fp8 as flax", "fp8_current", "fp8_current clipping", "aqt_fp8_full")
 """Recipes that under ``shard_map`` compute what one device does: every scale is that of a whole tensor."""
 
-LOCAL = ("int8", "int8 stochastic", "int8 shards", "int8 clipping", "fp8_full", "int4w", "aqt_fp8")
+LOCAL = ("int8", "int8 stochastic", "int8 shards", "int4w", "aqt_fp8")
 """Recipes with a scale a channel, which a device takes from its own part of a sharded contraction."""
 
 
@@ -396,7 +396,6 @@ EXPLICIT = (
     "int8 shards",
     "int8 asymmetric",
     "fp8_full clipping",
-    "int4",
     "mxfp8",
     "nvfp4",
 )
@@ -431,7 +430,7 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     for name in ("fp8", "fp8_current", "int8"):
         found[f"manual {name} groups"] = lambda n=name: groups(n)
         found[f"manual {name} convolutions"] = lambda n=name: convolutions(n)
-    for name in ("fp8", "int8", "fp8_block", "mxfp8", "nvfp4"):
+    for name in ("fp8", "int8", "fp8_block", "nvfp4"):
         config = {"quantization": name} | ({"quantization_local_shard_count": 1} if name == "int8" else {})
         way = "served" if name in ("fp8", "fp8_block") else "exchanged"
         found[f"manual {name} experts"] = lambda w=way, c=config: experts(w, **c)

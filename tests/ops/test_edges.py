@@ -22,6 +22,9 @@ OPTIMIZED = False  # bits of optimized programs: test_dot_general.py
 NUMBERS = (((1,), (0,)), ((), ()))
 DISTINCT = {row.recipe.name: row.recipe for row in RECIPES.values() if row.recipe is not None}
 FOUR_BITS = ("int4", "fp4", "mxfp4")
+CLASSES = ("int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "quartet2", "tetrajet_v2", "ggml_q4_0")
+CLASSES += ("aqt_fp8", "aqt_fp8_full", "fp8_current", "int8_delayed", *FOUR_BITS)
+"""One recipe of each kind of scale, rounding and backward pass; others differ from one of these in the element."""
 
 
 def normal(shape, seed=0):
@@ -40,7 +43,7 @@ def distance(ours, exact):
     return float(jnp.linalg.norm(ours / top - exact / top) / jnp.linalg.norm(exact / top))
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", CLASSES)
 def test_small_gradients_are_not_flushed(name):
     """Output gradients down to 1e-20 with activations of 0.01, and activations of 1e-12."""
     recipe = DISTINCT[name]
@@ -55,7 +58,7 @@ def test_small_gradients_are_not_flushed(name):
             assert distance(ours, theirs) <= 1.5 * error + 1e-6
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", CLASSES)
 def test_an_empty_batch_and_a_batch_of_one(name):
     recipe, w = DISTINCT[name], normal((32, 16))
     run = jax.jit(lambda x: gradients(recipe, x, w, 1.0))

@@ -12,18 +12,7 @@ from flax import nnx
 
 import jaxquant
 from jaxquant.core.qtensor import QTensor
-
-D = 16
-
-
-class Block(nn.Module):
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x, _):
-        y = nn.DenseGeneral((2, 8), dtype=self.dtype, name="query")(x)
-        y = nn.Einsum((2, 8, D), "bshd,hde->bse", use_bias=True, dtype=self.dtype, name="mix")(nn.silu(y))
-        return x + nn.Dense(D, dtype=self.dtype, name="wo")(y), None
+from tests.gallery.models import D, LinenBlock, NnxBlock
 
 
 class Linen(nn.Module):
@@ -35,20 +24,10 @@ class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes = {"params": self.axis, "_overwrite_with_gradient": 0, "aqt": 0}
-        scan = nn.scan(Block, variable_axes=axes, split_rngs={"params": True, "quant": True}, length=3)
+        scan = nn.scan(LinenBlock, variable_axes=axes, split_rngs={"params": True, "quant": True}, length=3)
         x, _ = scan(self.dtype, name="layers")(x, None)
         twice = nn.Dense(D, dtype=self.dtype, use_bias=False, name="twice")
         return nn.Dense(4, dtype=self.dtype, name="logits")(twice(twice(x)))
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, dtype, rngs):
-        self.query = nnx.LinearGeneral(D, (2, 8), dtype=dtype, rngs=rngs)
-        self.mix = nnx.Einsum("bshd,hde->bse", (2, 8, D), (D,), dtype=dtype, rngs=rngs)
-        self.wo = nnx.Linear(D, D, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.wo(self.mix(nnx.silu(self.query(x))))
 
 
 class Nnx(nnx.Module):
@@ -56,7 +35,7 @@ class Nnx(nnx.Module):
 
     def __init__(self, dtype=jnp.float32, rngs=None):
         rngs = rngs or nnx.Rngs(1)
-        self.layers = nnx.vmap(lambda rngs: NnxBlock(dtype, rngs), in_axes=0, out_axes=0)(rngs.split(3))
+        self.layers = nnx.vmap(lambda rngs: NnxBlock(rngs, dtype), in_axes=0, out_axes=0)(rngs.split(3))
         self.twice = nnx.Linear(D, D, dtype=dtype, use_bias=False, rngs=rngs)
         self.logits = nnx.Linear(D, 4, dtype=dtype, rngs=rngs)
 

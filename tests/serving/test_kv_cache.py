@@ -55,8 +55,7 @@ def test_what_is_held_is_worked_out_by_hand(quantization):
     np.testing.assert_array_equal(back, expected.astype(np.float32) * scale)
 
 
-@pytest.mark.parametrize("layer", [None, 1], ids=["one layer", "layers"])
-@pytest.mark.parametrize("inputs", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layer", "inputs"), [(None, "float32"), (1, "bfloat16")], ids=["one layer", "layers"])
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_once_in_chunks_and_one_at_a_time_are_the_same_bits(quantization, inputs, layer):
     options = {} if layer is None else {"layers": 2}

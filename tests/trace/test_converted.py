@@ -186,12 +186,3 @@ def test_shapes_alone():
     converted = jax.eval_shape(q.convert, p, jax.eval_shape(q.init, p, x), x)
     assert converted["w"].tensor.qvalue.dtype == jnp.float8_e4m3fn
     assert jax.eval_shape(q, converted, {}, x).shape == (2, 4)
-
-
-def test_a_weight_that_convert_left_in_float_needs_its_quant_state():
-    q = jaxquant.quantize(lambda p, x: x @ p["w"][:, :16], {"quantization": "fp8"})
-    p, x = {"w": normal(0, 32, 32)}, normal(1, 8, 32)
-    with pytest.warns(UserWarning, match="stay in float"):
-        converted = q.convert(p, q.init(p, x), x)
-    with pytest.raises(ValueError, match=r"convert left the weight at 'w' in float \(.*; pass the quant state that c"):
-        q(converted, {}, x)

@@ -116,8 +116,6 @@ def test_command(run: Path, served: list[Path], rows: Any, tmp_path: Path, capsy
 def test_command_refuses(run: Path, served: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for words, message in (
         ([str(run), "--batches", "0"], "--batches 0 must be at least 1"),
-        ([str(tmp_path / "absent")], "absent does not exist; give the folder of a run"),
-        ([str(tmp_path)], "has neither config.yml nor jaxquant.json"),
         ([str(served[0])], "is a converted checkpoint; give the run that it was made of first"),
         ([str(run), str(tmp_path / "absent")], "absent does not exist; give the folder of a run"),
     ):

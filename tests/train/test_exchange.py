@@ -140,11 +140,9 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
 
 WRITTEN = (
     ("fp8_block", "fp8_block"),
-    ("fp8_current", "fp8_block"),
     ("mxfp4w", "ct_mxfp4"),
     ("nvfp4w", "ct_nvfp4a16"),
     ("nvfp4", "modelopt_nvfp4"),
-    ("quartet2", "modelopt_nvfp4"),
 )
 
 

@@ -75,9 +75,7 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str):
 @pytest.mark.parametrize(
     ("style", "quantization", "dtypes"),
     [
-        (DEEPSEEK, "fp8", {"dtype": "bfloat16"}),
         (DEEPSEEK, "fp8", {"dtype": "bfloat16", "weight_dtype": "bfloat16"}),
-        (MIXTRAL, "fp8", {}),
         (MIXTRAL, "fp8_block", {"dtype": "bfloat16"}),
         (MIXTRAL, "int8", {}),
     ],

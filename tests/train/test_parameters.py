@@ -50,33 +50,10 @@ def test_every_leaf_is_listed_and_read_bit_for_bit(finished: Any, state: TrainSt
         assert parameters.read(path).tobytes() == expected[path].tobytes(), path
 
 
-def test_a_checkpoint_holds_no_bins(finished: Any):
-    stored = [path for path in open_parameters(finished("fp8")).stores if path.startswith("quant_state")]
-    assert stored
-    assert not any(path.endswith("amax_bins") for path in stored)
-
-
 @pytest.mark.parametrize("index", [(0,), (1,), (1, 3)])
 def test_a_part_is_the_same_part(finished: Any, state: TrainState, index: tuple[Any, ...]):
     path = "params/layers/mlp/wi_0/kernel"
     np.testing.assert_array_equal(open_parameters(finished("fp8")).read(path, *index), _flat(state)[path][index])
-
-
-def test_an_unquantized_run_has_no_quant_state(finished: Any):
-    parameters = open_parameters(finished(""), step=STEPS - 3)
-    assert parameters.step == STEPS - 3
-    assert parameters.shapes["quant_state"] == {}
-    assert all(path.startswith("params/") for path in parameters.stores)
-
-
-def test_what_is_not_there_is_named(finished: Any, tmp_path: Path):
-    run = finished("")
-    with pytest.raises(FileNotFoundError, match=r"run folder .*nowhere does not exist"):
-        open_parameters(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="has no checkpoint; let it save one"):
-        open_parameters(tmp_path)
-    with pytest.raises(ValueError, match=rf"has no checkpoint of step 5; it has {STEPS - 3}, {STEPS}"):
-        open_parameters(run, step=5)
 
 
 def _data(folder: Path) -> list[Path]:
@@ -135,6 +112,3 @@ def test_large_arrays_are_cut_along_leading_axes(case: str):
     shape, axes = CUTS[case]
     args = save_args(jax.ShapeDtypeStruct(shape, FLOAT32))
     assert (args.shard_axes, args.chunk_byte_size) == (axes, CHUNK_BYTES)
-
-
-# Memory.
