@@ -60,7 +60,7 @@ class Shape:
     norm_epsilon: float = 1e-5
     logits_via_embedding: bool = True
     scan_layers: bool = True
-    remat_policy: Literal["none", "full", "dots", "quantized"] = "none"
+    remat_policy: Literal["none", "full", "dots", "matmuls", "quantized"] = "none"
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     head_chunks: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
