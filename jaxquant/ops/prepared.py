@@ -23,7 +23,7 @@ from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, Matmul, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.sharding import whole_axis
 from jaxquant.ops.block_cast import cast_forward
-from jaxquant.ops.gradients import RESIDUAL_NAME, RESULT_NAME
+from jaxquant.ops.gradients import RESIDUAL_NAME
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
 
 Array = jax.Array
@@ -90,7 +90,6 @@ def make_prepared(
         seen = own if seen is None else seen
     elif kind == "forward" and seen is not None and spec is not None and element(spec.dtype).kind != "int":
         seen = seen._replace(scale=None)  # the tensor has it; see delayed.show_lost for integers
-    seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESULT_NAME), seen)
     reads = reads_clips and operand == FORWARD and reads_clip(spec)
     return Prepared(forward, Kept(named(kept), None if reads else clip_mask(x, forward, spec), seen))
 
