@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
         manual_quantize,
     )
     from jaxquant.inject.model import describe_layers, linear_layers, maybe_quantize_model
-    from jaxquant.ops.remat import save_quantized
+    from jaxquant.ops.remat import save_matmuls, save_quantized
     from jaxquant.serving.calibration import calibrate
     from jaxquant.serving.conversion import convert
     from jaxquant.serving.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
@@ -40,7 +40,7 @@ _PUBLIC = {
     "inject.handle": "configure_quantization get_quant_mode in_convert_mode in_serve_mode",
     "inject.maxtext": "configure_kv_quant get_qt_provider get_quantization_rule get_static_scale manual_quantize",
     "inject.model": "describe_layers linear_layers maybe_quantize_model",
-    "ops.remat": "save_quantized",
+    "ops.remat": "save_matmuls save_quantized",
     "serving.calibration": "calibrate",
     "serving.conversion": "convert",
     "serving.maxtext": "match_aqt_and_unquantized_param remove_quantized_params",
@@ -77,6 +77,7 @@ __all__ = [
     "quantize",
     "register_function",
     "remove_quantized_params",
+    "save_matmuls",
     "save_quantized",
     "serving",
     "state",

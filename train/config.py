@@ -60,7 +60,7 @@ class Shape:
     norm_epsilon: float = 1e-5
     logits_via_embedding: bool = True
     scan_layers: bool = True
-    remat_policy: Literal["none", "full", "dots", "quantized"] = "none"
+    remat_policy: Literal["none", "full", "dots", "matmuls", "quantized"] = "none"
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     head_chunks: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -86,8 +86,9 @@ class TrainConfig(Shape, QuantConfig):
       norm_epsilon: added to the mean square in RMSNorm.
       logits_via_embedding: the output head is the embedding's transpose (tied).
       scan_layers: one traced layer, scanned; False gives every layer its own path (``layers_0/mlp/wi_0``).
-      remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: matmul
-        outputs; ``quantized``: the residuals that quantized matmuls name.
+      remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: what
+        float and 8-bit matmuls return; ``matmuls``: results of matmuls and of attention kernels, so that none runs
+        twice in a layer; ``quantized``: the residuals that quantized matmuls name.
       attention: whose code mixes the values. ``auto``: cuDNN's on NVIDIA GPUs and splash attention on TPUs where they
         take the shapes, else ``xla``; ``cudnn``, ``splash``: that one or an error.
       head_chunks: pieces of a sequence whose logits the loss holds at a time (0: as few as keep them under half a

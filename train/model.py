@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax.linen.dtypes import promote_dtype
 
-from jaxquant.ops.remat import save_quantized
+from jaxquant.ops.remat import save_matmuls, save_quantized
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
 from train.attention import Kind, attend, rotate, visibility
@@ -29,6 +29,7 @@ HEAD_ELEMENTS = 2**27
 REMAT_POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "matmuls": save_matmuls,
     "quantized": save_quantized,
 }
 """What the backward pass keeps, by the name of a ``remat_policy``; "none" keeps everything."""

@@ -22,6 +22,8 @@ from jaxquant.ops.dimensions import Dimensions
 Array = jax.Array
 RESIDUAL_NAME = "quantized"
 """Name of what quantized layers keep for backward, for remat policies."""
+RESULT_NAME = "quantized_result"
+"""Name of the results of quantized matmuls, for remat policies."""
 REVERSE_ONLY = "reverse_only"
 """Name of ``reverse_only`` in a traced program."""
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
@@ -33,7 +34,7 @@ from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
 from jaxquant.ops.arguments import QuantState, hashable_precision
 from jaxquant.ops.converted import check_input_scale, straight_through
-from jaxquant.ops.gradients import first_order
+from jaxquant.ops.gradients import RESULT_NAME, first_order
 from jaxquant.ops.groups import Groups
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
 from jaxquant.ops.prepared import Kept, Prepared, reads_clip
@@ -247,6 +248,7 @@ def quantized(
 
 def _quantized_fwd(op, lhs, rhs, sizes, state, key, prepared):
     out, left, right, seed = _forward(op, lhs if prepared is None else prepared, rhs, sizes, state, key)
+    out = checkpoint_name(out, RESULT_NAME)
     left = left if prepared is None else prepared.kept  # the one that its other readers keep
     kept_state = {name: delayed.without_bins(tensor) for name, tensor in state.items()}
     name, inputs = op.recipe.name, (lhs, rhs) if op.recipe.hides_slope else ()

@@ -387,6 +387,7 @@ def test_layers_are_named_without_the_transformations():
         "Net/mlp",
         "recomputed",
     )
+    assert layer("jit(step)/jvp(Net)/while/body/Net.<lambda>/Net.layer/Net/mlp/dot_general")[0] == "Net.layer/Net/mlp"
 
 
 WORK = 2 * 8192**3

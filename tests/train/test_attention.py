@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant.aot.compile import audit_program
+from jaxquant.aot.plugin import PROGRAM
 from jaxquant.audit.coverage import coverage
 from tests.lowering import equations
+from tests.train.conftest import ROOT
 from tests.train.test_frameworks import POSITIONS, SEGMENTS, SHAPE, TOKENS, made
 from train.attention import attend, choose, visibility
 from train.config import TrainConfig
@@ -118,3 +121,19 @@ def test_only_large_heads_are_cut():
     assert [head_chunks(llama, length) for length in (1024, 2048, 8192)] == [1, 2, 8]
     with pytest.raises(ValueError, match="head_chunks 3 does not divide sequence_length 512"):
         TrainConfig(head_chunks=3)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("target", "words", "kernel"),
+    [
+        ("h200", ("attention=cudnn",), "cuDNN causal attention forward"),
+        ("v6e", ("attention=splash", "head_dim=128", "sequence_length=128"), "splash attention fwd"),
+    ],
+)
+def test_a_compiled_step_holds_each_matmul_and_attention_of_a_layer_once(target, words, kernel):
+    fields = ("dtype=bfloat16", "vocab_size=64", "quantization=fp8", "quant_backend=native", "remat_policy=matmuls")
+    found = audit_program(PROGRAM, str(ROOT / "configs/models/ci.yml"), [*fields, *words], target=target)
+    assert {row["kernel"]: row["times"] for row in found.kernels}[kernel] == 2  # layers
+    assert not [row for row in found.matmuls if row["pass"] == "recomputed"]
+    assert {row["pass"] for row in found.matmuls} == {"forward", "backward"}

@@ -43,9 +43,9 @@ def gradients(model):
     "fields",
     [
         {"scan_layers": False, "logits_via_embedding": False, "dtype": "bfloat16"},
-        *({"remat_policy": policy} for policy in ("full", "quantized")),
+        *({"remat_policy": policy} for policy in ("full", "matmuls", "quantized")),
     ],
-    ids=["unscanned untied bfloat16", "full", "quantized"],
+    ids=["unscanned untied bfloat16", "full", "matmuls", "quantized"],
 )
 def test_same_parameters_state_and_gradients(fields):
     """With delayed scales, and in one layer noise, which is drawn by its path."""

@@ -84,7 +84,7 @@ def test_rotation_depends_on_distance_alone():
     np.testing.assert_allclose(products[0], products[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["full", "quantized"])
+@pytest.mark.parametrize("policy", ["full", "dots", "matmuls", "quantized"])
 def test_remat_leaves_gradients_alone(policy):
     variables = _init(SMALL)
 
