@@ -102,8 +102,10 @@ class Update:
         for (v, _), x in zip(part.scalars.items(), scalars, strict=True):
             value = x != 0 if v.aval.dtype == bool else x
             arrays[v] = jnp.broadcast_to(value, inputs[0].shape) if v.aval.shape else value
-        outputs = [self._jaxpr.outvars[i] for i in part.outputs]
-        return eval_jaxpr(_jaxpr([], list(arrays), outputs, part.equations), [], *arrays.values())
+        for equation in part.equations:  # not by eval_jaxpr, which would compute on the mesh of the trace
+            given = [v.val if isinstance(v, Literal) else arrays[v] for v in equation.invars]
+            arrays[equation.outvars[0]] = equation.primitive.bind(*given, **equation.params)
+        return [arrays[self._jaxpr.outvars[i]] for i in part.outputs]
 
     def _part(self, v: Any) -> Part | None:
         part = None if isinstance(v, Literal) else self._owner.get(v)
