@@ -66,7 +66,7 @@ def row(target: str, variant: str) -> Row:
     def step(params: Any, state: Any, scale: jax.Array) -> Any:
         grads = {
             name: jax.lax.with_sharding_constraint(jnp.full(p.shape, scale * i, p.dtype), placed[name].sharding)
-            for i, (name, p) in enumerate(params.items())  # all different, or they would share memory
+            for i, (name, p) in enumerate(params.items(), 1)  # all different, or they would share memory
         }
         grads = jax.lax.optimization_barrier(grads)
         updates, state = tx.update(grads, state, params)

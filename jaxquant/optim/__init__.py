@@ -6,8 +6,8 @@ from jaxquant.optim.weights import compensated_round, stochastic_round
 
 __all__ = [
     "MOMENTS",
-    "NewWeights",
     "SCHEMES",
+    "NewWeights",
     "QuantizedState",
     "apply_updates",
     "compensated_round",

@@ -43,13 +43,21 @@ class Moment:
     @property
     def axis(self) -> int:
         """The axis of its groups, counted from the end."""
-        codes, largest = self.coded.codes, self.coded.largest
-        return next(i - codes.ndim for i in range(codes.ndim) if codes.shape[i] != largest.shape[i])
+        return axis_of(self.coded.codes, self.coded.largest)
 
     @property
     def group(self) -> int:
         """The elements of a group."""
         return self.coded.codes.shape[self.axis] // self.coded.largest.shape[self.axis]
+
+
+def axis_of(codes: Any, largest: Any) -> int:
+    """Return the axis of a moment's groups, counted from the end: where codes are more than groups.
+
+    Args:
+      codes, largest: of the moment, as ``Coded`` has them.
+    """
+    return next(i for i in range(-codes.ndim, 0) if codes.shape[i] != largest.shape[i])
 
 
 def run(

@@ -16,7 +16,7 @@ from jaxquant.core.sharding import platform_of
 from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path
 from jaxquant.core.typed import nearest
 from jaxquant.optim.codes import SCHEMES, Codec, Coded
-from jaxquant.optim.run import Moment, Shardings, encode, run
+from jaxquant.optim.run import Moment, Shardings, axis_of, encode, run
 from jaxquant.optim.weights import CompensatedState, RoundState
 
 Moments = Mapping[type, Mapping[str, bool]]
@@ -81,9 +81,9 @@ def quantize_state(
     """Return an optimizer that keeps the moments of another one in 8 bits.
 
     Each step decodes the moments to float32, runs ``tx`` on gradients and parameters cast to float32, and encodes the
-    new moments; updates are float32. Groups of neighbours along the last axis depend on the shape of a moment alone,
-    so that no mesh changes a bit. A moment stays float32 where it has fewer than 4096 elements, where no group of 16
-    or more divides its last axis, or where ``float32`` names it; ``describe_state`` lists all moments. An element
+    new moments; updates are float32. Groups of neighbours along one axis depend on the shape of a moment alone, so that
+    no mesh changes a bit. A moment stays float32 where it has fewer than 4096 elements, where no group of 16 or more
+    divides that axis, or where ``float32`` names it; ``describe_state`` lists all moments. An element
     whose gradient, or its square, is not finite starts again with moments of 0 and spoils its group in no later step;
     the update of that step is what ``tx`` returns. Second moments that are not 0 never become 0.
 
@@ -95,19 +95,35 @@ def quantize_state(
       tx: an optimizer.
       scheme: a row of ``SCHEMES``: ``fp8_coat``, ``int8_dynamic`` or ``int8_linear``.
       float32: names of parameters, layers or moments (parts of paths) that stay float32.
-      shards: how many devices share the last axis of a parameter at most, or a function from a moment's path to that.
-        Where it can be, a group lies on one device.
+      shards: how many devices share the axis of groups of a parameter at most, or a function from a moment's path and
+        that axis, counted from the end, to that. Where it can be, a group lies on one device.
       moments: the moments of each class of state: ``MOMENTS``, or that with classes of your own.
+      axis: of the groups, counted from the end. None takes the last, and on TPUs the one before it, or an earlier one
+        whose groups are larger. ``update`` goes on along the axis that a state has, on any platform.
+      apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, in place of updates. The
+        kernel then writes weights, and moves 12 bytes a parameter less.
+      implementation: "xla", or "pallas", the kernel, which CPUs interpret; None picks the kernel on TPUs. What it does
+        not compute, as an optimizer that mixes elements, is XLA's, by ``jaxquant.ops.implementation.choices_made``.
+      shardings: a function from a moment's path and its codes to the sharding of its parameter. The kernel needs it
+        under automatic axes of a mesh, outside of ``jax.shard_map``.
 
     Raises:
-      ValueError: no such scheme. From ``init``: a name in ``float32`` that no path has, an array as large as a moment
+      ValueError: no such scheme or implementation, or an axis counted from the start. From ``init``: a name in ``float32`` that no path has, an array as large as a moment
         in a state of an unknown class, or a state of ``stochastic_round`` or ``compensated_round``.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_state has no scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
     row = SCHEMES[scheme]
     names = (float32,) if isinstance(float32, str) else tuple(float32)
+    if implementation not in (None, "xla", "pallas"):
+        raise ValueError(
+            f"quantize_state has no implementation {implementation!r}; known ones are xla, pallas and None"
+        )
+    if axis is not None and axis >= 0:
+        raise ValueError(f"quantize_state counts the axis of groups from the end, as -1 or -2; got {axis}")
     inner_update = optax.with_extra_args_support(tx).update
+    if axis is None and implementation == "xla":
+        axis = -1
 
     def init(params: optax.Params) -> QuantizedState:
         state = tx.init(_float32(params))
@@ -177,12 +193,14 @@ def describe_state(state: Any) -> dict[str, str]:
             if path in largest:
                 parts = (codes, largest[path], *([exponent[path]] if path in exponent else []))
                 size = sum(map(array_bytes, parts)) / codes.size
-                group = codes.shape[-1] // largest[path].shape[-1]
-                rows[row] = f"{codes.dtype}, groups of {group}, {size:.3f} bytes an element"
+                axis = axis_of(codes, largest[path])
+                group = codes.shape[axis] // largest[path].shape[axis]
+                where = "" if axis == -1 else f" along axis {axis}"
+                rows[row] = f"{codes.dtype}, groups of {group}{where}, {size:.3f} bytes an element"
                 sharding = getattr(codes, "sharding", None)
-                part = sharding.shard_shape(codes.shape)[-1] if sharding else group
+                part = sharding.shard_shape(codes.shape)[axis] if sharding else group
                 if part % group:
-                    rows[row] += f"; a shard has {part} of the last axis and cuts them"
+                    rows[row] += f"; a shard has {part} of {'the last axis' if axis == -1 else 'it'} and cuts them"
             elif any(f"{path}/".startswith(f"{name}/") for name in node.largest):
                 why = f"fewer than {_FEWEST} elements" if codes.size < _FEWEST else "by its name or its last axis"
                 rows[row] = f"{codes.dtype}: {why}"
