@@ -57,6 +57,7 @@ class Update:
         self._owner = {v: Part([i]) for i, v in enumerate(self._jaxpr.invars) if i in large}
         self._joined: dict[int, Part] = {}  # the identity of a part -> that into which it went
         self._spread: dict[Any, Any] = {}  # a scalar in the shape of an array -> the scalar
+        self._why: dict[Any, Any] = {}  # an array that is computed from a part otherwise -> why it is not in it
         for equation in self._jaxpr.eqns:
             self._read(equation)
         roots = [part for part in map(self._part, self._owner) if part is not None]
@@ -133,7 +134,9 @@ class Update:
         for other in {id(each): each for each in met}.values():
             self._join(part, other)
         part.refusal = part.refusal or self._refusal(equation)
-        if name in ELEMENTWISE:
+        if name not in ELEMENTWISE:
+            self._why |= dict.fromkeys(equation.outvars, part.refusal)
+        else:
             part.equations.append(equation)
             self._owner[out] = part
             part.scalars |= {v: self._spread.get(v, v) for v in given if self._is_scalar(v)}
@@ -148,8 +151,8 @@ class Update:
         for v in equation.invars:
             if self._is_scalar(v) and v.aval.dtype not in (jnp.float32, bool):
                 return f"{name} takes a scalar in {v.aval.dtype.name}"
-            if v.aval.shape and not self._is_scalar(v) and (isinstance(v, Literal) or self._part(v) is None):
-                return f"{name} takes an array of another kind"
+            if v.aval.shape and not self._is_scalar(v) and self._part(v) is None:
+                return self._why.get(v, f"{name} takes an array of another kind")
         return None
 
 

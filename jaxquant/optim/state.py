@@ -108,8 +108,9 @@ def quantize_state(
         under automatic axes of a mesh, outside of ``jax.shard_map``.
 
     Raises:
-      ValueError: no such scheme or implementation, or an axis counted from the start. From ``init``: a name in ``float32`` that no path has, an array as large as a moment
-        in a state of an unknown class, or a state of ``stochastic_round`` or ``compensated_round``.
+      ValueError: no such scheme or implementation, or an axis counted from the start. From ``init``: a name in
+        ``float32`` that no path has, an array as large as a moment in a state of an unknown class, or a state of
+        ``stochastic_round`` or ``compensated_round``.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_state has no scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
