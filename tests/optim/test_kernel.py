@@ -145,7 +145,7 @@ for target in sys.argv[1:]:
         x.shape, x.dtype, sharding=NamedSharding(mesh, specs.get(name, P()) if x.ndim else P()))
     name = lambda path: str(getattr(path[-1], "key", ""))
     params = {n: place(n, jax.ShapeDtypeStruct(s, jnp.float32)) for n, s in shapes.items()}
-    for scheme in ("fp8_coat", "int8_dynamic"):
+    for scheme in ("fp8_coat", "int8_dynamic") if target == "v6e" else ("fp8_coat",):
         shardings = lambda path, _: params[path.split("/")[-1]].sharding
         tx = quantize_state(optax.adamw(1e-3), scheme, apply=True, shardings=shardings)
 
