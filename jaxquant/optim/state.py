@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jaxquant.core.paths import join_path
 from jaxquant.core.sharding import platform_of
 from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path
 from jaxquant.core.typed import nearest
+from jaxquant.kernels.optimizer_update.tuning import LANES, MOST
 from jaxquant.optim.codes import SCHEMES, Codec, Coded
 from jaxquant.optim.run import Moment, Shardings, axis_of, encode, run
 from jaxquant.optim.weights import CompensatedState, RoundState
@@ -263,22 +265,23 @@ def _groups(
     """Return the axis of a moment's groups, counted from the end, and their number there; None for float32."""
     if not _is_large(x) or set(names) & set(path.split("/")):
         return None
-    # TPUs reduce along rows without moving a number, and their kernel takes no other groups.
+    # TPUs reduce along rows without moving a number, and their kernel takes no other groups, nor larger blocks.
     rows = range(-2, -x.ndim - 1, -1) if axis is None and platform_of(x) == "tpu" else ()
-    found = [(size, each) for each in rows if (size := _group(path, codec, x, shards, each))]
-    if not found and (size := _group(path, codec, x, shards, axis or -1)):
+    fits = {each: min(codec.group, MOST // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
+    found = [(size, each) for each, most in fits.items() if (size := _group(path, most, x, shards, each))]
+    if not found and (size := _group(path, codec.group, x, shards, axis or -1)):
         found = [(size, axis or -1)]
     return next(((each, x.shape[each] // size) for size, each in [max(found, default=(0, 0))] if size), None)
 
 
-def _group(path: str, codec: Codec, x: Any, shards: Shards, axis: int) -> int | None:
+def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | None:
     if x.ndim < -axis:
         return None
     size, most = x.shape[axis], shards(path, axis) if callable(shards) else shards
     for devices in range(most, 0, -1):
         if most % devices == 0 and size % devices == 0:
             part = size // devices
-            for group in range(min(codec.group, part), _LEAST_GROUP - 1, -1):
+            for group in range(min(largest, part), _LEAST_GROUP - 1, -1):
                 if part % group == 0:
                     return group
     return None

@@ -17,6 +17,9 @@ import pytest
 from optax import contrib
 
 from jaxquant.aot.topology import environment
+from jaxquant.kernels.optimizer_update import reference, tpu
+from jaxquant.kernels.optimizer_update.reference import Result
+from jaxquant.kernels.optimizer_update.tuning import blocks_for
 from jaxquant.ops.implementation import choices_made
 from jaxquant.optim import apply_updates, describe_state, quantize_state
 from jaxquant.optim.run import PIECE
@@ -32,6 +35,25 @@ CASES = {
     "lion, schedule": (optax.lion(optax.cosine_decay_schedule(1e-3, 9)), "fp8_coat", -3, HEADS),
     "sgd": (optax.sgd(1e-2, momentum=0.9, nesterov=True), "int8_linear", -2, MATRIX),
 }
+
+
+def test_blocks_that_do_not_divide():
+    """A function of exact operations, so that a compiler has nothing to choose."""
+
+    def body(scalars: Any, arrays: Any) -> Any:
+        x, codes, largest = arrays
+        groups = x.reshape(-1, 32, *x.shape[1:])
+        top = jnp.maximum(jnp.abs(groups).max(1), largest)
+        return [x * scalars[0] + codes.astype(jnp.float32), top]
+
+    x = jnp.round(jax.random.normal(jax.random.key(0), (2, 288, 1100)) * 64)
+    arrays = [x, x[:, ::-1].astype(jnp.int8), jnp.full((2, 9, 1100), 40, jnp.uint8)]
+    results = [Result("bfloat16"), Result("uint8", 32, 2)]
+    given = body, [jnp.float32(2)], arrays, results
+    assert blocks_for(288, (1100,), 32, 32)[1] < 1100
+    for found, wanted in zip(tpu.update(*given, step=32, interpret=True), reference.update(*given), strict=True):
+        assert found.dtype == wanted.dtype
+        assert np.array_equal(found, wanted)
 
 
 def two_steps(tx: Any, params: Any, bad: float = 1.0) -> Any:

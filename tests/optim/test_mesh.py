@@ -50,7 +50,7 @@ for scheme in ("fp8_coat", "int8_dynamic"):
         bits = hashlib.sha256(b"".join(np.asarray(x).tobytes() for _, x in parts)).hexdigest()
         cut = [row for row in describe_state(carry[1]).values() if "cuts" in row]
         found[f"{scheme} {devices}"] = bits, [c for c in COLLECTIVES if f" {c}(" in text], cut
-# Products by powers of two are exact: an interpreted kernel is compiled with its block, and rounds others once or twice.
+# Products by powers of two are exact. CPUs compile an interpreted kernel with its block, and may round others twice.
 weights = {"w": jax.random.normal(jax.random.key(0), (1024, 128))}
 for devices, kind in ((1, AxisType.Auto), (8, AxisType.Auto), (8, AxisType.Explicit)):
     mesh = Mesh(jax.devices()[:devices], ("fsdp",), axis_types=(kind,))

@@ -8,7 +8,7 @@ SUBLANES, LANES, PACKED = 8, 128, 32
 """Rows of a TPU's vectors, their columns, and rows of a vector of 8-bit numbers."""
 ELEMENTS = 2**18
 """Of a block, about: of each float32 array 1 MiB, which is held twice."""
-MOST = 2**20
+MOST = 2**19
 """Of a block, at most: groups that do not fit are refused."""
 VMEM = 48 * 2**20
 """Bytes of vector memory that a program may take."""
