@@ -41,7 +41,7 @@ def row(target: str, variant: str) -> Row:
 
     Args:
       target: a key of ``TOPOLOGIES``.
-      variant: a scheme or ``float32``, and with ``+`` behind it: ``apply``, ``xla``, ``bfloat16`` weights.
+      variant: a scheme or ``float32``, and behind it ``+apply``, ``+xla`` or ``+bfloat16`` (weights, rounded randomly).
     """
     scheme, *flags = variant.split("+")
     mesh = Mesh(np.array(devices(chip(target), TOPOLOGIES[target])), ("fsdp",))
