@@ -1,4 +1,4 @@
-"""``python -m benchmarks libraries|published|kernels|rows|strings|layers|optimizer``: programs, compiled for absent chips.
+"""``python -m benchmarks libraries|published|kernels|rows|strings|layers|optimizer``: compile for absent chips.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
 ``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips,
