@@ -104,7 +104,7 @@ def normalized(updates: Any, _: Any = None) -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     "reduce_sum is not elementwise": (lambda: optax.chain(optax.stateless(normalized), optax.adam(1e-3)), MATRIX, -2),
     "reshape is not elementwise": (lambda: contrib.muon(1e-3), MATRIX, -2),
-    "cond is not elementwise": (lambda: optax.apply_if_finite(optax.adam(1e-3), 3), MATRIX, -2),
+    "reduce_and is not elementwise": (lambda: optax.apply_if_finite(optax.adam(1e-3), 3), MATRIX, -2),
     "takes an array of another kind": (
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         MATRIX,
