@@ -1,9 +1,9 @@
-"""``python -m benchmarks libraries|published|kernels|rows|strings|layers``: programs, compiled for absent chips.
+"""``python -m benchmarks libraries|published|kernels|rows|strings|layers|optimizer``: compile for absent chips.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
 ``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips,
 ``strings`` every config string, which adds a column to the table that is there, ``layers`` decoder layers, which adds
-rows to it.
+rows to it, ``optimizer`` updates of a Llama-3-8B (``--only fp8_coat+apply``).
 Each prints a table and writes it to ``--out`` as JSON and markdown.
 """
 
@@ -32,7 +32,7 @@ from jaxquant.config.recipes import RECIPES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows", "strings", "layers"))
+    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows", "strings", "layers", "optimizer"))
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
     commands = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}
-    run = (commands | {"strings": _strings, "layers": _layers})[options.what]
+    run = (commands | {"strings": _strings, "layers": _layers, "optimizer": _optimizer})[options.what]
 
     def compare() -> int:
         require_compiler(chip(options.target))
@@ -135,6 +135,12 @@ def _rows(options: argparse.Namespace) -> Table:
         "",
     ]
     return "\n".join(lines), rows, "few-rows"
+
+
+def _optimizer(options: argparse.Namespace) -> Table:
+    rows = _run("optimizer", [options.target, *(options.only or ["float32", "fp8_coat", "fp8_coat+apply"])])
+    title = "# The update of a Llama-3-8B, bytes a parameter; temporaries and bytes moved without the gradients made"
+    return "\n".join([title, "", *report.table(rows), ""]), rows, f"optimizer-{options.target}"
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import optax
+from jax.sharding import Mesh, NamedSharding
 
 from jaxquant.optim import quantize_state, stochastic_round
 from train.config import TrainConfig
@@ -25,8 +26,12 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformation:
     """Build the optimizer. Its state has one shape with and without clipping, so that a run can go on with either."""
+
+    def sharding(path: str, moment: jax.Array) -> NamedSharding:
+        return NamedSharding(mesh, parameter_spec(*_names(path), moment.ndim))
+
     adamw = optax.adamw(
         learning_rate_schedule(config),
         b1=config.adam_b1,
@@ -36,7 +41,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         mask=_decayed,
     )
     if config.optimizer_state != "float32":
-        adamw = quantize_state(adamw, config.optimizer_state, shards=_devices_along_last_axis)
+        adamw = quantize_state(adamw, config.optimizer_state, shards=_devices_along, shardings=sharding)
     rounding = [stochastic_round(config.seed)] if config.stochastic_rounding else []
     threshold = config.gradient_clipping_threshold
     return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), adamw, *rounding)
@@ -46,7 +51,11 @@ def _decayed(params: optax.Params) -> optax.Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: getattr(path[-1], "key", None) in DECAYED, params)
 
 
-def _devices_along_last_axis(path: str) -> int:
+def _devices_along(path: str, axis: int) -> int:
     """Return for how many devices groups of moments are cut, on any mesh, so that a run goes on on another."""
+    return 8 if parameter_spec(*_names(path), 3 - axis)[axis] else 1
+
+
+def _names(path: str) -> tuple[str, str]:
     module, parameter = path.split("/")[-2:]
-    return 8 if parameter_spec(module, parameter, 3)[-1] else 1
+    return module, parameter

@@ -128,7 +128,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     tokens = example_inputs(config)
     decoder = model_config(config, vocab_size, mesh)
     model = make_model(config, decoder, tokens)
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(config, mesh)
     schedule = learning_rate_schedule(config)
     key = jax.random.key(config.seed)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxquant.core.dtypes import ELEMENTS
 
@@ -23,17 +23,17 @@ _DECADES = 7  # of the map of int8_dynamic
 
 
 class Coded(NamedTuple):
-    """A moment in 8 bits, in groups of ``g`` neighbours along its last axis.
+    """A moment in 8 bits, in groups of ``g`` neighbours along one axis, here the one written last.
 
     Attributes:
       codes: one for each element.
       largest: largest magnitude of each group; None of a moment that stays float32.
-      exponent: of the range expansion of each group, in sixteenths; None where a codec has none.
+      exponent: of the range expansion of each group, in sixteenths, 1 to 255; None where a codec has none.
     """
 
     codes: Shaped[Array, "*T g"]
     largest: Any
-    exponent: UInt8[Array, "*T"] | None = None
+    exponent: Shaped[Array, "*T"] | None = None
 
 
 Groups = Float[Array, "*T g"]
@@ -45,20 +45,25 @@ class Codec:
 
     Attributes:
       group: the most neighbours that share a largest magnitude.
-      encode: (float32 groups, whether they have signs) -> Coded. Numbers are finite; those that are not 0 are stored
-        as codes that are not 0 where there are no signs.
-      decode: (Coded, whether it has signs) -> float32 groups.
+      encode: (float32 groups, whether they have signs, axis of a group's elements) -> Coded, exponents in float32.
+        Numbers are finite; those that are not 0 are stored as codes that are not 0 where there are no signs.
+      decode: (Coded, whether it has signs, axis of a group's elements) -> float32 groups.
     """
 
     group: int
-    encode: Callable[[Groups, bool], Coded]
-    decode: Callable[[Coded, bool], Groups]
+    encode: Callable[[Groups, bool, int], Coded]
+    decode: Callable[[Coded, bool, int], Groups]
 
 
-def _relative(x: Groups, largest: Float[Array, "*T"]) -> Groups:
+def _relative(x: Groups, largest: Float[Array, "*T"], axis: int) -> Groups:
     """Return x / largest; compilers multiply by a reciprocal, which must not be subnormal."""
     shrink = jnp.where(largest > 1, 0.125, 1.0)
-    return x * shrink[..., None] / (jnp.maximum(largest, SMALLEST) * shrink)[..., None]
+    return x * _over(shrink, axis) / _over(jnp.maximum(largest, SMALLEST) * shrink, axis)
+
+
+def _over(x: Float[Array, "*T"], axis: int) -> Groups:
+    """Return a number of each group beside its elements."""
+    return jnp.expand_dims(x, axis)
 
 
 def _second(magnitude: Groups, code: Groups) -> Groups:
@@ -66,7 +71,7 @@ def _second(magnitude: Groups, code: Groups) -> Groups:
     return jnp.where(code == 0, 0, jnp.maximum(magnitude, SMALLEST))
 
 
-def _encode_coat(x: Groups, signed: bool) -> Coded:
+def _encode_coat(x: Groups, signed: bool, axis: int) -> Coded:
     """Encode as ``code = 448 · (|x| / largest)^k`` in e4m3.
 
     k is the exponent, in sixteenths, that spreads the group's magnitudes over the range of e4m3: the floor of
@@ -77,25 +82,27 @@ def _encode_coat(x: Groups, signed: bool) -> Coded:
     Source: COAT (arXiv 2410.19313), section 4.1, and its kernel ``fp8_adamw_expand``.
     """
     magnitude = jnp.abs(x)
-    largest = magnitude.max(-1)
+    largest = magnitude.max(axis)
     top = jnp.maximum(largest, SMALLEST)
-    low = jnp.clip(jnp.where(magnitude > 0, magnitude, jnp.inf).min(-1), SMALLEST, top)
+    low = jnp.clip(jnp.where(magnitude > 0, magnitude, jnp.inf).min(axis), SMALLEST, top)
     ratio = jnp.clip(jnp.log2(top) - jnp.log2(low), _SPREAD / 16, 126)
     exponent = jnp.clip(jnp.floor(_SPREAD * 16 / ratio), 1, 255)
-    power = exponent[..., None] / 16 * jnp.log2(jnp.maximum(_relative(magnitude, largest), SMALLEST))
+    power = _over(exponent, axis) / 16 * jnp.log2(jnp.maximum(_relative(magnitude, largest, axis), SMALLEST))
     code = jnp.clip(_E4M3.max * jnp.exp2(power), 2.0 ** (_E4M3.min_exponent - _E4M3.mantissa_bits), _E4M3.max)
     code = jnp.where(magnitude > 0, jnp.copysign(code, x) if signed else code, 0)
-    return Coded(code.astype(_E4M3.name), largest, exponent.astype(jnp.uint8))
+    return Coded(code.astype(_E4M3.name), largest, exponent)
 
 
-def _decode_coat(coded: Coded, signed: bool) -> Groups:
+def _decode_coat(coded: Coded, signed: bool, axis: int) -> Groups:
     assert coded.exponent is not None
     code, exponent = coded.codes.astype(jnp.float32), coded.exponent.astype(jnp.float32)
-    magnitude = jnp.exp2(jnp.log2(jnp.abs(code) / _E4M3.max) / (exponent[..., None] / 16)) * coded.largest[..., None]
+    magnitude = jnp.exp2(jnp.log2(jnp.abs(code) / _E4M3.max) / (_over(exponent, axis) / 16)) * _over(
+        coded.largest, axis
+    )
     return jnp.copysign(magnitude, code) if signed else _second(magnitude, code)
 
 
-def _encode_dynamic(x: Groups, signed: bool) -> Coded:
+def _encode_dynamic(x: Groups, signed: bool, axis: int) -> Coded:
     """Encode as the nearest number of a map of decades, relative to the largest magnitude.
 
     Decade d of 7 has n = 2^d numbers (2^(d+1) without signs), the middles of n equal cells of [0.1, 1] · 10^(d-6);
@@ -106,8 +113,8 @@ def _encode_dynamic(x: Groups, signed: bool) -> Coded:
     Source: Dettmers, 8-bit Optimizers (arXiv 2110.02861), ``create_dynamic_map`` of bitsandbytes.
     """
     first = 1 if signed else 2
-    largest = jnp.abs(x).max(-1)
-    y = _relative(jnp.abs(x), largest)
+    largest = jnp.abs(x).max(axis)
+    y = _relative(jnp.abs(x), largest, axis)
     decade = jnp.zeros(y.shape, jnp.int32)
     for d in range(1, _DECADES):  # begins in the middle between its first number and the last of the one below
         decade += y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))
@@ -123,7 +130,7 @@ def _encode_dynamic(x: Groups, signed: bool) -> Coded:
     return Coded((code.astype(jnp.int32) & 255).astype(jnp.uint8), largest)
 
 
-def _decode_dynamic(coded: Coded, signed: bool) -> Groups:
+def _decode_dynamic(coded: Coded, signed: bool, axis: int) -> Groups:
     first = 1 if signed else 2
     most = first * 2.0**_DECADES
     code = coded.codes.astype(jnp.int32).astype(jnp.float32)
@@ -132,7 +139,7 @@ def _decode_dynamic(coded: Coded, signed: bool) -> Groups:
     decade = (jax.lax.bitcast_convert_type(place / first, jnp.int32) >> 23) - 127  # its logarithm, rounded down
     cell = (place + 0.5) / (first * _power_of_two(decade)) - 1
     magnitude = jnp.where(place == most, 1, (0.1 + 0.9 * cell) / _power_of_ten(_DECADES - 1 - decade))
-    magnitude = jnp.where(code == 0, 0, magnitude) * coded.largest[..., None]
+    magnitude = jnp.where(code == 0, 0, magnitude) * _over(coded.largest, axis)
     return jnp.where(negative, -magnitude, magnitude) if signed else _second(magnitude, code)
 
 
@@ -146,15 +153,15 @@ def _power_of_ten(n: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
     return bits[0] * bits[1] * bits[2]
 
 
-def _encode_linear(x: Groups, signed: bool) -> Coded:
+def _encode_linear(x: Groups, signed: bool, axis: int) -> Coded:
     """Encode as ``code = round(127 · x / largest)``, ties to even."""
-    largest = jnp.abs(x).max(-1)
-    code = jnp.round(_relative(x, largest) * ELEMENTS["int8"].max)
+    largest = jnp.abs(x).max(axis)
+    code = jnp.round(_relative(x, largest, axis) * ELEMENTS["int8"].max)
     return Coded(code.astype(jnp.int8), largest)
 
 
-def _decode_linear(coded: Coded, signed: bool) -> Groups:
-    return coded.codes.astype(jnp.float32) / ELEMENTS["int8"].max * coded.largest[..., None]
+def _decode_linear(coded: Coded, signed: bool, axis: int) -> Groups:
+    return coded.codes.astype(jnp.float32) / ELEMENTS["int8"].max * _over(coded.largest, axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,14 +13,16 @@ import optax
 from optax import contrib
 
 from jaxquant.core.paths import join_path
-from jaxquant.core.sharding import merge_axes, split_axes
+from jaxquant.core.sharding import platform_of
 from jaxquant.core.trees import array_bytes, leaves_by_path, map_by_path
 from jaxquant.core.typed import nearest
-from jaxquant.optim.codes import SCHEMES, Codec, Coded, Scheme
+from jaxquant.kernels.optimizer_update.tuning import LANES, MOST
+from jaxquant.optim.codes import SCHEMES, Codec, Coded
+from jaxquant.optim.run import Moment, Shardings, axis_of, encode, run
 from jaxquant.optim.weights import CompensatedState, RoundState
 
 Moments = Mapping[type, Mapping[str, bool]]
-Shards = int | Callable[[str], int]
+Shards = int | Callable[[str, int], int]
 
 MOMENTS: Moments = MappingProxyType(
     {
@@ -40,10 +42,6 @@ _FEWEST = 4096  # elements of a moment in 8 bits
 _LEAST_GROUP = 16  # its largest magnitude costs a quarter of a byte an element
 
 
-_OVERFLOWS = 2.0**54
-"""A momentum of gradients whose square overflows float32: at least (1 - b1) · 2^64, and b1 is .999 at most."""
-
-
 class QuantizedState(NamedTuple):
     """State of ``quantize_state``. A checkpoint has the codes themselves, so that loading encodes nothing anew.
 
@@ -60,6 +58,16 @@ class QuantizedState(NamedTuple):
     exponent: dict[str, Any]
 
 
+class NewWeights(NamedTuple):
+    """What the ``update`` of ``quantize_state(…, apply=True)`` returns, for ``apply_updates``.
+
+    Attributes:
+      weights: the new weights.
+    """
+
+    weights: Any
+
+
 def quantize_state(
     tx: optax.GradientTransformation,
     scheme: str,
@@ -67,13 +75,17 @@ def quantize_state(
     float32: Iterable[str] = (),
     shards: Shards = 1,
     moments: Moments = MOMENTS,
+    axis: int | None = None,
+    apply: bool = False,
+    implementation: str | None = None,
+    shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that keeps the moments of another one in 8 bits.
 
     Each step decodes the moments to float32, runs ``tx`` on gradients and parameters cast to float32, and encodes the
-    new moments; updates are float32. Groups of neighbours along the last axis depend on the shape of a moment alone,
-    so that no mesh changes a bit. A moment stays float32 where it has fewer than 4096 elements, where no group of 16
-    or more divides its last axis, or where ``float32`` names it; ``describe_state`` lists all moments. An element
+    new moments; updates are float32. Groups of neighbours along one axis depend on the shape of a moment alone, so that
+    no mesh changes a bit. A moment stays float32 where it has fewer than 4096 elements, where no group of 16 or more
+    divides that axis, or where ``float32`` names it; ``describe_state`` lists all moments. An element
     whose gradient, or its square, is not finite starts again with moments of 0 and spoils its group in no later step;
     the update of that step is what ``tx`` returns. Second moments that are not 0 never become 0.
 
@@ -85,36 +97,85 @@ def quantize_state(
       tx: an optimizer.
       scheme: a row of ``SCHEMES``: ``fp8_coat``, ``int8_dynamic`` or ``int8_linear``.
       float32: names of parameters, layers or moments (parts of paths) that stay float32.
-      shards: how many devices share the last axis of a parameter at most, or a function from a moment's path to that.
-        Where it can be, a group lies on one device.
+      shards: how many devices share the axis of groups of a parameter at most, or a function from a moment's path and
+        that axis, counted from the end, to that. Where it can be, a group lies on one device.
       moments: the moments of each class of state: ``MOMENTS``, or that with classes of your own.
+      axis: of the groups, counted from the end. None takes the last, and on TPUs the one before it, or an earlier one
+        whose groups are larger. ``update`` goes on along the axis that a state has, on any platform.
+      apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, in place of updates. The
+        kernel then writes weights, and moves 12 bytes a parameter less.
+      implementation: "xla", or "pallas", the kernel, which CPUs interpret; None picks the kernel on TPUs. What it does
+        not compute, as an optimizer that mixes elements, is XLA's, by ``jaxquant.ops.implementation.choices_made``.
+      shardings: a function from a moment's path and its codes to the sharding of its parameter. The kernel needs it
+        under automatic axes of a mesh, outside of ``jax.shard_map``.
 
     Raises:
-      ValueError: no such scheme. From ``init``: a name in ``float32`` that no path has, an array as large as a moment
-        in a state of an unknown class, or a state of ``stochastic_round`` or ``compensated_round``.
+      ValueError: no such scheme or implementation, or an axis counted from the start. From ``init``: a name in
+        ``float32`` that no path has, an array as large as a moment in a state of an unknown class, or a state of
+        ``stochastic_round`` or ``compensated_round``.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_state has no scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
     row = SCHEMES[scheme]
     names = (float32,) if isinstance(float32, str) else tuple(float32)
+    if implementation not in (None, "xla", "pallas"):
+        raise ValueError(
+            f"quantize_state has no implementation {implementation!r}; known ones are xla, pallas and None"
+        )
+    if axis is not None and axis >= 0:
+        raise ValueError(f"quantize_state counts the axis of groups from the end, as -1 or -2; got {axis}")
     inner_update = optax.with_extra_args_support(tx).update
+    if axis is None and implementation == "xla":
+        axis = -1
 
     def init(params: optax.Params) -> QuantizedState:
         state = tx.init(_float32(params))
         _check(state, moments, names)
 
-        def plan(name: str, codec: Codec, tree: Any) -> Any:
-            return map_by_path(lambda path, x: _groups(_join(name, path), codec, x, names, shards), tree)
+        def of_moment(name: str, signed: bool, tree: Any) -> Any:
+            codec = row.codec(signed)
 
-        return _encode_state(row, moments, state, plan)
+            def of_leaf(path: str, x: jax.Array) -> Coded:
+                found = _groups(_join(name, path), codec, x, names, shards, axis)
+                return Coded(x, None) if found is None else encode(codec, signed, *found, x)
+
+            return map_by_path(of_leaf, tree)
+
+        return _packed(moments, _map_moments(of_moment, moments, state))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, QuantizedState]:
-        updates, new = inner_update(_float32(updates), _decode_state(row, moments, state), _float32(params), **extra)
-        return updates, _encode_state(row, moments, new, lambda name, codec, tree: state.largest[name])
+    ) -> tuple[Any, QuantizedState]:
+        def of_moment(name: str, signed: bool, tree: Any) -> Any:
+            def of_leaf(path: str, codes: jax.Array, *rest: Any) -> Any:
+                return (
+                    codes
+                    if rest[0] is None
+                    else Moment(_join(name, path), row.codec(signed), signed, Coded(codes, *rest))
+                )
+
+            paths = map_by_path(lambda path, _: path, tree)
+            return jax.tree.map(of_leaf, paths, tree, state.largest[name], state.exponent[name])
+
+        def function(updates: Any, inner: Any, params: Any) -> Any:
+            new, inner = inner_update(_float32(updates), inner, _float32(params), **extra)
+            return optax.apply_updates(params, new) if apply else new, inner
+
+        inner = _map_moments(of_moment, moments, state.inner)
+        new, inner = run(function, (updates, inner, params), implementation, shardings, apply)
+        return NewWeights(new) if apply else new, _packed(moments, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def apply_updates(params: optax.Params, updates: Any) -> Any:
+    """Return the new weights, as ``optax.apply_updates``; also where an optimizer has returned them itself.
+
+    Args:
+      params: the weights.
+      updates: what an optimizer's ``update`` has returned.
+    """
+    return updates.weights if isinstance(updates, NewWeights) else optax.apply_updates(params, updates)
 
 
 def describe_state(state: Any) -> dict[str, str]:
@@ -135,12 +196,14 @@ def describe_state(state: Any) -> dict[str, str]:
             if path in largest:
                 parts = (codes, largest[path], *([exponent[path]] if path in exponent else []))
                 size = sum(map(array_bytes, parts)) / codes.size
-                group = codes.shape[-1] // largest[path].shape[-1]
-                rows[row] = f"{codes.dtype}, groups of {group}, {size:.3f} bytes an element"
+                axis = axis_of(codes, largest[path])
+                group = codes.shape[axis] // largest[path].shape[axis]
+                where = "" if axis == -1 else f" along axis {axis}"
+                rows[row] = f"{codes.dtype}, groups of {group}{where}, {size:.3f} bytes an element"
                 sharding = getattr(codes, "sharding", None)
-                part = sharding.shard_shape(codes.shape)[-1] if sharding else group
+                part = sharding.shard_shape(codes.shape)[axis] if sharding else group
                 if part % group:
-                    rows[row] += f"; a shard has {part} of the last axis and cuts them"
+                    rows[row] += f"; a shard has {part} of {'the last axis' if axis == -1 else 'it'} and cuts them"
             elif any(f"{path}/".startswith(f"{name}/") for name in node.largest):
                 why = f"fewer than {_FEWEST} elements" if codes.size < _FEWEST else "by its name or its last axis"
                 rows[row] = f"{codes.dtype}: {why}"
@@ -196,59 +259,44 @@ def _is_large(leaf: Any) -> bool:
     return leaf.size >= _FEWEST and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _groups(path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Shards) -> jax.ShapeDtypeStruct | None:
-    """Return the shape of the largest magnitudes of a moment's groups; None where the moment stays float32."""
+def _groups(
+    path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Shards, axis: int | None
+) -> tuple[int, int] | None:
+    """Return the axis of a moment's groups, counted from the end, and their number there; None for float32."""
     if not _is_large(x) or set(names) & set(path.split("/")):
         return None
-    size, most = x.shape[-1], shards(path) if callable(shards) else shards
+    # TPUs reduce along rows without moving a number, and their kernel takes no other groups, nor larger blocks.
+    rows = range(-2, -x.ndim - 1, -1) if axis is None and platform_of(x) == "tpu" else ()
+    fits = {each: min(codec.group, MOST // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
+    found = [(size, each) for each, most in fits.items() if (size := _group(path, most, x, shards, each))]
+    if not found and (size := _group(path, codec.group, x, shards, axis or -1)):
+        found = [(size, axis or -1)]
+    return next(((each, x.shape[each] // size) for size, each in [max(found, default=(0, 0))] if size), None)
+
+
+def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | None:
+    if x.ndim < -axis:
+        return None
+    size, most = x.shape[axis], shards(path, axis) if callable(shards) else shards
     for devices in range(most, 0, -1):
         if most % devices == 0 and size % devices == 0:
             part = size // devices
-            for group in range(min(codec.group, part), _LEAST_GROUP - 1, -1):
+            for group in range(min(largest, part), _LEAST_GROUP - 1, -1):
                 if part % group == 0:
-                    return jax.ShapeDtypeStruct((*x.shape[:-1], size // group), jnp.float32)
+                    return group
     return None
 
 
-def _encode_state(
-    scheme: Scheme, moments: Moments, state: Any, plan: Callable[[str, Codec, Any], Any]
-) -> QuantizedState:
-    """Encode each moment for which ``plan(path, codec, tree)`` has the shape of its largest magnitudes, not None."""
-    largest, exponent = {}, {}
+def _packed(moments: Moments, state: Any) -> QuantizedState:
+    """Take a state that has ``Coded`` in the place of moments apart."""
+    apart: list[dict[str, Any]] = [{}, {}]
 
     def of_moment(name: str, signed: bool, tree: Any) -> Any:
-        codec = scheme.codec(signed)
+        def part(i: int) -> Any:
+            is_coded = lambda x: isinstance(x, Coded)  # noqa: E731
+            return jax.tree.map(lambda x: x[i] if is_coded(x) else None if i else x, tree, is_leaf=is_coded)
 
-        def of_leaf(x: jax.Array, like: Any) -> Coded:
-            return Coded(x, None) if like is None else _encode(codec, signed, like.shape[-1], x)
+        apart[0][name], apart[1][name] = part(1), part(2)
+        return part(0)
 
-        coded = jax.tree.map(of_leaf, tree, plan(name, codec, tree))
-        parts = [jax.tree.map(lambda c, i=i: c[i], coded, is_leaf=lambda c: isinstance(c, Coded)) for i in range(3)]
-        codes, largest[name], exponent[name] = parts
-        return codes
-
-    return QuantizedState(_map_moments(of_moment, moments, state), largest, exponent)
-
-
-def _decode_state(scheme: Scheme, moments: Moments, state: QuantizedState) -> Any:
-    def of_moment(name: str, signed: bool, tree: Any) -> Any:
-        def of_leaf(codes: jax.Array, *rest: Any) -> jax.Array:
-            return codes if rest[0] is None else _decode(scheme.codec(signed), signed, Coded(codes, *rest))
-
-        return jax.tree.map(of_leaf, tree, state.largest[name], state.exponent[name])
-
-    return _map_moments(of_moment, moments, state.inner)
-
-
-# Jits of their own, or an optimizer's init outside of a jit would compile each operation by itself.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _encode(codec: Codec, signed: bool, groups: int, x: jax.Array) -> Coded:
-    x = jnp.where(jnp.abs(x) < (_OVERFLOWS if signed else jnp.inf), x, 0).astype(jnp.float32)
-    coded = codec.encode(split_axes(x, {x.ndim - 1: groups}), signed)
-    return coded._replace(codes=merge_axes(coded.codes, x))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _decode(codec: Codec, signed: bool, coded: Coded) -> jax.Array:
-    codes = split_axes(coded.codes, {coded.codes.ndim - 1: coded.largest.shape[-1]})
-    return merge_axes(codec.decode(coded._replace(codes=codes), signed), coded.codes)
+    return QuantizedState(_map_moments(of_moment, moments, state), *apart)

@@ -57,8 +57,8 @@ def run(scheme: str, x: np.ndarray, signed: bool) -> tuple[Coded, np.ndarray]:
 
     @jax.jit
     def both(x: jax.Array) -> tuple[Coded, jax.Array]:
-        coded = codec.encode(x, signed)
-        return coded, codec.decode(coded, signed)
+        coded = codec.encode(x, signed, -1)
+        return coded, codec.decode(coded, signed, -1)
 
     coded, decoded = both(x)
     return coded, np.asarray(decoded)

@@ -107,8 +107,9 @@ GROUPS |= {(8192, 256, 16): 256, (4099, 128, 1): None, (50257, 128, 8): 29, (8, 
 def test_groups_divide_what_a_device_has():
     for (size, most, devices), group in GROUPS.items():
         codec = Codec(most, *[lambda *_: None] * 2)  # pyright: ignore[reportArgumentType]
-        shape = _groups("w", codec, jax.ShapeDtypeStruct((4096, size), jnp.float32), (), lambda path, n=devices: n)
-        assert (shape and size // shape.shape[-1]) == group, (size, most, devices)
+        x = jnp.zeros((4096, size))
+        found = _groups("w", codec, x, (), lambda path, axis, n=devices: n, None)
+        assert (found and (found[0], size // found[1])) == (group and (-1, group)), (size, most, devices)
 
 
 def inside(tx: Any) -> Any:

@@ -1,0 +1,1 @@
+"""optimizer_update: one read of a gradient, weights and coded moments writes what an optimizer makes of them."""

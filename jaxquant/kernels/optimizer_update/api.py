@@ -1,0 +1,90 @@
+"""``optimizer_update`` of a parameter of any rank, cut by a mesh or not, on the platform that it is compiled for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxquant.core.sharding import explicit_sharding, platform_of
+from jaxquant.kernels.optimizer_update.reference import Body, Result
+from jaxquant.kernels.optimizer_update.tuning import MOST, PACKED, blocks_for
+from jaxquant.kernels.platforms import cut_refusal, interpretable, module
+
+Array = jax.Array
+
+
+def refusal(
+    arrays: Sequence[Array], axis: int, groups: Sequence[int], sharding: NamedSharding | None = None
+) -> str | None:
+    """Return why the kernel does not update a parameter, in words; None where it does.
+
+    Args:
+      arrays: those of the parameter's shape, one at least.
+      axis: along which groups lie, counted from the end.
+      groups: their sizes.
+      sharding: how the parameter is cut, as ``update`` takes it.
+    """
+    x, step = arrays[0], math.lcm(*groups)
+    if (platform := platform_of(x)) not in ("tpu", "cpu"):
+        return f"optimizer_update has no kernel for platform {platform!r}"
+    if jax.config.read("jax_enable_x64"):
+        return "the update kernel counts in 32 bits, and jax_enable_x64 is on"
+    if axis == -1:
+        return "the update kernel takes groups along another axis than the last, quantize_state(…, axis=…)"
+    place = explicit_sharding(x) or sharding
+    if place is None:
+        if why := cut_refusal(*arrays):
+            return f"{why}; quantize_state takes its sharding as shardings=…"
+        if platform == "cpu" and not interpretable(*arrays):
+            return "an interpreted kernel does not type what varies along the axes of a mesh"
+    shape = x.shape if place is None else place.shard_shape(x.shape)
+    rows, tail = shape[axis], shape[axis:][1:]
+    if rows % step:
+        return f"a device has {rows} rows of {x.shape}, which are no whole groups of {' and '.join(map(str, groups))}"
+    if len(tail) == 1 and step % PACKED:
+        return f"the update kernel takes groups of a multiple of {PACKED} rows, not of {step}"
+    block, last = blocks_for(rows, tail, step, max(groups))
+    if block * last * math.prod(tail[:-1]) > MOST:
+        return f"the update kernel takes blocks of {MOST} elements, and groups of {step} rows of {x.shape} have more"
+    return None
+
+
+def update(
+    body: Body,
+    scalars: Sequence[Array],
+    arrays: Sequence[Array],
+    results: Sequence[Result],
+    *,
+    axis: int,
+    step: int,
+    sharding: NamedSharding | None = None,
+) -> list[Array]:
+    """Update a parameter that ``refusal`` does not refuse: ``reference.update``, each device of its part.
+
+    Args:
+      body, scalars, results: as the reference takes them.
+      arrays: of the parameter's shape, or with fewer along ``axis``.
+      axis: along which groups lie, counted from the end.
+      step: rows that have to be together.
+      sharding: how all arrays are cut where their types do not say it, under automatic axes of a mesh.
+    """
+    run, interpret = module("optimizer_update", "tpu").update, platform_of(arrays[0]) == "cpu"
+
+    def local(scalars: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+        def flat(x: Array) -> Array:
+            return x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:])
+
+        out = run(body, scalars, [flat(x) for x in arrays], results, step=step, interpret=interpret)
+        lead = arrays[0].shape[:axis]
+        return [x.reshape(*lead, *x.shape[1:]) for x in out]
+
+    place = explicit_sharding(arrays[0]) or sharding
+    if place is None:
+        return local(scalars, arrays)
+    none = jax.sharding.PartitionSpec()
+    return jax.shard_map(local, mesh=place.mesh, in_specs=(none, place.spec), out_specs=place.spec, check_vma=False)(
+        list(scalars), list(arrays)
+    )

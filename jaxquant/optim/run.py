@@ -1,0 +1,228 @@
+"""Run an optimizer on moments in 8 bits: by XLA's program, or a parameter at a time by a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxquant.core.sharding import merge_axes, platform_of, split_axes
+from jaxquant.kernels.optimizer_update import api
+from jaxquant.kernels.optimizer_update.reference import Result
+from jaxquant.ops.implementation import Choice, note
+from jaxquant.optim.codes import Codec, Coded
+from jaxquant.optim.parts import Part, Update
+
+Shardings = Callable[[str, Any], NamedSharding | None]
+PIECE = "optimizer update"
+_OVERFLOWS = 2.0**54
+"""A momentum of gradients whose square overflows float32: at least (1 - b1) · 2^64, and b1 is .999 at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A moment in 8 bits.
+
+    Attributes:
+      path: its own.
+      codec, signed: how it is coded.
+      coded: its codes, and what is kept of each group.
+    """
+
+    path: str
+    codec: Codec
+    signed: bool
+    coded: Coded
+
+    @property
+    def axis(self) -> int:
+        """The axis of its groups, counted from the end."""
+        return axis_of(self.coded.codes, self.coded.largest)
+
+    @property
+    def group(self) -> int:
+        """The elements of a group."""
+        return self.coded.codes.shape[self.axis] // self.coded.largest.shape[self.axis]
+
+
+def axis_of(codes: Any, largest: Any) -> int:
+    """Return the axis of a moment's groups, counted from the end: where codes are more than groups.
+
+    Args:
+      codes, largest: of the moment, as ``Coded`` has them.
+    """
+    return next(i for i in range(-codes.ndim, 0) if codes.shape[i] != largest.shape[i])
+
+
+def run(
+    function: Callable[..., Any],
+    args: Any,
+    implementation: str | None,
+    shardings: Shardings | None,
+    applies: bool,
+) -> Any:
+    """Compute a function of trees with each ``Moment`` as float32; return it with each as ``Coded``.
+
+    Args:
+      function: (updates, state, parameters) -> (updates or parameters, state).
+      args: of it, with moments in the state.
+      implementation: "xla", "pallas" or None, as ``quantize_state`` takes it.
+      shardings: how parameters are cut.
+      applies: whether the function returns parameters.
+    """
+    leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Moment))
+    start, end = len(jax.tree.leaves(args[0])), len(leaves) - len(jax.tree.leaves(args[2]))
+    floats = [_decoded(x) if isinstance(x, Moment) else x for x in leaves]
+    structure: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        made, out_tree = jax.tree.flatten(function(*tree.unflatten(arrays)))
+        structure[:] = [out_tree]
+        return made
+
+    coded = [x for x in leaves if isinstance(x, Moment)]
+    taken: list[Part] = []
+    if coded and implementation != "xla" and (implementation or platform_of(coded[0].coded.codes) == "tpu"):
+        shapes = {x.coded.codes.shape for x in coded}
+        update = Update(flat, floats, {i for i, x in enumerate(floats) if jnp.shape(x) in shapes and _is_float(x)})
+        taken = [part for part in update.parts if _is_taken(part, leaves, implementation, shardings)]
+        out, scalars = update.rest(floats, taken)
+        for part, numbers in zip(taken, scalars, strict=True):
+            before = len(out) - end  # an output of the state has the number of its input, and so many more
+            states = {i + before: i for i in range(start, end)}
+            order = sorted(part.inputs, reverse=applies)  # weights lie behind the state, gradients before it
+            made = _by_kernel(update, part, numbers, leaves, states, order, shardings)
+            out = [made.get(o, x) for o, x in enumerate(out)]
+    else:
+        out = flat(*floats)
+    before = len(out) - end
+    for i in range(start, end):
+        if isinstance(x := leaves[i], Moment) and not isinstance(out[before + i], Coded):
+            out[before + i] = encode(x.codec, x.signed, x.axis, x.coded.largest.shape[x.axis], out[before + i])
+    return structure[0].unflatten(out)
+
+
+def _is_taken(part: Part, leaves: Sequence[Any], implementation: str | None, shardings: Shardings | None) -> bool:
+    """Choose whether the kernel computes a part, and note why not."""
+    coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
+    if not coded:
+        return False
+    arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
+    why = part.refusal
+    if why is None and len({x.axis for x in coded}) > 1:
+        why = "its moments have groups along different axes"
+    if why is None:
+        why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
+    asked = "asked for" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
+    note(PIECE, Choice("pallas", asked) if why is None else Choice("xla", f"{coded[0].path}: {why}"))
+    return why is None
+
+
+def _sharding(moment: Moment, shardings: Shardings | None) -> NamedSharding | None:
+    return None if shardings is None else shardings(moment.path, moment.coded.codes)
+
+
+def _by_kernel(
+    update: Update,
+    part: Part,
+    scalars: Sequence[jax.Array],
+    leaves: Sequence[Any],
+    states: Mapping[int, int],
+    order: Sequence[int],
+    shardings: Shardings | None,
+) -> dict[int, Any]:
+    """Compute a part by the kernel: number of an output -> a ``Coded`` for a moment, an array for others.
+
+    Args:
+      update, part: which part of what.
+      scalars: of it.
+      leaves: the inputs of all the update, moments coded.
+      states: number of an output that is state -> the input that it replaces.
+      order: inputs, in the order in which other outputs take their memory.
+      shardings: how parameters are cut.
+    """
+    given = {i: leaves[i].coded if isinstance(leaves[i], Moment) else Coded(leaves[i], None) for i in part.inputs}
+    moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
+    first = next(iter(moments.values()))
+    arrays, place, results = [], {}, []
+    for i, x in given.items():
+        place[i] = len(arrays)
+        arrays += _present(x)
+    free = [i for i in order if i not in moments and i not in states.values()]
+    for o in part.outputs:
+        dtype, i = update.dtype(o), states.get(o)
+        if i is None:
+            i = next((i for i in free if leaves[i].dtype == dtype), None)
+            free = [each for each in free if each != i]
+        if i in moments:
+            parts = _present(given[i])
+            results += [Result(x.dtype.name, moments[i].group if n else 1, place[i] + n) for n, x in enumerate(parts)]
+        else:
+            results.append(Result(dtype.name, 1, None if i is None else place.get(i)))
+
+    def body(scalars: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        rest, floats = iter(arrays), []
+        for i, x in given.items():
+            parts = Coded(*(next(rest) for _ in _present(x)), *[None] * (x.largest is None))
+            floats.append(_decoded(dataclasses.replace(moments[i], coded=parts)) if i in moments else parts.codes)
+        made = []
+        for o, x in zip(part.outputs, update.run(part, scalars, floats), strict=True):
+            m = moments.get(states.get(o, -1))
+            made += [x] if m is None else _present(_coded(m.codec, m.signed, m.axis, x.shape[m.axis] // m.group, x))
+        return made
+
+    step = math.lcm(*(x.group for x in moments.values()))
+    sharding = _sharding(first, shardings)
+    made = iter(api.update(body, scalars, arrays, results, axis=first.axis, step=step, sharding=sharding))
+
+    def output(o: int) -> Any:
+        i = states.get(o, -1)
+        return Coded(*(next(made) for _ in _present(given[i]))) if i in moments else next(made)
+
+    return {o: output(o) for o in part.outputs}
+
+
+def _present(coded: Coded) -> list[jax.Array]:
+    return [x for x in coded if x is not None]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _coded(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> Coded:
+    x = jnp.where(jnp.abs(x) < (_OVERFLOWS if signed else jnp.inf), x, 0).astype(jnp.float32)
+    coded = codec.encode(split_axes(x, {x.ndim + axis: groups}), signed, x.ndim + axis + 1)
+    return coded._replace(codes=merge_axes(coded.codes, x))
+
+
+# Jits of their own, or an optimizer's init outside of a jit would compile each operation by itself.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def encode(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> Coded:
+    """Encode a moment; what is not finite, or too large, as 0.
+
+    Args:
+      codec, signed: how.
+      axis: of the groups, counted from the end.
+      groups: their number along it.
+      x: the moment.
+    """
+    coded = _coded(codec, signed, axis, groups, x)
+    return coded if coded.exponent is None else coded._replace(exponent=coded.exponent.astype(jnp.uint8))
+
+
+def _decoded(moment: Moment) -> jax.Array:
+    return _decode(moment.codec, moment.signed, moment.axis, moment.coded)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _decode(codec: Codec, signed: bool, axis: int, coded: Coded) -> jax.Array:
+    place = coded.codes.ndim + axis
+    codes = split_axes(coded.codes, {place: coded.largest.shape[place]})
+    return merge_axes(codec.decode(coded._replace(codes=codes), signed, place + 1), coded.codes)
