@@ -105,10 +105,6 @@ def _tokenize(source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndar
     return np.frombuffer(flat, tokenizer.dtype), np.frombuffer(starts, np.int64), np.frombuffer(digests, np.uint64)
 
 
-class BadPosition(ValueError):
-    """A position that is none, whatever stream it may have been of."""
-
-
 class TrainIterator:
     """The endless stream of training batches.
 
@@ -133,28 +129,14 @@ class TrainIterator:
         """Go to a position; the next batch is the one that followed ``get_state``.
 
         Raises:
-          BadPosition: it is no position, as where its file is damaged.
           ValueError: the position is one of another stream, with what differs.
         """
-        try:
-            saved, position = dict(state["stream"]), state["position"]
-            names = [name for name in {**self._identity, **saved} if saved.get(name) != self._identity.get(name)]
-            if not names:
-                if _kinds(position) != _kinds(self._iterator.get_state()):
-                    raise ValueError("its values are of other kinds")
-                self._iterator.set_state(copy.deepcopy(position))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise BadPosition(f"data position is not one of this iterator ({type(error).__name__}: {error})") from None
+        saved = state["stream"]
+        names = [name for name in {**self._identity, **saved} if saved.get(name) != self._identity.get(name)]
         if names:
             changes = ", ".join(f"{name} was {saved.get(name)} and is {self._identity.get(name)}" for name in names)
             raise ValueError(f"data position belongs to another stream: {changes}; restore these or start a new run")
-
-
-def _kinds(position: Any) -> Any:
-    """Return a position with the kind of each of its values in their place."""
-    if isinstance(position, dict):
-        return {name: _kinds(value) for name, value in position.items()}
-    return type(position).__name__
+        self._iterator.set_state(copy.deepcopy(state["position"]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,10 +29,6 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
 
     A last line cut short is what a killed run leaves; of other damage ``say`` is told, and the rest is kept.
     """
-    if path.exists() and not path.is_file():
-        target = path.with_name(f"{path.name}.damaged")
-        path.rename(target)
-        say(f"{path} is no file, moved to {target}")
     if not path.exists():
         return
     data = path.read_bytes()

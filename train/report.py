@@ -54,13 +54,12 @@ class Run:
 
     Attributes:
       name: folder name, or the path where two runs share one.
-      config: its ``config.yml``.
+      config: of its newest checkpoint; its ``config.yml`` where it has none.
       train, held_out: loss by step, in nats per token.
       step_time_s: median of a step in seconds; None where no step was timed.
       summary: its ``summary.json``; {} for a run that has not finished.
       coverage: its ``coverage.json``; {} for a run that wrote none.
       health: the lines of its ``health.jsonl``; none for a run that did not measure health.
-      note: what its newest checkpoint says otherwise than ``config.yml``; "" for nothing.
     """
 
     name: str
@@ -71,7 +70,6 @@ class Run:
     summary: dict[str, Any]
     coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
     health: tuple[dict[str, Any], ...] = ()
-    note: str = ""
 
     @property
     def last_step(self) -> int:
@@ -131,10 +129,12 @@ def load_run(folder: Path, name: str) -> Run:
     has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
     health = folder / "health.jsonl"
     health = _read_lines(health, "health", has_all) if health.is_file() else []
-    fields = load_yaml(folder / "config.yml")
     steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
-    note = sums.contradiction(folder, max(steps), fields) if steps else ""
-    return Run(name, fields, train, held_out, median, summary, coverage, tuple(health), note)
+    # A checkpoint's own configuration has a sum.
+    made_with = (
+        sums.recorded(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
+    )
+    return Run(name, made_with, train, held_out, median, summary, coverage, tuple(health))
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _or_dash(value: float | None, pattern: str) -> str:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Describe what limits the comparison."""
-    found = [f"{run.note}." for run in runs if run.note]
+    found = []
     if find_baseline(runs) is None:
         found.append("No unquantized run was given, so there is no gap and no ratio.")
     if fields := differing_fields(runs):
