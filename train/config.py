@@ -10,21 +10,10 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.typed import show
 
 RUN_CONTROL = frozenset(
-    {
-        "run_dir",
-        "steps",
-        "strict",
-        "log_every",
-        "eval_every",
-        "checkpoint_every",
-        "checkpoint_keep",
-        "tensorboard",
-        "health_every",
-        "health_sequences",
-        "mesh_data",
-        "mesh_fsdp",
-        "mesh_tensor",
-    }
+    (
+        *("run_dir", "steps", "strict", "log_every", "eval_every", "checkpoint_every", "checkpoint_keep"),
+        *("tensorboard", "health_every", "health_sequences", "mesh_data", "mesh_fsdp", "mesh_tensor"),
+    )
 )
 """Fields that may differ when a run is resumed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -39,7 +40,7 @@ class RunLock:
         if self._lease.is_locked:
             return
         before = self._lease.owner
-        who = f"process {before.pid} on {before.hostname}" if before else "another process"
+        who = _name(before)
         limit = _TRY_S
         if before and before.hostname != _own_hostname():
             limit += STALE_S
@@ -47,7 +48,7 @@ class RunLock:
         try:
             self._lease.acquire(timeout=limit)
         except filelock.Timeout:
-            where = f"run {self._run_dir} is being written by {who}"
+            where = f"run {self._run_dir} is being written by {_name(self._lease.owner or before)}"
             raise Busy(f"{where}; wait for it, stop it, or choose another run_dir") from None
         if before:
             say(f"{who} has ended without a word; going on in its place")
@@ -55,6 +56,10 @@ class RunLock:
     def release(self) -> None:
         """Let others have the folder."""
         self._lease.release()
+
+
+def _name(owner: Any) -> str:
+    return f"process {owner.pid} on {owner.hostname}" if owner else "another process"
 
 
 def _own_hostname() -> str:

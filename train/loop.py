@@ -216,11 +216,8 @@ class _Run:
             evaluating = last or _due(step, config.eval_every)
             if saving or evaluating:
                 self._settle(health_log)
-            if saving:
-                found, seconds = self.check.timed(self.state)
-                if found is not None:
-                    raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
-                metrics.finite_check(step, seconds)
+            if saving and (found := self.check(self.state)) is not None:
+                raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
             if evaluating:
                 held_out = _held_out(program, self.data, self.state)
                 metrics.held_out(step, held_out)

@@ -116,10 +116,6 @@ class Metrics:
         self._write(step, {"held_out_loss": loss})
         self.say(f"step {step}/{self._config.steps}  held-out loss {loss:.4f}")
 
-    def finite_check(self, step: int, seconds: float) -> None:
-        """Record what it took to look whether a state is finite before it is saved."""
-        self._write(step, {"finite_check_s": seconds})
-
     def changed(self, step: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
         """Record which fields a run goes on with that are others than before ``step``."""
         if changes:

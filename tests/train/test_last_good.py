@@ -59,9 +59,6 @@ def test_every_part_of_a_state_is_looked_at(program: Program):
     assert check(poisoned(state, "quant_state", *names[-1], layer=1, value=np.nan)) == (
         f"quant_state/{'/'.join(names[-1])}, layer 1"
     )
-    found, seconds = check.timed(state)
-    assert found is None
-    assert seconds > 0
 
 
 def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp_path: Path):
@@ -123,8 +120,6 @@ def test_a_run_goes_on_with_less_of_everything(copy: Path, tiny: TrainConfig, ca
     lines = read_lines(copy)
     changed = {"learning_rate": [0.01, 1e-3], "weight_decay": [0.1, 0.0], "gradient_clipping_threshold": [1.0, 0.0]}
     assert {"step": STEPS, "changed": changed} in lines
-    assert [line["step"] for line in lines if "finite_check_s" in line] == [*range(3, STEPS + 1, 3), STEPS + 3]
-    assert all(line["finite_check_s"] > 0 for line in lines if "finite_check_s" in line)
     rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
     assert rates[STEPS + 1] < 1e-3
 
