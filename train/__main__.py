@@ -18,7 +18,7 @@ from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
 from train.config import TrainConfig
 
-EXTRAS = ("grain", "tensorboardX", "tokenizers")
+EXTRAS = ("filelock", "grain", "tensorboardX", "tokenizers")
 """Libraries of the extra ``train`` that a run imports."""
 
 

@@ -30,33 +30,16 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     sums.write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
-def check_config(run_dir: Path, config: TrainConfig) -> None:
-    """Refuse to go on with a run under another configuration.
-
-    Raises:
-      ValueError: listing every field that differs from the run's ``config.yml`` and may not, or saying that this file
-        is damaged.
-    """
-    if there := sums.read_config(run_dir):
-        message = f"the configuration does not match the run in {run_dir}; choose another run_dir or undo"
-        sums.refuse(sums.differing(there, config), message, "in the run", "asked")
-
-
 class Checkpoints:
     """The ``checkpoints`` folder of a run. A context manager: leaving it waits for what is being written.
 
     Attributes:
       changes: of each field of ``ADJUSTABLE`` in which the configuration is not that of the checkpoint that was
-        restored, the value there and the one asked. config.yml has the former until a checkpoint has the latter.
+        restored, the value there and the one asked.
     """
 
-    def __init__(self, run_dir: Path, config: TrainConfig, say: Callable[[str], None] = print):
-        self._run_dir, self._config = run_dir, config
-        self._folder = run_dir.resolve() / "checkpoints"
-        self._discarded = run_dir.resolve() / "unreadable_checkpoints"
-        if processes.is_main() and self._folder.exists() and not self._folder.is_dir():
-            say(f"{self._folder} is no folder, moved to {self._move_away(self._folder)}")
-        processes.wait_for_all("checkpoints a folder")
+    def __init__(self, run_dir: Path, config: TrainConfig):
+        self._config, self._folder = config, run_dir.resolve() / "checkpoints"
         _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
@@ -106,9 +89,6 @@ class Checkpoints:
                 self._manager.wait_until_finished()
                 if self._saving is not None and processes.is_main():
                     sums.seal(self._folder / str(self._saving))
-                    if self.changes:
-                        write_config(self._run_dir, self._config)
-                        self.changes = {}
             finally:
                 self._saving = None
 
@@ -121,67 +101,65 @@ class Checkpoints:
         for folder in self._folder.glob(f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}*"):
             sums.write_sums(folder)
 
-    def restore(
-        self, abstract_state: TrainState, say: Any = print, refuse: Any = lambda state, data_state: None
-    ) -> tuple[TrainState, Any] | None:
+    def restore(self, abstract_state: TrainState, say: Callable[[str], Any] = print) -> tuple[TrainState, Any] | None:
         """Load the newest checkpoint that is whole; None where there is none at all.
 
-        A checkpoint that is damaged, does not load or is refused is moved to ``unreadable_checkpoints`` with a message,
-        and the one before it is tried.
+        A checkpoint that is damaged or does not load is moved to ``unreadable_checkpoints`` with a message, and the one
+        before it is tried.
 
         Args:
           abstract_state: shapes and shardings.
-          say: told what is passed over.
-          refuse: (state, data position) that load -> what is wrong with them, None if nothing is.
+          say: told what is passed over, and which fields are others than the checkpoint was made with.
 
         Raises:
-          ValueError: there are checkpoints and none of them loads, or the first that does is of another run.
+          ValueError: there are checkpoints and none of them loads, or the first that is whole is of another run.
         """
         broken: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            found, failure = self._load(step, abstract_state)
-            # What one process cannot read no process goes on from.
-            if not processes.all_agree(found is not None):
-                found, failure = None, failure or "it does not load in another process"
-            failure = failure if found is None else refuse(*found)
-            if found is not None and failure is None:
-                self._check_origin(step, say)
-                self._discard(broken, say)
-                return found
-            broken[step] = failure or ""
-            say(f"checkpoint {step} does not load ({failure}); trying the one before it")
+            failure = self._damage(step)
+            if failure is None:
+                different = self._differences(step)
+                found, failure = self._load(step, abstract_state)
+                # What one process cannot read no process goes on from.
+                if processes.all_agree(found is not None):
+                    self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
+                    for name, (before, now) in different.items():
+                        if name in RUN_CONTROL:
+                            say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
+                    self._discard(broken, say)
+                    return found
+            broken[step] = failure or "it does not load in another process"
+            say(f"checkpoint {step} does not load ({broken[step]}); trying the one before it")
         if broken:
             found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
             raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
         return None
 
-    def _check_origin(self, step: int, say: Any) -> None:
-        """Refuse a checkpoint of another configuration than the one asked, and tell what differs and may."""
-        made_with, there = sums.recorded(self._folder / str(step)), sums.read_config(self._run_dir)
-        different = sums.differing(made_with, self._config)
-        in_file = sums.differing(made_with, there) if there else {}
-        in_file = {name: pair for name, pair in in_file.items() if name not in RUN_CONTROL}
-        message = (
-            f"checkpoint {step} in {self._folder} is of another run; put its own back, choose another run_dir or undo"
-        )
-        sums.refuse(different, message, "in the checkpoint", "asked", sums.FREE - in_file.keys())
-        for name, (before, now) in different.items():
-            if name in RUN_CONTROL:
-                say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
-        for name, (before, other) in in_file.items():
-            say(f"config.yml has {name} {other!r}, and checkpoint {step} was made with {before!r}, as is asked")
-        self.changes = {name: pair for name, pair in different.items() if name in ADJUSTABLE}
+    def _damage(self, step: int) -> str | None:
+        """Return what a process found wrong with the files of a checkpoint, each of which one process reads."""
+        damage = None
+        try:
+            sums.check_sums(self._folder / str(step), *processes.share())
+        except (ValueError, OSError) as error:
+            damage = str(error)
+        return None if processes.all_agree(damage is None) else damage or "another process says why"
+
+    def _differences(self, step: int) -> dict[str, tuple[Any, Any]]:
+        """Return the fields that are others than those of a whole checkpoint, and may be.
+
+        Raises:
+          ValueError: a field differs that decides the numbers of the run.
+        """
+        different = sums.differing(sums.config_of(self._folder / str(step)), self._config)
+        fixed = {name: pair for name, pair in different.items() if name not in RUN_CONTROL | ADJUSTABLE}
+        if fixed:
+            lines = [f"\n  {name}: {a!r} in the checkpoint, {b!r} asked" for name, (a, b) in fixed.items()]
+            found = f"checkpoint {step} in {self._folder} is of another run; choose another run_dir or undo"
+            raise ValueError(f"{found}:{''.join(lines)}")
+        return different
 
     def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
         """Return the state and data position of a checkpoint, or what is wrong with it."""
-        folder = self._folder / str(step)
-        damage = None
-        try:
-            sums.check_sums(folder, *processes.share())
-        except (ValueError, OSError) as error:
-            damage = str(error)
-        if not processes.all_agree(damage is None):  # loading is done together, or not at all
-            return None, damage
         try:
             shapes = ocp.args.StandardRestore(_stored(abstract))
             found = self._manager.restore(step, args=ocp.args.Composite(state=shapes, data=ocp.args.JsonRestore()))
@@ -196,19 +174,17 @@ class Checkpoints:
         return (state._replace(quant_state=whole), data_state), None
 
     def _discard(self, steps: Collection[int], say: Any) -> None:
+        discarded = self._folder.with_name("unreadable_checkpoints")
         for step in steps if processes.is_main() else ():
-            say(f"moved checkpoint {step} to {self._move_away(self._folder / str(step))}")
+            discarded.mkdir(exist_ok=True)
+            target = discarded / str(step)
+            while target.exists():
+                target = target.with_name(target.name + "+")
+            os.replace(self._folder / str(step), target)
+            say(f"moved checkpoint {step} to {target}")
         if steps:
             processes.wait_for_all("broken checkpoints moved")
             self._manager.reload()
-
-    def _move_away(self, path: Path) -> Path:
-        self._discarded.mkdir(exist_ok=True)
-        target = self._discarded / path.name
-        while target.exists():
-            target = target.with_name(target.name + "+")
-        os.replace(path, target)
-        return target
 
 
 @contextlib.contextmanager
@@ -235,20 +211,11 @@ def _stored(state: TrainState) -> dict[str, Any]:
     return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}
 
 
-_RAISED_TOO = {
-    "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
-    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
-}
-"""By logger, what the records of a failed save hold that orbax and tensorstore write, and then raise."""
-
-
 @functools.cache
 def _silence_failed_saves() -> None:
-    """Keep the tracebacks of a failed save from standard error, where it is told in a sentence; all else is printed."""
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        words = _RAISED_TOO[record.name]
-        return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
+    """Keep the tracebacks of a failed save from standard error: orbax writes them, and then raises what is told."""
+    for name in ("absl", "asyncio"):  # asyncio's are of the writes beside the one that failed first
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
     def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
         # A write of tensorstore's threads may end after the event loop that gave up on it.
@@ -256,7 +223,5 @@ def _silence_failed_saves() -> None:
         is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
         return lambda *given: None if is_late(error_of(*given)) else hook(*given)
 
-    for name in _RAISED_TOO:
-        logging.getLogger(name).addFilter(is_wanted)
     sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
     sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)

@@ -10,21 +10,10 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.typed import show
 
 RUN_CONTROL = frozenset(
-    {
-        "run_dir",
-        "steps",
-        "strict",
-        "log_every",
-        "eval_every",
-        "checkpoint_every",
-        "checkpoint_keep",
-        "tensorboard",
-        "health_every",
-        "health_sequences",
-        "mesh_data",
-        "mesh_fsdp",
-        "mesh_tensor",
-    }
+    (
+        *("run_dir", "steps", "strict", "log_every", "eval_every", "checkpoint_every", "checkpoint_keep"),
+        *("tensorboard", "health_every", "health_sequences", "mesh_data", "mesh_fsdp", "mesh_tensor"),
+    )
 )
 """Fields that may differ when a run is resumed.
 
@@ -218,10 +207,6 @@ class TrainConfig(Shape, QuantConfig):
 
 
 def _check_range(name: str, value: float, least: float, most: float, other: str = "") -> None:
-    if (least, most) == (0, 1) and not least <= value <= most:
-        raise ValueError(f"{name} must lie between 0 and 1, got {show(value)}")
-    if least == 0 and value < 0:
-        raise ValueError(f"{name} must not be negative, got {show(value)}")
     if not value >= least:
         raise ValueError(f"{name} must be {other}at least {least}, got {show(value)}")
     if not value <= most:

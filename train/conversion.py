@@ -100,7 +100,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
 
     Raises:
       FileNotFoundError: no such folder.
-      ValueError: no checkpoint, none of this step, none that opens, named, or one that is not of the run's config.yml.
+      ValueError: no checkpoint, none of this step, none that opens, named.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -119,7 +119,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
                 raise
             say(f"{error}; trying the one before it")
         else:
-            return Parameters(number, config_of(run_dir, number), shapes, stores, folder / str(number) / "state")
+            return Parameters(number, config_of(folder / str(number)), shapes, stores, folder / str(number) / "state")
     raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jaxquant
 from jaxquant import serving
@@ -108,16 +109,10 @@ def _make_nnx(
 
 def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the ops in a tree of NNX quant state as in Linen: checkpoints are the same."""
-    if list(tree) == [_NNX_OP]:
-        (name,) = linen
-        return {name: tree[_NNX_OP]}
-    return {name: _as_in_linen(value, linen[name]) for name, value in tree.items()}
+    names = {path[:-2]: path[-2] for path in flatten_dict(linen)}
+    return unflatten_dict({(*path[:-2], names[path[:-2]], path[-1]): x for path, x in flatten_dict(tree).items()})
 
 
 def _as_in_nnx(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Undo ``_as_in_linen``."""
-    new = {}
-    for name, value in tree.items():
-        is_op = not any(isinstance(child, Mapping) for child in value.values())
-        new |= {_NNX_OP: value} if is_op else {name: _as_in_nnx(value)}
-    return new
+    return unflatten_dict({(*path[:-2], _NNX_OP, path[-1]): x for path, x in flatten_dict(tree).items()})

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -112,22 +111,16 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
     """
     batch, unit = config.batch_size, math.lcm(devices, shards)
     fitting = [n for n in range(1, batch + 1) if batch % n == 0 and n % unit == 0]
-    if not config.health_sequences:
-        small = [n for n in fitting if n * config.gradient_accumulation_steps <= batch]
-        if not small:
-            way_out = f"health_sequences to one of {fitting}, or " if fitting else ""
-            raise ValueError(
-                f"health_every {config.health_every}: no part of batch_size {batch} that fits into one of "
-                f"{config.gradient_accumulation_steps} micro-batches is a multiple of {unit} "
-                f"({devices} devices, {shards} shards); set {way_out}health_every to 0"
-            )
-        return next((n for n in small if n * SHARE >= batch), small[-1])
-    if config.health_sequences not in fitting:
+    if config.health_sequences in fitting:
+        return config.health_sequences
+    small = [n for n in fitting if n * config.gradient_accumulation_steps <= batch]
+    if config.health_sequences or not small:
         raise ValueError(
             f"health_sequences {config.health_sequences} must divide batch_size {batch} and be a multiple of {unit} "
-            f"({devices} devices, {shards} shards); use one of {fitting}"
+            f"({devices} devices, {shards} shards), where it is 0 in a part that fits into one of "
+            f"{config.gradient_accumulation_steps} micro-batches; use one of {fitting}, or health_every 0"
         )
-    return config.health_sequences
+    return next((n for n in small if n * SHARE >= batch), small[-1])
 
 
 class HealthLog:
@@ -231,12 +224,6 @@ class FiniteCheck:
         parts = {part: getattr(state, part) for part in ("params", "quant_state", "opt_state")}
         found = (each for part, tree in parts.items() for each in _findings(self._amaxes(tree), f"{part}/"))
         return next((_place(each) for each in found if not np.isfinite(each[2])), None)
-
-    def timed(self, state: TrainState) -> tuple[str | None, float]:
-        """Check, and return the seconds of it, too: the wait for the step that made the state is not among them."""
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        return self(state), time.perf_counter() - began
 
 
 def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: jax.Array) -> str:

@@ -22,9 +22,9 @@ from jaxquant.audit.coverage import of_trace
 from jaxquant.core.trees import tree_bytes
 from jaxquant.ops.implementation import Choice, choices_made
 from train import processes, sums
-from train.checkpoint import Checkpoints, check_config, reason_of, write_config
+from train.checkpoint import Checkpoints, reason_of, write_config
 from train.config import TrainConfig
-from train.data import BadPosition, Data, make_iterators
+from train.data import Data, make_iterators
 from train.health import FiniteCheck, Health, HealthLog, build_health, explain_non_finite
 from train.lock import Busy, RunLock
 from train.metrics import Metrics
@@ -96,7 +96,6 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         config = program.config
-        check_config(run_dir, config)
         coverage = of_trace(check_step(program, next(data.held_out())), layers=program.model.layers)
         if config.strict:
             coverage.check()
@@ -105,10 +104,9 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         if processes.is_main():
             run_dir.mkdir(parents=True, exist_ok=True)
         _own(lock, run_dir, say)
-        check_config(run_dir, config)  # once more: nobody else writes from here on
         say(coverage.text())
         say(f"data: {data.description}")
-        checkpoints = stack.enter_context(Checkpoints(run_dir, config, say))
+        checkpoints = stack.enter_context(Checkpoints(run_dir, config))
         run = _Run(run_dir, program, data, checkpoints, health, FiniteCheck(program))
         run.start(say)
         if processes.is_main():
@@ -157,26 +155,16 @@ class _Run:
 
     def start(self, say: Callable[[str], None]) -> None:
         """Go on from the newest checkpoint, or begin, and write config.yml."""
-        restored = self.checkpoints.restore(self.program.abstract_state, say, self._unusable)
+        restored = self.checkpoints.restore(self.program.abstract_state, say)
         self.state = restored[0] if restored else _initial(self.program)
+        if (found := self.check(self.state)) is not None:
+            way_out = f"delete checkpoint {int(self.state.step)}" if restored else "choose another seed or shape"
+            raise ValueError(f"the run would start with {found} that is not finite; {way_out}")
         if restored:
+            self.data.train.set_state(restored[1])
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
-        elif (found := self.check(self.state)) is not None:
-            raise ValueError(f"the model starts with {found} that is not finite; choose another seed or shape")
         if processes.is_main():
-            # A checkpoint and config.yml change together, so that they never contradict each other.
-            before = {name: value for name, (value, _) in self.checkpoints.changes.items()}
-            write_config(self.run_dir, dataclasses.replace(self.program.config, **before))
-
-    def _unusable(self, state: TrainState, data_state: Any) -> str | None:
-        """Return why a checkpoint that loads is not gone on from; goes to its place in the data where it is."""
-        if (found := self.check(state)) is not None:
-            return f"{found} is not finite"
-        try:
-            self.data.train.set_state(data_state)
-        except BadPosition as error:
-            return str(error)
-        return None
+            write_config(self.run_dir, self.program.config)
 
     def train(self) -> None:
         """Train to the last step, or until somebody asks to stop."""
@@ -228,11 +216,8 @@ class _Run:
             evaluating = last or _due(step, config.eval_every)
             if saving or evaluating:
                 self._settle(health_log)
-            if saving:
-                found, seconds = self.check.timed(self.state)
-                if found is not None:
-                    raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
-                metrics.finite_check(step, seconds)
+            if saving and (found := self.check(self.state)) is not None:
+                raise Diverged(f"after step {step} {found} is not finite; {_kept(self.checkpoints)}")
             if evaluating:
                 held_out = _held_out(program, self.data, self.state)
                 metrics.held_out(step, held_out)

@@ -29,10 +29,6 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
 
     A last line cut short is what a killed run leaves; of other damage ``say`` is told, and the rest is kept.
     """
-    if path.exists() and not path.is_file():
-        target = path.with_name(f"{path.name}.damaged")
-        path.rename(target)
-        say(f"{path} is no file, moved to {target}")
     if not path.exists():
         return
     data = path.read_bytes()
@@ -119,10 +115,6 @@ class Metrics:
         """Record a held-out loss."""
         self._write(step, {"held_out_loss": loss})
         self.say(f"step {step}/{self._config.steps}  held-out loss {loss:.4f}")
-
-    def finite_check(self, step: int, seconds: float) -> None:
-        """Record what it took to look whether a state is finite before it is saved."""
-        self._write(step, {"finite_check_s": seconds})
 
     def changed(self, step: int, changes: Mapping[str, tuple[Any, Any]]) -> None:
         """Record which fields a run goes on with that are others than before ``step``."""

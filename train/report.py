@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
@@ -31,10 +32,8 @@ BYTES = {
     "quant_state_bytes": "Quant state: scales, amax histories, masks",
     "saved_activation_bytes": "Activations kept for the backward pass of one micro-batch",
 }
-COVERAGE = (
-    "What the traced step multiplies: every matmul of one step as the program has it, by module; times counts "
-    "layers of a scan and recomputation"
-)
+COVERAGE = ("path", "shapes", *MATMULS, "scales", "times", "reason")
+"""Columns of the table of what a traced step multiplies: every matmul as the program has it, by module."""
 HEALTH = {  # title, what is bad, colours from harmless to bad, whether these are of the logarithm
     "sqnr": ("SQNR, dB", "under 20 in eight bits, under 10 in four, or falling", "OrRd_r", False),
     "saturated": ("Saturated", "above 1 %: the scale is too small for the tensor", "OrRd", True),
@@ -54,13 +53,12 @@ class Run:
 
     Attributes:
       name: folder name, or the path where two runs share one.
-      config: its ``config.yml``.
+      config: of its newest checkpoint; its ``config.yml`` where it has none.
       train, held_out: loss by step, in nats per token.
       step_time_s: median of a step in seconds; None where no step was timed.
       summary: its ``summary.json``; {} for a run that has not finished.
       coverage: its ``coverage.json``; {} for a run that wrote none.
       health: the lines of its ``health.jsonl``; none for a run that did not measure health.
-      note: what its newest checkpoint says otherwise than ``config.yml``; "" for nothing.
     """
 
     name: str
@@ -71,7 +69,6 @@ class Run:
     summary: dict[str, Any]
     coverage: dict[str, Any] = dataclasses.field(default_factory=dict)
     health: tuple[dict[str, Any], ...] = ()
-    note: str = ""
 
     @property
     def last_step(self) -> int:
@@ -83,11 +80,8 @@ class Run:
         return self.held_out[max(self.held_out)] if self.held_out else None
 
     def gap(self, baseline: Run | None) -> float | None:
-        """Relative excess of the last held-out loss over the baseline's at the same step; None where that has none."""
-        if baseline is None or not self.held_out:
-            return None
-        reference = baseline.held_out.get(max(self.held_out))
-        return None if reference is None else self.held_out[max(self.held_out)] / reference - 1
+        """Excess of the last held-out loss over the baseline's at that step, in percent; None where that has none."""
+        return _gaps(self.held_out, baseline.held_out).get(max(self.held_out)) if baseline and self.held_out else None
 
     def smoothed(self) -> dict[int, float]:
         """Training loss as an exponential mean without start-up bias; non-finite losses are passed over."""
@@ -131,10 +125,12 @@ def load_run(folder: Path, name: str) -> Run:
     has_all = lambda row: row | {name: row[name] for name in ("step", "sequences", "layers")}  # noqa: E731
     health = folder / "health.jsonl"
     health = _read_lines(health, "health", has_all) if health.is_file() else []
-    fields = load_yaml(folder / "config.yml")
     steps = [int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
-    note = sums.contradiction(folder, max(steps), fields) if steps else ""
-    return Run(name, fields, train, held_out, median, summary, coverage, tuple(health), note)
+    # A checkpoint's own configuration has a sum.
+    made_with = (
+        sums.recorded(folder / f"checkpoints/{max(steps)}")["config"] if steps else load_yaml(folder / "config.yml")
+    )
+    return Run(name, made_with, train, held_out, median, summary, coverage, tuple(health))
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -160,15 +156,10 @@ def _read_lines(path: Path, kind: str, of: Callable[[dict[str, Any]], Any]) -> l
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        summary = sums.read_signed(path.read_bytes(), indent=1)
-    except (ValueError, RecursionError) as error:
+        return dict(sums.read_signed(path.read_bytes(), indent=1)) if path.is_file() else {}
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what was written ({error}); start the run again") from None
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path} holds {type(summary).__name__}, not a summary; start the run again")
-    return summary
 
 
 def find_baseline(runs: Iterable[Run]) -> Run | None:
@@ -202,7 +193,7 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
             "backend": run.summary.get("backend") or "–",
             "steps": f"{run.last_step}" + ("" if run.summary else " (unfinished)"),
             "held-out loss": _or_dash(run.final_loss, "{:.4f}"),
-            "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2%}"),
+            "gap": "–" if run is baseline else _or_dash(run.gap(baseline), "{:+.2f}%"),
             "step time": _or_dash(run.step_time_s and 1000 * run.step_time_s, "{:.0f} ms"),
             "ratio": _or_dash((base_s and run.step_time_s and run.step_time_s / base_s) or None, "{:.2f}×"),
         }
@@ -216,7 +207,7 @@ def _or_dash(value: float | None, pattern: str) -> str:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Describe what limits the comparison."""
-    found = [f"{run.note}." for run in runs if run.note]
+    found = []
     if find_baseline(runs) is None:
         found.append("No unquantized run was given, so there is no gap and no ratio.")
     if fields := differing_fields(runs):
@@ -237,7 +228,10 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
     sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
     for run in runs:
         sections |= health_maps(run)
-    sections[COVERAGE] = _table(_coverage_rows([run for run in runs if run.coverage]))
+        if run.coverage:
+            lines = [[str(layer[name]) for name in COVERAGE] for layer in run.coverage["layers"]]
+            about = f"What the traced step multiplies, {run.name}: {run.coverage['summary']}"
+            sections[about] = _table([COVERAGE, *lines])
     body = [f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)]
     for about, content in sections.items():
         heading, _, more = map(html.escape, about.partition(": "))
@@ -305,19 +299,20 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
     """
     found: dict[str, go.Figure] = {}
     for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
-        layers = range(len(run.health[0]["layers"]))
-        maps = {t: [[_number(row[t][statistic][i]) for row in run.health] for i in layers] for t in TENSORS}
-        known = [value for values in maps.values() for line in values for value in line if value is not None]
-        if not known or (statistic == "nonfinite" and not any(known)):
+        values = np.array([[row[tensor][statistic] for tensor in TENSORS] for row in run.health], float)
+        values[~np.isfinite(values)] = np.nan  # [steps, tensors, layers]; None is NaN already
+        if np.isnan(values).all() or (statistic == "nonfinite" and not np.nanmax(values)):
             continue
         names, steps = _labels(run.health[0]["layers"]), [str(row["step"]) for row in run.health]
-        floor = min((value for value in known if value > 0), default=1) / 10  # a zero's colour, of the logarithm
+        floor = np.min(values[values > 0], initial=1) / 10  # a zero's colour, of the logarithm
+        shown = np.log10(np.maximum(values, floor)) if is_log else values
         figure = make_subplots(1, len(TENSORS), shared_yaxes=True, subplot_titles=[*TENSORS])
-        for place, values in enumerate(maps.values(), 1):
-            z = [[v if v is None or not is_log else math.log10(max(v, floor)) for v in line] for line in values]
-            hover = "%{y}<br>step %{x}: %{text}<extra></extra>"
-            heat = go.Heatmap(x=steps, y=names, z=z, text=values, coloraxis="coloraxis", hovertemplate=hover)
-            figure.add_trace(heat, 1, place)
+        for place in range(len(TENSORS)):
+            hover = "%{y}<br>step %{x}: %{text:.4g}<extra></extra>"
+            numbers = {"z": shown[:, place].T, "text": values[:, place].T}
+            figure.add_trace(
+                go.Heatmap(x=steps, y=names, coloraxis="coloraxis", hovertemplate=hover, **numbers), 1, place + 1
+            )
         unit = f"log<sub>10</sub> {title}" if is_log else title
         figure.update_layout(coloraxis={"colorscale": colours, "colorbar_title": unit})
         figure.update_yaxes(autorange="reversed")
@@ -335,33 +330,9 @@ def _labels(names: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) else list(names)
 
 
-def _number(value: float | None) -> float | None:
-    # Four digits: a page of a large model holds a million of these.
-    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
-
-
 def _table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = ("".join(f"<td class={kind_of(cell)}>{html.escape(cell)}</td>" for cell in row) for row in rows)
     return f"<table><thead><tr>{head}</tr></thead>{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
-
-
-def _coverage_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the table of what the traced step of each run multiplies, one row a module."""
-    layers = [{layer["path"]: layer for layer in run.coverage["layers"]} for run in runs]
-    paths = dict.fromkeys(path for each in layers for path in each)
-    return [
-        ["module", *(f"{run.name}: {name}" for run in runs for name in (*MATMULS, "times"))],
-        *([path or "(no module)", *(cell for each in layers for cell in _cells(each.get(path)))] for path in paths),
-        ["total", *(cell for run in runs for cell in (run.coverage["summary"], "", "", ""))],
-    ]
-
-
-def _cells(layer: dict[str, Any] | None) -> list[str]:
-    if layer is None:
-        return ["not in this run", "", "", ""]
-    is_float = all(layer[name] in ("float", "") for name in MATMULS)
-    matmuls = [f"float: {layer['reason']}", "", ""] if is_float else [layer[name] for name in MATMULS]
-    return [*matmuls, str(layer["times"])]
 
 
 def kind_of(dtypes: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,14 +129,7 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     return Served(model, found.params, {}, tokenizer, config, shape, step)
 
 
-class Contender(NamedTuple):
-    """A model under evaluation: a name and what ``open_served`` opened."""
-
-    name: str
-    served: Served
-
-
-def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contender]:
+def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Served]:
     """Open a run's checkpoint in float and as it was trained, and checkpoints that were converted from runs.
 
     Args:
@@ -149,17 +142,17 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> list[Contend
     trained = open_served(run)
     if trained.config.checkpoint_is_quantized:
         raise ValueError(f"{run} is a converted checkpoint; give the run that it was made of first, and it after that")
-    found = [Contender("float", open_served(run, quantization_of(QuantConfig()) | {"remat_policy": "none"}))]
+    found = {"float": open_served(run, quantization_of(QuantConfig()) | {"remat_policy": "none"})}
     if trained.config.strings:
-        found.append(Contender("trained", trained))
-    return found + [Contender(f"served: {folder}", open_served(folder)) for folder in converted]
+        found["trained"] = trained
+    return found | {f"served: {folder}": open_served(folder) for folder in converted}
 
 
-def evaluate(models: Sequence[Contender], *, batches: int | None = None) -> list[dict[str, Any]]:
+def evaluate(models: Mapping[str, Served], *, batches: int | None = None) -> list[dict[str, Any]]:
     """Measure models on the held-out text of the first one's configuration.
 
     Args:
-      models: the first is the one that the others are compared with.
+      models: by name; the first is the one that the others are compared with.
       batches: how many batches; None is the configuration's ``eval_batches``.
 
     Returns:
@@ -170,17 +163,17 @@ def evaluate(models: Sequence[Contender], *, batches: int | None = None) -> list
     Raises:
       ValueError: models of different vocabularies.
     """
-    config: TrainConfig = models[0].served.config
-    sizes = {each.name: each.served.shape.vocab_size for each in models}
+    config = next(iter(models.values())).config
+    sizes = {name: each.shape.vocab_size for name, each in models.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the models have different vocabularies: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
     config = dataclasses.replace(config, eval_batches=batches or config.eval_batches)
     totals = [np.zeros(5) for _ in models]  # loss, tokens, positions in agreement, largest differences
-    runs = [_program(each.served) for each in models]
+    runs = [_program(each) for each in models.values()]
     for batch in make_iterators(config, config.batch_size).held_out():
         first = before = None
-        for total, run, each in zip(totals, runs, models, strict=True):
-            loss, count, logits = run(each.served.params, each.served.quant_state, dict(batch))
+        for total, run, each in zip(totals, runs, models.values(), strict=True):
+            loss, count, logits = run(each.params, each.quant_state, dict(batch))
             first = logits if first is None else first
             before = logits if before is None else before
             real = jnp.asarray(batch["segment_ids"] > 0)
@@ -193,17 +186,17 @@ def evaluate(models: Sequence[Contender], *, batches: int | None = None) -> list
     base = totals[0][0] / totals[0][1]
     return [
         {
-            "model": each.name,
-            "quantization": each.served.config.quantization or "none",
-            "backend": each.served.config.resolved_backend or "–",
+            "model": name,
+            "quantization": each.config.quantization or "none",
+            "backend": each.config.resolved_backend or "–",
             "held-out loss": round(total[0] / total[1], 4),
             "gap": f"{100 * (total[0] / total[1] / base - 1):+.2f}%",
             "agreement": f"{100 * total[2] / total[1]:.2f}%",
             "max |Δ logit| to first": float(f"{total[3]:.3g}"),
             "to the one before": float(f"{total[4]:.3g}"),
-            "MB": round(tree_bytes(each.served.params) / 1e6, 3),
+            "MB": round(tree_bytes(each.params) / 1e6, 3),
         }
-        for each, total in zip(models, totals, strict=True)
+        for (name, each), total in zip(models.items(), totals, strict=True)
     ]
 
 

@@ -11,16 +11,15 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build, show, to_mapping
 from jaxquant.export.sums import sha256_of
 from jaxquant.serving import manifest
 from jaxquant.serving.manifest import File
-from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
+from train.config import TrainConfig
 
 NAME, _PARTIAL = "sums.json", "sums.json.partial"
 FORMAT = "jaxquant-checkpoint-sums"
@@ -31,8 +30,6 @@ LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that orbax writes while it gives a checkpoint its name; ``seal`` adds their sums."""
 DATA = Path("data", "metadata")
 """Where a checkpoint keeps its data position and, beside it, the configuration that made it."""
-FREE = RUN_CONTROL | ADJUSTABLE
-"""Fields in which a run may go on otherwise."""
 _FILES = ("quant_cfg_path", "tokenizer_path")
 
 
@@ -152,85 +149,36 @@ def check_files(folder: Path, config: Mapping[str, Any], files: Any) -> None:
             raise ValueError(f"{folder} was made with {name} {path}, which is {change}; put it back, or make it anew")
 
 
-def recorded(folder: Path) -> TrainConfig:
-    """Read the configuration that made a checkpoint, whose sums have been compared.
+def recorded(folder: Path) -> dict[str, Any]:
+    """Read the configuration that made a checkpoint, whose record is compared with its sum.
 
     Raises:
-      ValueError: it is of a version of jaxquant that has other fields or kept none, or a file that it names is another
-        now.
+      ValueError: the record is damaged, or of a version of jaxquant that kept no configuration.
       OSError: the checkpoint has no data position.
     """
+    if _read(folder).get(DATA.as_posix()) != File.of(folder / DATA):
+        raise ValueError(f"{folder / DATA} is damaged; resume the run, or delete that step")
     contents = json.loads((folder / DATA).read_bytes())
     if "config" not in contents:
         raise ValueError(f"{folder} does not say what configuration made it; {_STILL_READ} it")
+    return contents
+
+
+def config_of(folder: Path) -> TrainConfig:
+    """Return the configuration that made a checkpoint.
+
+    Raises:
+      ValueError: as ``recorded``; it has other fields than this version of jaxquant, or a file that it names is another
+        now.
+    """
+    contents = recorded(folder)
     check_files(folder, contents["config"], contents.get("files", {}))
     return build(TrainConfig, contents["config"], f"configuration of {folder}")
 
 
-def read_config(run_dir: Path) -> TrainConfig | None:
-    """Read the ``config.yml`` of a run, None where it has none.
-
-    Raises:
-      ValueError: it is damaged.
-    """
-    path = run_dir / "config.yml"
-    try:
-        return build(TrainConfig, load_yaml(path)) if path.exists() else None
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not the configuration of a run ({error}); put it back, or choose another run_dir"
-        ) from None
-
-
-def differing(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each field that differs between configurations or mappings, the run's folder apart."""
-    one, other, shards = to_mapping(one), to_mapping(other), "quantization_local_shard_count"
-    skipped = {"run_dir", shards} if -1 in (one.get(shards), other.get(shards)) else {"run_dir"}  # -1: not resolved
-    pairs = {name: (value, other.get(name)) for name, value in one.items() if name not in skipped}
+def differing(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each field that differs between configurations, the run's folder apart."""
+    before, after, shards = to_mapping(one), to_mapping(other), "quantization_local_shard_count"
+    skipped = {"run_dir", shards} if -1 in (before[shards], after[shards]) else {"run_dir"}  # -1: not resolved
+    pairs = {name: (before[name], after[name]) for name in before if name not in skipped}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def refuse(
-    different: Mapping[str, tuple[Any, Any]], message: str, one: str, other: str, free: Collection[str] = FREE
-) -> None:
-    """Refuse fields that differ, from ``differing``, and are not ``free``.
-
-    Raises:
-      ValueError: the message, and a line for each field with where its two values stand.
-    """
-    lines = [f"\n  {name}: {a!r} {one}, {b!r} {other}" for name, (a, b) in different.items() if name not in free]
-    if lines:
-        raise ValueError(f"{message}:{''.join(lines)}")
-
-
-def config_of(run_dir: Path, step: int) -> TrainConfig:
-    """Return the configuration that made a checkpoint, whose sums have been compared.
-
-    Raises:
-      ValueError: config.yml says otherwise in more than how long a run lasts and what it writes; names the fields.
-    """
-    here, made_with = read_config(run_dir), recorded(run_dir / "checkpoints" / str(step))
-    if here:
-        _refuse_other_run(run_dir, step, differing(made_with, here))
-    return made_with
-
-
-def _refuse_other_run(run_dir: Path, step: int, different: Mapping[str, tuple[Any, Any]]) -> None:
-    message = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
-    refuse(different, message, "in the checkpoint", "in config.yml")
-
-
-def contradiction(run_dir: Path, step: int, here: Mapping[str, Any]) -> str:
-    """Describe where what a checkpoint recorded and the mapping of config.yml differ and may; no other file is read.
-
-    Raises:
-      ValueError: they differ elsewhere, or the checkpoint's record is damaged.
-    """
-    path = run_dir / "checkpoints" / str(step) / DATA
-    try:
-        different = differing(json.loads(path.read_bytes()).get("config", {}), here)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}); resume the run, or delete that step") from None
-    _refuse_other_run(run_dir, step, different)
-    words = ", ".join(f"{name} ({a!r} and {b!r})" for name, (a, b) in different.items())
-    return f"checkpoint {step} of {run_dir} and its config.yml differ in {words}" if different else ""

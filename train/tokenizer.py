@@ -83,15 +83,12 @@ class FileTokenizer(Tokenizer):
       path: the file.
 
     Raises:
-      ValueError: the file is missing or unreadable, is not a tokenizer, or the tokenizers package is not installed.
+      ValueError: the file is missing or unreadable, or is not a tokenizer.
     """
 
     def __init__(self, path: str):
-        try:
-            import tokenizers
-        except ImportError:
-            lack = "tokenizers, which is not installed; pip install tokenizers"
-            raise ValueError(f"tokenizer_path {path!r} needs {lack}") from None
+        import tokenizers  # only here: it takes a while, and bytes do without
+
         data = read_bytes(Path(path), "tokenizer_path")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)

@@ -144,7 +144,7 @@ def test_what_is_served_from_disk_is_what_was_trained(name: str, converted: Any,
     assert served.step == trained.step == case.made.step
     assert served.quant_state == {}
     np.testing.assert_array_equal(logits(trained), logits(served))
-    off = contenders(case.run, [])[0].served
+    off = contenders(case.run, [])["float"]
     assert (logits(off) != logits(served)).any()  # so it is the quantized model that both are
 
 

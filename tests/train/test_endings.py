@@ -19,7 +19,6 @@ from tests.train.conftest import ROOT, STEPS, read_lines, read_losses, train
 from train import sums
 from train.__main__ import main
 from train.config import TrainConfig
-from train.data import BadPosition, make_iterators
 from train.loop import Halted, StopRequest
 from train.metrics import Metrics
 from train.sources import open_source
@@ -106,35 +105,15 @@ def test_a_full_disk_is_told_in_a_sentence_with_what_is_kept(
 
 
 def test_a_folder_that_is_gone_is_told(copy: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
-    write = Metrics.finite_check
+    write = Metrics.held_out
 
-    def vanish(self: Metrics, step: int, seconds: float) -> None:
-        write(self, step, seconds)
+    def vanish(self: Metrics, step: int, loss: float) -> None:
+        write(self, step, loss)
         shutil.rmtree(copy)
 
-    monkeypatch.setattr(Metrics, "finite_check", vanish)
+    monkeypatch.setattr(Metrics, "held_out", vanish)
     with pytest.raises(Halted, match=r"run .* cannot be written \(.* is gone\); no checkpoint is kept"):
         train(tiny, copy, steps=STEPS + 1)
-
-
-BAD_POSITIONS: list[Any] = [
-    None, 3, [], {}, {"stream": 3, "position": {}}, {"stream": {}}, {"position": {}}, {"next": 1},
-]  # fmt: skip
-
-
-def test_a_data_position_that_is_none_is_told_from_one_of_another_stream(tiny: TrainConfig):
-    data = make_iterators(tiny, tiny.batch_size)
-    good = data.train.get_state()
-    for bad in BAD_POSITIONS:
-        with pytest.raises(BadPosition, match="data position"):
-            data.train.set_state(bad)
-    for position in ({}, 3, good["position"] | {"next_row": "x"}, {"parent": None}):
-        with pytest.raises(BadPosition, match="data position"):
-            data.train.set_state(good | {"position": position})
-    with pytest.raises(ValueError, match="belongs to another stream") as caught:
-        data.train.set_state(good | {"stream": good["stream"] | {"data_seed": 9}})
-    assert not isinstance(caught.value, BadPosition)
-    data.train.set_state(good)
 
 
 @pytest.mark.parametrize("dataset", ["text", "jsonl", "parquet"])

@@ -16,7 +16,7 @@ from scripts import evaluate as script
 from tests.numerics import EVALUATION_DIFFERENCE_RTOL, EVALUATION_LOSS_ATOL
 from train.conversion import convert_run
 from train.data import make_iterators
-from train.serving import Contender, contenders, evaluate, open_served
+from train.serving import contenders, evaluate, open_served
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +60,13 @@ def test_the_first_is_compared_with_itself_and_the_others_differ(rows: Any):
 
 def test_numbers_are_those_of_a_plain_loop(run: Path, served: list[Path]):
     """Loss, agreement and the largest difference from whole arrays of float64, padding left out."""
-    models = [Contender("float", contenders(run, [])[0].served), Contender("int4w", open_served(served[1]))]
-    config = dataclasses.replace(models[0].served.config, eval_batches=2)
+    models = {"float": contenders(run, [])["float"], "int4w": open_served(served[1])}
+    config = dataclasses.replace(models["float"].config, eval_batches=2)
     losses, counts, agreed, largest = np.zeros(2), 0, 0, 0.0
     for batch in make_iterators(config, config.batch_size).held_out():
         inputs = [jnp.asarray(batch[name]) for name in ("inputs", "segment_ids", "positions")]
         real, logits = batch["segment_ids"] > 0, []
-        for index, model in enumerate(models):
-            m = model.served
+        for index, m in enumerate(models.values()):
             found = jax.jit(m.model.apply)(m.params, m.quant_state, *inputs, rngs={"quant": jax.random.key(0)})
             found = np.asarray(found, np.float64)
             logits.append(found)
@@ -91,12 +90,12 @@ def test_models_of_different_vocabularies_are_refused(run: Path):
     one = open_served(run)
     other = dataclasses.replace(one, shape=dataclasses.replace(one.shape, vocab_size=64))
     with pytest.raises(ValueError, match=rf"different vocabularies: a {one.shape.vocab_size}, b 64$"):
-        evaluate([Contender("a", one), Contender("b", other)])
+        evaluate({"a": one, "b": other})
 
 
 def test_an_unquantized_run_has_no_row_of_a_trained_model(finished: Any):
     found = contenders(finished(""), [])
-    assert [each.name for each in found] == ["float"]
+    assert list(found) == ["float"]
 
 
 def test_command(run: Path, served: list[Path], rows: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

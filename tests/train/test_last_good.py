@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -60,9 +59,6 @@ def test_every_part_of_a_state_is_looked_at(program: Program):
     assert check(poisoned(state, "quant_state", *names[-1], layer=1, value=np.nan)) == (
         f"quant_state/{'/'.join(names[-1])}, layer 1"
     )
-    found, seconds = check.timed(state)
-    assert found is None
-    assert seconds > 0
 
 
 def test_an_update_that_overflows_is_told_of_its_own_step(tiny: TrainConfig, tmp_path: Path):
@@ -103,29 +99,27 @@ def test_a_state_that_is_not_finite_is_not_saved(copy: Path, tiny: TrainConfig, 
     assert not (copy / f"checkpoints/{STEPS + 1}").exists()
 
 
-def test_a_checkpoint_that_is_not_finite_is_passed_over_and_the_rate_can_be_changed(
-    copy: Path, tiny: TrainConfig, capsys: pytest.CaptureFixture[str]
-):
-    """One of before this was checked; and the run goes on from the one before it, with less of everything."""
+def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(copy: Path, tiny: TrainConfig):
+    """None is saved so; an imported one may be."""
     program = build(tiny, 320)
     with Checkpoints(copy, tiny) as checkpoints:
         found = checkpoints.restore(program.abstract_state)
         assert found is not None
         bad = poisoned(found[0], "params", *KERNEL, layer=1, value=np.nan)
         checkpoints.save(STEPS + 1, bad._replace(step=jnp.int32(STEPS + 1)), found[1])
+    message = rf"start with params/layers/mlp/wo/kernel, layer 1 that is not finite; delete checkpoint {STEPS + 1}"
+    with pytest.raises(ValueError, match=message):
+        train(tiny, copy, steps=STEPS + 3)
+
+
+def test_a_run_goes_on_with_less_of_everything(copy: Path, tiny: TrainConfig, capsys: pytest.CaptureFixture[str]):
     fields = {"learning_rate": 1e-3, "weight_decay": 0.0, "gradient_clipping_threshold": 0.0}
-    said = train(tiny, copy, steps=STEPS + 3, **fields)
-    assert any(
-        line.startswith(f"checkpoint {STEPS + 1} does not load (params/layers/mlp/wo/kernel, layer 1 is not finite)")
-        for line in said
-    )
+    train(tiny, copy, steps=STEPS + 3, **fields)
     assert f"learning_rate is 0.001 from step {STEPS + 1} on, it was 0.01\n" in capsys.readouterr().out
     assert list(read_losses(copy)) == list(range(1, STEPS + 4))
     lines = read_lines(copy)
     changed = {"learning_rate": [0.01, 1e-3], "weight_decay": [0.1, 0.0], "gradient_clipping_threshold": [1.0, 0.0]}
     assert {"step": STEPS, "changed": changed} in lines
-    assert [line["step"] for line in lines if "finite_check_s" in line] == [*range(3, STEPS + 1, 3), STEPS + 3]
-    assert all(line["finite_check_s"] > 0 for line in lines if "finite_check_s" in line)
     rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
     assert rates[STEPS + 1] < 1e-3
 
@@ -139,9 +133,3 @@ def test_damaged_metrics_are_left_out_with_a_message(tmp_path: Path):
     metrics.truncate_metrics(path, 2, said.append)
     assert path.read_bytes().splitlines() == good
     assert said == [f"{path}: {len(odd)} damaged lines left out"]
-    path.unlink()
-    path.mkdir()
-    metrics.truncate_metrics(path, 2, said.append)
-    assert said[1] == f"{path} is no file, moved to {path}.damaged"
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()

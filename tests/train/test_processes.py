@@ -101,7 +101,6 @@ def _train(config: TrainConfig, run_dir: Path, count: int, code: int = 0) -> lis
 def _lines(run_dir: Path) -> list[dict[str, Any]]:
     """Metrics without what depends on the clock."""
     lines = read_lines(run_dir)
-    lines = [line for line in lines if "finite_check_s" not in line]  # a run that was stopped saves once more
     return [{k: v for k, v in line.items() if k not in ("step_time_s", "tokens_per_s")} for line in lines]
 
 

@@ -110,10 +110,13 @@ def _copy(finished: Path, tmp_path: Path) -> Path:
 
 def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path, capsys):
     run = _copy(finished(""), tmp_path)
-    with pytest.raises(ValueError, match="does not match the run") as caught:
+    with pytest.raises(ValueError, match="is of another run") as caught:
         train(tiny, run, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
     lines = str(caught.value).splitlines()[1:]
-    assert lines == ["  quantization: '' in the run, 'int8' asked", "  adam_b1: 0.9 in the run, 0.5 asked"]
+    assert lines == [
+        "  quantization: '' in the checkpoint, 'int8' asked",
+        "  adam_b1: 0.9 in the checkpoint, 0.5 asked",
+    ]
 
 
 def test_a_finished_run_ends_again(finished, tiny, tmp_path):
