@@ -211,11 +211,20 @@ def _stored(state: TrainState) -> dict[str, Any]:
     return state._asdict() | {"quant_state": quantization_state.strip_bins(state.quant_state)}
 
 
+_RAISED_TOO = {
+    "absl": ("_SignalingThread.run() raised", "Failed to run", "Save Finalize thread"),
+    "asyncio": ("exception was never retrieved",),  # of the writes beside the one that failed first
+}
+"""By logger, what the records of a failed save hold that orbax and tensorstore write, and then raise."""
+
+
 @functools.cache
 def _silence_failed_saves() -> None:
-    """Keep the tracebacks of a failed save from standard error: orbax writes them, and then raises what is told."""
-    for name in ("absl", "asyncio"):  # asyncio's are of the writes beside the one that failed first
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    """Keep the tracebacks of a failed save from standard error, where it is told in a sentence; all else is printed."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        words = _RAISED_TOO[record.name]
+        return record.levelno < logging.ERROR or not any(each in record.getMessage() for each in words)
 
     def but_late(hook: Any, error_of: Callable[..., Any]) -> Any:
         # A write of tensorstore's threads may end after the event loop that gave up on it.
@@ -223,5 +232,7 @@ def _silence_failed_saves() -> None:
         is_late = lambda error: (type(error), str(error)) == late  # noqa: E731
         return lambda *given: None if is_late(error_of(*given)) else hook(*given)
 
+    for name in _RAISED_TOO:
+        logging.getLogger(name).addFilter(is_wanted)
     sys.excepthook = but_late(sys.excepthook, lambda kind, value, trace: value)
     sys.unraisablehook = but_late(sys.unraisablehook, lambda what: what.exc_value)
