@@ -72,8 +72,9 @@ def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
         return operands
 
     def lay(x: Array) -> Array:
-        inner = jax.typeof(x).sharding.spec[count:]
-        return jax.sharding.reshard(x, NamedSharding(places[0].mesh, PartitionSpec(*entries, *inner)))
+        at = lambda *spec: NamedSharding(places[0].mesh, PartitionSpec(*spec))  # noqa: E731
+        x = jax.sharding.reshard(x, at()) if explicit_sharding(x) is None else x  # so that its gradient is replicated
+        return jax.sharding.reshard(x, at(*entries, *jax.typeof(x).sharding.spec[count:]))
 
     return tree.unflatten(map(lay, leaves))
 
