@@ -31,6 +31,7 @@ from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
+from jaxquant.ops.arguments import check_float
 from jaxquant.ops.contract import dequantized_dtype
 from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.dot_general import dot_general
@@ -40,6 +41,7 @@ from jaxquant.ops.ragged import ragged_dot
 EPSILON = 1e-10
 """The least amax that MLC scales a group by; DeepSeek and DeepGEMM take 1e-4, which loses gradients below 1e-8."""
 
+_ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
 _ROWS = 8  # as few as matmuls on all chips have
 
 Block = tuple[int, int]
@@ -88,8 +90,12 @@ def rowwise_group_quant_fp8(
     Returns:
       The elements, and scales that multiply them.
 
+    Raises:
+      TypeError: activations that are not float, or another dtype.
+
     Source: ``rowwise_group_quant_fp8`` of MLC's ``op/fp8_quantization``.
     """
+    check_float("rowwise_group_quant_fp8", x=x)
     spec, axes = _tiles(dtype, group_size), (x.ndim - 1,)
     if eps is None:
         tensor = quantize(x, spec, axes)
@@ -109,7 +115,9 @@ def static_activation_group_quant_fp8(
 
     Raises:
       ValueError: another number of scales than groups.
+      TypeError: activations that are not float, or another dtype.
     """
+    check_float("static_activation_group_quant_fp8", x=x)
     block = block_shape(x.shape, _tiles(dtype, group_size), (x.ndim - 1,))
     scale = broadcast_activation_scale(x, activation_scale)
     if scale.shape[-1] != scale_shape(x.shape, block)[-1]:
@@ -157,9 +165,12 @@ def block_scale_linear(
       out_dtype: of the result, None for ``x``'s.
 
     Raises:
-      ValueError: scales that do not fit, by name.
-      TypeError: a weight that is not float8.
+      ValueError: activations, scales or a bias that do not fit, by name.
+      TypeError: a weight that is not float8, a result that is not float.
     """
+    _check_shapes(x, weight, "[N, K]", bias)
+    if out_dtype is not None and not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(f"out_dtype must be float, got {out_dtype}")
     rows = x.size // max(1, x.shape[-1])
     how = "static" if activation_scale is not None else "float" if rows == 1 and not quantizes_row else "dynamic"
     kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name, activation_scale)
@@ -196,7 +207,11 @@ def block_scale_experts(
 
     Raises:
       ValueError: shapes that do not fit, by name.
+      TypeError: a weight that is not float8, an indptr that is not of integers.
     """
+    _check_shapes(x, weight, "[E, N, K]")
+    if not jnp.issubdtype(indptr.dtype, jnp.integer):
+        raise TypeError(f"indptr must be of integers, got {indptr.dtype.name}")
     if indptr.ndim == 2:
         chosen = indptr.reshape(-1)
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
@@ -301,7 +316,14 @@ def block_scale_bmm(
       x: activations, the heads first.
       weight, weight_scale_inv: of all heads, such as ``absorb`` gives.
       block_size: rows and columns of a weight that share a scale.
+
+    Raises:
+      ValueError: shapes that do not fit, by name.
+      TypeError: a weight that is not float8.
     """
+    _check_shapes(x, weight, "[H, N, K]")
+    if x.ndim != 3 or x.shape[0] != weight.shape[0]:
+        raise ValueError(f"x {x.shape} must be [H, M, K] with as many heads as weight {weight.shape}")
     kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
     return _multiply("block_scale_bmm", "dynamic", x, kernel, (((2,), (2,)), ((0,), (0,))), block_size)
 
@@ -361,7 +383,19 @@ def quant_config(
 
 
 def _tiles(dtype: str, group_size: int) -> TensorSpec:
+    if dtype not in _ELEMENTS:
+        raise TypeError(f"dtype must be {' or '.join(_ELEMENTS)}, got {dtype!r}")
     return TensorSpec(dtype, "per_tile", tile_size=group_size)
+
+
+def _check_shapes(x: Array, weight: Array, axes: str, bias: Array | None = None) -> None:
+    """Check that a weight has its axes, ``x`` its K at the end, and a bias its N."""
+    if weight.ndim != len(axes.split()):
+        raise ValueError(f"weight must be {axes}, got shape {weight.shape}")
+    if x.shape[-1:] != weight.shape[-1:]:
+        raise ValueError(f"x {x.shape} must end in the K of weight {axes} = {weight.shape}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape {weight.shape[:1]}, got {bias.shape}")
 
 
 @functools.cache

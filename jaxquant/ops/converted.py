@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.sharding import explicit_sharding
 from jaxquant.ops.dimensions import Dimensions
 
 Array = jax.Array
@@ -58,7 +60,23 @@ def each_element(
         key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
     for _ in sizes:
         run = jax.vmap(run)
-    return run(elements_first(lhs, dims.lhs_batch), weight, key, *rest)
+    return run(*_on_one_mesh((elements_first(lhs, dims.lhs_batch), weight, key, *rest), len(sizes)))
+
+
+def _on_one_mesh(operands: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """Shard the first axes of all arrays as those that ``jax.vmap`` maps along explicit mesh axes must be: alike."""
+    leaves, tree = jax.tree.flatten(operands)
+    places = [place for place in map(explicit_sharding, leaves) if place is not None]
+    entries = tuple(next((p.spec[axis] for p in places if p.spec[axis] is not None), None) for axis in range(count))
+    if not any(entries):
+        return operands
+
+    def lay(x: Array) -> Array:
+        at = lambda *spec: NamedSharding(places[0].mesh, PartitionSpec(*spec))  # noqa: E731
+        x = jax.sharding.reshard(x, at()) if explicit_sharding(x) is None else x  # so that its gradient is replicated
+        return jax.sharding.reshard(x, at(*entries, *jax.typeof(x).sharding.spec[count:]))
+
+    return tree.unflatten(map(lay, leaves))
 
 
 def check_input_scale(recipe: Recipe, weight: ConvertedKernel) -> None:

@@ -242,13 +242,33 @@ def test_what_multiplies_and_why_is_noted():
         ({"weight_scale_inv": np.ones((1, 1, 1), F32).repeat(2, 0)}, ValueError, "weight with weight_scale_inv has"),
         ({"weight_scale_inv": np.ones((2, 2), F32)}, ValueError, r"has scales of shape \(2, 2\), not \(2, 1\)"),
         ({"activation_scale": np.ones(3, F32)}, ValueError, "3 static scales do not fit an operand of shape"),
+        ({"x": normal(4, 99)}, ValueError, r"x \(4, 99\) must end in the K of weight \[N, K\] = \(200, 100\)"),
+        ({"bias": np.ones(1, F32)}, ValueError, r"bias must have shape \(200,\), got \(1,\)"),
+        ({"out_dtype": "int8"}, TypeError, "out_dtype must be float, got int8"),
     ],
 )
 def test_what_does_not_fit_a_linear_layer_is_refused_by_name(change, error, message):
     w, scale = weight(200, 100)
-    given = {"weight": w, "weight_scale_inv": scale} | change
+    given = {"x": normal(4, 100), "weight": w, "weight_scale_inv": scale} | change
     with pytest.raises(error, match=message):
-        mlc.block_scale_linear(jnp.zeros((4, 100)), **{name: jnp.asarray(value) for name, value in given.items()})
+        mlc.block_scale_linear(**given)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, w, s: mlc.block_scale_experts(x, w[0], s[0], np.array([4])), ValueError, r"must be \[E, N, K\]"),
+        (lambda x, w, s: mlc.block_scale_experts(x, w, s, np.array([1.0, 4.0])), TypeError, "must be of integers"),
+        (lambda x, w, s: mlc.block_scale_experts(x[:, :9], w, s, np.array([1, 4])), ValueError, "end in the K of"),
+        (lambda x, w, s: mlc.block_scale_bmm(x[None], w, s), ValueError, r"\(1, 4, 96\) must be \[H, M, K\] with as"),
+        (lambda x, w, s: mlc.rowwise_group_quant_fp8(x, 32, "int8"), TypeError, "dtype must be float8_e4m3fn or"),
+        (lambda x, w, s: mlc.rowwise_group_quant_fp8(x.astype("int32"), 32), TypeError, "x has dtype int32"),
+        (lambda x, w, s: mlc.static_activation_group_quant_fp8(x.astype("int32"), s, 32), TypeError, "x has dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call(normal(4, 96), *weight(2, 64, 96))
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

@@ -349,6 +349,25 @@ def experts(way: str, is_checked: bool = True, **config: Any) -> tuple[dict[str,
     return run(sharded), run(lambda w, x: multiply(w["w"], by_expert(x)).reshape(EXPERTS, 8, -1, K).swapaxes(0, 1))
 
 
+def by_axis(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Experts by an axis of an einsum, which the activation alone has on the mesh: explicit mesh and one device."""
+    w, x = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((EXPERTS, K, N), (EXPERTS, M, K))))
+    q = jaxquant.quantize(lambda w, x: jnp.einsum("ecd,edf->ecf", x, w["w"]), {"quantization": name})
+    state, key = q.init({"w": w}, x), jax.random.key(7)
+
+    def run(w: Any, s: Any, x: Any) -> dict[str, Any]:
+        out, pull = jax.vjp(lambda w, s, x: q({"w": w}, s, x, key=key), w, s, x)
+        dw, seen, dx = pull(jnp.sin(out))
+        new = jaxquant.state.update(s, seen) if s else {}
+        leaves = jax.tree_util.tree_leaves_with_path({"state": new})
+        found = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+        return {"out": out, "dw": dw, "dx": dx} | found
+
+    one = jax.jit(run)(w, state, x)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        return jax.jit(run)(w, state, jax.device_put(x, P("data"))), one
+
+
 def exchanged() -> tuple[dict[str, Any], dict[str, Any]]:
     """Exchange activations in 8 bits, and quantize them first and exchange what that gives; a matmul reads the same."""
     x = jax.random.normal(jax.random.key(0), (64, 4, 200)) * jnp.logspace(-2, 2, 200)
@@ -441,6 +460,8 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     found["manual fp8 all_to_all"] = exchanged
     for name in ("fp8", "int8"):
         found[f"explicit {name} nnx layers"] = lambda n=name: nnx_layers(n)
+    for name in ("fp8", "quartet2", "fp8_block"):
+        found[f"explicit {name} axis"] = lambda n=name: by_axis(n)
     return found
 
 
