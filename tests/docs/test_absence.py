@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -58,13 +57,6 @@ def no_nnx_health() -> None:
         HealthMonitor(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {"quantization": "fp8"}, lambda params, x: x, X)
 
 
-def no_four_bits_of_qwix_on_cpus() -> None:
-    model = jaxquant.maybe_quantize_model(nn.Dense(8), {"quantization": "int4", "quant_backend": "qwix"}, X)
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        jax.jit(model.apply).lower(variables, X).compile()
-
-
 def held(test: str) -> Callable[[], None]:
     """Held by a test of its own, which is there."""
     file, name = test.split("::")
@@ -103,7 +95,6 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
         held("docs/test_strings_compile.py::test_gpus_have_no_matmul_of_four_bits"),
     ),
     ("docs/guide/choosing.md", "contractions that it has no op for (convolutions on both", no_ops_of_libraries),
-    ("docs/guide/choosing.md", "XLA's CPU compiler refuses the 4-bit matmuls of Qwix", no_four_bits_of_qwix_on_cpus),
     ("docs/guide/health.md", "the layers of Linen models alone; an NNX module is a TypeError", no_nnx_health),
     ("docs/guide/meshes.md", "(ragged matmuls and convolutions not there)", no_explicit_ragged),
     ("docs/guide/meshes.md", "Several hosts, and accelerators, have not been tried", no_chip),
