@@ -76,8 +76,8 @@ class TrainConfig(Shape, QuantConfig):
       logits_via_embedding: the output head is the embedding's transpose (tied).
       scan_layers: one traced layer, scanned; False gives every layer its own path (``layers_0/mlp/wi_0``).
       remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: what
-        float and 8-bit matmuls return; ``matmuls``: results of matmuls and of attention kernels, so that none runs
-        twice in a layer; ``quantized``: the residuals that quantized matmuls name.
+        float and 8-bit matmuls return; ``matmuls``: results of matmuls and of attention kernels, see
+        ``jaxquant.save_matmuls``; ``quantized``: the residuals that quantized matmuls name.
       attention: whose code mixes the values. ``auto``: cuDNN's on NVIDIA GPUs and splash attention on TPUs where they
         take the shapes, else ``xla``; ``cudnn``, ``splash``: that one or an error.
       head_chunks: pieces of a sequence whose logits the loss holds at a time (0: as few as keep them under half a

@@ -42,7 +42,7 @@ EPSILON = 1e-10
 """The least amax that MLC scales a group by; DeepSeek and DeepGEMM take 1e-4, which loses gradients below 1e-8."""
 
 _ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
-_ROWS = 8  # as few as matmuls on all chips have
+_ROWS = 8  # the fewest that the matmul of every chip takes
 
 Block = tuple[int, int]
 Activation = Literal["dynamic", "static", "float"]
@@ -211,7 +211,7 @@ def block_scale_experts(
     """
     _check_shapes(x, weight, "[E, N, K]")
     if not jnp.issubdtype(indptr.dtype, jnp.integer):
-        raise TypeError(f"indptr must be of integers, got {indptr.dtype.name}")
+        raise TypeError(f"indptr must hold integers, got {indptr.dtype.name}")
     if indptr.ndim == 2:
         chosen = indptr.reshape(-1)
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):

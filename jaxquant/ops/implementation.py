@@ -18,7 +18,9 @@ be asked for; it sums exact products in float32, as cuDNN does. ``xla`` multipli
 so rounded."""
 
 
-_REFUSED, _UNPICKED = "pallas was asked for; ", "XLA's program: "
+REFUSED = "pallas was asked for; "
+"""How the reason of a choice begins where a kernel was asked for and does not run."""
+_UNPICKED = "XLA's program: "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Choice:
     @property
     def asks_for_pallas(self) -> bool:
         """Whether kernels were asked for, granted or not."""
-        return self.name == "pallas" or self.reason.startswith(_REFUSED)
+        return self.name == "pallas" or self.reason.startswith(REFUSED)
 
 
 PICKED = "XLA's program: no kernel is faster than it by a measurement on a chip"
@@ -85,7 +87,7 @@ def settle(
     if implementation is None and pays is not None:
         choice = Choice("pallas", pays)
     if choice.name == "pallas" and (why := refusal()) is not None:
-        choice = Choice("xla", f"{_UNPICKED if implementation is None else _REFUSED}{why}")
+        choice = Choice("xla", f"{_UNPICKED if implementation is None else REFUSED}{why}")
     return note(piece, choice)
 
 
@@ -106,9 +108,9 @@ def settle_blocks(own: str | None, implementation: str | None, kernel: Callable[
     if implementation == "xla":
         return note(BLOCKS, Choice("xla", "asked for"))
     if own is None:
-        asked = _REFUSED if implementation == "pallas" else ""
+        asked = REFUSED if implementation == "pallas" else ""
         return note(BLOCKS, Choice("cudnn", f"{asked}the chip multiplies these blocks"))
     if implementation is None:
         return note(BLOCKS, Choice("xla", own))
     why = kernel()
-    return note(BLOCKS, Choice("pallas", "asked for") if why is None else Choice("xla", f"{_REFUSED}{why}"))
+    return note(BLOCKS, Choice("pallas", "asked for") if why is None else Choice("xla", f"{REFUSED}{why}"))

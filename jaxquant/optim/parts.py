@@ -14,7 +14,7 @@ from jax.extend.core import DebugInfo, Jaxpr, Literal
 Array = jax.Array
 
 _NAMES = (
-    "abs add add_any and clamp convert_element_type copy copy_p div eq exp exp2 ge gt integer_pow is_finite le log "
+    "abs add add_any and clamp convert_element_type div eq exp exp2 ge gt integer_pow is_finite le log "
     "log1p logistic lt max min mul ne neg not or pow rsqrt select_n sign sqrt square sub tanh"
 )
 ELEMENTWISE = frozenset(_NAMES.split())
@@ -124,7 +124,7 @@ class Update:
             one.refusal = one.refusal or two.refusal
 
     def _read(self, equation: Any) -> None:
-        name, given, out = equation.primitive.name, equation.invars, equation.outvars[0]
+        name, given, out = equation.primitive.name, equation.invars, next(iter(equation.outvars), None)
         met = [part for part in map(self._part, given) if part is not None]
         if not met:
             if name == "broadcast_in_dim" and not given[0].aval.shape:
@@ -148,6 +148,8 @@ class Update:
         name = equation.primitive.name
         if name not in ELEMENTWISE:
             return f"{name} is not elementwise"
+        if any(v.aval.dtype == jnp.float16 for v in (*equation.invars, *equation.outvars)):
+            return f"{name} has float16, which kernels on TPUs do not read"
         for v in equation.invars:
             if self._is_scalar(v) and v.aval.dtype not in (jnp.float32, bool):
                 return f"{name} takes a scalar in {v.aval.dtype.name}"

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxquant.core.sharding import merge_axes, platform_of, split_axes
 from jaxquant.kernels.optimizer_update import api
 from jaxquant.kernels.optimizer_update.reference import Result
-from jaxquant.ops.implementation import Choice, note
+from jaxquant.ops.implementation import REFUSED, Choice, note
 from jaxquant.optim.codes import Codec, Coded
 from jaxquant.optim.parts import Part, Update
 
@@ -120,7 +120,8 @@ def _is_taken(part: Part, leaves: Sequence[Any], implementation: str | None, sha
     if why is None:
         why = api.refusal(arrays, coded[0].axis, [x.group for x in coded], _sharding(coded[0], shardings))
     asked = "asked for" if implementation else "XLA for TPUs holds the float32 moments of many parameters"
-    note(PIECE, Choice("pallas", asked) if why is None else Choice("xla", f"{coded[0].path}: {why}"))
+    refused = f"{REFUSED if implementation else ''}{coded[0].path}: {why}"
+    note(PIECE, Choice("pallas", asked) if why is None else Choice("xla", refused))
     return why is None
 
 

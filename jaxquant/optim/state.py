@@ -63,9 +63,11 @@ class NewWeights(NamedTuple):
 
     Attributes:
       weights: the new weights.
+      guard: a random key, with which no transformation of updates computes: an error in place of wrong weights.
     """
 
     weights: Any
+    guard: Any
 
 
 def quantize_state(
@@ -100,10 +102,12 @@ def quantize_state(
       shards: how many devices share the axis of groups of a parameter at most, or a function from a moment's path and
         that axis, counted from the end, to that. Where it can be, a group lies on one device.
       moments: the moments of each class of state: ``MOMENTS``, or that with classes of your own.
-      axis: of the groups, counted from the end. None takes the last, and on TPUs the one before it, or an earlier one
-        whose groups are larger. ``update`` goes on along the axis that a state has, on any platform.
+      axis: of the groups, counted from the end. None takes the last; on TPUs, unless ``implementation`` is "xla", the
+        one before it, or an earlier one whose groups are larger. ``update`` goes on along the axis that a state has,
+        on any platform.
       apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, in place of updates. The
-        kernel then writes weights, and moves 12 bytes a parameter less.
+        kernel then writes weights, and moves 12 bytes a parameter less. It must be the last of a chain, and not inside
+        of ``optax.MultiSteps``.
       implementation: "xla", or "pallas", the kernel, which CPUs interpret; None picks the kernel on TPUs. What it does
         not compute, as an optimizer that mixes elements, is XLA's, by ``jaxquant.ops.implementation.choices_made``.
       shardings: a function from a moment's path and its codes to the sharding of its parameter. The kernel needs it
@@ -146,6 +150,9 @@ def quantize_state(
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
+        if apply and params is None:
+            raise ValueError("quantize_state(…, apply=True) writes new weights; call update(gradients, state, params)")
+
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
             def of_leaf(path: str, codes: jax.Array, *rest: Any) -> Any:
                 return (
@@ -163,7 +170,7 @@ def quantize_state(
 
         inner = _map_moments(of_moment, moments, state.inner)
         new, inner = run(function, (updates, inner, params), implementation, shardings, apply)
-        return NewWeights(new) if apply else new, _packed(moments, inner)
+        return NewWeights(new, jax.random.key(0)) if apply else new, _packed(moments, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -205,7 +212,11 @@ def describe_state(state: Any) -> dict[str, str]:
                 if part % group:
                     rows[row] += f"; a shard has {part} of {'the last axis' if axis == -1 else 'it'} and cuts them"
             elif any(f"{path}/".startswith(f"{name}/") for name in node.largest):
-                why = f"fewer than {_FEWEST} elements" if codes.size < _FEWEST else "by its name or its last axis"
+                why = (
+                    f"fewer than {_FEWEST} elements"
+                    if codes.size < _FEWEST
+                    else "by its name, or no group divides its axis"
+                )
                 rows[row] = f"{codes.dtype}: {why}"
     return rows
 

@@ -103,6 +103,19 @@ def test_what_is_kept_is_the_results_that_something_needs_and_no_sums(string):
     assert kept == {"float32": 3 * LAYERS * 4 * X.size}  # of wi_0, of wi_1, and what a layer returns
 
 
+def test_a_kernel_that_casts_runs_again():
+    w = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH))
+    kept = []
+    for implementation in ("pallas", "xla"):
+        config = {"quantization": "fp8_block", "implementation": implementation}
+        quantized = jaxquant.quantize(lambda w, x: jnp.sin(x @ w) @ w, config)
+        block = jax.checkpoint(lambda w, x, q=quantized: q(w, {}, x), policy=jaxquant.save_matmuls)
+        x = jnp.ones((WIDTH, WIDTH))
+        assert ("jaxquant_block_quantize" in str(jax.make_jaxpr(block)(w, x))) == (implementation == "pallas")
+        kept.append(saved_for_backward(lambda w, x, block=block: block(w, x).sum(), w, x))
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.parametrize("string", ["", "fp8"])
 def test_a_function_under_checkpoint(string):
     weights = {name: jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) for i, name in enumerate(("a", "b", "c"))}

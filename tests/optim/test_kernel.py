@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from jaxquant.aot.topology import environment
@@ -97,6 +99,11 @@ def test_updates_and_bfloat16_weights():
     )  # a product and a sum, rounded once or twice
 
 
+def shown(updates: Any, _: Any = None) -> Any:
+    jax.debug.print("{}", updates["w"])
+    return updates
+
+
 def normalized(updates: Any, _: Any = None) -> Any:
     return jax.tree.map(lambda g: g / jnp.sqrt((g * g).mean()), updates)
 
@@ -108,6 +115,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     "takes an array of another kind": (
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         MATRIX,
+        -2,
+    ),
+    "debug_print is not elementwise": (lambda: optax.chain(optax.adam(1e-3), optax.stateless(shown)), MATRIX, -2),
+    "copy is not elementwise": (
+        lambda: optax.chain(optax.adam(1e-3), optax.stateless(lambda u, _: jax.tree.map(jnp.array, u))),
+        MATRIX,
+        -2,
+    ),
+    "has float16, which kernels on TPUs do not read": (
+        lambda: optax.adam(1e-3),
+        jax.tree.map(lambda x: x.astype(jnp.float16), MATRIX),
         -2,
     ),
     "takes groups along another axis than the last": (lambda: optax.adam(1e-3), MATRIX, -1),
@@ -147,6 +165,33 @@ def test_new_weights_are_no_updates():
     updates, _ = tx.update(MATRIX, tx.init(MATRIX), MATRIX)
     with pytest.raises(ValueError, match="NewWeights"):
         optax.apply_updates(MATRIX, updates)
+    with pytest.raises(ValueError, match=r"call update\(gradients, state, params\)"):
+        tx.update(MATRIX, tx.init(MATRIX))
+    wrong = [optax.chain(tx, optax.scale(-1.0)), optax.chain(tx, optax.clip(1.0)), optax.MultiSteps(tx, 2)]
+    for each in wrong:
+        with pytest.raises((TypeError, ValueError, NotImplementedError)):
+            each.update(MATRIX, each.init(MATRIX), MATRIX)
+
+
+def test_shardings_are_those_outside_of_shard_map_and_cut_apart_is_refused():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    cut = NamedSharding(mesh, P("x", None))
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(MATRIX["w"], cut)}
+        tx = quantize_state(
+            optax.adam(1e-3), "fp8_coat", axis=-2, implementation="pallas", shardings=lambda path, moment: cut
+        )
+        state = tx.init(params)
+        wanted = jax.jit(tx.update)(params, state, params)[0]["w"]
+        specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), (params, state, params))
+        inside = jax.shard_map(lambda *args: tx.update(*args)[0], in_specs=specs, out_specs=P("x"), check_vma=False)
+        found = jax.jit(inside)(params, state, params)["w"]
+        np.testing.assert_allclose(found, wanted, rtol=4 * numerics.FLOAT32_EPS)
+        whole = jax.device_put(params, NamedSharding(mesh, P()))
+        found = jax.jit(tx.update)(whole, state, params)[0]["w"]
+        np.testing.assert_allclose(found, wanted, rtol=4 * numerics.FLOAT32_EPS)
+    reasons = [choice.reason for piece, choice in choices_made() if piece == PIECE]
+    assert any("pallas was asked for; " in why and "cut differently on a mesh" in why for why in reasons)
 
 
 WORKER = """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from jaxquant.core.sharding import explicit_sharding, platform_of
 from jaxquant.kernels.optimizer_update.reference import Body, Result
@@ -34,7 +34,9 @@ def refusal(
         return "the update kernel counts in 32 bits, and jax_enable_x64 is on"
     if axis == -1:
         return "the update kernel takes groups along another axis than the last, quantize_state(…, axis=…)"
-    place = explicit_sharding(x) or sharding
+    place = _place(x, sharding)
+    if len({each.spec for each in map(explicit_sharding, arrays) if each is not None}) > 1:
+        return "its arrays are cut differently on a mesh with explicit axes"
     if place is None:
         if why := cut_refusal(*arrays):
             return f"{why}; quantize_state takes its sharding as shardings=…"
@@ -81,10 +83,17 @@ def update(
         lead = arrays[0].shape[:axis]
         return [x.reshape(*lead, *x.shape[1:]) for x in out]
 
-    place = explicit_sharding(arrays[0]) or sharding
+    place = _place(arrays[0], sharding)
     if place is None:
         return local(scalars, arrays)
     none = jax.sharding.PartitionSpec()
     return jax.shard_map(local, mesh=place.mesh, in_specs=(none, place.spec), out_specs=place.spec, check_vma=False)(
         list(scalars), list(arrays)
     )
+
+
+def _place(x: Array, sharding: NamedSharding | None) -> NamedSharding | None:
+    """Return how a parameter is cut; inside of ``jax.shard_map`` it is a device's own part."""
+    kinds = jax.typeof(x).sharding.mesh.axis_types
+    is_part = bool(kinds) and all(kind == AxisType.Manual for kind in kinds)
+    return explicit_sharding(x) or (None if is_part else sharding)
