@@ -36,10 +36,15 @@ class Checkpoints:
     Attributes:
       changes: of each field of ``ADJUSTABLE`` in which the configuration is not that of the checkpoint that was
         restored, the value there and the one asked.
+
+    Raises:
+      ValueError: what has its name is no folder.
     """
 
     def __init__(self, run_dir: Path, config: TrainConfig):
         self._config, self._folder = config, run_dir.resolve() / "checkpoints"
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ValueError(f"{self._folder} is not a folder; move it away, or choose another run_dir")
         _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
@@ -142,7 +147,11 @@ class Checkpoints:
             sums.check_sums(self._folder / str(step), *processes.share())
         except (ValueError, OSError) as error:
             damage = str(error)
-        return None if processes.all_agree(damage is None) else damage or "another process says why"
+            if not processes.is_main():  # whose ``say`` is heard
+                print(f"checkpoint {step} is damaged: {damage}", file=sys.stderr)
+        if processes.all_agree(damage is None):
+            return None
+        return damage or "damage found by another process; see its output"
 
     def _differences(self, step: int) -> dict[str, tuple[Any, Any]]:
         """Return the fields that are others than those of a whole checkpoint, and may be.
