@@ -23,6 +23,11 @@ from train import processes, sums
 from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 from train.step import TrainState
 
+_OTHER_AXIS = (
+    "where TPUs made its optimizer state in 8 bits, set optimizer_state_axis=rows, where others did, "
+    "optimizer_state_axis=last; or "
+)
+
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
     """Write the resolved configuration as ``config.yml``, whole or not at all."""
@@ -36,10 +41,15 @@ class Checkpoints:
     Attributes:
       changes: of each field of ``ADJUSTABLE`` in which the configuration is not that of the checkpoint that was
         restored, the value there and the one asked.
+
+    Raises:
+      ValueError: what has its name is no folder.
     """
 
     def __init__(self, run_dir: Path, config: TrainConfig):
         self._config, self._folder = config, run_dir.resolve() / "checkpoints"
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ValueError(f"{self._folder} is not a folder; move it away, or choose another run_dir")
         _silence_failed_saves()
         self._saving: int | None = None  # begun, and not known to be whole
         self.changes: dict[str, tuple[Any, Any]] = {}
@@ -115,6 +125,7 @@ class Checkpoints:
           ValueError: there are checkpoints and none of them loads, or the first that is whole is of another run.
         """
         broken: dict[int, str] = {}
+        unfit = False  # whole, with groups of moments that may be another platform's
         for step in sorted(self._manager.all_steps(), reverse=True):
             failure = self._damage(step)
             if failure is None:
@@ -128,11 +139,13 @@ class Checkpoints:
                             say(f"{name} is {now!r}, it was {before!r} when checkpoint {step} was made")
                     self._discard(broken, say)
                     return found
+                unfit = self._config.optimizer_state != "float32"
             broken[step] = failure or "it does not load in another process"
             say(f"checkpoint {step} does not load ({broken[step]}); trying the one before it")
         if broken:
             found = f"none of the checkpoints {[*broken]} in {self._folder} loads ({next(iter(broken.values()))})"
-            raise ValueError(f"{found}; choose another run_dir or delete that folder to start over")
+            way_out = f"{_OTHER_AXIS if unfit else ''}choose another run_dir or delete that folder to start over"
+            raise ValueError(f"{found}; {way_out}")
         return None
 
     def _damage(self, step: int) -> str | None:
@@ -142,7 +155,11 @@ class Checkpoints:
             sums.check_sums(self._folder / str(step), *processes.share())
         except (ValueError, OSError) as error:
             damage = str(error)
-        return None if processes.all_agree(damage is None) else damage or "another process says why"
+            if not processes.is_main():  # whose ``say`` is heard
+                print(f"checkpoint {step} is damaged: {damage}", file=sys.stderr)
+        if processes.all_agree(damage is None):
+            return None
+        return damage or "damage found by another process; see its output"
 
     def _differences(self, step: int) -> dict[str, tuple[Any, Any]]:
         """Return the fields that are others than those of a whole checkpoint, and may be.

@@ -13,11 +13,13 @@ RUN_CONTROL = frozenset(
     (
         *("run_dir", "steps", "strict", "log_every", "eval_every", "checkpoint_every", "checkpoint_keep"),
         *("tensorboard", "health_every", "health_sequences", "mesh_data", "mesh_fsdp", "mesh_tensor"),
+        "optimizer_state_axis",
     )
 )
 """Fields that may differ when a run is resumed.
 
-They say how long the run lasts, what it checks and writes down and on how many devices it goes. Everything else decides
+They say how long the run lasts, what it checks and writes down and on how many devices of what kind it goes (a
+checkpoint's optimizer state loads along the axis that it has, or not at all). Everything else decides
 the numbers of the run and must equal the checkpoint's, ``quantization_local_shard_count`` as the mesh resolved it, but
 for the fields of ``ADJUSTABLE``.
 (``steps`` also places the end of the cosine: a run resumed with more steps goes on from the checkpoint along the longer
@@ -91,6 +93,8 @@ class TrainConfig(Shape, QuantConfig):
         ``learning_rate_final_fraction`` of it.
       adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only.
       optimizer_state: how Adam's moments are kept, a scheme of ``jaxquant.optim.SCHEMES`` or in float32.
+      optimizer_state_axis: along which numbers of 8 bits are grouped: ``last``, ``rows`` (the axis before it, or one
+        with larger groups), or ``auto``, which is ``rows`` on TPUs and else ``last``. A checkpoint is of one of them.
       weight_dtype: of the parameters; there is no float32 copy of bfloat16 ones.
       stochastic_rounding: whether bfloat16 weights are rounded at random (``optim.stochastic_round``), not to nearest.
       gradient_clipping_threshold: largest global norm of the parameters' gradient; 0 is no clipping.
@@ -125,6 +129,7 @@ class TrainConfig(Shape, QuantConfig):
     adam_eps: float = 1e-8
     weight_decay: float = 0.1
     optimizer_state: Literal["float32", "fp8_coat", "int8_dynamic", "int8_linear"] = "float32"
+    optimizer_state_axis: Literal["auto", "last", "rows"] = "auto"
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     stochastic_rounding: bool = False
     gradient_clipping_threshold: float = 1.0
@@ -167,6 +172,11 @@ class TrainConfig(Shape, QuantConfig):
         if self.stochastic_rounding and self.weight_dtype != "bfloat16":
             raise ValueError(
                 "stochastic_rounding rounds weights in bfloat16; set weight_dtype: bfloat16, or leave it out"
+            )
+        if self.optimizer_state_axis != "auto" and self.optimizer_state == "float32":
+            raise ValueError(
+                f"optimizer_state_axis {self.optimizer_state_axis!r} is of moments in 8 bits, and optimizer_state is "
+                "'float32'; set it to another, or leave optimizer_state_axis out"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")

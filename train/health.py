@@ -114,12 +114,14 @@ def sampled_sequences(config: TrainConfig, devices: int, shards: int) -> int:
     if config.health_sequences in fitting:
         return config.health_sequences
     small = [n for n in fitting if n * config.gradient_accumulation_steps <= batch]
-    if config.health_sequences or not small:
-        raise ValueError(
-            f"health_sequences {config.health_sequences} must divide batch_size {batch} and be a multiple of {unit} "
-            f"({devices} devices, {shards} shards), where it is 0 in a part that fits into one of "
-            f"{config.gradient_accumulation_steps} micro-batches; use one of {fitting}, or health_every 0"
-        )
+    of_unit = f"a multiple of {unit} ({devices} devices, {shards} shards)"
+    way_out = f"set {f'health_sequences to one of {fitting}, or ' if fitting else ''}health_every to 0"
+    if config.health_sequences:
+        found = f"health_sequences {config.health_sequences} must divide batch_size {batch} and be {of_unit}"
+        raise ValueError(f"{found}; {way_out}")
+    if not small:
+        part = f"fits into one of {config.gradient_accumulation_steps} micro-batches and is {of_unit}"
+        raise ValueError(f"health_every {config.health_every}: no part of batch_size {batch} {part}; {way_out}")
     return next((n for n in small if n * SHARE >= batch), small[-1])
 
 

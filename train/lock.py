@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ NAME = "writer.lock"
 STALE_S = 90.0
 """A writer whose process cannot be seen from here, and that has not touched the file for so long, is dead."""
 _TRY_S = 3.0  # a file that says nothing is taken after two
+_SEEN_S = 0.5  # of a process on this host one look tells whether it lives
 
 
 class Busy(ValueError):
@@ -41,9 +43,9 @@ class RunLock:
             return
         before = self._lease.owner
         who = _name(before)
-        limit = _TRY_S
+        limit = _SEEN_S if before else _TRY_S
         if before and before.hostname != _own_hostname():
-            limit += STALE_S
+            limit = STALE_S + _TRY_S
             say(f"{NAME} is of {who}; waiting for up to {limit:.0f} s to see whether it lives")
         try:
             self._lease.acquire(timeout=limit)
@@ -51,7 +53,20 @@ class RunLock:
             where = f"run {self._run_dir} is being written by {_name(self._lease.owner or before)}"
             raise Busy(f"{where}; wait for it, stop it, or choose another run_dir") from None
         if before:
-            say(f"{who} has ended without a word; going on in its place")
+            say(f"{who} is gone; going on in its place")
+
+    def check(self) -> None:
+        """Look whether the folder is still this process's, which has acquired it.
+
+        Raises:
+          Busy: another process has taken it over, as it may where this one did not touch the file for so long.
+        """
+        deadline, owner = time.monotonic() + _TRY_S, self._lease.owner
+        while not owner and self._run_dir.is_dir() and time.monotonic() < deadline:
+            time.sleep(0.05)  # who looks whether the file is stale lays it aside for a moment
+            owner = self._lease.owner
+        if self._run_dir.is_dir() and (not owner or owner.token != self._lease.token):
+            raise Busy(f"run {self._run_dir} was taken over by {_name(owner)} while this process stood still")
 
     def release(self) -> None:
         """Let others have the folder."""

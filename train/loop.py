@@ -39,7 +39,7 @@ class Diverged(RuntimeError):
 
 
 class Halted(RuntimeError):
-    """What the run writes cannot be written any more."""
+    """What the run writes cannot be written any more, or is another's to write."""
 
 
 @dataclasses.dataclass
@@ -92,7 +92,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if jax.process_count() == 1 and run_dir.is_dir():  # of several, each may see it or not yet
-            _own(lock, run_dir, say)
+            _own(lambda: lock.acquire(say), run_dir)
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         config = program.config
@@ -103,11 +103,11 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         processes.wait_for_all("configuration read")
         if processes.is_main():
             run_dir.mkdir(parents=True, exist_ok=True)
-        _own(lock, run_dir, say)
+        _own(lambda: lock.acquire(say), run_dir)
         say(coverage.text())
         say(f"data: {data.description}")
         checkpoints = stack.enter_context(Checkpoints(run_dir, config))
-        run = _Run(run_dir, program, data, checkpoints, health, FiniteCheck(program))
+        run = _Run(run_dir, lock, program, data, checkpoints, health, FiniteCheck(program))
         run.start(say)
         if processes.is_main():
             (run_dir / "coverage.json").write_text(sums.signed(json.loads(coverage.to_json()), 1) + "\n")
@@ -125,12 +125,12 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
     return train
 
 
-def _own(lock: RunLock, run_dir: Path, say: Callable[[str], None]) -> None:
-    """Take the folder for this run: its first process has it, for all of them."""
+def _own(ask: Callable[[], None], run_dir: Path) -> None:
+    """Take or keep the folder for this run, which ``ask`` refuses: its first process has it, for all of them."""
     refusal = None
     if processes.is_main():
         try:
-            lock.acquire(say)
+            ask()
         except Busy as busy:
             refusal = busy
     if not processes.all_agree(refusal is None):
@@ -142,6 +142,7 @@ class _Run:
     """A run: what it was built of, and the state that it has reached."""
 
     run_dir: Path
+    lock: RunLock
     program: Program
     data: Data
     checkpoints: Checkpoints
@@ -224,12 +225,20 @@ class _Run:
             if last:
                 _check_held_out(held_out, step, self.checkpoints)
             if saving:
-                self.checkpoints.save(step, self.state, self.data.train.get_state())
+                self._save(step, self.data.train.get_state())
             if saving or evaluating:
                 metrics.pause()
             if stops and not last:
                 return None
         return held_out
+
+    def _save(self, step: int, data_state: Any) -> None:
+        """Save the state, unless another run has the folder by now."""
+        try:
+            _own(self.lock.check, self.run_dir)
+        except Busy as busy:
+            raise Halted(f"{busy}; nothing more is written") from None
+        self.checkpoints.save(step, self.state, data_state)
 
     @property
     def _reason(self) -> str | None:
@@ -262,7 +271,7 @@ class _Run:
             found = f"step {failed.step}: loss is {values['loss']:.6g} and the update overflows: {where}"
             raise Diverged(f"{found}; {_kept(self.checkpoints)}")
         good = int(self.state.step)
-        self.checkpoints.save(good, self.state, failed.data_state)
+        self._save(good, failed.data_state)
         self.checkpoints.wait()
         key = jax.random.fold_in(jax.random.key(self.program.config.seed), good)
         where = explain_non_finite(self.program, self.state, failed.batch, key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -12,6 +14,9 @@ from train.sharding import parameter_spec
 
 DECAYED = frozenset({"kernel", "embedding", "wi_0", "wi_1", "wo"})
 """Parameters that weight decay acts on, by name: under a scan over layers a norm's scale has two axes too."""
+
+AXES: dict[str, int | Literal["rows"] | None] = {"auto": None, "last": -1, "rows": "rows"}
+"""Values of ``optimizer_state_axis`` as ``quantize_state`` has them."""
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
@@ -41,7 +46,8 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
         mask=_decayed,
     )
     if config.optimizer_state != "float32":
-        adamw = quantize_state(adamw, config.optimizer_state, shards=_devices_along, shardings=sharding)
+        axis = AXES[config.optimizer_state_axis]
+        adamw = quantize_state(adamw, config.optimizer_state, shards=_devices_along, axis=axis, shardings=sharding)
     rounding = [stochastic_round(config.seed)] if config.stochastic_rounding else []
     threshold = config.gradient_clipping_threshold
     return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), adamw, *rounding)

@@ -72,8 +72,8 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
 
     Args:
       directory: the folder of a run, or one that ``scripts/convert.py`` wrote.
-      overrides: config fields laid over the run's ``config.yml``, such as ``quantize_kvcache``; of a converted
-        checkpoint those of the KV cache alone.
+      overrides: config fields laid over the configuration of the checkpoint, such as ``quantize_kvcache``; of a
+        converted checkpoint those of the KV cache alone.
 
     Raises:
       FileNotFoundError: the folder is not there.
@@ -101,7 +101,10 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         if found is None or found.shape != wanted.shape:
             what = "none" if found is None else f"shape {found.shape}"
             lack = f"has no {path} of shape {wanted.shape}, got {what}"
-            raise ValueError(f"checkpoint {stored.step} of {folder} {lack}; it is not one of the run's config.yml")
+            asked = f" with {', '.join(overrides)}" if overrides else ""
+            raise ValueError(
+                f"checkpoint {stored.step} of {folder} {lack}; that does not fit its own configuration{asked}"
+            )
         return jnp.asarray(stored.read(path))
 
     found = map_by_path(load, {"params": params, "quant_state": quantization_state.strip_bins(quant_state)})

@@ -95,6 +95,8 @@ def _stdlib() -> Source:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in _walk(root, _SKIPPED_FOLDERS) if file.suffix == ".py"]
     files = [x for x in files if not any(part.startswith(_SKIPPED_PREFIXES) for part in x.relative_to(root).parts)]
+    if not files:
+        raise ValueError(f"dataset 'stdlib' found no .py sources under {str(root)!r}; set dataset=text, or another")
 
     def read(file: Path) -> Documents:
         yield _read_text(file), file.relative_to(root).as_posix()

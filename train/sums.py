@@ -91,8 +91,6 @@ def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
     Raises:
       ValueError: naming the first file that is missing, another, or not the checkpoint's.
     """
-    if not (folder / NAME).is_file():
-        raise ValueError(f"{folder / NAME} is gone; {_STILL_READ} checkpoints without it")
     files = _read(folder)
     besides = (NAME, _PARTIAL, *(name for name in LATE if name not in files))
     manifest.check_files(folder, files, sorted(files)[share::shares], besides=besides, fix="")
@@ -105,6 +103,8 @@ def _dump(files: Mapping[str, Any]) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    if not (folder / NAME).is_file():
+        raise ValueError(f"{folder / NAME} is gone; {_STILL_READ} checkpoints without it")
     try:
         text = (folder / NAME).read_bytes().decode()
         files = {name: File(size, digest) for name, (size, digest) in json.loads(text)["files"].items()}
@@ -153,7 +153,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     """Read the configuration that made a checkpoint, whose record is compared with its sum.
 
     Raises:
-      ValueError: the record is damaged, or of a version of jaxquant that kept no configuration.
+      ValueError: the record is damaged, or of a version of jaxquant that kept no configuration or no sums.
       OSError: the checkpoint has no data position.
     """
     if _read(folder).get(DATA.as_posix()) != File.of(folder / DATA):

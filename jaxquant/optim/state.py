@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def quantize_state(
     float32: Iterable[str] = (),
     shards: Shards = 1,
     moments: Moments = MOMENTS,
-    axis: int | None = None,
+    axis: int | Literal["rows"] | None = None,
     apply: bool = False,
     implementation: str | None = None,
     shardings: Shardings | None = None,
@@ -102,9 +102,9 @@ def quantize_state(
       shards: how many devices share the axis of groups of a parameter at most, or a function from a moment's path and
         that axis, counted from the end, to that. Where it can be, a group lies on one device.
       moments: the moments of each class of state: ``MOMENTS``, or that with classes of your own.
-      axis: of the groups, counted from the end. None takes the last; on TPUs, unless ``implementation`` is "xla", the
-        one before it, or an earlier one whose groups are larger. ``update`` goes on along the axis that a state has,
-        on any platform.
+      axis: of the groups, counted from the end; or "rows", the axis before the last, an earlier one whose groups are
+        larger, or the last where neither has groups. None takes the last; on TPUs, unless ``implementation`` is "xla",
+        "rows". ``update`` goes on along the axis that a state has, on any platform.
       apply: whether ``update`` returns ``NewWeights``, for ``apply_updates`` of this module, in place of updates. The
         kernel then writes weights, and moves 12 bytes a parameter less. It must be the last of a chain, and not inside
         of ``optax.MultiSteps``.
@@ -114,7 +114,7 @@ def quantize_state(
         under automatic axes of a mesh, outside of ``jax.shard_map``.
 
     Raises:
-      ValueError: no such scheme or implementation, or an axis counted from the start. From ``init``: a name in
+      ValueError: no such scheme or implementation, or no such axis. From ``init``: a name in
         ``float32`` that no path has, an array as large as a moment in a state of an unknown class, or a state of
         ``stochastic_round`` or ``compensated_round``.
     """
@@ -126,8 +126,10 @@ def quantize_state(
         raise ValueError(
             f"quantize_state has no implementation {implementation!r}; known ones are xla, pallas and None"
         )
-    if axis is not None and axis >= 0:
-        raise ValueError(f"quantize_state counts the axis of groups from the end, as -1 or -2; got {axis}")
+    if axis not in (None, "rows") and (not isinstance(axis, int) or axis >= 0):
+        raise ValueError(
+            f"quantize_state counts the axis of groups from the end, as -1 or -2, or has 'rows'; got {axis!r}"
+        )
     inner_update = optax.with_extra_args_support(tx).update
     if axis is None and implementation == "xla":
         axis = -1
@@ -271,17 +273,18 @@ def _is_large(leaf: Any) -> bool:
 
 
 def _groups(
-    path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Shards, axis: int | None
+    path: str, codec: Codec, x: Any, names: tuple[str, ...], shards: Shards, axis: int | str | None
 ) -> tuple[int, int] | None:
     """Return the axis of a moment's groups, counted from the end, and their number there; None for float32."""
     if not _is_large(x) or set(names) & set(path.split("/")):
         return None
     # TPUs reduce along rows without moving a number, and their kernel takes no other groups, nor larger blocks.
-    rows = range(-2, -x.ndim - 1, -1) if axis is None and platform_of(x) == "tpu" else ()
+    of_rows = axis == "rows" or (axis is None and platform_of(x) == "tpu")
+    rows, last = range(-2, -x.ndim - 1, -1) if of_rows else (), axis if isinstance(axis, int) else -1
     fits = {each: min(codec.group, MOST // (LANES * math.prod(x.shape[each + 1 : -1]))) for each in rows}
     found = [(size, each) for each, most in fits.items() if (size := _group(path, most, x, shards, each))]
-    if not found and (size := _group(path, codec.group, x, shards, axis or -1)):
-        found = [(size, axis or -1)]
+    if not found and (size := _group(path, codec.group, x, shards, last)):
+        found = [(size, last)]
     return next(((each, x.shape[each] // size) for size, each in [max(found, default=(0, 0))] if size), None)
 
 

@@ -154,7 +154,7 @@ def test_a_state_goes_on_along_its_own_axis():
     wanted, found = (jax.jit(tx.update)(MATRIX, state, MATRIX) for tx in (rows, other))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    with pytest.raises(ValueError, match="counts the axis of groups from the end, as -1 or -2; got 1"):
+    with pytest.raises(ValueError, match="counts the axis of groups from the end, as -1 or -2, or has 'rows'; got 1"):
         quantize_state(optax.adam(1e-2), "fp8_coat", axis=1)
     with pytest.raises(ValueError, match="no implementation 'palas'"):
         quantize_state(optax.adam(1e-2), "fp8_coat", implementation="palas")

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from jaxquant.core.typed import to_mapping
-from train import sums
+from train import processes, sums
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
 from train.conversion import open_parameters
@@ -279,6 +279,35 @@ def test_a_checkpoint_that_knows_no_config_is_refused(tmp_path: Path):
     for read in (lambda: open_parameters(run, say=print), lambda: resume(run, TrainConfig(seed=3))):
         with pytest.raises(ValueError, match=r"does not say what configuration made it; commit .* still reads it"):
             read()
+
+
+def test_a_checkpoint_without_sums_is_refused_where_runs_are_compared(tmp_path: Path):
+    run = made_with(tmp_path / "run")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (run / "checkpoints/2" / sums.NAME).unlink()
+    with pytest.raises(ValueError, match=r"2/sums.json is gone; commit .* still reads checkpoints without it"):
+        load_run(run, "run")
+
+
+def test_a_file_in_the_place_of_checkpoints_is_refused(tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ValueError, match=r"/checkpoints is not a folder; move it away, or choose another run_dir$"):
+        Checkpoints(tmp_path, TrainConfig())
+
+
+def test_damage_that_another_process_found_is_told(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "all_agree", lambda mine: False)
+    with pytest.raises(ValueError, match=r"loads \(damage found by another process; see its output\)"):
+        restore(run)
+
+
+def test_a_process_that_is_not_the_first_prints_the_damage_that_it_found(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(processes, "is_main", lambda: False)
+    (run / "checkpoints/2" / sums.NAME).unlink()
+    assert step_of(run) == 1
+    assert f"checkpoint 2 is damaged: {run}/checkpoints/2/sums.json is gone" in capsys.readouterr().err
 
 
 def test_what_reads_a_run_goes_by_the_configuration_of_the_checkpoint(tmp_path: Path):

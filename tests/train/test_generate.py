@@ -182,6 +182,12 @@ def test_sampling_out_of_range_is_refused(fields, message):
         Sampling(**fields)
 
 
+def test_a_checkpoint_of_another_shape_is_refused(finished):
+    message = r"has no params/.* got shape .*; that does not fit its own configuration with mlp_dim$"
+    with pytest.raises(ValueError, match=message):
+        open_served(finished(""), {"mlp_dim": 16})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

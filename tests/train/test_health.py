@@ -133,18 +133,33 @@ def test_devices_of_one_tensor_group_share_their_sequences(tiny):
     assert build_health(program).sequences == 4
 
 
-def test_sampled_sequences_that_do_not_fit_are_refused(tiny):
-    config = dataclasses.replace(tiny, batch_size=16, health_sequences=3)
-    with pytest.raises(ValueError, match=r"health_sequences 3 must divide batch_size 16 .* use one of \[1, 2, 4, 8, 1"):
-        sampled_sequences(config, 1, 1)
-    config = dataclasses.replace(config, health_sequences=0)
-    with pytest.raises(
-        ValueError, match=r"be a multiple of 3 .* into one of 1 micro-batches; use one of \[\], or health_every 0$"
-    ):
-        sampled_sequences(config, 1, 3)
-    config = dataclasses.replace(config, gradient_accumulation_steps=8)
-    with pytest.raises(ValueError, match=r"into one of 8 micro-batches; use one of \[4, 8, 16\], or health_every 0"):
-        sampled_sequences(config, 1, 4)
+@pytest.mark.parametrize(
+    ("fields", "shards", "message"),
+    [
+        (
+            {"health_sequences": 3},
+            1,
+            r"health_sequences 3 must divide batch_size 16 and be a multiple of 1 \(.*\); "
+            r"set health_sequences to one of \[1, 2, 4, 8, 16\], or health_every to 0$",
+        ),
+        ({"health_sequences": 3}, 3, r"health_sequences 3 must .* a multiple of 3 \(.*\); set health_every to 0$"),
+        (
+            {"health_every": 5},
+            3,
+            r"health_every 5: no part of batch_size 16 fits into one of 1 micro-batches and is a multiple of 3 \(.*\); "
+            r"set health_every to 0$",
+        ),
+        (
+            {"health_every": 5, "gradient_accumulation_steps": 8},
+            4,
+            r"into one of 8 micro-batches .*; set health_sequences to one of \[4, 8, 16\], or health_every to 0$",
+        ),
+    ],
+)
+def test_sampled_sequences_that_do_not_fit_are_refused(tiny, fields: dict[str, int], shards: int, message: str):
+    config = dataclasses.replace(tiny, **{"batch_size": 16, "health_sequences": 0} | fields)
+    with pytest.raises(ValueError, match=message):
+        sampled_sequences(config, 1, shards)
 
 
 def table(**changes: dict[tuple[int, int], float]) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import typing
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from jaxquant.core.trees import leaves_by_path, tree_bytes
 from jaxquant.core.typed import build as build_typed
 from jaxquant.core.typed import type_hints
 from jaxquant.optim import SCHEMES
+from jaxquant.optim import state as optim_state
 from tests.train.conftest import read_losses, train
 from train.config import TrainConfig
 from train.sharding import AXES, state_shardings
@@ -33,6 +35,31 @@ def test_a_run_learns_and_goes_on_to_the_bit(tiny: TrainConfig, tmp_path: Path):
     shutil.rmtree(run / "checkpoints/9")
     assert any(line.endswith("step 6") for line in train(config, run, **fields))
     assert read_losses(run) == losses
+
+
+def test_a_run_goes_on_along_the_axis_of_another_platform(
+    tiny: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """TPUs have groups along rows, of heads along an axis further to the left; they load elsewhere, and the reverse."""
+    config = dataclasses.replace(tiny, **ONE | {"optimizer_state": "int8_dynamic"})
+
+    def shapes(platform: str, axis: str) -> dict[str, tuple[tuple[int, ...], Any]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(optim_state, "platform_of", lambda x: platform)
+            found = build(dataclasses.replace(config, optimizer_state_axis=axis), 256).abstract_state.opt_state
+        return {path: (leaf.shape, leaf.dtype) for path, leaf in leaves_by_path(found).items()}
+
+    assert shapes("tpu", "auto") == shapes("cpu", "rows") != shapes("cpu", "auto")
+    assert shapes("cpu", "auto") == shapes("tpu", "last")
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    rows = {"optimizer_state_axis": "rows"}
+    train(config, straight, steps=4, checkpoint_every=2, **rows)
+    shutil.copytree(straight, run)
+    shutil.rmtree(run / "checkpoints/4")
+    with pytest.raises(ValueError, match=r"none of .* loads .* set optimizer_state_axis=rows, where .*; or choose an"):
+        train(config, run, steps=4)
+    assert any(line.endswith("step 2") for line in train(config, run, steps=4, **rows))
+    assert read_losses(run) == read_losses(straight)
 
 
 def test_moments_lie_where_the_parameters_lie(tiny: TrainConfig):
@@ -57,3 +84,7 @@ def test_fields_name_what_there_is():
     assert typing.get_args(type_hints(TrainConfig)["optimizer_state"]) == ("float32", *SCHEMES)
     with pytest.raises(ValueError, match="stochastic_rounding rounds weights in bfloat16; set weight_dtype: bfloat16"):
         build_typed(TrainConfig, {"stochastic_rounding": True})
+    with pytest.raises(ValueError, match=r"optimizer_state_axis 'rows' is of moments in 8 bits, and .*; set it to an"):
+        build_typed(TrainConfig, {"optimizer_state_axis": "rows"})
+    with pytest.raises(TypeError, match=r"optimizer_state_axis.* must be one of 'auto', 'last', 'rows', got -2"):
+        build_typed(TrainConfig, {"optimizer_state": "fp8_coat", "optimizer_state_axis": -2})
