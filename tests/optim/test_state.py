@@ -90,9 +90,9 @@ def test_what_is_said_of_each_moment():
     assert {path.removeprefix("a/0/"): row for path, row in rows.items() if "mu" in path} == {
         "mu/layer/kernel": "float8_e4m3fn, groups of 128, 1.039 bytes an element",
         "mu/layer/bias": "float32: fewer than 4096 elements",
-        "mu/flat": "float32: by its name or its last axis",
+        "mu/flat": "float32: by its name, or no group divides its axis",
         "mu/odd": "float8_e4m3fn, groups of 127, 1.039 bytes an element",
-        "mu/prime": "float32: by its name or its last axis",
+        "mu/prime": "float32: by its name, or no group divides its axis",
         "mu/empty": "float32: fewer than 4096 elements",
         "mu/scalar": "float32: fewer than 4096 elements",
     }
