@@ -70,7 +70,8 @@ def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, in
         closed = jax.make_jaxpr(residuals)(*args)
     program = graph(closed, [()] * len(closed.jaxpr.invars))
     found: collections.Counter[str] = collections.Counter()
-    for value, aval in dict(zip(map(_without_names, program.outputs), closed.out_avals, strict=True)).items():
+    avals: Any = closed.out_avals
+    for value, aval in dict(zip(map(_without_names, program.outputs), avals, strict=True)).items():
         if value.operation not in ("argument", "constant"):
             found[str(aval.dtype)] += aval.size * aval.dtype.itemsize
     return dict(found)

@@ -53,7 +53,8 @@ class Update:
     def __init__(self, function: Callable[..., Sequence[Array]], inputs: Sequence[Any], large: Collection[int]) -> None:
         traced = jax.make_jaxpr(function)(*inputs)
         flat = jax.make_jaxpr(lambda *args: _inlined(traced.jaxpr, traced.consts, args))(*inputs)
-        self._jaxpr, self._consts = flat.jaxpr, flat.consts
+        self._jaxpr: Any = flat.jaxpr
+        self._consts = flat.consts
         self._owner = {v: Part([i]) for i, v in enumerate(self._jaxpr.invars) if i in large}
         self._joined: dict[int, Part] = {}  # the identity of a part -> that into which it went
         self._spread: dict[Any, Any] = {}  # a scalar in the shape of an array -> the scalar
