@@ -37,7 +37,7 @@ from train.data import make_iterators
 from train.frameworks import make_model
 from train.model import Decoder, DecoderConfig
 from train.step import decoder_of
-from train.sums import check_sums, config_of, sums_of_files
+from train.sums import check_config_file, check_sums, config_of, sums_of_files
 
 Say = Callable[[str], None]
 CALIBRATION_BATCHES = 8
@@ -119,7 +119,9 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
                 raise
             say(f"{error}; trying the one before it")
         else:
-            return Parameters(number, config_of(folder / str(number)), shapes, stores, folder / str(number) / "state")
+            config = config_of(folder / str(number))
+            check_config_file(run_dir, number, config)
+            return Parameters(number, config, shapes, stores, folder / str(number) / "state")
     raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
 
 

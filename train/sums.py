@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import build, show, to_mapping
 from jaxquant.export.sums import sha256_of
 from jaxquant.serving import manifest
 from jaxquant.serving.manifest import File
-from train.config import TrainConfig
+from train.config import ADJUSTABLE, RUN_CONTROL, TrainConfig
 
 NAME, _PARTIAL = "sums.json", "sums.json.partial"
 FORMAT = "jaxquant-checkpoint-sums"
@@ -174,6 +175,26 @@ def config_of(folder: Path) -> TrainConfig:
     contents = recorded(folder)
     check_files(folder, contents["config"], contents.get("files", {}))
     return build(TrainConfig, contents["config"], f"configuration of {folder}")
+
+
+def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
+    """Refuse a run whose ``config.yml`` is not of the configuration that made a checkpoint of it.
+
+    Raises:
+      ValueError: naming the fields that decide numbers and differ, or what is wrong with the file.
+    """
+    path = run_dir / "config.yml"
+    if not path.exists():
+        return
+    try:
+        here = build(TrainConfig, load_yaml(path))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the configuration of a run ({error}); put it back") from None
+    pairs = {name: pair for name, pair in differing(made_with, here).items() if name not in RUN_CONTROL | ADJUSTABLE}
+    if pairs:
+        lines = [f"\n  {name}: {a!r} in the checkpoint, {b!r} in config.yml" for name, (a, b) in pairs.items()]
+        found = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
+        raise ValueError(f"{found}:{''.join(lines)}")
 
 
 def differing(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -350,7 +350,7 @@ def experts(way: str, is_checked: bool = True, **config: Any) -> tuple[dict[str,
 
 
 def by_axis(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Experts by an axis of an einsum, which the activation alone has on the mesh: explicit mesh and one device."""
+    """Experts by an axis of an einsum: explicit mesh, where jax 0.10 wants the activation alone cut, and one device."""
     w, x = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((EXPERTS, K, N), (EXPERTS, M, K))))
     q = jaxquant.quantize(lambda w, x: jnp.einsum("ecd,edf->ecf", x, w["w"]), {"quantization": name})
     state, key = q.init({"w": w}, x), jax.random.key(7)
@@ -365,7 +365,8 @@ def by_axis(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     one = jax.jit(run)(w, state, x)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        return jax.jit(run)(w, state, jax.device_put(x, P("data"))), one
+        cut = w if jax.__version_info__ < (0, 11) else jax.device_put(w, P("data"))
+        return jax.jit(run)(cut, state, jax.device_put(x, P("data"))), one
 
 
 def exchanged() -> tuple[dict[str, Any], dict[str, Any]]:
