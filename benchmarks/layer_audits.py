@@ -37,7 +37,7 @@ from train.model import DecoderConfig, DecoderLayer
 
 LAYERS = {"Llama 3 8B": LLAMA, "Mixtral 8x7B": dataclasses.replace(LLAMA, num_experts=8, num_experts_per_tok=2)}
 STRINGS = ("bf16", "fp8", "fp8_block", "fp8_block pallas", "mxfp8", "int8")
-"""Float training, and config strings. A second word is the implementation that is asked for."""
+"""Float training, and config strings. A second word names the implementation to ask for."""
 UNKNOWN = "not known: "
 """How what a matmul runs on begins where nothing tells it."""
 

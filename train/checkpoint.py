@@ -168,11 +168,8 @@ class Checkpoints:
           ValueError: a field differs that decides the numbers of the run.
         """
         different = sums.differing(sums.config_of(self._folder / str(step)), self._config)
-        fixed = {name: pair for name, pair in different.items() if name not in RUN_CONTROL | ADJUSTABLE}
-        if fixed:
-            lines = [f"\n  {name}: {a!r} in the checkpoint, {b!r} asked" for name, (a, b) in fixed.items()]
-            found = f"checkpoint {step} in {self._folder} is of another run; choose another run_dir or undo"
-            raise ValueError(f"{found}:{''.join(lines)}")
+        found = f"checkpoint {step} in {self._folder} is of another run; choose another run_dir or undo"
+        sums.refuse(different, found, "asked")
         return different
 
     def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:

@@ -190,11 +190,25 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
         here = build(TrainConfig, load_yaml(path))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); put it back") from None
-    pairs = {name: pair for name, pair in differing(made_with, here).items() if name not in RUN_CONTROL | ADJUSTABLE}
-    if pairs:
-        lines = [f"\n  {name}: {a!r} in the checkpoint, {b!r} in config.yml" for name, (a, b) in pairs.items()]
-        found = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
-        raise ValueError(f"{found}:{''.join(lines)}")
+    found = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
+    refuse(differing(made_with, here), found, "in config.yml")
+
+
+def refuse(different: Mapping[str, tuple[Any, Any]], message: str, other: str) -> None:
+    """Refuse fields that differ from a checkpoint's and decide the numbers of a run.
+
+    Args:
+      different: from ``differing``.
+      message: what is wrong.
+      other: where the second values stand.
+
+    Raises:
+      ValueError: the message, and a line for each field.
+    """
+    fixed = {name: pair for name, pair in different.items() if name not in RUN_CONTROL | ADJUSTABLE}
+    if fixed:
+        lines = [f"\n  {name}: {a!r} in the checkpoint, {b!r} {other}" for name, (a, b) in fixed.items()]
+        raise ValueError(f"{message}:{''.join(lines)}")
 
 
 def differing(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -31,7 +31,7 @@ class Part:
       scalars: variable -> the scalar that it is: what is computed outside of the part, as bias corrections and the
         learning rate.
       equations: of it.
-      refusal: why it is none, in words; None where it is.
+      refusal: why no kernel computes it, in words; None where one can.
     """
 
     inputs: list[int] = dataclasses.field(default_factory=list)
