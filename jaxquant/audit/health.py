@@ -34,7 +34,7 @@ from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, TENSORS, fields_of
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
-from jaxquant.core.rounding import content_key
+from jaxquant.core.rounding import RandomKey, content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.linen import Face
@@ -239,7 +239,7 @@ def _contract(
     eqn: Any,
     operands: list[Any],
     state: Mapping[str, Array],
-    key: Array | None,
+    key: RandomKey | None,
     prepared: None,
 ) -> Array:
     """Compute a contraction as the quantized function does, or in float, and tap it."""

@@ -20,13 +20,14 @@ from jaxquant.backends.aqt_config import HONOURS, tile_size, tiling_fn, to_aqt
 from jaxquant.backends.base import LibraryBackend, Op
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
-from jaxquant.core.rounding import operands_key
+from jaxquant.core.rounding import RandomKey, jax_key, operands_key
 
 Array = jax.Array
 _TRAIN, _SERVE = aqt_utils.QuantMode.TRAIN, aqt_utils.QuantMode.SERVE
 
 
-def _translated(recipe: Recipe, key: Array | None, weight: Any = _TRAIN) -> aqt_dot_general.DotGeneral:
+def _translated(recipe: Recipe, key: RandomKey | None, weight: Any = _TRAIN) -> aqt_dot_general.DotGeneral:
+    key = None if key is None else jax_key(key)
     return config.set_context(to_aqt(recipe), key, train_step=None, lhs_quant_mode=_TRAIN, rhs_quant_mode=weight)
 
 
@@ -39,7 +40,7 @@ def _tiled(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, dot: Any) -> Ar
     return tiled_dot_general.tiled_dot_general(tiles, lhs, rhs, numbers, dot_general=dot)
 
 
-def _dot(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: Array | None) -> Array:
+def _dot(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | None) -> Array:
     if key is None and recipe.is_stochastic:
         key = operands_key(lhs, rhs)
     return _tiled(recipe, lhs, rhs, numbers, _translated(recipe, key))

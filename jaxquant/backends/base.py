@@ -17,6 +17,7 @@ from jaxquant.config.backends import BACKENDS, BackendName, BackendRow, check_im
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Placement, fit_varying
 from jaxquant.ops.arguments import QuantState
 from jaxquant.ops.contract import contract
@@ -45,7 +46,7 @@ class Given:
 
     recipe: Recipe
     state: QuantState | None = None
-    key: Array | None = None
+    key: RandomKey | None = None
     how: How = ANYHOW
     prepared: Any = None
 

@@ -36,7 +36,7 @@ from jaxquant.backends.qwix_config import FOUR_BITS, HONOURS, ragged_lack, to_qw
 from jaxquant.config.backends import BACKENDS
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import Operand, Recipe, TensorSpec
-from jaxquant.core.rounding import operands_key
+from jaxquant.core.rounding import RandomKey, noise, operands_key
 from jaxquant.core.sharding import device_kind_of, platform_of
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Product
@@ -58,7 +58,7 @@ class _Provider(qwix.QtProvider):
     Qwix would draw it from a random stream of the module, which a traced matmul has not.
     """
 
-    def __init__(self, rule: qwix.QtRule, key: Array | None) -> None:
+    def __init__(self, rule: qwix.QtRule, key: RandomKey | None) -> None:
         super().__init__([rule])
         self._given = key
 
@@ -81,7 +81,7 @@ class _Noise:
     key: Any
 
     def __call__(self, shape: tuple[int, ...]) -> Any:
-        return jax.random.uniform(self.key, shape, jnp.float32, -0.5, 0.5)
+        return noise(self.key, shape) - 0.5
 
 
 class _Contraction(nn.Module):
@@ -101,7 +101,7 @@ class _Contraction(nn.Module):
         return jax.lax.dot_general(lhs, kernel.reshape(self.shape), self.dimension_numbers)
 
 
-def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: Array | None) -> Array:
+def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | None) -> Array:
     """Contract an activation with a float weight as Qwix trains.
 
     Qwix has no public function for that, so a module of one matmul is quantized by its rules. Qwix knows a weight by

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxquant.core.blocks import pad_blocks
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.recipe import Rotation
+from jaxquant.core.rounding import RandomKey, noise
 from jaxquant.core.sharding import merge_axes, split_axes, whole_axis
 
 Array = jax.Array
@@ -27,7 +28,7 @@ def rotated_axis(sizes: tuple[int, ...], run: int) -> int:
     return max(range(len(sizes)), key=lambda axis: (min(sizes[axis], run), axis))
 
 
-def draw_signs(rotation: Rotation, key: Array | None) -> Array:
+def draw_signs(rotation: Rotation, key: RandomKey | None) -> Array:
     """Return the signs of a rotation, float32 of its size.
 
     Args:
@@ -37,7 +38,7 @@ def draw_signs(rotation: Rotation, key: Array | None) -> Array:
     if rotation.signs == "fixed":
         return jnp.tile(jnp.array(_FIXED, jnp.float32), rotation.size // len(_FIXED))
     assert key is not None
-    return jnp.where(jax.random.bits(key, (rotation.size,), jnp.uint32) >> 31 == 0, 1.0, -1.0)
+    return jnp.where(noise(key, (rotation.size,)) < 0.5, 1.0, -1.0)
 
 
 def rotate(x: Array, axis: int, signs: Array) -> Array:
@@ -65,7 +66,7 @@ def rotate(x: Array, axis: int, signs: Array) -> Array:
     return merge_axes(out, padded)
 
 
-def rotation_of(rotation: Rotation | None, key: Array | None) -> Callable[..., Array]:
+def rotation_of(rotation: Rotation | None, key: RandomKey | None) -> Callable[..., Array]:
     """Return the function of an operand and an axis that rotates, the operands of one matmul by the same signs.
 
     Args:

@@ -17,7 +17,7 @@ from jaxquant.core.blocks import Shape, apply_blocks, is_even, reduce_blocks
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import Part, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import Part, RandomKey, fold, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, floor_scale, largest
 from jaxquant.core.sharding import over_devices
 
@@ -30,7 +30,7 @@ def quantize_micro(
     x: Array,
     spec: TensorSpec,
     block: Shape,
-    key: Array | None = None,
+    key: RandomKey | None = None,
     part: Part | None = None,
     whole: Callable[[Array], Array] | None = None,
     except_axes: Collection[str] = (),
@@ -86,7 +86,7 @@ def quantize_micro(
         tensor = QTensor(elements.astype(spec.dtype), scale.astype(_CODE.name), None, outer, even)
     if micro.eden:
         assert key is not None
-        tensor = _corrected(tensor, scaled, block, micro.eden, jax.random.fold_in(key, 1))
+        tensor = _corrected(tensor, scaled, block, micro.eden, fold(key, 1))
     return tensor
 
 
@@ -112,7 +112,7 @@ def _errors(x: Array, tensor: QTensor, block: Shape) -> Array:
     return reduce_blocks(jnp.square(x.astype(jnp.float32) / tensor.outer_scale - values), block, jnp.sum)
 
 
-def _corrected(tensor: QTensor, scaled: Array, block: Shape, size: int, key: Array) -> QTensor:
+def _corrected(tensor: QTensor, scaled: Array, block: Shape, size: int, key: RandomKey) -> QTensor:
     """Multiply the block scales of each vector by ``Σz² / Σz·q``, rounded to a neighbour in e4m3 at random.
 
     After a random rotation the expected value of what is read back is then what was quantized.

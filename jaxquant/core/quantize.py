@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
 from jaxquant.core.micro import quantize_micro
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import Part, asymmetric_cast, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import Part, RandomKey, asymmetric_cast, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, largest, power_of_two_below, scale_of_amax
 
 
@@ -120,7 +120,7 @@ def quantize_with_scale(
     spec: TensorSpec,
     scale: Float[Array, "*counts"],
     zero_point: Shaped[Array, "*counts"] | None = None,
-    key: Key[Array, ""] | None = None,
+    key: RandomKey | None = None,
     compute_dtype: str = "float32",
     *,
     outer_scale: Float[Array, "*ones"] | None = None,
@@ -173,7 +173,7 @@ def quantize(
     spec: TensorSpec,
     axes: Sequence[int],
     *,
-    key: Key[Array, ""] | None = None,
+    key: RandomKey | None = None,
     shards: int = 1,
     batch: Sequence[int] = (),
     floor: float = SMALLEST_SCALE,

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AxisType, NamedSharding, PartitionSpec
 
+from jaxquant.core.rounding import RandomKey, fold
+
 Array = jax.Array
 Sharding = NamedSharding | PartitionSpec | None
 
@@ -134,10 +136,10 @@ def over_devices(reduce, statistic: Array, x: Array, except_axes: Collection[str
     return reduce(statistic, tuple(sorted(axes))) if axes else statistic
 
 
-def device_key(key: Array, x: Array) -> Array:
+def device_key(key: RandomKey, x: Array) -> RandomKey:
     """Return a random key that differs between devices which hold different parts of x."""
     for axis in sorted(varying_axes(x)):
-        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        key = fold(key, jax.lax.axis_index(axis))
     return key
 
 

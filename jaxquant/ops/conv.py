@@ -26,6 +26,7 @@ from jax.lax import ConvDimensionNumbers
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding
 from jaxquant.ops import pieces
@@ -54,7 +55,7 @@ def conv_general_dilated(
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Array | None = None,
+    key: RandomKey | None = None,
 ) -> Array:
     """Convolve an activation with a kernel in the low precision of a recipe, forward and backward.
 
@@ -208,12 +209,12 @@ class _Conv(Operation):
             else:
                 kept = cut(residual, self.batch, n)
             own = None if shared is None else QTensor(cut(shared.qvalue, examples, n), shared.scale)
-            own_key = None if key is None else jax.random.fold_in(key, n)
+            own_key = None if key is None else fold(key, n)
             total = total + shard._gradient(name, cut(grad, examples, n), own, kept, own_key).astype(jnp.float32)
         return total.astype(self.out_dtype)
 
     def _gradient(
-        self, name: Gradient, grad: Array, shared: QTensor | None, residual: QTensor | Array, key: Array | None
+        self, name: Gradient, grad: Array, shared: QTensor | None, residual: QTensor | Array, key: RandomKey | None
     ) -> Array:
         """Convolve the output's gradient with what was kept of an operand."""
         examples, features = self.numbers.out_spec[:2]

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.sharding import explicit_sharding
 from jaxquant.ops.dimensions import Dimensions
 
@@ -34,7 +36,7 @@ def each_element(
     lhs: Array,
     weight: Array | ConvertedKernel,
     dims: Dimensions,
-    key: Array | None = None,
+    key: RandomKey | None = None,
     *rest: Any,
 ) -> Array:
     """Contract each batch element by itself: its activation has a scale of its own, too.
@@ -57,7 +59,7 @@ def each_element(
     if sizes and isinstance(weight, ConvertedKernel):
         weight = weight.stacked(sizes)
     if sizes and key is not None:
-        key = jax.random.split(key, math.prod(sizes)).reshape(sizes)
+        key = fold(key, jnp.arange(math.prod(sizes), dtype=jnp.uint32).reshape(sizes))
     for _ in sizes:
         run = jax.vmap(run)
     return run(*_on_one_mesh((elements_first(lhs, dims.lhs_batch), weight, key, *rest), len(sizes)))

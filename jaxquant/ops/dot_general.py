@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Key
+from jaxtyping import Float
 
 from jaxquant.core.hadamard import rotated_axis, rotation_of
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Recipe, Side, TensorSpec
-from jaxquant.core.rounding import Part, digest
+from jaxquant.core.rounding import Part, RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, is_whole, named, platform_of, varying_axes
 from jaxquant.ops.arguments import QuantState, check_float, check_state, initial_state
@@ -40,7 +40,7 @@ def dot_general(
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Key[Array, ""] | None = None,
+    key: RandomKey | None = None,
     out_sharding: Sharding = None,
     implementation: str | None = None,
     out_parts: PartitionSpec | None = None,
@@ -91,7 +91,7 @@ def dot_general(
         check_input_scale(recipe, rhs)
         inner = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[len(dims.rhs_batch) :]))
 
-        def run(lhs: Array, rhs: ConvertedKernel, key: Array | None) -> Array:
+        def run(lhs: Array, rhs: ConvertedKernel, key: RandomKey | None) -> Array:
             options: dict[str, Any] = {"recipe": recipe, "key": key, "implementation": implementation}
             numbers = dims.of_element().numbers
             return dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=inner, **options)
@@ -251,7 +251,7 @@ class _Dot(Operation):
         residual: QTensor | Array,
         dims: Dimensions,
         out_dtype: str,
-        key: Array | None,
+        key: RandomKey | None,
         part: Part | None,
     ) -> tuple[QTensor | Array, QTensor | Array]:
         """Return the output gradient and the residual as the gradient's product reads them."""
@@ -278,7 +278,7 @@ class _Dot(Operation):
         spec: TensorSpec,
         kept: TensorSpec,
         dims: Dimensions,
-        key: Array | None,
+        key: RandomKey | None,
     ) -> tuple[QTensor, QTensor]:
         """Rotate both operands, the residual only if that was not done before it was kept, and quantize them."""
         left, right = dims.lhs_contract, dims.rhs_contract
@@ -286,12 +286,12 @@ class _Dot(Operation):
         if rotation is not None:
             index = rotated_axis(tuple(grad.shape[axis] for axis in left), rotation.size)
             left, right = left[index : index + 1], right[index : index + 1]
-        turn = rotation_of(rotation, None if key is None else jax.random.fold_in(key, 2))
+        turn = rotation_of(rotation, None if key is None else fold(key, 2))
         grad = turn(grad, *left)
         if matmul.is_late:
             whole, unit = without_outer(residual, grad.dtype.name)
             whole = turn(whole, *right)
-            own = jax.random.fold_in(key, 3) if kept.draws and key is not None else None
+            own = fold(key, 3) if kept.draws and key is not None else None
             tensor, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
             residual = with_outer(tensor, unit)
         assert isinstance(residual, QTensor)

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Key
+from jaxtyping import Float
 
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.recipe import Recipe
+from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import Sharding, named, transposed
 from jaxquant.ops.dimensions import DotDimensionNumbers
 from jaxquant.ops.dot_general import QuantState, dot_general
@@ -111,7 +112,7 @@ def einsum(
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Key[Array, ""] | None = None,
+    key: RandomKey | None = None,
     precision: Any = None,
     preferred_element_type: Any = None,
     weight: int = 1,

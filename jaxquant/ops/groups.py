@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
+from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_SCALE, absolute, decode_scale, power_of_two_below
 from jaxquant.core.sharding import over_devices
 from jaxquant.formats import encode_tensor
@@ -113,7 +114,7 @@ class Slabs(NamedTuple):
         return jnp.take(rows, self.source.ravel(), axis=0, mode="fill", fill_value=0)
 
     def quantize(
-        self, recipe: Recipe, x: Array, spec: TensorSpec, key: Array | None, floor: float = SMALLEST_SCALE
+        self, recipe: Recipe, x: Array, spec: TensorSpec, key: RandomKey | None, floor: float = SMALLEST_SCALE
     ) -> QTensor | Rows:
         """Quantize the rows of slabs along them: in tiles, [T, step, C], or all rows of a group together (``rows``)."""
         if spec.tile_size is None:
@@ -152,7 +153,7 @@ def quantize_rows(
     spec: TensorSpec,
     groups: Groups,
     contracts_rows: bool,
-    key: Array | None,
+    key: RandomKey | None,
     floor: float = SMALLEST_SCALE,
 ) -> QTensor | Rows:
     """Quantize rows with scales of their own (contracting columns) or of their group (per tensor, contracting rows)."""
@@ -199,14 +200,14 @@ def slab_size(recipe: Recipe, lhs: Any) -> int:
     return math.lcm(*sizes) if sizes else 0
 
 
-def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: Array | None) -> QTensor:
+def quantize_weights(recipe: Recipe, x: Array, spec: TensorSpec, axis: int, key: RandomKey | None) -> QTensor:
     """Quantize each group's weight by itself, contracting an axis of it."""
     compute = cast_dtype(recipe, x.dtype.name)
     if recipe.shares_experts and spec.granularity == "per_tensor":
         return quantize(x, spec, (axis + 1,), key=key, compute_dtype=compute)
     if (codec := spec.codec) is not None:
         return jax.vmap(lambda weight: encode_tensor(weight, codec, (axis,)))(x)
-    keys = None if key is None else jax.random.split(key, x.shape[0])
+    keys = None if key is None else fold(key, jnp.arange(x.shape[0], dtype=jnp.uint32))
     more = {"except_axes": recipe.expert_axes, "compute_dtype": compute}
     own = functools.partial(quantize, spec=spec, axes=(axis,), **more)
     return jax.vmap(lambda weight, key: own(weight, key=key))(x, keys)

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Key
+from jaxtyping import Float
 
 from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import Part, content_key, noise_seeds
+from jaxquant.core.rounding import Part, RandomKey, content_key, fold, noise_seeds
 from jaxquant.core.scales import SMALLEST_SCALE, absolute
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
@@ -74,7 +74,7 @@ def quantize_operand(
     batch: Sequence[int] = (),
     state: delayed.TensorState | None = None,
     static_scale: Float[Array, "*ones"] | None = None,
-    key: Key[Array, ""] | None = None,
+    key: RandomKey | None = None,
     shards: int = 1,
     floor: float = SMALLEST_SCALE,
     implementation: str | None = None,
@@ -158,7 +158,7 @@ def _cast(
     spec: TensorSpec,
     scale: Float[Array, 1],
     compute: str,
-    key: Array | None,
+    key: RandomKey | None,
     part: Part | None,
     implementation: str | None,
     refusal: str | None = None,
@@ -207,7 +207,7 @@ def _amax(x: Array, recipe: Recipe) -> Array:
     return jnp.max(jnp.abs(x) if recipe.matches_flax else absolute(x))  # flax takes the maximum as it comes, NaN or not
 
 
-def forward_key(x: Array, spec: TensorSpec | None, key: Array | None) -> Array | None:
+def forward_key(x: Array, spec: TensorSpec | None, key: RandomKey | None) -> RandomKey | None:
     """Return a random key for a forward operand, from its values and the caller's key; None where nothing is drawn.
 
     Args:
@@ -218,7 +218,7 @@ def forward_key(x: Array, spec: TensorSpec | None, key: Array | None) -> Array |
     if spec is None or not spec.draws:
         return None
     own = content_key(x)
-    return own if key is None else jax.random.fold_in(device_key(key, x), jax.random.bits(own))
+    return own if key is None else fold(device_key(key, x), *own)
 
 
 def quantize_kernel(

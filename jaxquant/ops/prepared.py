@@ -21,6 +21,7 @@ from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import outside_range
 from jaxquant.core.recipe import FORWARD, Matmul, Operand, Recipe, Side, TensorSpec
+from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import whole_axis
 from jaxquant.ops.block_cast import cast_forward
 from jaxquant.ops.gradients import RESIDUAL_NAME
@@ -57,7 +58,7 @@ def make_prepared(
     axes: tuple[int, ...],
     batch: tuple[int, ...],
     state: delayed.TensorState | None,
-    key: Array | None,
+    key: RandomKey | None,
     implementation: str | None,
     has_values: bool = False,
     reads_clips: bool = True,
@@ -110,7 +111,7 @@ def _own(
     recipe: Recipe,
     side: Side,
     axes: tuple[int, ...],
-    key: Array | None,
+    key: RandomKey | None,
     **more: Any,
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand along the backward's contraction axes, now, so that the float tensor can go."""

@@ -29,7 +29,7 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
-from jaxquant.core.rounding import Part, content_key, key_of, two_keys
+from jaxquant.core.rounding import Part, RandomKey, content_key, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
 from jaxquant.ops.arguments import QuantState, hashable_precision
@@ -95,14 +95,14 @@ class Operation(abc.ABC):
         return self if own is self.recipe else dataclasses.replace(self, recipe=own)
 
     @abc.abstractmethod
-    def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: Array | None) -> Prepared:
+    def prepare(self, side: Side, x: Array, groups: Any, state: Any, key: RandomKey | None) -> Prepared:
         """Quantize an operand for the forward product, and choose what is kept of it."""
 
     def axes(self, side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the contraction and the batch axes of an operand."""
         raise NotImplementedError
 
-    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Any, key: Array | None) -> Any:
+    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Any, key: RandomKey | None) -> Any:
         """Quantize the activation of a converted kernel, by its own scale or by that beside the kernel."""
         spec = self.recipe.fwd.lhs
         assert isinstance(spec, TensorSpec)
@@ -134,7 +134,7 @@ class Operation(abc.ABC):
         shared: Any,
         residual: Any,
         groups: Any,
-        key: Array | None,
+        key: RandomKey | None,
         part: Part | None,
     ) -> Array:
         """Multiply the output gradient with what was kept of an operand, in the layout of the other operand.
@@ -159,7 +159,7 @@ class Operation(abc.ABC):
         grad: Array,
         groups: Any,
         state: Any,
-        key: Array | None,
+        key: RandomKey | None,
         part: Part | None,
     ) -> tuple[Any, Observation | None]:
         """Quantize the output gradient for both gradients."""
@@ -173,7 +173,7 @@ class Operation(abc.ABC):
         spec: TensorSpec,
         axes: tuple[int, ...],
         batch: tuple[int, ...],
-        key: Array | None,
+        key: RandomKey | None,
         part: Part | None,
         **more: Any,
     ) -> tuple[QTensor, Observation | None]:
@@ -230,7 +230,7 @@ def quantized(
     rhs: Array,
     sizes: Array | None,
     state: QuantState,
-    key: Array | None,
+    key: RandomKey | None,
     prepared: Prepared | None = None,
 ) -> Array:
     """Compute a quantized contraction with its backward pass.
@@ -288,12 +288,12 @@ def _backward(op: Operation, residuals, grad: Array):
     keys = own = (None, None)
     if groups is not None and recipe.is_stochastic:
         grad = groups.zero_others(grad)  # noise comes of its bits
-    if recipe.is_stochastic and key is None and seed is None:
-        key = content_key(grad)
-    elif recipe.is_stochastic:
-        key = key_of(seed) if key is None else key
-        key = device_key(key, grad) if part is None else key
     if recipe.is_stochastic:
+        if key is None and seed is None:
+            key = content_key(grad)
+        else:
+            key = key_of(seed) if key is None else key
+            key = device_key(key, grad) if part is None else key
         keys, own = two_keys(key), (key, part)
     shared, seen = None, None
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
@@ -333,7 +333,7 @@ def _finish(gradient: Array, kept: Kept, operand: Operand, primal: Primal) -> Ar
 # -- converted kernels -------------------------------------------------------------------------------------------------
 
 
-def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
+def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None) -> Array:
     """Compute the forward product with a converted kernel, and the gradient that its dequantized values give.
 
     Args:
@@ -351,7 +351,7 @@ def serve(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | Non
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _served(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None) -> Array:
+def _served(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None) -> Array:
     spec, groups = op.recipe.fwd.lhs, _groups(op, sizes)
     left = op.quantize_activation(lhs, weight.input_scale, groups, key) if isinstance(spec, TensorSpec) else lhs
     return op.product(left, weight.tensor, groups)
@@ -359,6 +359,6 @@ def _served(op: Operation, lhs: Array, weight: ConvertedKernel, sizes: Array | N
 
 @functools.partial(jax.jit, static_argnums=0)
 def _served_gradient(
-    op: Operation, grad: Array, weight: ConvertedKernel, sizes: Array | None, key: Array | None
+    op: Operation, grad: Array, weight: ConvertedKernel, sizes: Array | None, key: RandomKey | None
 ) -> Array:
     return fit_varying(op.input_gradient(grad, weight.tensor, _groups(op, sizes)), op.lhs.place.varying)

@@ -32,6 +32,7 @@ from jaxquant.core.hadamard import rotation_of
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
+from jaxquant.core.rounding import RandomKey, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices, platform_of
 from jaxquant.ops import arguments, block_ragged, pieces
@@ -90,7 +91,7 @@ def ragged_dot(
     *,
     recipe: Recipe,
     state: QuantState | None = None,
-    key: Array | None = None,
+    key: RandomKey | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
     """Contract groups of rows with a weight each, in the low precision of a recipe, forward and backward.
@@ -186,7 +187,9 @@ class _Ragged(Operation):
         state = None if state is None else with_groups(self.recipe, state)
         return self._prepare_rows(x, groups, state, key) if side == "lhs" else self._prepare_weights(x, state, key)
 
-    def _prepare_rows(self, x: Array, groups: Groups, state: delayed.TensorState | None, key: Array | None) -> Prepared:
+    def _prepare_rows(
+        self, x: Array, groups: Groups, state: delayed.TensorState | None, key: RandomKey | None
+    ) -> Prepared:
         recipe, spec = self.recipe, self.recipe.fwd.lhs
         forward, seen, mask = x, None, None
         if isinstance(spec, TensorSpec) and spec.scaling == "delayed":
@@ -202,7 +205,7 @@ class _Ragged(Operation):
             kept = self._own_rows(x, groups, key)
         return Prepared(forward, Kept(named(kept), mask, seen))
 
-    def _own_rows(self, x: Array, groups: Groups, key: Array | None) -> QTensor | Rows:
+    def _own_rows(self, x: Array, groups: Groups, key: RandomKey | None) -> QTensor | Rows:
         """Quantize rows for the weight gradient, in slabs where it has tiles."""
         recipe, matmul = self.recipe, self.recipe.drhs
         spec = recipe.resolve("drhs", "lhs")
@@ -213,7 +216,7 @@ class _Ragged(Operation):
         slabs = Slabs.of(groups, step)
         return slabs.quantize(recipe, rotation_of(matmul.rotation, None)(slabs.cut(x), 0), spec, own)
 
-    def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: Array | None) -> Prepared:
+    def _prepare_weights(self, x: Array, state: delayed.TensorState | None, key: RandomKey | None) -> Prepared:
         recipe, matmul = self.recipe, self.recipe.dlhs
         forward, seen = _forward_weights(recipe, x, state, key)
         kept = {"forward": forward, "float": x}.get(recipe.kept("rhs"))
@@ -224,7 +227,7 @@ class _Ragged(Operation):
             kept = quantize_weights(recipe, turned, spec, 1, forward_key(x, spec, key))
         return Prepared(forward, Kept(named(kept), clip_mask(x, forward, recipe.fwd.rhs), seen))
 
-    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: Array | None) -> Any:
+    def quantize_activation(self, x: Array, static_scale: Array | None, groups: Groups, key: RandomKey | None) -> Any:
         spec = self.recipe.fwd.lhs
         assert isinstance(spec, TensorSpec)
         if spec.scaling == "delayed":
@@ -260,7 +263,7 @@ class _Ragged(Operation):
             first, last = (jnp.clip(x - start, 0, step) for x in (groups.starts, groups.starts + sizes))
             rows = slice(start, start + step)
             left, right = (part_of(side, rows) for side in (residual, shared))
-            own_key = None if key is None else jax.random.fold_in(key, start)
+            own_key = None if key is None else fold(key, start)
             out = self._drhs(grad[rows], right, left, Groups(ids[rows], last - first), own_key)
             total = total + out.astype(jnp.float32)
         return total.astype(self.out_dtype)
@@ -270,7 +273,7 @@ class _Ragged(Operation):
         matmul, forward, dtype = self.recipe.dlhs, self.recipe.fwd.rhs, grad.dtype.name
         if not isinstance(matmul.lhs, TensorSpec):
             return self._float_gradient(grad, rhs, groups)
-        turn = rotation_of(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+        turn = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
         grad = turn(grad, 1)
         again = matmul.rhs if matmul.is_late else None
         if isinstance(rhs, QTensor) and matmul.rhs == FORWARD and rhs.scale.shape[2] > 1:
@@ -284,7 +287,7 @@ class _Ragged(Operation):
                 again = dataclasses.replace(forward, rounding="nearest")
         if isinstance(again, TensorSpec):
             whole, unit = without_outer(rhs, dtype)
-            own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
+            own = fold(key, 3) if again.draws and key is not None else None
             rhs = with_outer(quantize_weights(self.recipe, turn(whole, 2), again, 1, own), unit)
         left = shared or quantize_rows(self.recipe, grad, matmul.lhs, groups, False, key, SMALLEST_GRADIENT_SCALE)
         if not (is_plain(left, 1) and is_plain(rhs, 2)):
@@ -320,7 +323,7 @@ class _Ragged(Operation):
     def _drhs_in_slabs(self, grad: Array, lhs: Any, slabs: Slabs, groups: Groups, dtype: str, key) -> Array:
         """Compute the weight gradient of operands in tiles along the tokens, each group's from its own first row."""
         recipe, matmul, rows = self.recipe, self.recipe.drhs, slabs.rows
-        turn = rotation_of(matmul.rotation, None if key is None else jax.random.fold_in(key, 2))
+        turn = rotation_of(matmul.rotation, None if key is None else fold(key, 2))
         assert isinstance(matmul.rhs, TensorSpec)
         right = slabs.quantize(recipe, turn(slabs.cut(grad), 0), matmul.rhs, key, SMALLEST_GRADIENT_SCALE)
         again = matmul.lhs if matmul.is_late else None
@@ -329,7 +332,7 @@ class _Ragged(Operation):
             again = dataclasses.replace(recipe.fwd.lhs, rounding="nearest")
         if isinstance(again, TensorSpec):
             whole, unit = whole_values(lhs, groups, dtype)
-            own = jax.random.fold_in(key, 3) if again.draws and key is not None else None
+            own = fold(key, 3) if again.draws and key is not None else None
             unit = None if unit is None else jnp.take(unit, slabs.source[:, :1], axis=0, mode="clip")
             lhs = slabs.quantize(recipe, turn(slabs.cut(whole), 0), again, own)
             lhs = with_outer(lhs, unit) if isinstance(lhs, QTensor) else lhs
@@ -425,7 +428,7 @@ class _Ragged(Operation):
         return wide_on_cpus(dot, lhs, rhs, dtype)
 
 
-def _key(x: Array, spec: TensorSpec, groups: Groups, key: Array | None) -> Array | None:
+def _key(x: Array, spec: TensorSpec, groups: Groups, key: RandomKey | None) -> RandomKey | None:
     """Return the random key of a forward operand, on which rows behind the last group have no bearing."""
     return forward_key(groups.zero_others(x) if spec.draws else x, spec, key)
 
@@ -438,7 +441,7 @@ def _current_scale(
     return jax.vmap(one)(state, amax)
 
 
-def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None, key: Array | None):
+def _forward_weights(recipe: Recipe, x: Array, state: delayed.TensorState | None, key: RandomKey | None):
     """Quantize weights, and return the scale and amax of each group where they are scaled by past steps."""
     spec = recipe.fwd.rhs
     if not isinstance(spec, TensorSpec):

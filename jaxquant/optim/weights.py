@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxquant.core.paths import join_path
-from jaxquant.core.rounding import Part, noise
+from jaxquant.core.rounding import Part, RandomKey, fold, noise, seed_of
 from jaxquant.core.sharding import device_key
 
 _MAX = float(jnp.finfo(jnp.bfloat16).max)
@@ -57,14 +57,14 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
         return RoundState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, RoundState]:
-        key = jax.random.fold_in(jax.random.key(seed), state.count)
+        key = fold(jax.random.key(seed), state.count)
 
         def of_leaf(path: Any, p: jax.Array, u: jax.Array) -> jax.Array:
             if p.dtype != jnp.bfloat16:
                 return u
             weight = p.astype(jnp.float32)
             exact = weight + u.astype(jnp.float32)
-            leaf_key = jax.random.fold_in(key, zlib.crc32(join_path(path).encode()))
+            leaf_key = fold(key, zlib.crc32(join_path(path).encode()))
             return round_randomly(exact, device_key(leaf_key, exact)) - weight
 
         return _map(of_leaf, params, updates), RoundState(state.count + 1)
@@ -106,7 +106,7 @@ def compensated_round() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def round_randomly(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Array, "*shape"]:
+def round_randomly(x: Float[Array, "*shape"], key: RandomKey) -> Float[Array, "*shape"]:
     """Round float32 up or down to a bfloat16 number at random, so that the mean is x, unless that is out of range.
 
     16 bits of noise are added to the 16 that bfloat16 does not have, and those are cut off. NaN and inf stay.
@@ -117,7 +117,7 @@ def round_randomly(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Arra
     """
     # Places count from a different one for each key: if weights share the numbers of places, XLA for GPUs makes one
     # kernel of all weights of a shape, and needs the float32 moments of all of them at once.
-    part = Part((jax.random.bits(key),) * x.ndim, x.shape)
+    part = Part((seed_of(key).second,) * x.ndim, x.shape)
     drawn = (noise(key, x.shape, part) * 2.0**16).astype(jnp.int32)  # the number's first 16 bits
     bits = (jax.lax.bitcast_convert_type(x, jnp.int32) + drawn) & jnp.int32(-(2**16))
     rounded = jnp.clip(jax.lax.bitcast_convert_type(bits, jnp.float32), -_MAX, _MAX)

@@ -17,6 +17,7 @@ from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, SPARSITY_FIELDS, flat, nested
 from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import transposed
 from jaxquant.ops import sparsity
 from jaxquant.ops.converted import each_element
@@ -171,7 +172,7 @@ def contract(
     eqn: Any,
     operands: list[Any],
     state: Mapping[str, Array],
-    key: Array | None,
+    key: RandomKey | None,
     prepared: Any = None,
 ) -> Array:
     """Compute an equation of one of ``CONTRACTIONS`` in the low precision of its recipe.
@@ -228,7 +229,7 @@ def _dot(
     given: Given,
     activation: Array,
     weight: Array | ConvertedKernel,
-    key: Array | None,
+    key: RandomKey | None,
     state: dict[str, dict[str, Array]],
 ) -> Array:
     spec = given.recipe.sparsity

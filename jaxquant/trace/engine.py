@@ -23,6 +23,7 @@ from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quant_state import nested
+from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
 from jaxquant.state import watch
 from jaxquant.state.tree import refuse_trained
@@ -33,7 +34,7 @@ from jaxquant.trace.decisions import Decisions, decide
 from jaxquant.trace.plan import Contraction, mark_readings
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Report, Row, layer_rows, row_of
-from jaxquant.trace.rewrite import Noise, Rewriter
+from jaxquant.trace.rewrite import Rewriter
 
 Function = Callable[..., Any]
 
@@ -356,7 +357,7 @@ class Engine:
         states = decisions.read_states(analysis.plan, quant_state, missing, self.dialect.misfit, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
-            noise = Noise(key, analysis.plan.seeds)
+            noise = fold_many(key, analysis.plan.seeds)
         run = Rewriter(self._contract, self._share)
         outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, noise)
         return dataclasses.replace(outputs, arrays=outs)

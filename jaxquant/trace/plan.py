@@ -160,7 +160,7 @@ class Plan:
         return own or any(plan.has_loop for plan in inner)
 
     @functools.cached_property
-    def seeds(self) -> tuple[np.uint32, ...]:
+    def seeds(self) -> np.ndarray:
         """A number for the noise of every chosen contraction: of the leaves of its weight, and of how often it came.
 
         What is around it (jit, remat, other layers) does not change it; asked of the plan of a whole function.
@@ -169,8 +169,8 @@ class Plan:
         seeds = []
         for each in self.chosen:
             counts[each.names] += 1
-            seeds.append(np.uint32(zlib.crc32(repr((each.names, counts[each.names])).encode())))
-        return tuple(seeds)
+            seeds.append(zlib.crc32(repr((each.names, counts[each.names])).encode()))
+        return np.array(seeds, np.uint32)
 
     @functools.cached_property
     def stacks(self) -> dict[Key, Stack]:

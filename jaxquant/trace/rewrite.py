@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxquant.core.qtensor import ConvertedKernel
+from jaxquant.core.rounding import Seed, fold
 from jaxquant.core.sharding import platform_of
 from jaxquant.ops.gradients import forward_only
 from jaxquant.trace import converted
@@ -28,24 +30,8 @@ from jaxquant.trace.registry import CUSTOM, function_name, own_program
 
 Array = jax.Array
 States = Mapping[Key, Mapping[str, Array]]
-Contract = Callable[[Contraction, Any, list[Any], Mapping[str, Array], Array | None, Any], Array]
+Contract = Callable[[Contraction, Any, list[Any], Mapping[str, Array], Seed | None, Any], Array]
 Share = Callable[[Contraction, Array, list[Mapping[str, Array]]], Any]
-
-
-class Noise(NamedTuple):
-    """What the random keys of the contractions of a jaxpr are made of.
-
-    Attributes:
-      key: random key, of which each step of a scan has its own.
-      seeds: of every chosen contraction, in the order of the program (``Plan.seeds``).
-    """
-
-    key: Array
-    seeds: Sequence[Any]
-
-    def part(self, first: int, count: int) -> Noise:
-        """Return the noise of ``count`` contractions that follow each other."""
-        return self._replace(seeds=self.seeds[first : first + count])
 
 
 class Rewriter:
@@ -62,7 +48,7 @@ class Rewriter:
         self._jits: dict[Any, Any] = {}
 
     def evaluate(
-        self, plan: Plan, consts: Sequence[Any], args: Sequence[Any], states: States, noise: Noise | None
+        self, plan: Plan, consts: Sequence[Any], args: Sequence[Any], states: States, noise: Seed | None
     ) -> list[Any]:
         """Evaluate a jaxpr.
 
@@ -70,7 +56,7 @@ class Rewriter:
           plan: of the jaxpr.
           consts, args: its constants and inputs.
           states: quant state of every chosen contraction in it, by key.
-          noise: of its chosen contractions, or None.
+          noise: the seeds of its chosen contractions, in the order of the program, one array of each number; or None.
         """
         jaxpr = plan.jaxpr
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -88,7 +74,7 @@ class Rewriter:
             chosen = int(site is not None and site.recipe is not None) + sum(len(each.chosen) for each in inner)
             has_loop = index not in plan.programs and any(each.has_loop for each in inner)
             if chosen or has_loop or any(isinstance(each, ConvertedKernel) for each in ins):
-                own = noise and noise.part(seen, chosen)
+                own = noise and _part(noise, seen, chosen)
                 seen += chosen
                 program = plan.programs.get(index)
                 outs = self._replace(eqn, site, inner, ins, states, own, program, shared)
@@ -109,7 +95,7 @@ class Rewriter:
         inner: list[Plan],
         ins: list[Any],
         states: States,
-        noise: Noise | None,
+        noise: Seed | None,
         program: Any,
         shared: dict[Reading, Any],
     ) -> Sequence[Any]:
@@ -122,7 +108,7 @@ class Rewriter:
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
             if site is not None and site.recipe is not None:
                 prepared = self._prepared(site, ins, states, shared)
-                key = noise and jax.random.fold_in(noise.key, noise.seeds[0])
+                key = noise and Seed(*(jax.lax.index_in_dim(each, 0, keepdims=False) for each in noise))
                 return [self._contract(site, eqn, ins, states[site.key], key, prepared)]
             name = eqn.primitive.name
             if not inner:
@@ -138,7 +124,7 @@ class Rewriter:
         """Return what evaluates a program within an equation, of (inputs, states, noise)."""
         return functools.partial(self.evaluate, plan, getattr(program, "consts", ()))
 
-    def _program(self, eqn: Any, body: Any, ins: list[Any], states: States, noise: Noise | None) -> list[Any]:
+    def _program(self, eqn: Any, body: Any, ins: list[Any], states: States, noise: Seed | None) -> list[Any]:
         """Evaluate what was read in place of a registered function.
 
         Raises:
@@ -171,7 +157,7 @@ class Rewriter:
             shared[reading] = self._share(site, ins[1 - site.side], given)
         return shared[reading]
 
-    def _jit(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+    def _jit(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         """Call a jit, made once for each (jaxpr, decisions): equal layers are traced and lowered once."""
         (plan,), inner, params = plans, called(eqn), eqn.params
         kinds = tuple(isinstance(each, ConvertedKernel) for each in ins)
@@ -179,7 +165,7 @@ class Rewriter:
         if cached not in self._jits:
             keys, body = list(plan.stacks), self._body(plan, inner)
 
-            def call(args: list[Any], given: list[Any], noise: Noise | None) -> list[Any]:
+            def call(args: list[Any], given: list[Any], noise: Seed | None) -> list[Any]:
                 return body(args, dict(zip(keys, given, strict=True)), noise)
 
             call.__name__ = call.__qualname__ = params.get("name", eqn.primitive.name)
@@ -194,11 +180,11 @@ class Rewriter:
             self._jits[cached] = jax.jit(call, **options), inner  # the jaxpr is held, so that its id stays its own
         return self._jits[cached][0](ins, [states[each] for each in plan.stacks], noise)
 
-    def _remat(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+    def _remat(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
         return jax.checkpoint(self._body(plans[0], called(eqn)), **options)(ins, _of(states, plans), noise)
 
-    def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+    def _scan(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         """Build a scan that goes over the state of weights that it goes over; other state is the same in every step."""
         (plan,), params = plans, eqn.params
         consts, carries = scan_counts(params)
@@ -206,21 +192,20 @@ class Rewriter:
         slices = [each.stacked((params["length"],)) if isinstance(each, ConvertedKernel) else each for each in slices]
         over = [each for each, stack in plan.stacks.items() if any(level == plan.level for level, _ in stack)]
         fixed = {each: states[each] for each in plan.stacks if each not in over}
-        keys = noise and jax.random.split(noise.key, params["length"])
         evaluate = self._body(plan, params["jaxpr"])
 
         def body(carry: list[Any], step: Any) -> tuple[list[Any], list[Any]]:
-            slices, sliced, key = step
+            slices, sliced, index = step
             mine = fixed | dict(zip(over, sliced, strict=True))
-            outs = evaluate([*given, *carry, *slices], mine, noise and noise._replace(key=key))
+            outs = evaluate([*given, *carry, *slices], mine, noise and fold(noise, index))
             return outs[:carries], outs[carries:]
 
-        steps = (slices, [states[each] for each in over], keys)
+        steps = (slices, [states[each] for each in over], noise and np.arange(params["length"], dtype=np.uint32))
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         carry, made = jax.lax.scan(body, carry, steps, **options)
         return [*carry, *made]
 
-    def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+    def _while(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test, body = map(self._body, plans, (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
         given, parts = ins[first : first + second], _parts(noise, plans)
@@ -230,12 +215,14 @@ class Rewriter:
             ins[first + second :],
         )
 
-    def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Noise | None) -> Sequence[Any]:
+    def _cond(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None) -> Sequence[Any]:
         bodies = zip(map(self._body, plans, eqn.params["branches"]), _parts(noise, plans), strict=True)
         branches = [functools.partial(body, noise=own) for body, own in bodies]
         return jax.lax.switch(ins[0], branches, ins[1:], _of(states, plans))
 
-    def _shard_map(self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Any) -> Sequence[Any]:
+    def _shard_map(
+        self, eqn: Any, plans: list[Plan], ins: list[Any], states: States, noise: Seed | None
+    ) -> Sequence[Any]:
         params, given = eqn.params, _of(states, plans)
         manual = set(params["newly_manual_axes"])
         places = {site.key: _state_spec(site, plans[0].level, manual) for site in plans[0].chosen}
@@ -259,10 +246,15 @@ def _state_spec(site: Contraction, level: int, manual: set[str]) -> PartitionSpe
     return PartitionSpec(*[None] * scans, *(names or None for names in own))
 
 
-def _parts(noise: Noise | None, plans: list[Plan]) -> list[Noise | None]:
+def _parts(noise: Seed | None, plans: list[Plan]) -> list[Seed | None]:
     """Divide noise among plans that follow each other."""
     counts = [len(plan.chosen) for plan in plans]
-    return [noise and noise.part(sum(counts[:index]), count) for index, count in enumerate(counts)]
+    return [noise and _part(noise, sum(counts[:index]), count) for index, count in enumerate(counts)]
+
+
+def _part(noise: Seed, first: int, count: int) -> Seed:
+    """Return the seeds of ``count`` contractions that follow each other."""
+    return Seed(*(jax.lax.slice_in_dim(each, first, first + count) for each in noise))
 
 
 def _of(states: States, plans: list[Plan]) -> dict[Key, Any]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.core.rounding import Part, digest, noise
+from jaxquant.core.rounding import Part, Seed, digest, fold, fold_many, noise, two_keys
 
 N = 10**6
 SHAPE = (1000, 1000)
@@ -39,6 +39,7 @@ def test_gradients_layers_steps_and_neighbours_are_not_correlated():
     keys = [jax.random.fold_in(key, step) for step in range(3)]
     keys += [jax.random.fold_in(each, grad) for each in keys[:2] for grad in (0, 1)]
     keys += [jax.random.key(each) for each in (1, 2)]
+    keys += [fold(key, 0), fold(key, 1), fold(fold(key, 0), 1), *two_keys(fold(key, 0))]
     found = [draws(each) - 0.5 for each in keys]
     limit = 5 / np.sqrt(N) / 12  # of a mean of products of two independent ones
     for a, b in itertools.combinations(found, 2):
@@ -52,6 +53,28 @@ def test_gradients_layers_steps_and_neighbours_are_not_correlated():
     for axis in (0, 1):
         variance = one.sum(axis).var() / (SHAPE[0] / 12)
         assert abs(variance - 1) < 5 * np.sqrt(2 / SHAPE[0])
+
+
+def test_folds_are_all_different_and_a_bit_of_key_or_number_changes_half_of_theirs():
+    numbers = np.arange(2**17, dtype=np.uint32)
+    seeds = fold_many(jax.random.key(7), numbers)
+    whole = np.asarray(seeds.first, np.uint64) << np.uint64(32) | np.asarray(seeds.second, np.uint64)
+    assert len(np.unique(whole)) == len(numbers)
+    assert tuple(each[5] for each in seeds) == fold(jax.random.key(7), 5)
+    words = np.random.default_rng(0).integers(0, 2**32, (4096, 3), dtype=np.uint32)  # a seed and a number
+
+    def folded(words):
+        of_one = lambda first, second, number: fold(Seed(first, second), number)  # noqa: E731
+        return np.stack(jax.vmap(of_one)(*words.T), -1)
+
+    base = folded(words)
+    for word in range(3):
+        for bit in range(32):
+            flipped = words.copy()
+            flipped[:, word] ^= np.uint32(1 << bit)
+            changed = np.unpackbits((folded(flipped) ^ base).view(np.uint8), axis=-1)
+            # Five standard errors of each of 64 bits over 4096 draws.
+            assert abs(changed.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(4096)
 
 
 def test_a_part_of_a_tensor_has_the_noise_of_its_place():

@@ -133,6 +133,5 @@ def test_stochastic_rounding_of_subnormals(dtype):
 
 def test_content_key_depends_on_the_values_and_not_on_their_order():
     x = jnp.asarray(normal((64,)))
-    data = jax.random.key_data
-    np.testing.assert_array_equal(data(content_key(x)), data(content_key(x[::-1])))
-    assert (data(content_key(x)) != data(content_key(x.at[3].add(1e-3)))).any()
+    assert content_key(x) == content_key(x[::-1])
+    assert content_key(x) != content_key(x.at[3].add(1e-3))
