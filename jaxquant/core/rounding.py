@@ -96,7 +96,6 @@ def seed_of(key: RandomKey) -> Seed:
     return fold(Seed(*jnp.zeros((2, *words.shape[:-1]), jnp.uint32)), *jnp.moveaxis(words, -1, 0))
 
 
-@jax.jit
 def fold(key: RandomKey, *numbers: Array | int) -> Seed:
     """Return another seed for each number: four rounds of Feistel's network around ``hash_bits``.
 
@@ -104,7 +103,12 @@ def fold(key: RandomKey, *numbers: Array | int) -> Seed:
       key: of the noise.
       numbers: integers, taken modulo 2^32; of several, one after the other.
     """
-    seed = seed_of(key)
+    places = (each if isinstance(each, jax.Array) else np.asarray(each).astype(np.uint32) for each in numbers)
+    return _fold(seed_of(key), *places)
+
+
+@jax.jit
+def _fold(seed: Seed, *numbers: Array | np.ndarray) -> Seed:
     for number in numbers:
         place = _place(number)
         seed = functools.reduce(lambda seed, n: _round(n, seed, place), range(_ROUNDS), seed)
@@ -126,7 +130,7 @@ def fold_many(key: RandomKey, numbers: UInt32[Array, " n"]) -> Seed:
     return jax.lax.fori_loop(0, _ROUNDS, lambda n, seed: _round(n, seed, place), seed)
 
 
-def _place(number: Array | int) -> UInt32[Array, "*shape"]:
+def _place(number: Array | np.ndarray) -> UInt32[Array, "*shape"]:
     return hash_bits(jnp.asarray(number).astype(jnp.uint32) + jnp.uint32(0x9E3779B9))
 
 
