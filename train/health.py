@@ -274,7 +274,7 @@ def _amaxes(tree: Any) -> dict[str, jax.Array]:
         amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axes).astype(jnp.float32)
         return jnp.where(jnp.isnan(x).any(axis=axes), jnp.nan, amax)
 
-    leaves = leaves_by_path(tree).items()
+    leaves = leaves_by_path(quantization_state.unpack(tree)).items()
     return {path: reduce(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
