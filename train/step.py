@@ -21,7 +21,7 @@ from train.config import Shape, TrainConfig
 from train.frameworks import Model, make_model
 from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
-from train.sharding import BATCH, make_mesh, state_shardings
+from train.sharding import BATCH, make_mesh, of_any_groups, state_shardings
 from train.tokenizer import Tokenizer, open_tokenizer
 
 Batch = Mapping[str, Any]
@@ -203,6 +203,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     shardings = state_shardings(mesh, shapes)
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    shardings = of_any_groups(shardings, replicated)
     given, made = (shardings, batch_sharding), (shardings, replicated)
     jitted_init = jax.jit(init, out_shardings=shardings)
     jitted_step = jax.jit(step, donate_argnums=0, in_shardings=(*given, replicated), out_shardings=made)

@@ -27,7 +27,22 @@ Row = tuple[tuple[Any, ...], str]
 """The path of a module, and the name of one of its tensors."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("groups", "rest"), meta_fields=("layout",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("fields",), meta_fields=("rows",))
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The state of all tensors of one kind.
+
+    Attributes:
+      fields: ``packed_scale``, ``packed_amax_history`` and, except in flax mode, ``packed_amax_bins``, with a leading
+        axis of as many rows as there are such tensors.
+      rows: what each row is.
+    """
+
+    fields: dict[str, Any]
+    rows: tuple[Row, ...]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("groups", "rest"), meta_fields=())
 @dataclasses.dataclass(frozen=True, repr=False)
 class PackedState:
     """Quant state of a model in a few arrays. It is a pytree; ``pack`` makes it.
@@ -35,22 +50,19 @@ class PackedState:
     ``unpack(packed)["layer"]["input_scale"]`` reads one array. An observation of packed state is packed, too.
 
     Attributes:
-      groups: the state of each kind of tensor: ``packed_scale``, ``packed_amax_history`` and, except in flax mode,
-        ``packed_amax_bins``, with a leading axis of as many rows as there are such tensors.
+      groups: the state of each kind of tensor. ``warm`` may change how many there are.
       rest: state that has no amax history, as of sparsity, nested as it was.
-      layout: the kind of each group, and what its rows are.
     """
 
-    groups: dict[str, dict[str, Any]]
+    groups: tuple[Group, ...]
     rest: dict[Any, Any]
-    layout: tuple[tuple[Kind, tuple[Row, ...]], ...]
 
     def __bool__(self) -> bool:
         return bool(self.groups or self.rest)
 
     def __repr__(self) -> str:
-        rows, arrays = sum(len(rows) for _, rows in self.layout), len(jax.tree.leaves((self.groups, self.rest)))
-        return f"PackedState({rows} tensors in {arrays} arrays)"
+        tensors = sum(len(group.rows) for group in self.groups)
+        return f"PackedState({tensors} tensors in {len(jax.tree.leaves(self.groups))} arrays)"
 
 
 State = Tree | PackedState
@@ -79,13 +91,12 @@ def pack(quant_state: State) -> PackedState:
         )
     kinds: dict[Kind, dict[Row, dict[str, Any]]] = {}
     rest = _without_tensors(quant_state, (), kinds)
-    groups, layout = {}, []
-    for number, kind in enumerate(sorted(kinds)):
-        rows = sorted(kinds[kind], key=lambda row: ([*map(str, row[0])], row[1]))
+    groups = []
+    for kind in sorted(kinds):
+        rows = tuple(sorted(kinds[kind], key=lambda row: ([*map(str, row[0])], row[1])))
         stacks = {field: _stack([kinds[kind][row][field] for row in rows]) for field, *_ in kind}
-        groups[str(number)] = flat({PACKED: stacks})
-        layout.append((kind, tuple(rows)))
-    return PackedState(groups, rest, tuple(layout))
+        groups.append(Group(flat({PACKED: stacks}), rows))
+    return PackedState(tuple(groups), rest)
 
 
 def unpack(quant_state: Any) -> Any:
@@ -96,9 +107,9 @@ def unpack(quant_state: Any) -> Any:
     if not isinstance(quant_state, PackedState):
         return quant_state
     tree = jax.tree.map(lambda leaf: leaf, quant_state.rest)
-    for group, (_, rows) in zip(quant_state.groups.values(), quant_state.layout, strict=True):
-        parts = {field: _unstack(stack) for field, stack in fields_of(group, PACKED).items()}
-        for number, (path, tensor) in enumerate(rows):
+    for group in quant_state.groups:
+        parts = {field: _unstack(stack) for field, stack in fields_of(group.fields, PACKED).items()}
+        for number, (path, tensor) in enumerate(group.rows):
             module = functools.reduce(lambda inner, name: inner.setdefault(name, {}), path, tree)
             module.update(flat({tensor: {field: part[number] for field, part in parts.items()}}))
     return tree
@@ -113,12 +124,10 @@ def _without_tensors(tree: Tree, path: tuple[Any, ...], kinds: dict[Kind, dict[R
         kinds.setdefault(kind, {})[path, tensor] = fields
         taken.update(flat({tensor: fields}))
     left = {name: value for name, value in tree.items() if name not in taken}
-    inner = {name: _without_tensors(each, (*path, name), kinds) for name, each in left.items() if _is_module(each)}
-    return {name: inner.get(name, value) for name, value in left.items() if inner.get(name, True) or not value}
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, Mapping)
+    modules = {name: value for name, value in left.items() if isinstance(value, Mapping)}
+    inner = {name: _without_tensors(value, (*path, name), kinds) for name, value in modules.items()}
+    empty = {name for name, value in inner.items() if not value and modules[name]}
+    return {name: inner.get(name, value) for name, value in left.items() if name not in empty}
 
 
 def _stack(rows: Sequence[Any]) -> Any:

@@ -39,7 +39,7 @@ from jaxquant.core.quant_state import (
     flat,
     is_named,
 )
-from jaxquant.state.packed import PackedState, State, Tree, pack, unpack
+from jaxquant.state.packed import Group, PackedState, State, Tree, pack, unpack
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
@@ -189,13 +189,14 @@ def with_waiting(observation: Tree, quant_state: Tree) -> dict[Any, Any]:
 def _in_pairs(
     first: State, second: State, combine: Callable[[Tree, Tree], dict[Any, Any]], *names: str
 ) -> dict[Any, Any] | PackedState:
-    """Do as ``_pairwise``, of packed state, too: a group is a module with one tensor, and comes back as a group."""
+    """Do as ``_pairwise``, of packed state, too: a group is a module with one tensor."""
     if not isinstance(first, PackedState):
         return _pairwise(first, unpack(second), combine, *names)
-    if not isinstance(second, PackedState) or first.layout != second.layout:
+    if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, second):  # by layers, whose names errors have
         return pack(_pairwise(unpack(first), unpack(second), combine, *names))
-    groups = _pairwise(first.groups, second.groups, combine, *names)
-    return PackedState(groups, _pairwise(first.rest, second.rest, combine, *names), first.layout)
+    pairs = zip(first.groups, second.groups, strict=True)
+    groups = tuple(Group(_pairwise(one.fields, other.fields, combine, *names), one.rows) for one, other in pairs)
+    return PackedState(groups, _pairwise(first.rest, second.rest, combine, *names))
 
 
 def _pairwise(
