@@ -192,7 +192,8 @@ def _in_pairs(
     """Do as ``_pairwise``, of packed state, too: a group is a module with one tensor."""
     if not isinstance(first, PackedState):
         return _pairwise(first, unpack(second), combine, *names)
-    if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, second):  # by layers, whose names errors have
+    shapes = jax.tree.map(jnp.shape, (first, second))
+    if not isinstance(second, PackedState) or shapes[0] != shapes[1]:  # by layers, whose names errors have
         return pack(_pairwise(unpack(first), unpack(second), combine, *names))
     pairs = zip(first.groups, second.groups, strict=True)
     groups = tuple(Group(_pairwise(one.fields, other.fields, combine, *names), one.rows) for one, other in pairs)
