@@ -225,7 +225,7 @@ def test_what_is_wrong_with_packed_state_is_said_of_the_layer():
     for refused in (lambda: loop.run(PARAMS, trained, X, True), lambda: state.strip_bins(trained)):
         with pytest.raises(ValueError, match=r"quant state 'last/input_amax_bins' has negative numbers"):
             refused()
-    with pytest.raises(ValueError, match="quant state has a module at 'used' and its gradient has nothing"):
+    with pytest.raises(ValueError, match="quant state has a module at 'skipped' and its gradient has nothing"):
         state.update(packed, other)
     warm = state.warm(loop.step(PARAMS, packed, X, False)[1])
     with pytest.raises(ValueError, match=r"has shape \(3, 2049\) at 'last/input_amax_bins' and .* shape \(3, 2048\)"):
