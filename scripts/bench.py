@@ -31,6 +31,7 @@ from benchmarks.lowering import measure_lowering
 from benchmarks.plot import losses, speedups
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
 from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
+from benchmarks.state import measure_state
 from benchmarks.steps import measure_losses, measure_steps
 from jaxquant import terminal
 
@@ -107,6 +108,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     lowering = commands.add_parser("lowering", parents=[out], help="time to trace and lower a step, lines of StableHLO")
     lowering.add_argument("--against", type=Path, metavar="DIR", help="a checkout of another commit, measured, too")
     lowering.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
+    carried = commands.add_parser("state", parents=[out], help="leaves, dispatch, compilation of a step, by its state")
+    carried.add_argument("--no-compile", action="store_true", help="leave out the compilation, which takes minutes")
     commands.add_parser("memory", parents=[shared], help="bytes saved for backward per layer")
     losses = commands.add_parser("losses", parents=[shared], help="held-out losses of the quickstart model")
     losses.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
@@ -166,6 +169,7 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "health": (measure_health, lambda: measure_health(chosen(), 2 if quick else words.rounds)),
         "trace": (measure_trace, lambda: measure_trace(chosen())),
         "lowering": (measure_lowering, lambda: measure_lowering(words.against, words.rounds)),
+        "state": (measure_state, lambda: measure_state(compiles=not words.no_compile)),
         "memory": (measure_memory, lambda: measure_memory(chosen())),
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
         "fp4-losses": (

@@ -100,7 +100,7 @@ def _make_nnx(
     def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, **given: Any) -> Any:
         model = nnx.merge(structure, blank, copy=True)
         serving.update_nnx(model, params)
-        nnx.update(model, _as_in_nnx(quant_state))
+        nnx.update(model, _as_in_nnx(quantization_state.unpack(quant_state)))
         with quantization_state.by_hand():  # the step differentiates both arguments and updates both
             return model(*inputs, **given)  # pyright: ignore[reportCallIssue]
 

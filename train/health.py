@@ -31,7 +31,7 @@ from train import processes
 from train.config import TrainConfig
 from train.metrics import Metrics
 from train.model import EXECUTION_ORDER
-from train.sharding import BATCH
+from train.sharding import BATCH, of_any_groups
 from train.step import Batch, Program, TrainState, example_inputs
 
 SHARE = 8
@@ -90,6 +90,7 @@ def build_health(program: Program) -> Health:
         return monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
 
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+    shardings = of_any_groups(shardings, program.replicated)
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(measure, in_shardings=(shardings, batch_sharding), out_shardings=replicated)
     return Health(monitor.rows, sequences, jitted)
@@ -274,7 +275,7 @@ def _amaxes(tree: Any) -> dict[str, jax.Array]:
         amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x)), axis=axes).astype(jnp.float32)
         return jnp.where(jnp.isnan(x).any(axis=axes), jnp.nan, amax)
 
-    leaves = leaves_by_path(tree).items()
+    leaves = leaves_by_path(quantization_state.unpack(tree)).items()
     return {path: reduce(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -101,3 +102,11 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         return NamedSharding(mesh, PartitionSpec(*fits))
 
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def of_any_groups(shardings: Any, replicated: NamedSharding) -> Any:
+    """Return the shardings of a training state as ``jax.jit`` takes them: all groups of quant state have one.
+
+    ``jaxquant.state.warm`` changes how many groups there are, and a jitted function takes the state before and after.
+    """
+    return shardings._replace(quant_state=dataclasses.replace(shardings.quant_state, groups=replicated))

@@ -21,7 +21,7 @@ from train.config import Shape, TrainConfig
 from train.frameworks import Model, make_model
 from train.model import DecoderConfig, cross_entropy
 from train.optimizer import learning_rate_schedule, make_optimizer
-from train.sharding import BATCH, make_mesh, state_shardings
+from train.sharding import BATCH, make_mesh, of_any_groups, state_shardings
 from train.tokenizer import Tokenizer, open_tokenizer
 
 Batch = Mapping[str, Any]
@@ -29,7 +29,7 @@ Batch = Mapping[str, Any]
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds of the model: ``step`` is the number of updates made."""
+    """All that a checkpoint holds of the model: ``step`` is the number of updates made; ``quant_state`` is packed."""
 
     step: jax.Array
     params: Any
@@ -134,10 +134,8 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
     def init() -> TrainState:
         params, quant_state = model.init(key)
-        opt_state = optimizer.init(params)
-        return TrainState(
-            jnp.zeros((), jnp.int32), optax.tree.cast(params, config.weight_dtype), opt_state, quant_state
-        )
+        opt_state, packed = optimizer.init(params), quantization_state.pack(quant_state)
+        return TrainState(jnp.zeros((), jnp.int32), optax.tree.cast(params, config.weight_dtype), opt_state, packed)
 
     def total_loss(
         params: Any, quant_state: Any, batch: Batch, key: jax.Array, apply: Any = model.apply
@@ -205,6 +203,7 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
     shardings = state_shardings(mesh, shapes)
     batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    shardings = of_any_groups(shardings, replicated)
     given, made = (shardings, batch_sharding), (shardings, replicated)
     jitted_init = jax.jit(init, out_shardings=shardings)
     jitted_step = jax.jit(step, donate_argnums=0, in_shardings=(*given, replicated), out_shardings=made)
@@ -244,5 +243,6 @@ def saved_activation_bytes(program: Program, batch: Mapping[str, np.ndarray]) ->
     small = {name: x[: x.shape[0] // k] for name, x in batch.items()}
     state = program.abstract_state
     key = jax.random.key(0)
-    kept = saved_for_backward(lambda p, q: program.loss(p, q, small, key), state.params, state.quant_state)
+    quant_state = quantization_state.unpack(state.quant_state)  # of which the backward pass keeps no copies
+    kept = saved_for_backward(lambda p, q: program.loss(p, q, small, key), state.params, quant_state)
     return sum(kept.values())

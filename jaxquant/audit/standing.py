@@ -20,7 +20,7 @@ _POWERS = frozenset(
 _LINEAR = frozenset(
     {"add", "add_any", "sub", "neg", "mul", "div", "max", "min", "clamp", "select_n", "convert_element_type", "copy"}
     | {"reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "concatenate", "slice", "name", "pad"}
-    | {"dynamic_slice", "dynamic_update_slice", "reduce_sum", "optimization_barrier", "psum", "pvary", "pcast"}
+    | {"split", "dynamic_slice", "dynamic_update_slice", "reduce_sum", "optimization_barrier", "psum", "pvary", "pcast"}
     | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard", "branch"}
 )
 

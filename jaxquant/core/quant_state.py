@@ -20,7 +20,9 @@ SCALE, HISTORY, BINS = FIELDS = ("scale", "amax_history", "amax_bins")
 SPARSITY = "sparsity"
 SPARSITY_FIELDS = STEP, MASK, USES = ("step", "mask", "uses")
 """Fields of a sparse weight; ``ops.sparsity`` has their meaning."""
-NAMES = frozenset(f"{tensor}_{field}" for tensor in TENSORS for field in FIELDS)
+PACKED = "packed"
+"""Stands for a tensor's name where the state of many tensors is stacked (``state.packed``)."""
+NAMES = frozenset(f"{tensor}_{field}" for tensor in (*TENSORS, PACKED) for field in FIELDS)
 
 
 def flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,18 +10,16 @@ from jaxquant.state.nnx import (
     value_and_grad,
 )
 from jaxquant.state.optimizer import Optimizer, OptimizerState, TrainState
+from jaxquant.state.packed import PackedState, pack, unpack
+from jaxquant.state.stored import from_flax, strip_bins, warm, with_bins
 from jaxquant.state.tree import (
     OVERWRITE_WITH_GRADIENT,
     accumulate,
-    from_flax,
     merge,
     no_observation,
     nothing_seen,
     split,
-    strip_bins,
     update,
-    warm,
-    with_bins,
 )
 from jaxquant.state.watch import by_hand, frozen
 
@@ -31,6 +29,7 @@ __all__ = [
     "Gradients",
     "Optimizer",
     "OptimizerState",
+    "PackedState",
     "QuantState",
     "TrainState",
     "accumulate",
@@ -43,8 +42,10 @@ __all__ = [
     "merge",
     "no_observation",
     "nothing_seen",
+    "pack",
     "split",
     "strip_bins",
+    "unpack",
     "update",
     "value_and_grad",
     "warm",

@@ -10,12 +10,12 @@ weight decay, a cast) must not touch it. The loop is
     params, quant_state = optimizer_step(params, param_grads), update(quant_state, observation)
 
 ``observation`` may be a sum or a mean over uses of a layer, micro-batches or devices: ``update`` takes the maximum out
-of it. What is stored on disk need not hold the state's bins: ``strip_bins`` and ``with_bins``.
+of it. What is here takes packed state, too (``state.packed``). What is stored need not hold the state's bins:
+``state.stored``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,12 +39,11 @@ from jaxquant.core.quant_state import (
     flat,
     is_named,
 )
+from jaxquant.state.packed import Group, PackedState, State, Tree, pack, unpack
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
-Tree = Mapping[Any, Any]
-"""Nested by module name; the leaves are ``TENSOR_scale``, ``TENSOR_amax_history``, ``TENSOR_amax_bins``, …"""
 _MARKS = (BINS, HISTORY, USES)
 """Fields that an optimizer makes negative."""
 
@@ -54,11 +53,17 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
 
     Raises:
       ValueError: there is no "params" collection, or another one that this split would lose.
+      TypeError: the quant state among them is packed.
     """
     if "params" not in variables:
         raise ValueError(
             f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, and "
             "not variables['params'], to jaxquant.state.split, TrainState and Optimizer"
+        )
+    if isinstance(variables.get(OVERWRITE_WITH_GRADIENT), PackedState):
+        raise TypeError(
+            f"variables have packed quant state in {OVERWRITE_WITH_GRADIENT!r}, where a model reads nested dicts; put "
+            "jaxquant.state.unpack of it there, or keep it beside the parameters, for jaxquant.state.merge and update"
         )
     others = sorted(set(variables) - {"params", OVERWRITE_WITH_GRADIENT})
     if others:
@@ -66,17 +71,17 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
     return variables["params"], _as_dicts(variables.get(OVERWRITE_WITH_GRADIENT, {}))
 
 
-def merge(params: Any, quant_state: Tree) -> dict[str, Any]:
+def merge(params: Any, quant_state: State) -> dict[str, Any]:
     """Merge parameters and quant state into a model's variables, for ``model.apply``.
 
     Args:
       params: the collection "params".
-      quant_state: {} where a recipe has none.
+      quant_state: {} where a recipe has none; packed state is unpacked.
     """
-    return {"params": params} | ({OVERWRITE_WITH_GRADIENT: quant_state} if quant_state else {})
+    return {"params": params} | ({OVERWRITE_WITH_GRADIENT: unpack(quant_state)} if quant_state else {})
 
 
-def refuse_trained(quant_state: Tree) -> None:
+def refuse_trained(quant_state: State) -> None:
     """Refuse quant state that an optimizer has changed, where its values can be read; ``core.delayed`` has the rule.
 
     Raises:
@@ -84,7 +89,9 @@ def refuse_trained(quant_state: Tree) -> None:
     """
     for path, leaf in jax.tree.leaves_with_path(quant_state):
         name = getattr(path[-1], "key", None) if path else None
-        if (name in _MARKS or any(is_named(name, mark) for mark in _MARKS)) and _any(leaf, lambda part: part < 0):
+        if (name in _MARKS or any(is_named(name, mark) for mark in _MARKS)) and any_of(leaf, lambda part: part < 0):
+            if isinstance(quant_state, PackedState):
+                return refuse_trained(unpack(quant_state))
             raise ValueError(
                 f"quant state {join_path(path)!r} has negative numbers, which only an optimizer makes: it was trained "
                 "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "
@@ -92,139 +99,19 @@ def refuse_trained(quant_state: Tree) -> None:
             )
 
 
-def strip_bins(quant_state: Tree) -> dict[Any, Any]:
-    """Return quant state as it is to be stored: without ``amax_bins``, which are zeros between two steps.
-
-    What is left has the layout of flax's fp8 ops and loses no bit; ``with_bins`` restores the rest. Takes arrays or
-    their shapes, of Linen's collection or, as ``nnx.to_pure_dict``, of NNX's ``QuantState``.
-
-    Raises:
-      ValueError: bins hold what micro-batches observed, as of an NNX model amid ``optax.MultiSteps``, or an optimizer
-        has changed the state. (Under ``jax.jit`` nothing can check that.)
-    """
-    refuse_trained(quant_state)
-    new: dict[Any, Any] = {}
-    for name, value in quant_state.items():
-        if isinstance(value, Mapping):
-            new[name] = strip_bins(value)
-        elif not is_named(name, BINS):
-            new[name] = value
-        elif _any(value, lambda part: part != 0):
-            raise ValueError(
-                f"quant state {name!r} holds what micro-batches observed since the optimizer's last step, which "
-                "strip_bins would lose; store it after that step, or store the whole state"
-            )
-    return new
-
-
-def with_bins(quant_state: Tree, like: Tree | None = None) -> dict[Any, Any]:
-    """Return quant state that was stored without ``amax_bins``, or by flax's fp8 ops, with empty ones.
-
-    Bins that are there are kept. All comes back in float32. ``amax_init: flax`` needs no bins: it takes flax's state as
-    it is. Leading axes, as of layers under ``nn.scan``, are kept.
-
-    Args:
-      quant_state: arrays or their shapes.
-      like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do.
-
-    Raises:
-      ValueError: ``like`` lacks a module or variable of the state.
-    """
-    if like is not None and (unknown := [name for name in quant_state if name not in like]):
-        raise ValueError(
-            f"quant state has {unknown[0]!r} and the model's has {', '.join(map(str, like)) or 'nothing'}; restore it "
-            "into the model that it belongs to"
-        )
-    new: dict[Any, Any] = {
-        name: with_bins(value, None if like is None else like[name]) if isinstance(value, Mapping) else value
-        for name, value in quant_state.items()
-    }
-    for tensor in delayed_tensors(quant_state):
-        own = None if like is None else fields_of(like, tensor)
-        if own is not None and BINS not in own:
-            continue
-        fields = {field: _in_float32(value) for field, value in fields_of(new, tensor).items()}
-        if BINS not in fields:
-            fields[BINS] = _bins_beside(fields[HISTORY], own and own[BINS])
-        new |= flat({tensor: fields})
-    return new
-
-
-from_flax = with_bins
-"""Alias of ``with_bins``."""
-
-
 def _as_dicts(tree: Any) -> Any:
     """Return nested dicts for nested mappings, so that what ``update`` returns has the same structure."""
     return {name: _as_dicts(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def _any(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
+def any_of(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
     """Check whether any number of an array passes a test, where it can be read here; shapes and tracers cannot."""
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         return any(np.any(test(np.asarray(shard.data))) for shard in value.addressable_shards)
     return isinstance(value, np.ndarray) and bool(np.any(test(value)))
 
 
-def _in_float32(value: Any) -> Any:
-    if value.dtype == jnp.float32:
-        return value
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, jnp.float32, sharding=value.sharding)
-    return value.astype(jnp.float32)
-
-
-def _bins_beside(history: Any, like: Any, is_warm: bool = False) -> Any:
-    """Make the empty bins of a history, or their shape, where ``like`` lies."""
-    make = functools.partial(delayed.empty_bins, tuple(history.shape[:-1]), is_warm)
-    sharding = getattr(like, "sharding", None)
-    if isinstance(history, jax.ShapeDtypeStruct):
-        made = jax.eval_shape(make)
-        return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(history, Tracer):
-        return make()
-    return jax.jit(make, out_shardings=sharding)()
-
-
-def warm(quant_state: Tree) -> dict[Any, Any]:
-    """Return quant state in which each tensor that has a history is scaled by that history alone.
-
-    A step that is traced with it lets no cast wait for its own amax, and computes the same bits. Which tensors have a
-    history is read from the values, so call it between steps: once after the first, and again after what adds tensors
-    without one (resuming, an expert that was never used, a layer unfrozen); a tensor without stays as it is, and the
-    step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are. A warm tensor that
-    is all zeros for as long as its history is keeps its last scale until the next call.
-
-    Args:
-      quant_state: arrays, of Linen's collection or, as ``nnx.to_pure_dict``, of NNX's ``QuantState``; or their shapes,
-        of a state in which every tensor has a history. State of flax mode is left alone.
-
-    Raises:
-      TypeError: called while tracing, as inside ``jax.jit`` or ``jax.lax.scan``, where values are not known.
-    """
-    leaves = jax.tree.leaves_with_path(quant_state)
-    histories = [leaf for path, leaf in leaves if path and is_named(getattr(path[-1], "key", None), HISTORY)]
-    if any(isinstance(leaf, Tracer) for leaf in histories):
-        raise TypeError(
-            "state.warm reads which tensors have a history, and was called while tracing; call state.warm(quant_state) "
-            "between two steps, outside of jax.jit and jax.lax.scan, and trace the step with what it returns"
-        )
-    return _warmed(quant_state)
-
-
-def _warmed(quant_state: Tree) -> dict[Any, Any]:
-    new = {name: _warmed(value) if isinstance(value, Mapping) else value for name, value in quant_state.items()}
-    for tensor in delayed_tensors(quant_state):
-        fields = fields_of(quant_state, tensor)
-        if BINS in fields:
-            is_shape = isinstance(fields[BINS], jax.ShapeDtypeStruct)
-            has_history = is_shape or bool(delayed.has_history(fields).all())
-            if has_history != delayed.is_warm(fields):
-                new |= flat({tensor: {BINS: _bins_beside(fields[HISTORY], fields[BINS], has_history)}})
-    return new
-
-
-def update(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
+def update(quant_state: State, observation: State) -> Any:
     """Return the quant state after a step.
 
     A tensor's history takes the largest amax of all uses, exactly, unless different amaxes of the same sum lie within
@@ -234,30 +121,31 @@ def update(quant_state: Tree, observation: Tree) -> dict[Any, Any]:
     not used.
 
     Args:
-      quant_state: the state that the step used.
+      quant_state: the state that the step used. Where it is packed, so is what is returned.
       observation: its "gradient", from one backward pass or summed or averaged with positive weights over several (all
         with this ``quant_state``).
 
     Raises:
       ValueError: the two trees differ, in names or shapes.
     """
-    return _pairwise(quant_state, observation, _advance, "quant state", "its gradient")
+    return _in_pairs(quant_state, observation, _advance, "quant state", "its gradient")
 
 
-def accumulate(total: Tree, observation: Tree) -> dict[Any, Any]:
+def accumulate(total: State, observation: State) -> Any:
     """Combine what two backward passes observed of the same quant state, as micro-batches: the maximum of every amax.
 
     Gradients are added, this is not: ``grads = grads + new_grads``, ``total = accumulate(total, observation)``. The
     order does not matter. (A sum or mean is right too, apart from the rounding up that ``update`` describes.)
 
     Args:
-      total: what was observed so far; ``no_observation(quant_state)`` is where to begin.
+      total: what was observed so far; ``no_observation(quant_state)`` is where to begin. Where it is packed, so is
+        what is returned.
       observation: what the next backward pass observed.
 
     Raises:
       ValueError: the two trees differ, in names or shapes.
     """
-    return _pairwise(total, observation, _combine, "the total", "what is added")
+    return _in_pairs(total, observation, _combine, "the total", "what is added")
 
 
 def no_observation(quant_state: Any) -> Any:
@@ -296,6 +184,20 @@ def with_waiting(observation: Tree, quant_state: Tree) -> dict[Any, Any]:
       ValueError: the two trees differ, in names or shapes.
     """
     return _pairwise(observation, quant_state, _add_waiting, "the gradient", "quant state")
+
+
+def _in_pairs(
+    first: State, second: State, combine: Callable[[Tree, Tree], dict[Any, Any]], *names: str
+) -> dict[Any, Any] | PackedState:
+    """Do as ``_pairwise``, of packed state, too: a group is a module with one tensor."""
+    if not isinstance(first, PackedState):
+        return _pairwise(first, unpack(second), combine, *names)
+    shapes = jax.tree.map(jnp.shape, (first, second))
+    if not isinstance(second, PackedState) or shapes[0] != shapes[1]:  # by layers, whose names errors have
+        return pack(_pairwise(unpack(first), unpack(second), combine, *names))
+    pairs = zip(first.groups, second.groups, strict=True)
+    groups = tuple(Group(_pairwise(one.fields, other.fields, combine, *names), one.rows) for one, other in pairs)
+    return PackedState(groups, _pairwise(first.rest, second.rest, combine, *names))
 
 
 def _pairwise(

@@ -26,6 +26,7 @@ from jaxquant.core.quant_state import nested
 from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
 from jaxquant.state import watch
+from jaxquant.state.packed import State, unpack
 from jaxquant.state.tree import refuse_trained
 from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
@@ -123,7 +124,7 @@ class Engine:
         fn: Function,
         params: Any,
         args: tuple[Any, ...],
-        quant_state: Mapping[str, Any],
+        quant_state: State,
         key: jax.Array | None = None,
         *,
         prefix: paths.Name = (),
@@ -137,7 +138,7 @@ class Engine:
           fn: pure, of (params, *args); hashable, and equal to another only where that computes the same.
           params: parameters.
           args: further arguments.
-          quant_state: of the parameters' part of the model.
+          quant_state: of the parameters' part of the model, nested or packed.
           key: for stochastic rounding; None makes noise from the bits of what is rounded.
           prefix: path of the parameters in the model.
           is_whole: whether the call runs the whole model, so that rules which match nothing are an error.
@@ -145,8 +146,6 @@ class Engine:
           plain: called for the result where there is nothing to quantize.
         """
         refuse_trained(quant_state)
-        for part in reversed(prefix):
-            quant_state = {part: quant_state}
         static, arrays = split_arrays(params, args, self.dialect.numbers)
         is_cached = is_cached and self._instead() is None
         run = self._cached if is_cached else functools.partial(self._run, is_kept=False)
@@ -175,7 +174,7 @@ class Engine:
         fn: Function,
         params: Any,
         args: tuple[Any, ...],
-        quant_state: Mapping[str, Any],
+        quant_state: State,
         missing: Callable[[str, str, str], str] | None = None,
     ) -> tuple[Any, dict[str, str]]:
         """Quantize the weight of every layer as the training forward does; as ``find_kernels``.
@@ -196,7 +195,7 @@ class Engine:
         fn: Function,
         params: Any,
         args: tuple[Any, ...],
-        quant_state: Mapping[str, Any],
+        quant_state: State,
         missing: Callable[[str, str, str], str] | None = None,
     ) -> tuple[dict[paths.Name, kernels.LayerKernel], dict[str, str]]:
         """Find the weight of every layer, without computing anything; as ``run``.
@@ -216,7 +215,7 @@ class Engine:
         decisions = self.decide(analysis)
         served = converted.check_served(analysis, arrays[0])
         sentences = missing or self.dialect.missing, self.dialect.misfit
-        states = decisions.read_states(analysis.plan, quant_state, *sentences, served, contract.kernel_fields)
+        states = decisions.read_states(analysis.plan, unpack(quant_state), *sentences, served, contract.kernel_fields)
         names = array_names(static)
         found, reasons = kernels.find_kernels(analysis, arrays[0], names, states, self.backend)
         self._left_float = reasons
@@ -335,7 +334,7 @@ class Engine:
         static: Split,
         place: tuple[paths.Name, bool, bool],
         arrays: tuple[list[Any], list[Any]],
-        quant_state: Mapping[str, Any],
+        quant_state: State,
         key: jax.Array | None,
         is_kept: bool = True,
     ) -> Outputs:
@@ -343,10 +342,13 @@ class Engine:
         if self.resolver is None and instead is None:
             return Outputs.of(fn(*static.rebuild(arrays)), self.dialect.numbers)
         prefix, is_whole, skips = place
+        whole_state: Any = unpack(quant_state)
+        for part in reversed(prefix):
+            whole_state = {part: whole_state}
         analysis, closed, outputs = self._trace(fn, static, arrays, prefix, is_kept)
         if instead is not None:
             return dataclasses.replace(
-                outputs, arrays=instead(analysis, closed.consts, [*arrays[0], *arrays[1]], quant_state)
+                outputs, arrays=instead(analysis, closed.consts, [*arrays[0], *arrays[1]], whole_state)
             )
         decisions = self.decide(analysis, is_whole)
         if skips and not analysis.plan.chosen:
@@ -354,7 +356,7 @@ class Engine:
         must = self.config.checkpoint_is_quantized
         served = converted.check_served(analysis, arrays[0], must_be_converted=must)
         missing = functools.partial(self._missing, bool(served))
-        states = decisions.read_states(analysis.plan, quant_state, missing, self.dialect.misfit, served)
+        states = decisions.read_states(analysis.plan, whole_state, missing, self.dialect.misfit, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxquant.config.quant_config import QuantConfig
+from jaxquant.state.packed import PackedState, State
 from jaxquant.trace.engine import Dialect, Engine
 from jaxquant.trace.report import Report
 
@@ -96,7 +97,8 @@ class QuantizedFunction:
 
         Args:
           args, kwargs: of the function, by its own names, behind whose first, the parameters, stands ``quant_state``:
-            from ``init`` and ``jaxquant.state.update``; {} for recipes that keep none. Its gradient is what was seen.
+            from ``init`` and ``jaxquant.state.update``, packed or not; {} for recipes that keep none. Its gradient is
+            what was seen.
           key: for stochastic rounding; None makes noise from the bits of what is rounded.
 
         Raises:
@@ -188,8 +190,8 @@ class _Named:
         return self.fn(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
 
 
-def _checked(quant_state: Any) -> Mapping[str, Any]:
-    if not isinstance(quant_state, Mapping):
+def _checked(quant_state: Any) -> State:
+    if not isinstance(quant_state, Mapping | PackedState):
         raise TypeError(
             "a quantized function is called as qfn(params, quant_state, *args): quant_state must be what "
             f"qfn.init(params, *args) returned, or {{}}, got {type(quant_state).__name__}"

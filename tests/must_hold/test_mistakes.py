@@ -1,4 +1,4 @@
-"""Property 28: four loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
+"""Property 28: five loops, each with quant state forgotten, optimized, decayed, clipped and partly restored.
 
 Each mistake is an error that says what to do, or leaves the right number. ``docs/guide/delayed.md`` has the table.
 """
@@ -60,6 +60,14 @@ class Function(Linen):
         return (self.model(params, quant_state, x) ** 2).mean()
 
 
+class Packed(Function):
+    """A plain function whose loop carries packed quant state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = state.pack(self.state)
+
+
 class OfNnx(Linen):
     """An NNX model, whose gradients the caller takes by hand."""
 
@@ -77,7 +85,7 @@ class OfNnx(Linen):
             return (model(x) ** 2).mean()
 
 
-LOOPS = {"Linen": Linen, "function": Function, "NNX": OfNnx, "handle": Handle}
+LOOPS = {"Linen": Linen, "function": Function, "packed": Packed, "NNX": OfNnx, "handle": Handle}
 
 
 def gradients(loop: Linen, params: Any, quant_state: Any, x: jax.Array) -> Any:
@@ -166,7 +174,7 @@ def check_clipped(loop: Linen) -> None:
     stepped, _ = optimizer.step(state.merge(grads, observation), optimizer.init(variables), variables)
     moved = jax.tree.map(jnp.subtract, stepped["params"], loop.params)
     np.testing.assert_allclose(optax.global_norm(moved), 1e-3, rtol=2.0**-10)
-    expected = state.update(loop.state, observation)
+    expected = state.unpack(state.update(loop.state, observation))
     jax.tree.map(np.testing.assert_array_equal, stepped[state.OVERWRITE_WITH_GRADIENT], expected)
 
     def clipped(params: Any, quant_state: Any, norm: Any) -> Any:
@@ -195,7 +203,7 @@ def check_partly_restored(loop: Linen) -> None:
     else:
         with pytest.raises(ValueError, match="input_amax_bins"):
             loop(loop.params, lost, X)
-    jax.tree.map(np.testing.assert_array_equal, state.with_bins(lost), loop.state)
+    jax.tree.map(np.testing.assert_array_equal, state.with_bins(lost, loop.state), loop.state)
     optimizer, floats = state.Optimizer(optax.sgd(0.1)), {"params": loop.params}
     with pytest.raises(ValueError, match=r"jaxquant.state.merge its parameters with the quant state of model.init"):
         optimizer.step(state.merge(loop.params, loop.state), optimizer.init(floats), floats)
@@ -212,7 +220,7 @@ def warmed(loop: Linen) -> Any:
     quant_state = loop.state
     for _ in range(LENGTH):
         quant_state = state.update(quant_state, gradients(loop, loop.params, quant_state, LARGE)[1])
-    assert (op_state(quant_state)["input_amax_history"] == jnp.abs(LARGE).max()).all()
+    assert (op_state(state.unpack(quant_state))["input_amax_history"] == jnp.abs(LARGE).max()).all()
     return quant_state
 
 

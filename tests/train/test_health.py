@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from jaxquant.audit.health import HealthRow
 from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.quant_state import TENSORS
+from jaxquant.state import unpack
 from tests.numerics import TRAIN_SUMMATION_ORDER
 from tests.train.conftest import STEPS, quantized, read_losses, train
 from train.checkpoint import write_config
@@ -88,9 +89,10 @@ def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
     state, _ = program.step(program.init(), batch, jnp.bool_(True))
     tables = [{name: np.asarray(v) for name, v in health.measure(state, batch).items()} for health in (whole, part)]
     after, _ = program.step(state, batch, jnp.bool_(True))
+    layers = unpack(after.quant_state)
     for place, tensor in enumerate(TENSORS):
         for row, ours, less in zip(whole.rows, tables[0]["amax"][:, place], tables[1]["amax"][:, place], strict=True):
-            layer: Any = after.quant_state
+            layer: Any = layers
             for name in row.path.split("/"):
                 layer = layer[name]
             (op,) = layer.values()

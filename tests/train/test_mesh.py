@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxquant.core.typed import to_mapping
+from jaxquant.state import unpack
 from tests import numerics
 from tests.train.conftest import ROOT
 from tests.train.mesh_worker import STEPS
@@ -120,6 +121,7 @@ def test_parameters_moments_and_masks_lie_alike_and_scales_are_replicated(tiny: 
     mesh: Any = AbstractMesh((2, 2, 2), AXES)
     for state in (sparse, delayed):
         placed = state_shardings(mesh, state)
+        whole = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed)
         for module, spec in {
             ("self_attention", "query"): P(None, "fsdp", "tensor", None),
             ("self_attention", "out"): P(None, "tensor", None, "fsdp"),
@@ -133,9 +135,9 @@ def test_parameters_moments_and_masks_lie_alike_and_scales_are_replicated(tiny: 
             moments = [s for path, s in leaves if f"['{layer}']['kernel']" in jax.tree_util.keystr(path)]
             assert len(moments) == 2
             assert all(moment == kernel for moment in moments)
-            (quant,) = placed.quant_state["layers"][block][layer].values()
-            for name, sharding in quant.items():
-                assert sharding.spec == (spec if name == "sparsity_mask" else P(*[None] * len(sharding.spec)))
+            (quant,) = unpack(whole.quant_state)["layers"][block][layer].values()
+            for name, leaf in quant.items():
+                assert leaf.sharding.spec == (spec if name == "sparsity_mask" else P(*[None] * leaf.ndim))
 
 
 @pytest.mark.parametrize(
