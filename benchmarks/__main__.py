@@ -1,9 +1,10 @@
-"""``python -m benchmarks libraries|published|kernels|rows|strings|layers|optimizer``: compile for absent chips.
+"""``python -m benchmarks libraries|published|kernels|rows|strings|layers|optimizer|step-memory``: for absent chips.
 
 ``libraries`` compiles one MLP step of jaxquant, flax, Qwix and AQT, ``published`` the programs beside published ratios,
 ``kernels`` the hand-written kernels, ``rows`` few rows against quantized weights and steps of decoding, for all chips,
 ``strings`` every config string, which adds a column to the table that is there, ``layers`` decoder layers, which adds
-rows to it, ``optimizer`` updates of a Llama-3-8B (``--only fp8_coat+apply``).
+rows to it, ``optimizer`` updates of a Llama-3-8B (``--only fp8_coat+apply``), ``step-memory`` whole
+steps of it (``--only fp8_coat+bfloat16+largest``), each of which adds a row to the table that is there.
 Each prints a table and writes it to ``--out`` as JSON and markdown.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer_audits
+from benchmarks import layer_audits, step_memory
 from benchmarks.published import MISSING
 from benchmarks.schedules import gpu_dump, tpu_dump
 from jaxquant import terminal
@@ -32,7 +33,8 @@ from jaxquant.config.recipes import RECIPES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 on success, 2 where something could not be compiled."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("libraries", "published", "kernels", "rows", "strings", "layers", "optimizer"))
+    names = ("libraries", "published", "kernels", "rows", "strings", "layers", "optimizer", "step-memory")
+    parser.add_argument("what", choices=names)
     parser.add_argument("--target", default="h200", choices=list(CHIPS), help="chip (default: %(default)s)")
     parser.add_argument("--out", default="", help="folder to write JSON and markdown to (default: none)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows named so (not of kernels)")
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of libraries (default: %(default)s)")
     options = parser.parse_args(arguments)
     commands = {"libraries": _libraries, "published": _published, "kernels": _kernels, "rows": _rows}
-    run = (commands | {"strings": _strings, "layers": _layers, "optimizer": _optimizer})[options.what]
+    run = (commands | {"strings": _strings, "layers": _layers, "optimizer": _optimizer, "step-memory": _steps})[
+        options.what
+    ]
 
     def compare() -> int:
         require_compiler(chip(options.target))
@@ -141,6 +145,20 @@ def _optimizer(options: argparse.Namespace) -> Table:
     rows = _run("optimizer", [options.target, *(options.only or ["float32", "fp8_coat", "fp8_coat+apply"])])
     title = "# The update of a Llama-3-8B, bytes a parameter; temporaries and bytes moved without the gradients made"
     return "\n".join([title, "", *report.table(rows), ""]), rows, f"optimizer-{options.target}"
+
+
+def _steps(options: argparse.Namespace) -> Table:
+    if options.target not in step_memory.SLICES:
+        raise ValueError(f"--target {options.target}: step-memory compiles for {' and '.join(step_memory.SLICES)}")
+    file = Path(options.out or ".") / "step-memory.json"
+    rows = json.loads(file.read_text()) if options.out and file.exists() else []  # of other chips and states
+    for variant in options.only or step_memory.VARIANTS:
+        new = step_memory.row(options.target, variant)
+        old = next((each for each in rows if (each["chip"], each["state"]) == (new["chip"], new["state"])), {})
+        rows = [each for each in rows if each is not old] + [old | new]
+        if options.out:  # each is minutes of compiling
+            file.write_text(json.dumps(rows, indent=1) + "\n")
+    return step_memory.page(rows), rows, "step-memory"
 
 
 def _run(

@@ -8,6 +8,7 @@ one compilation of the unquantized step.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxquant import terminal
 from jaxquant.aot import report
 from jaxquant.aot.chips import CHIPS
 from jaxquant.aot.compile import audit_program
+from jaxquant.aot.memory import largest_batch
 from jaxquant.aot.plugin import PROGRAM
 
 UNQUANTIZED = ("quantization=", "quant_backend=auto")
@@ -40,6 +42,12 @@ def _parse(arguments: Sequence[str] | None, name: str = NAME) -> argparse.Namesp
         metavar="MODULE:FUNCTION",
         help="builds the step: FUNCTION(config, overrides, devices) -> (jitted step, shapes) (default: %(default)s)",
     )
+    parser.add_argument(
+        "--largest-batch",
+        type=int,
+        metavar="N",
+        help="find the largest batch_size, a multiple of N, that fits, by compiling a few (default: do not)",
+    )
     parser.add_argument("--strings", nargs="+", default=[], metavar="S", help="config strings to lay over the file")
     return parser.parse_intermixed_args(arguments)
 
@@ -55,8 +63,14 @@ def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
       0 on success, 1 where 8-bit matmuls fell back or the step does not fit, 2 where it could not be audited.
     """
     options = _parse(arguments, name)
+
+    def run() -> int:
+        if options.largest_batch is not None:
+            return max([_print_largest(*step, options) for step in _steps(options)])
+        return max(_print_audit(found, options) for found in audits(options))  # every one is printed
+
     return terminal.run(
-        lambda: max(_print_audit(found, options) for found in audits(options)),  # every one is printed
+        run,
         also=(ModuleNotFoundError, RuntimeError),
         interrupted="interrupted",
     )
@@ -69,26 +83,48 @@ def audits(options: argparse.Namespace) -> Iterator[report.Audit]:
       options: the parsed command line.
     """
 
-    def compiled(overrides: Sequence[str], name: str) -> report.Audit:
-        where = {"target": options.target, "topology": options.topology}
-        return audit_program(options.program, options.config, overrides, name=name, **where)
-
-    stem = Path(options.config).stem
-    given = [word.partition("=")[2] for word in options.overrides if word.startswith("quantization=")]
-    steps = [(each, [*options.overrides, f"quantization={each}"]) for each in options.strings]
-    plain, is_asked = None, False
-    for string, overrides in steps or [("".join(given[-1:]), options.overrides)]:
-        found = compiled(overrides, f"{stem} {string}".strip())
+    plain, is_asked, stem = None, False, Path(options.config).stem
+    for name, overrides in _steps(options):
+        found = _compiled(options, overrides, name)
         if found.outcome.asked and not is_asked:
             is_asked = True
             try:
-                plain = compiled([*options.overrides, *UNQUANTIZED], f"{stem} unquantized")
+                plain = _compiled(options, [*options.overrides, *UNQUANTIZED], f"{stem} unquantized")
             except (ValueError, TypeError, NotImplementedError) as error:
                 print(f"no unquantized step to compare with: {error}", file=sys.stderr)
             else:
                 yield plain
         found.unquantized = plain if found.outcome.asked else None
         yield found
+
+
+def _steps(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """List the steps that are asked for: a name, and the words laid over the file."""
+    stem = Path(options.config).stem
+    given = [word.partition("=")[2] for word in options.overrides if word.startswith("quantization=")]
+    steps = [(each, [*options.overrides, f"quantization={each}"]) for each in options.strings]
+    return [
+        (f"{stem} {string}".strip(), words) for string, words in steps or [("".join(given[-1:]), options.overrides)]
+    ]
+
+
+def _compiled(options: argparse.Namespace, overrides: Sequence[str], name: str) -> report.Audit:
+    where = {"target": options.target, "topology": options.topology}
+    return audit_program(options.program, options.config, overrides, name=name, **where)
+
+
+def _print_largest(name: str, overrides: list[str], options: argparse.Namespace) -> int:
+    unit, slice_ = options.largest_batch, f"-{options.topology}" if options.topology else ""
+    if unit < 1:
+        raise ValueError(f"--largest-batch {unit} must be 1 or more")
+    size, rows = largest_batch(lambda n: _compiled(options, [*overrides, f"batch_size={n}"], name), unit)
+    told = f"The largest batch_size that fits is {size}." if size else f"batch_size {unit} does not fit."
+    sizes = ("arguments", "outputs", "temporaries", "peak", "capacity")
+    shown = [row | {key: f"{row[key] / 1e9:,.2f} GB" if key in row else "–" for key in sizes} for row in rows]
+    lines = [f"# {name} on {options.target}{slice_}", "", told, "", *report.table(shown), ""]
+    stem = f"batch-{name.replace(' ', '-')}-{options.target}{slice_}"
+    print_and_write("\n".join(lines), json.dumps(rows, indent=1) + "\n", options.out, stem)
+    return 0 if size else 1
 
 
 def _print_audit(found: report.Audit, options: argparse.Namespace) -> int:

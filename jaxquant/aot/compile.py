@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from jaxquant.aot.chips import Chip, chip
 from jaxquant.aot.kernels import BLOCK_CALLS
+from jaxquant.aot.memory import part_names
 from jaxquant.aot.report import Audit, from_json
 from jaxquant.aot.topology import environment, require_compiler
 
@@ -49,6 +50,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
         leaves = [_placed(leaf, described) for leaf in leaves]
         shapes = jax.tree.unflatten(tree, leaves)
+    names = part_names(jitted, shapes)
     traced = jitted.trace(*shapes)
     donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
 
@@ -70,7 +72,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         path = Path(folder) / "step"
         path.write_bytes(bytes(exported.serialize()))
         label = name or getattr(step, "__name__", "step")
-        request = {"exported": str(path), "donated": donated, "mesh": mesh, "name": label}
+        request = {"exported": str(path), "donated": donated, "mesh": mesh, "name": label, "parts": names}
         return _run_worker(request | {"target": target, "topology": topology}, folder)
 
 

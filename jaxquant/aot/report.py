@@ -60,6 +60,7 @@ class Audit:
       kernels: one row a custom call that multiplies: what it is, times, flops.
       unknown: names of the custom calls whose work is not known, and counted as moves.
       cycles: the TPU compiler's estimates of matmuls and of the rest, None where there are none.
+      parts: of the arguments, one row a part and dtype: bytes, and bytes a parameter where there are parameters.
       unquantized: the same step without quantization, where there is one.
     """
 
@@ -87,6 +88,7 @@ class Audit:
     kernels: list[Row] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     cycles: list[int] | None = None
+    parts: list[Row] = dataclasses.field(default_factory=list)
 
     @property
     def is_low_precision(self) -> bool:
@@ -135,6 +137,22 @@ def kernel_rows(program: Program) -> list[Row]:
     """Add custom calls that multiply up by what they are."""
     found = _added_up((each.name, each.times, each.flops) for each in program.kernels)
     return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, n, flops in found]
+
+
+def memory_rows(audit: Audit) -> list[Row]:
+    """List what a device holds: arguments by part and dtype, what the compiler pads them with, and temporaries."""
+    rows = [dict(row) for row in audit.parts]
+    known = next((row for row in audit.parts if row.get("bytes a parameter")), None)
+    if audit.memory:
+        more = {
+            "padding of arguments": audit.memory["arguments"] - sum(row["bytes"] for row in rows),
+            "outputs in memory of their own": audit.memory["outputs"],
+            "temporaries: gradients, activations": audit.memory["temporaries"],
+        }
+        rows += [{"part": part, "dtype": "", "bytes": size} for part, size in more.items()]
+    for row in rows if known else ():
+        row["bytes a parameter"] = f"{row['bytes'] * known['bytes a parameter'] / known['bytes']:.3f}"
+    return [row | {"bytes": _gb(row["bytes"])} for row in rows]
 
 
 def collective_rows(program: Program) -> list[Row]:
@@ -199,7 +217,7 @@ _FIGURES: dict[str, Callable[[Any], str]] = {
     "moved beside matmuls": lambda audit: _gb(audit.moved),
     "moves, over 1 MB": lambda audit: f"{audit.moves}, {audit.big_moves}",
     "communicated": lambda audit: _gb(sum(row["bytes"] for row in audit.collectives)),
-    "peak memory": lambda audit: _memory(audit),
+    "peak memory": lambda audit: memory_text(audit),
     "compiler's cycles: matmuls, rest": lambda audit: _cycles(audit.cycles),
     "estimate: matmuls and kernels": lambda audit: _ms(audit.roofline.matmul),
     "estimate: moves": lambda audit: _ms(audit.roofline.moves),
@@ -225,7 +243,8 @@ def summary_rows(audit: Audit) -> list[Row]:
     return rows
 
 
-def _memory(audit: Audit) -> str:
+def memory_text(audit: Audit) -> str:
+    """Write the peak of a step beside what the device has."""
     if audit.refusal:
         return "does not fit"
     fits = "fits" if audit.fits else "DOES NOT FIT"
@@ -300,6 +319,8 @@ def _markdown(audit: Audit) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in audit.versions.items())
     lines = [f"# {audit.name} on {audit.devices} × {audit.target}", "", verdict(audit), speedup(audit), ""]
     lines += [f"Compiled without the chip; one step, per device. {versions}.", "", *table(summary_rows(audit)), ""]
+    if audit.parts:
+        lines += ["## Memory", "", *table(memory_rows(audit)), ""]
     if audit.refusal:
         return lines
     if audit.unknown:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxquant.aot import report
 from jaxquant.aot.chips import Chip, chip
+from jaxquant.aot.memory import part_names, parts
 from jaxquant.aot.outcome import compare
 from jaxquant.aot.plugin import load_program
 from jaxquant.aot.price import estimate
@@ -51,6 +52,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     given = devices(target, request["topology"])
     if "program" in request:
         step, shapes = load_program(request["program"])(request["config"], request["overrides"], given)
+        request["parts"] = part_names(step, shapes)
     else:
         step, shapes, given = _exported(request, given)
     found = compile_step(step, shapes, target, len(given), request)
@@ -85,7 +87,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
       shapes: of its arguments, on devices of the target.
       target: the chip.
       count: number of devices.
-      request: its ``name``, ``target`` and ``topology`` go into the report.
+      request: its ``name``, ``target`` and ``topology`` go into the report, and its ``parts`` name those of memory.
 
     Raises:
       NotImplementedError: the installed libtpu compiles programs that this jax cannot read.
@@ -133,6 +135,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         kernels=report.kernel_rows(made),
         unknown=made.unknown,
         cycles=list(made.cycles) if any(made.cycles) else None,
+        parts=parts(request["parts"], shapes, count) if "parts" in request else [],
         versions={name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
     )
 

@@ -1,7 +1,15 @@
 """Optimizers that take less memory: moments in 8 bits, and weights in bfloat16 without a float32 copy."""
 
 from jaxquant.optim.codes import SCHEMES
-from jaxquant.optim.state import MOMENTS, NewWeights, QuantizedState, apply_updates, describe_state, quantize_state
+from jaxquant.optim.state import (
+    MOMENTS,
+    NewWeights,
+    QuantizedState,
+    apply_updates,
+    describe_state,
+    quantize_state,
+    update_where,
+)
 from jaxquant.optim.weights import compensated_round, stochastic_round
 
 __all__ = [
@@ -14,4 +22,5 @@ __all__ = [
     "describe_state",
     "quantize_state",
     "stochastic_round",
+    "update_where",
 ]

@@ -66,6 +66,7 @@ def run(
     implementation: str | None,
     shardings: Shardings | None,
     applies: bool,
+    changes: jax.Array | None = None,
 ) -> Any:
     """Compute a function of trees with each ``Moment`` as float32; return it with each as ``Coded``.
 
@@ -75,6 +76,7 @@ def run(
       implementation: "xla", "pallas" or None, as ``quantize_state`` takes it.
       shardings: how parameters are cut.
       applies: whether the function returns parameters.
+      changes: where it is False, state is returned as it was, and parameters where the function returns them.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Moment))
     start, end = len(jax.tree.leaves(args[0])), len(leaves) - len(jax.tree.leaves(args[2]))
@@ -88,6 +90,7 @@ def run(
 
     coded = [x for x in leaves if isinstance(x, Moment)]
     taken: list[Part] = []
+    chosen: set[int] = set()  # outputs that the kernel has kept where nothing changes
     if coded and implementation != "xla" and (implementation or platform_of(coded[0].coded.codes) == "tpu"):
         shapes = {x.coded.codes.shape for x in coded}
         update = Update(flat, floats, {i for i, x in enumerate(floats) if jnp.shape(x) in shapes and _is_float(x)})
@@ -97,7 +100,8 @@ def run(
             before = len(out) - end  # an output of the state has the number of its input, and so many more
             states = {i + before: i for i in range(start, end)}
             order = sorted(part.inputs, reverse=applies)  # weights lie behind the state, gradients before it
-            made = _by_kernel(update, part, numbers, leaves, states, order, shardings)
+            made = _by_kernel(update, part, numbers, leaves, states, order, shardings, changes)
+            chosen |= set(made)
             out = [made.get(o, x) for o, x in enumerate(out)]
     else:
         out = flat(*floats)
@@ -105,6 +109,11 @@ def run(
     for i in range(start, end):
         if isinstance(x := leaves[i], Moment) and not isinstance(out[before + i], Coded):
             out[before + i] = encode(x.codec, x.signed, x.axis, x.coded.largest.shape[x.axis], out[before + i])
+    olds = [*(leaves[end:] if applies else out[: before + start]), *leaves[start:end]]
+    for o, old in enumerate(olds if changes is not None else ()):
+        if o not in chosen:
+            kept = old.coded if isinstance(old, Moment) else old
+            out[o] = jax.tree.map(functools.partial(jnp.where, changes), out[o], kept)
     return structure[0].unflatten(out)
 
 
@@ -137,6 +146,7 @@ def _by_kernel(
     states: Mapping[int, int],
     order: Sequence[int],
     shardings: Shardings | None,
+    changes: jax.Array | None,
 ) -> dict[int, Any]:
     """Compute a part by the kernel: number of an output -> a ``Coded`` for a moment, an array for others.
 
@@ -146,7 +156,7 @@ def _by_kernel(
       leaves: the inputs of all the update, moments coded.
       states: number of an output that is state -> the input that it replaces.
       order: inputs, in the order in which other outputs take their memory.
-      shardings: how parameters are cut.
+      shardings, changes: as ``run`` takes them.
     """
     given = {i: leaves[i].coded if isinstance(leaves[i], Moment) else Coded(leaves[i], None) for i in part.inputs}
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
@@ -180,7 +190,8 @@ def _by_kernel(
 
     step = math.lcm(*(x.group for x in moments.values()))
     sharding = _sharding(first, shardings)
-    made = iter(api.update(body, scalars, arrays, results, axis=first.axis, step=step, sharding=sharding))
+    where = {"axis": first.axis, "step": step, "sharding": sharding}
+    made = iter(api.update(body, scalars, arrays, results, changes=changes, **where))
 
     def output(o: int) -> Any:
         i = states.get(o, -1)

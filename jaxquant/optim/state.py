@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Bool
 from optax import contrib
 
 from jaxquant.core.paths import join_path
@@ -150,7 +151,7 @@ def quantize_state(
         return _packed(moments, _map_moments(of_moment, moments, state))
 
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, *, changes: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
         if apply and params is None:
             raise ValueError("quantize_state(…, apply=True) writes new weights; call update(gradients, state, params)")
@@ -171,10 +172,62 @@ def quantize_state(
             return optax.apply_updates(params, new) if apply else new, inner
 
         inner = _map_moments(of_moment, moments, state.inner)
-        new, inner = run(function, (updates, inner, params), implementation, shardings, apply)
+        flag = None if changes is None else changes.read()
+        new, inner = run(function, (updates, inner, params), implementation, shardings, apply, flag)
         return NewWeights(new, jax.random.key(0)) if apply else new, _packed(moments, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Changes:
+    """Whether an update changes anything, as ``update_where`` hands it to every ``quantize_state``.
+
+    Attributes:
+      reads: how often it was read.
+    """
+
+    def __init__(self, flag: jax.Array) -> None:
+        self._flag, self.reads = flag, 0
+
+    def read(self) -> jax.Array:
+        """Return the flag, and count."""
+        self.reads += 1
+        return self._flag
+
+
+def update_where(
+    changes: Bool[Array, ""], tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, **extra: Any
+) -> tuple[Any, Any]:
+    """Return new weights and a new state, or, where ``changes`` is False, the old ones to the bit.
+
+    A choice between old and new arrays behind an update keeps both where a kernel makes the new ones in the memory of
+    the old. ``quantize_state`` makes the choice within; what others return is chosen here.
+
+    Args:
+      changes: whether the update is made, as "loss and gradients are finite".
+      tx: an optimizer, with ``quantize_state`` in it or without.
+      gradients, state, params: of its ``update``.
+      extra: further arguments of it.
+
+    Raises:
+      ValueError: something around a ``quantize_state`` hands it no extra arguments.
+    """
+    flag = Changes(changes)
+    updates, new = optax.with_extra_args_support(tx).update(gradients, state, params, changes=flag, **extra)
+    is_quantized = lambda node: isinstance(node, QuantizedState)  # noqa: E731
+    if flag.reads < sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
+        raise ValueError(
+            "update_where: what is around a quantize_state hands it no extra arguments, so that it cannot leave its "
+            "state as it is; give it an update that takes and passes on **extra, as optax.chain's does"
+        )
+
+    def choose(new: Any, old: Any) -> Any:
+        return new if is_quantized(new) else jnp.where(changes, new, old)
+
+    has_chosen = isinstance(updates, NewWeights)
+    weights = apply_updates(params, updates)
+    weights = weights if has_chosen else jax.tree.map(choose, weights, params)
+    return weights, jax.tree.map(choose, new, state, is_leaf=is_quantized)
 
 
 def apply_updates(params: optax.Params, updates: Any) -> Any:

@@ -26,7 +26,7 @@ X = jax.ShapeDtypeStruct((8, 8), "float32")
 
 def no_chip() -> None:
     """``scripts/bench.py`` writes NAME-DEVICE.json; what compilers of absent chips say has other names."""
-    compiled = ("audit-", "few-rows", "strings-chips", "layer-audits")
+    compiled = ("audit-", "few-rows", "strings-chips", "layer-audits", "step-memory")
     timed = {path.stem for path in (ROOT / "benchmarks").glob("*.json") if not path.stem.startswith(compiled)}
     assert {name for name in timed if not name.endswith("-cpu")} == set()
 

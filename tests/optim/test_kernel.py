@@ -201,11 +201,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxquant.aot.chips import chip
 from jaxquant.aot.topology import devices
 from jaxquant.core.sharding import on_device_of
-from jaxquant.optim import apply_updates, quantize_state
+from jaxquant.optim import quantize_state, update_where
 
 found = {}
 for target in sys.argv[1:]:
     mesh = Mesh(np.array(devices(chip(target))), ("fsdp",))
+    scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     specs = {"matrix": P("fsdp", None), "heads": P(None, "fsdp"), "columns": P(None, "fsdp")}
     shapes = {"matrix": (2048, 384), "heads": (2, 2048, 8, 128), "columns": (2304, 2048)}
     place = lambda name, x: jax.ShapeDtypeStruct(
@@ -216,13 +217,12 @@ for target in sys.argv[1:]:
         shardings = lambda path, _: params[path.split("/")[-1]].sharding
         tx = quantize_state(optax.adamw(1e-3), scheme, apply=True, shardings=shardings)
 
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return apply_updates(params, updates), state
+        def step(params, state, grads, scale):
+            return update_where(scale < 1, tx, grads, state, params)
 
         with on_device_of(params):
             state = jax.tree_util.tree_map_with_path(lambda p, x: place(name(p), x), jax.eval_shape(tx.init, params))
-            made = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
+            made = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params, scale).compile()
         memory, text = made.memory_analysis(), made.as_text()
         weights = sum(np.prod(s) for s in shapes.values()) / mesh.size
         found[f"{target} {scheme}"] = {

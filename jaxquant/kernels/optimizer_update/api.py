@@ -63,11 +63,12 @@ def update(
     axis: int,
     step: int,
     sharding: NamedSharding | None = None,
+    changes: Array | None = None,
 ) -> list[Array]:
     """Update a parameter that ``refusal`` does not refuse: ``reference.update``, each device of its part.
 
     Args:
-      body, scalars, results: as the reference takes them.
+      body, scalars, results, changes: as the reference takes them.
       arrays: of the parameter's shape, or with fewer along ``axis``.
       axis: along which groups lie, counted from the end.
       step: rows that have to be together.
@@ -75,21 +76,22 @@ def update(
     """
     run, interpret = module("optimizer_update", "tpu").update, platform_of(arrays[0]) == "cpu"
 
-    def local(scalars: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    def local(scalars: Sequence[Array], changes: Array | None, arrays: Sequence[Array]) -> list[Array]:
         def flat(x: Array) -> Array:
             return x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:])
 
-        out = run(body, scalars, [flat(x) for x in arrays], results, step=step, interpret=interpret)
+        given = [flat(x) for x in arrays]
+        out = run(body, scalars, given, results, step=step, changes=changes, interpret=interpret)
         lead = arrays[0].shape[:axis]
         return [x.reshape(*lead, *x.shape[1:]) for x in out]
 
     place = _place(arrays[0], sharding)
     if place is None:
-        return local(scalars, arrays)
+        return local(scalars, changes, arrays)
     none = jax.sharding.PartitionSpec()
-    return jax.shard_map(local, mesh=place.mesh, in_specs=(none, place.spec), out_specs=place.spec, check_vma=False)(
-        list(scalars), list(arrays)
-    )
+    return jax.shard_map(
+        local, mesh=place.mesh, in_specs=(none, none, place.spec), out_specs=place.spec, check_vma=False
+    )(list(scalars), changes, list(arrays))
 
 
 def _place(x: Array, sharding: NamedSharding | None) -> NamedSharding | None:

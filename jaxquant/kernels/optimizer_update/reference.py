@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxquant.kernels import KERNEL_PREFIX
 
@@ -32,7 +33,13 @@ class Result(NamedTuple):
     replaces: int | None = None
 
 
-def update(body: Body, scalars: Sequence[Array], arrays: Sequence[Array], results: Sequence[Result]) -> list[Array]:
+def update(
+    body: Body,
+    scalars: Sequence[Array],
+    arrays: Sequence[Array],
+    results: Sequence[Result],
+    changes: Array | None = None,
+) -> list[Array]:
     """Compute ``body`` of arrays [A, rows, *tail], for each of A.
 
     Args:
@@ -40,6 +47,11 @@ def update(body: Body, scalars: Sequence[Array], arrays: Sequence[Array], result
       scalars: of it, the same for all rows; float32.
       arrays: of it.
       results: what it returns.
+      changes: where it is False, a result is the array that it replaces, or 0 where it replaces none.
     """
     made = jax.vmap(lambda *parts: tuple(body(scalars, parts)))(*arrays)
-    return [x.astype(result.dtype) for x, result in zip(made, results, strict=True)]
+    new = [x.astype(result.dtype) for x, result in zip(made, results, strict=True)]
+    if changes is None:
+        return new
+    old = [0 if result.replaces is None else arrays[result.replaces] for result in results]
+    return [jnp.where(changes, x, y) for x, y in zip(new, old, strict=True)]

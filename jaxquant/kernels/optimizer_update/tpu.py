@@ -25,26 +25,35 @@ def update(
     results: Sequence[Result],
     *,
     step: int,
+    changes: Array | None = None,
     interpret: bool = False,
 ) -> list[Array]:
     """Compute what ``reference.update`` does.
 
     Args:
-      body, scalars, arrays, results: as the reference takes them.
+      body, scalars, arrays, results, changes: as the reference takes them.
       step: rows that ``body`` is called with: a multiple of all groups.
       interpret: whether to run without a TPU.
     """
     A, rows, *tail = max((x.shape for x in arrays), key=lambda shape: shape[1])
     shares = [rows // x.shape[1] for x in arrays]
     block, last = blocks_for(rows, tuple(tail), step, max([*shares, *(result.rows for result in results)]))
-    (packed, *operands), result = vary_alike(jnp.stack([*scalars, jnp.float32(0)]), *arrays)
+    flag = jnp.float32(1) if changes is None else changes.astype(jnp.float32)
+    (packed, *operands), result = vary_alike(jnp.stack([*scalars, flag]), *arrays)
 
     def spec(share: int) -> pl.BlockSpec:
         between = (0,) * (len(tail) - 1)
         return pl.BlockSpec((None, block // share, *tail[:-1], last), lambda a, i, j: (a, i, *between, j))
 
     return pl.pallas_call(
-        functools.partial(_kernel, body=body, step=step, scalars=len(scalars), shares=shares, results=results),
+        functools.partial(
+            _kernel if changes is None else _guarded,
+            body=body,
+            step=step,
+            scalars=len(scalars),
+            shares=shares,
+            results=results,
+        ),
         grid=(A, pl.cdiv(rows, block), pl.cdiv(tail[-1], last)),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *map(spec, shares)],
         out_specs=[spec(each.rows) for each in results],
@@ -54,6 +63,20 @@ def update(
         interpret=interpret,
         name=NAME,
     )(packed, *operands)
+
+
+def _guarded(
+    scalars_ref: Any, *refs: Any, scalars: int, shares: Any, results: Sequence[Result], **options: Any
+) -> None:
+    """Compute ``_kernel`` where the number behind the scalars is not 0; else keep what is replaced."""
+    changes = scalars_ref[scalars] != 0
+    pl.when(changes)(lambda: _kernel(scalars_ref, *refs, scalars=scalars, shares=shares, results=results, **options))
+
+    @pl.when(jnp.logical_not(changes))
+    def _() -> None:
+        for result, ref in zip(results, refs[len(shares) :], strict=True):
+            kept = None if result.replaces is None else refs[result.replaces]
+            ref[...] = jnp.zeros_like(ref) if kept is None else kept[...]
 
 
 def _kernel(

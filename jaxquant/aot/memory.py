@@ -1,0 +1,102 @@
+"""What a step holds in the memory of a device: its arguments by part and dtype, and the largest batch that fits."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import GetAttrKey
+
+from jaxquant.aot.report import Audit, Row, memory_text
+
+WEIGHTS = "params"
+"""The part that bytes a parameter are counted by."""
+_GUESSES = 5  # sizes that are compiled before the rest is halved, for steps whose memory is no line
+
+
+def part_names(step: Any, shapes: Sequence[Any]) -> list[str]:
+    """Return for each leaf of a step's arguments the part it belongs to.
+
+    A part is an argument, by its name, or a field of one that is a named tuple: ``params``, ``opt_state``, ``batch``.
+
+    Args:
+      step: the function.
+      shapes: its arguments.
+    """
+    names = list(inspect.signature(step).parameters)
+    found = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(tuple(shapes)):
+        index: int = getattr(path[0], "idx", 0)
+        name = names[index] if index < len(names) else f"argument {index + 1}"
+        found.append(path[1].name if len(path) > 1 and isinstance(path[1], GetAttrKey) else name)
+    return found
+
+
+def parts(names: Sequence[str], shapes: Any, devices: int) -> list[Row]:
+    """List the bytes of a device by part and dtype, with bytes a parameter where there are parameters.
+
+    Args:
+      names: of the parts, from ``part_names``.
+      shapes: of the step's arguments, with their shardings.
+      devices: over which parameters are counted: a device's bytes are divided by its share of all of them.
+    """
+    sizes: dict[tuple[str, str], int] = {}
+    count = 0
+    for name, leaf in zip(names, jax.tree.leaves(shapes), strict=True):
+        place = getattr(leaf, "sharding", None)
+        shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
+        key = (name, leaf.dtype.name)
+        sizes[key] = sizes.get(key, 0) + math.prod(shape) * leaf.dtype.itemsize
+        count += math.prod(leaf.shape) * (name == WEIGHTS)
+    rows = [{"part": part, "dtype": dtype, "bytes": size} for (part, dtype), size in sizes.items()]
+    return [row | ({"bytes a parameter": row["bytes"] * devices / count} if count else {}) for row in rows]
+
+
+def largest_batch(compiled: Callable[[int], Audit], unit: int) -> tuple[int, list[Row]]:
+    """Find the largest multiple of a number of sequences with which a step fits, by compiling a few of them.
+
+    The first two are ``unit`` and twice that; each of the next is where a line through the smallest and the largest
+    that fit meets the capacity, within what is known to fit and not to. Progress goes to stderr.
+
+    Args:
+      compiled: batch size -> the step's audit.
+      unit: the number.
+
+    Returns:
+      The batch size, 0 where not even ``unit`` fits, and a row for each size compiled.
+
+    Raises:
+      ValueError: the step needs the same memory with twice the batch.
+    """
+    fits: dict[int, int] = {}
+    rows: list[Row] = []
+    high = None
+    while high is None or high - max(fits, default=0) > 1:
+        n = _next(fits, high, rows)
+        found = compiled(n * unit)
+        rows.append({"batch_size": n * unit, "fits": found.fits} | found.memory)
+        print(f"batch_size {n * unit}: {memory_text(found)}", file=sys.stderr, flush=True)
+        if not found.fits:
+            high = n
+            continue
+        fits[n] = found.memory["peak"]
+        if len(fits) == 2 and len(set(fits.values())) == 1:
+            raise ValueError(f"--largest-batch: the step needs as much with batch_size {n * unit} as with half of it")
+    return max(fits, default=0) * unit, rows
+
+
+def _next(fits: dict[int, int], high: int | None, rows: Sequence[Row]) -> int:
+    """Choose the multiple to compile next."""
+    low = max(fits, default=0)
+    if len(fits) < 2:
+        return max(2 * low, 1)
+    if high is not None and len(rows) > _GUESSES:
+        return (low + high) // 2
+    first = min(fits)
+    slope = max(fits[low] - fits[first], 1) / (low - first)
+    guess = low + int((rows[0]["capacity"] - fits[low]) / slope)
+    return max(min(guess, (high or guess + 1) - 1), low + 1)

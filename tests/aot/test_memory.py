@@ -1,0 +1,84 @@
+"""What a step holds by part, and the search of the largest batch: without a compiler."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxquant.aot import __main__ as command
+from jaxquant.aot import memory, report
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+def test_arguments_are_told_by_part_and_dtype_and_a_parameter():
+    mesh = AbstractMesh((4,), ("fsdp",))
+
+    def shape(dtype: Any, spec: P, *sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {"w": shape(jnp.bfloat16, P("fsdp"), 64, 32), "norm": shape(jnp.float32, P(), 32)}
+    state = State(params, [shape(jnp.int8, P(None, "fsdp"), 64, 32), shape(jnp.int8, P(), 7)])
+    given = (state, {"inputs": shape(jnp.int32, P("fsdp"), 8, 16)})
+    names = memory.part_names(lambda state, batch: None, given)
+    found = memory.parts(names, given, 4)
+    assert {(row["part"], row["dtype"]): row["bytes"] for row in found} == {
+        ("params", "bfloat16"): 2 * 16 * 32,
+        ("params", "float32"): 4 * 32,
+        ("opt_state", "int8"): 64 * 8 + 7,
+        ("batch", "int32"): 4 * 2 * 16,
+    }
+    by_part = {(row["part"], row["dtype"]): row["bytes a parameter"] for row in found}
+    assert by_part["params", "bfloat16"] == 4 * 1024 / (64 * 32 + 32)
+    assert memory.part_names(lambda *arrays: None, (1, 2)) == ["arrays", "argument 2"]
+
+
+def audit(peak: float, capacity: float) -> Any:
+    """What ``largest_batch`` reads of an audit."""
+    found: Any = report.Audit.__new__(report.Audit)
+    found.refusal, found.fits = "", peak <= capacity
+    found.memory = {"peak": int(peak), "capacity": int(capacity)}
+    return found
+
+
+@pytest.mark.parametrize("capacity", [99, 100, 115, 117, 1000, 9_999])
+@pytest.mark.parametrize("curve", [lambda n: 100 + n, lambda n: 95 + 5 * (n // 8), lambda n: 90 + n**1.5])
+def test_the_largest_batch_is_the_last_that_fits(capacity: int, curve: Any, capsys: pytest.CaptureFixture[str]):
+    asked = []
+
+    def compiled(size: int) -> Any:
+        asked.append(size)
+        return audit(curve(size), capacity)
+
+    wanted = max((size for size in range(8, 40_000, 8) if curve(size) <= capacity), default=0)
+    size, rows = memory.largest_batch(compiled, 8)
+    assert size == wanted
+    assert [row["batch_size"] for row in rows] == asked
+    assert len(set(asked)) == len(asked) <= 20
+    assert f"batch_size {asked[-1]}: " in capsys.readouterr().err
+
+
+def test_a_step_that_has_no_batch_size_and_a_unit_that_is_none_are_errors(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ValueError, match="the step needs as much with batch_size 16 as with half of it"):
+        memory.largest_batch(lambda size: audit(5, 10), 8)
+    assert command.main(["configs/quickstart.yml", "--largest-batch", "0"]) == 2
+    assert "--largest-batch 0 must be 1 or more" in capsys.readouterr().err
+
+
+def test_the_command_prints_what_it_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def compiled(program: str, config: str, overrides: Any, **_: Any) -> Any:
+        return audit(1e9 * int(overrides[-1].partition("=")[2]), 5e9)
+
+    monkeypatch.setattr(command, "audit_program", compiled)
+    assert command.main(["configs/quickstart.yml", "quantization=fp8", "--largest-batch", "2"]) == 0
+    text = capsys.readouterr()
+    assert "The largest batch_size that fits is 4." in text.out
+    assert "batch_size 6: 6.00 GB of 5.00 GB: DOES NOT FIT" in text.err
