@@ -15,13 +15,12 @@ from jaxquant.core.recipe import (
     FORWARD,
     DelayedSpec,
     MatmulSpec,
-    Micro,
     Operand,
     Recipe,
     Side,
     SparsitySpec,
-    TensorSpec,
 )
+from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.core.typed import show
 
 MATMULS = {
