@@ -21,6 +21,7 @@ from jaxquant.config.quant_config import KV_ELEMENTS, KVCacheName, QuantConfig
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.typed import either
 from jaxquant.formats.packing import PACKED_DTYPES, pack, unpack
 
 KVQuantDtype = Literal[""] | KVCacheName
@@ -94,9 +95,9 @@ def empty(
       ValueError: an unknown quantization, or a size below 1.
     """
     if kv_quant_dtype and kv_quant_dtype not in SPECS:
-        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use '' for none, {_or(SPECS)}")
+        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use '' for none, {either(SPECS)}")
     if kv_quant_axis not in SHARED_AXES:
-        raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {_or(SHARED_AXES)}")
+        raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {either(SHARED_AXES)}")
     sizes = {"batch": batch, "length": length, "heads": heads, "head_dim": head_dim, "layers": layers}
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -248,7 +249,3 @@ def _check_layer(cache: KVCache, layer: int | jax.Array | None) -> None:
         raise ValueError(f"layer {layer!r} does not fit a KV cache with {has}; name a layer of a cache that has them")
     if cache.layers is not None and isinstance(layer, int) and not 0 <= layer < cache.layers:
         raise ValueError(f"layer {layer} is not one of the {cache.layers} of the KV cache")
-
-
-def _or(words: Any) -> str:
-    return " or ".join(repr(word) for word in words)
