@@ -25,9 +25,11 @@ import ml_dtypes
 import numpy as np
 
 from jaxquant import terminal
+from jaxquant.config.loader import load_yaml
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
+from jaxquant.core.typed import build
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
@@ -359,9 +361,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _config(run: str) -> TrainConfig:
-    from jaxquant.config.loader import load_yaml
-    from jaxquant.core.typed import build
-
     return build(TrainConfig, load_yaml(Path(run) / "config.yml"))
 
 
@@ -391,14 +390,8 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], texts: int, quantizers: S
     lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows]
     if quantizers:
         names = "| string | scales that differ | elements that differ | of them under equal scales |"
-        lines += [
-            "",
-            "Quantizers of N(0, 1), ours and compressed-tensors':",
-            "",
-            names,
-            "| --- | --- | --- | --- |",
-            *quantizers,
-        ]
+        lines += ["", "Quantizers of N(0, 1), ours and compressed-tensors':", "", names, "| --- | --- | --- | --- |"]
+        lines += quantizers
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""MLC's block-scaled float8 in this package's terms: its functions, its rules and its config, by its names.
+"""MLC's block-scaled float8 in this package's terms: its functions by its names, and those of ``mlc_config``.
 
 A weight is as MLC stores it: float8 elements ``[N, K]`` and float32 ``weight_scale_inv [⌈N / b0⌉, ⌈K / b1⌉]``, which
 multiplies. One row of activations meets it in float, as MLC's GEMV does; more rows are quantized ``1 × b1`` first.
@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxquant.compat.mlc_config import quant_config, skip_reason
 from jaxquant.compat.scale_layouts import ScaleLayout
-from jaxquant.config.hf import BlockScaleQuantize, ScaleOrigin, read_mlc_quantization, to_recipe
+from jaxquant.config.hf import ScaleOrigin, to_recipe
 from jaxquant.config.hf.fp8 import blocks
-from jaxquant.config.hf.mlc import FINAL, GATE, GATES, WIDEST_GATE
-from jaxquant.config.quant_config import QuantConfig
-from jaxquant.config.rules import Rule
 from jaxquant.core.blocks import apply_blocks, block_shape, reduce_blocks, scale_shape
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, check
@@ -326,57 +323,6 @@ def block_scale_bmm(
         raise ValueError(f"x {x.shape} must be [H, M, K] with as many heads as weight {weight.shape}")
     kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
     return _multiply("block_scale_bmm", "dynamic", x, kernel, (((2,), (2,)), ((0,), (0,))), block_size)
-
-
-# -- rules and config --------------------------------------------------------------------------------------------------
-
-
-def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = ()) -> str:
-    """Return why MLC leaves a linear layer in float, "" where it does not.
-
-    MLC quantizes routers of more than 256 experts. This package's default has no such bound: a layer whose result is
-    ranked is a router (``jaxquant.trace``).
-
-    Args:
-      name: dotted name of the layer.
-      out_features: number of outputs.
-      no_quantization: modules that are marked ``no_quantization``; they and all below them stay in float.
-    """
-    marked = [module for module in no_quantization if f"{name}.".startswith(f"{module}.")]
-    if marked:
-        return f"below {marked[0]!r}, which has no_quantization"
-    if name in FINAL:
-        return "output head"
-    return GATES if name.endswith(GATE) and out_features <= WIDEST_GATE else ""
-
-
-def quant_config(
-    config: str | Mapping[str, Any] | BlockScaleQuantize, huggingface_config: Mapping[str, Any]
-) -> QuantConfig:
-    """Return the config that trains with an MLC scheme's numbers: ``fp8_block``, and rules for what stays in float.
-
-    Args:
-      config: preset, fields (``kind: block-scale``) or scheme.
-      huggingface_config: ``config.json`` of the checkpoint.
-
-    Raises:
-      NotImplementedError: numbers that are served and not trained: other blocks, another element, static scales.
-      ValueError, TypeError: as ``read_mlc_quantization``.
-    """
-    read = read_mlc_quantization(config, huggingface_config)
-    rules = tuple(Rule(rule.path, None) for rule in read.rules if rule.spec is None and rule.origin != GATES)
-    if not read.specs:
-        return QuantConfig(rules=rules)
-    (spec,) = read.specs
-    scale_fmt = "ue8m0" if spec.weight.power_of_two_scale else ""
-    made = QuantConfig(quantization="fp8_block", scale_fmt=scale_fmt, rules=rules)
-    served, trained = to_recipe(spec, "mlc").fwd, made.recipe()
-    if trained is None or (served.lhs, served.rhs) != (trained.fwd.lhs, trained.fwd.rhs):
-        raise NotImplementedError(
-            f"weight_dtype {spec.weight.dtype}, weight_block_size {spec.weight.block_size} and use_activation_scale "
-            f"{spec.has_static_input} are served and not trained; fp8_block has float8_e4m3fn, (128, 128) and False"
-        )
-    return made
 
 
 # -- what all of them share --------------------------------------------------------------------------------------------

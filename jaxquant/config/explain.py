@@ -9,18 +9,18 @@ from typing import Any
 from jaxquant.config.options import Options
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, RecipeRow, lookup, spell
+from jaxquant.core.calibration import METHODS
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.recipe import (
     FORWARD,
     DelayedSpec,
     MatmulSpec,
-    Micro,
     Operand,
     Recipe,
     Side,
     SparsitySpec,
-    TensorSpec,
 )
+from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.core.typed import show
 
 MATMULS = {
@@ -36,12 +36,6 @@ LEAN = (
     "dtype that the matmul returns (docs/guide/delayed.md has every rounding)."
 )
 """What is rounded where a recipe's arithmetic is lean."""
-
-_METHODS = {
-    "absmax": "largest magnitude",
-    "minmax": "smallest and largest value",
-    "rms": "root mean square",
-}
 
 
 def names_of(row: RecipeRow) -> list[str]:
@@ -211,7 +205,7 @@ def _scale(spec: TensorSpec) -> str:
     if calibration.method == "fixed":
         return f"from the fixed range {calibration.minimum:g} to {calibration.maximum:g}"
     times = "" if calibration.factor == 1 else f"{calibration.factor:g} times "
-    return f"from {times}this step's {_METHODS[calibration.method]}"
+    return f"from {times}this step's {METHODS[calibration.method].words}"
 
 
 def _details(spec: TensorSpec) -> Iterator[str]:

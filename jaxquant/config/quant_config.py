@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -139,7 +139,7 @@ class QuantConfig(options.Options):
         if len(autos) > 1:
             raise ValueError(
                 f"quant_backend 'auto' is ambiguous for rules with {', '.join(map(repr, strings))}; "
-                f"set it to {_or(_common_backends(strings))}"
+                f"set it to {typed.either(_common_backends(strings))}"
             )
         return autos.pop()  # pyright: ignore[reportReturnType]
 
@@ -267,9 +267,9 @@ class QuantConfig(options.Options):
             row = lookup(name, place)
             if backend in row.backends:
                 continue
-            fix = f"set quant_backend to {_or(_common_backends(self.strings))}"
+            fix = f"set quant_backend to {typed.either(_common_backends(self.strings))}"
             if place == "quantization":
-                fix = f"use quant_backend {_or(('auto', *row.backends))}"
+                fix = f"use quant_backend {typed.either(('auto', *row.backends))}"
             if place == "quantization" and backend == "qwix" and row is RECIPES["fp8"]:
                 offer = "'fp8_e4m3', which is the recipe that MaxText runs for 'fp8' on Qwix,"
                 fix = f"use {offer} or {fix.removeprefix('use ')}"
@@ -283,7 +283,7 @@ class QuantConfig(options.Options):
                 where = ", for a matmul that it changes" if any(name.startswith("{") for name in self.strings) else ""
                 raise ValueError(
                     f"{field.name} {value!r} is not read by quantization {self.quantization!r}; "
-                    f"it is an option of {_or(strings_reading(field.name))}{where}"
+                    f"it is an option of {typed.either(strings_reading(field.name))}{where}"
                 )
 
     def _mixed_precision(self) -> MixedPrecision:
@@ -319,7 +319,3 @@ def _plain(value: Any) -> Any:
 
 def _common_backends(strings: list[str]) -> list[str]:
     return [backend for backend in BACKENDS if all(backend in lookup(s).backends for s in strings)]
-
-
-def _or(words: Iterable[str]) -> str:
-    return " or ".join(repr(word) for word in words)

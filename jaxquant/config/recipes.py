@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxquant.config.backends import BACKENDS
+from jaxquant.config.composition import compose
 from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
-from jaxquant.core.quant_state import TENSORS
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Operand, Recipe, Rotation, Side, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, Rotation
+from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.core.typed import build, nearest, show
 
 
@@ -53,7 +54,7 @@ class RecipeRow:
         if not self.parts:
             return apply(self.recipe, self.options, options, shards)
         assert self.recipe is not None
-        return _compose(self.recipe.name, [part and part.numbers(options, shards) for part in self.parts])
+        return compose(self.recipe.name, [part and part.numbers(options, shards) for part in self.parts])
 
 
 def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
@@ -317,7 +318,7 @@ def _composition(name: str, place: str) -> RecipeRow:
         raise ValueError(f"{place} {name} quantizes nothing; name a string, or leave {place} empty")
     backends = parts[0].backends if parts[0] and len(set(map(id, parts))) == 1 else ("native",)
     summary = "each matmul from the row that it names, its operands quantized from the tensors themselves"
-    recipe = _compose(name, [row and row.recipe for row in parts])
+    recipe = compose(name, [row and row.recipe for row in parts])
     return RecipeRow(recipe, summary, backends, tuple(group for group in GROUPS if _reads(recipe, parts, group)), parts)
 
 
@@ -326,69 +327,7 @@ def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> b
     if GROUPS[group].change is None:  # stored scales, those of the forward's weight
         return parts[0] is not None and group in parts[0].options
     probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE, shards=2) for row in parts]
-    return _compose(composed.name, probed) != composed
-
-
-def _compose(name: str, parts: Sequence[Recipe | None]) -> Recipe:
-    """Return the recipe whose matmuls are those of three recipes, None being float.
-
-    Raises:
-      ValueError: a tensor that two rows scale by its history, each in its own way; flax's op in parts.
-      NotImplementedError: a weight in a tensor format in a backward matmul alone.
-    """
-    given = [part for part in parts if part is not None]
-    if any(part.matches_flax for part in given) and any(part != parts[0] for part in parts):
-        raise ValueError(
-            f"amax_init 'flax' is flax's own op of three matmuls, and quantization {name} has others; use 'warmup'"
-        )
-    _check_histories(name, parts)
-    forward = parts[0] or Recipe(name, MatmulSpec())
-    dlhs, drhs = _backward(name, forward, parts[1], "dlhs"), _backward(name, forward, parts[2], "drhs")
-    shares = any(part.shares_experts for part in given)
-    composed = dataclasses.replace(forward, name=name, dlhs=dlhs, drhs=drhs, delayed=None, shares_experts=shares)
-    if any(isinstance(spec, TensorSpec) and spec.scaling == "delayed" for spec in composed.specs.values()):
-        composed = dataclasses.replace(composed, delayed=next(filter(None, (part.delayed for part in given))))
-    return composed
-
-
-def _check_histories(name: str, parts: Sequence[Recipe | None]) -> None:
-    """Refuse two rows that scale a tensor by its one history, each in its own way."""
-    rows: dict[Any, Recipe | None] = dict(zip(("fwd", "dlhs", "drhs"), parts, strict=True))
-    for tensor, operands in TENSORS.items():
-        specs: dict[str, TensorSpec] = {}
-        for matmul, side in (operand.split("_") for operand in operands):
-            row: Any = rows[matmul]
-            spec = row and row.resolve(matmul, side)
-            if spec is not None and spec.scaling == "delayed":
-                specs[f"{row.name!r} of {matmul}"] = spec
-        if len(set(specs.values())) > 1:
-            raise ValueError(
-                f"quantization {name}: {' and '.join(specs)} scale one tensor, the {tensor}, by its history in "
-                "different ways; take both matmuls from one of them"
-            )
-
-
-def _backward(name: str, forward: Recipe, part: Recipe | None, matmul: Literal["dlhs", "drhs"]) -> MatmulSpec:
-    """Return a backward matmul of a recipe, each operand made of the float tensor where the forward is another's."""
-    if part is None:
-        return MatmulSpec()
-    side: Side = "rhs" if matmul == "dlhs" else "lhs"
-    spec, own = getattr(part, matmul), part.resolve("fwd", side)
-    arithmetic = None if part.arithmetic == forward.arithmetic else part.arithmetic
-    spec = dataclasses.replace(spec, arithmetic=arithmetic)
-    if own == forward.resolve("fwd", side) and arithmetic is None:
-        return spec
-    operand = getattr(spec, side)
-    if operand == FORWARD:
-        operand = own
-    elif isinstance(operand, TensorSpec):
-        operand = dataclasses.replace(operand, source="original")
-    if isinstance(operand, TensorSpec) and operand.codec is not None:
-        raise NotImplementedError(
-            f"quantization {name}: the weight of {matmul} in the tensor format {operand.codec} is the forward's; take "
-            f"fwd from the same string, or {matmul} from another"
-        )
-    return dataclasses.replace(spec, **{side: operand})
+    return compose(composed.name, probed) != composed
 
 
 def lookup(name: str, place: str = "quantization") -> RecipeRow:

@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jaxquant.core.dtypes import element
 from jaxquant.core.typed import check_fields, nearest
 
 Method = Literal["absmax", "minmax", "rms", "fixed"]
-METHODS: tuple[Method, ...] = get_args(Method)
+
+Average = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
+"""What is made of each value, and of the mean of that. A multiple of all values gives that multiple."""
+
+
+class Statistic(NamedTuple):
+    """What a method reads of the values that share a scale.
+
+    Attributes:
+      words: its name to a reader.
+      is_symmetric: whether the range reaches as far below zero as above it.
+      average: of a method that averages magnitudes, how; None for the others.
+    """
+
+    words: str
+    is_symmetric: bool = True
+    average: Average | None = None
+
+
+METHODS: dict[Method, Statistic] = {
+    "absmax": Statistic("largest magnitude"),
+    "minmax": Statistic("smallest and largest value", is_symmetric=False),
+    "rms": Statistic("root mean square", average=(jnp.square, jnp.sqrt)),
+    "fixed": Statistic("fixed range", is_symmetric=False),
+}
+"""Every method; a fixed range may be symmetric too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,12 +63,17 @@ class Calibration:
 
     @property
     def is_symmetric(self) -> bool:
-        return self.method in ("absmax", "rms") or (self.method == "fixed" and self.minimum == -self.maximum)
+        return METHODS[self.method].is_symmetric or (self.method == "fixed" and self.minimum == -self.maximum)
+
+    @property
+    def average(self) -> Average | None:
+        """How magnitudes are averaged; None for a method that does not."""
+        return METHODS[self.method].average
 
     @property
     def clips(self) -> bool:
         """Whether values can lie outside the covered range, so that their gradient is zero."""
-        return self.method in ("rms", "fixed") or self.factor < 1.0
+        return self.method == "fixed" or self.average is not None or self.factor < 1.0
 
     def check_dtype(self, dtype: str) -> None:
         """Refuse an asymmetric range for a float element, which has no zero point.
@@ -55,7 +89,7 @@ class Calibration:
             if self.is_symmetric:
                 return f"fixed,{self.maximum:g}"
             return f"fixed,{self.minimum:g},{self.maximum:g}"
-        return self.method if self.factor == 1.0 and self.method != "rms" else f"{self.method},{self.factor:g}"
+        return f"{self.method},{self.factor:g}" if self.clips or self.factor != 1.0 else self.method
 
 
 def parse_calibration(text: str) -> Calibration:
@@ -88,8 +122,8 @@ def parse_calibration(text: str) -> Calibration:
         if not low <= 0 <= high or low >= high:
             raise ValueError(f"calibration {text!r} has a range that is empty or does not contain 0")
         return Calibration("fixed", 1.0, low, high)
-    if method == "rms" and not numbers:
-        raise ValueError(f"calibration {text!r} needs a factor: write 'rms,4'")
+    if METHODS[method].average is not None and not numbers:
+        raise ValueError(f"calibration {text!r} needs a factor: write '{method},4'")
     if len(numbers) > 1:
         raise ValueError(f"calibration {text!r} takes one factor, got {len(numbers)}")
     if numbers and numbers[0] <= 0:

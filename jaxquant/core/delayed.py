@@ -42,7 +42,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxquant.core.dtypes import Element
 from jaxquant.core.recipe import DelayedSpec
-from jaxquant.core.scales import SMALLEST_SCALE, floor_scale
+from jaxquant.core.scales import SMALLEST_SCALE, bits_of, floor_scale
 
 BINS = 2048
 NON_FINITE_BIN = 2040  # the bits of infinity; bins above it are patterns of NaN
@@ -83,10 +83,6 @@ def has_history(state: TensorState) -> Bool[Array, "*leading"]:
     return jnp.max(finite(history), axis=-1) > 0
 
 
-def _bits(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-
-
 def _float(bits: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -104,7 +100,7 @@ def _put_together(marks: Float[Array, "*leading count"]) -> Int[Array, "*leading
 
 def bin_of(amax: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     """Return the bin of an amax: its float32 exponent and three mantissa bits, rounded down."""
-    return _bits(amax) >> _LOW_BITS
+    return bits_of(amax) >> _LOW_BITS
 
 
 def bin_value(
@@ -208,7 +204,7 @@ def show_lost(scale: Float[Array, "*shape"], amax: Float[Array, "*shape"], kind:
 @jax.jit
 def finite(amaxes: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return amaxes with 0 in place of those that are not finite, which a history of a flax checkpoint may hold."""
-    return _float(_bits(amaxes) * jnp.isfinite(amaxes).astype(jnp.int32))
+    return _float(bits_of(amaxes) * jnp.isfinite(amaxes).astype(jnp.int32))
 
 
 def together(states: Sequence[TensorState]) -> TensorState:
@@ -268,12 +264,12 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     amax = amax.astype(jnp.float32)
     is_finite = jnp.isfinite(amax)
     history = jax.lax.select(is_finite, record(state["amax_history"], amax), state["amax_history"])
-    bits = jax.lax.select(is_finite, _bits(amax), np.int32(NON_FINITE_BIN << _LOW_BITS))  # low bits: another bin's
+    bits = jax.lax.select(is_finite, bits_of(amax), np.int32(NON_FINITE_BIN << _LOW_BITS))  # low bits: another bin's
     index = bits >> _LOW_BITS
     count = (jnp.arange(BINS, dtype=jnp.int32) == index).astype(jnp.float32)
     place = (jnp.arange(_PLACES, dtype=jnp.int32) == jax.lax.rem(index, np.int32(_PLACES))).astype(jnp.float32)
     low = place[:, None] * _take_apart(bits, _LOW_BITS)
-    cells = [count, low.reshape(-1), _take_apart(_bits(scale), _SCALE_BITS)]
+    cells = [count, low.reshape(-1), _take_apart(bits_of(scale), _SCALE_BITS)]
     free = 3 * BINS - 1 - sum(part.size for part in cells)
     bins = jnp.concatenate([*cells, jnp.zeros((free,), jnp.float32), jnp.ones((1,), jnp.float32)]).reshape(3, BINS)
     if is_warm(state):

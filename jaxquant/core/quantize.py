@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
+from jaxquant.core.calibration import Average
 from jaxquant.core.dtypes import element
 from jaxquant.core.micro import quantize_micro
 from jaxquant.core.qtensor import QTensor
@@ -68,8 +69,8 @@ def compute_scale(
         known = jnp.where(jnp.isnan(x), jnp.inf, x)
         low = jnp.minimum(reduce_blocks(known, block, jnp.min, lowest).astype(jnp.float32), 0) * calibration.factor
         high = jnp.maximum(reduce_blocks(known, block, jnp.max, highest).astype(jnp.float32), 0) * calibration.factor
-    elif calibration.method == "rms":
-        low, high = None, _root_mean_square(x, block, highest, mean) * calibration.factor
+    elif calibration.average is not None:
+        low, high = None, _average(x, block, calibration.average, highest, mean) * calibration.factor
     else:
         high = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
         low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
@@ -94,13 +95,13 @@ def _but(collective: Callable[..., jax.Array], except_axes: Collection[str]) -> 
     return reduce
 
 
-def _root_mean_square(x: jax.Array, block: Shape, highest: Any, mean: Any) -> jax.Array:
-    """Compute the root mean square of each block, in units of a power of two near its amax: no square overflows."""
+def _average(x: jax.Array, block: Shape, average: Average, highest: Any, mean: Any) -> jax.Array:
+    """Compute an average of each block, in units of a power of two near its amax: no square overflows."""
     amax = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
     unit = power_of_two_below(amax)  # it costs no bit
     scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
-    squares = reduce_blocks(jnp.square(scaled), block, jnp.mean, mean)
-    return jnp.sqrt(squares * _fill(x.shape, block)) * unit
+    found = reduce_blocks(average[0](scaled), block, jnp.mean, mean)
+    return average[1](found * _fill(x.shape, block)) * unit
 
 
 def _fill(shape: Shape, block: Shape) -> jax.Array | float:

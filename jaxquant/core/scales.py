@@ -102,17 +102,18 @@ def _exact_scale(amax: Array, bound: float, floor: float) -> Array:
 @jax.jit  # a program holds it once for each shape
 def power_of_two_below(x: Array) -> Array:
     """Return the largest power of two that is not above a positive float32; 1 for what is not finite or not normal."""
-    power = jax.lax.bitcast_convert_type(_bits(x) & (0xFF << _MANTISSA_BITS), jnp.float32)
+    power = jax.lax.bitcast_convert_type(bits_of(x) & (0xFF << _MANTISSA_BITS), jnp.float32)
     return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
 
 
-def _bits(x: Array) -> Array:
+def bits_of(x: Array) -> Array:
+    """Return the bits of x in float32, as integers."""
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def _exponent_up(amax: Array, bound: float) -> Array:
     """Find the biased exponent of the least power of two that is not below ``amax / bound``, without rounding."""
-    bits, of_bound = _bits(amax), int(np.float32(bound).view(np.int32))
+    bits, of_bound = bits_of(amax), int(np.float32(bound).view(np.int32))
     above = ((bits & _MANTISSA) > (of_bound & _MANTISSA)).astype(jnp.int32)
     exponent = (bits >> _MANTISSA_BITS) - (of_bound >> _MANTISSA_BITS) + 127 + above
     # 255 is not a number, as it is in e8m0; 0 would be a subnormal number.
@@ -121,7 +122,7 @@ def _exponent_up(amax: Array, bound: float) -> Array:
 
 def _exponent_nearest(scale: Array) -> Array:
     """Find the biased exponent of the nearest power of two; half way is up."""
-    bits = _bits(scale)
+    bits = bits_of(scale)
     exponent = (bits >> _MANTISSA_BITS) + ((bits & _MANTISSA) >= 1 << (_MANTISSA_BITS - 1)).astype(jnp.int32)
     return jnp.where(jnp.isfinite(scale), jnp.clip(exponent, 1, 254), 255).astype(jnp.int32)
 

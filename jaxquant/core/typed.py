@@ -39,6 +39,11 @@ def nearest(name: Any, known: Iterable[str], count: int = 1) -> str:
     return f"known ones are {', '.join(names)}"
 
 
+def either(words: Iterable[str]) -> str:
+    """Return ``'a' or 'b'``."""
+    return " or ".join(map(repr, words))
+
+
 @functools.cache
 def type_hints(cls: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(cls))

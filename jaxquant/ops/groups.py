@@ -168,15 +168,15 @@ def quantize_rows(
     amax = group_amax(x, ids, sizes.size)
     statistic = amax if has_own else amax.max(axis=1, keepdims=True)
     statistic = over_devices(jax.lax.pmax, statistic, x, recipe.expert_axes) if is_whole else statistic
-    if spec.calibration.method == "rms":
+    if (average := spec.calibration.average) is not None:
         unit = power_of_two_below(statistic)  # it costs no bit, and no square overflows
-        squares = jnp.square(x.astype(jnp.float32) / of_rows(unit, ids))
-        total = jax.ops.segment_sum(squares, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
+        each = average[0](x.astype(jnp.float32) / of_rows(unit, ids))
+        total = jax.ops.segment_sum(each, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
         total = total if has_own else total.sum(axis=1, keepdims=True)
         count = sizes[:, None] * (1 if has_own else x.shape[1])
         if is_whole:
             total, count = (over_devices(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
-        statistic = jnp.sqrt(total / jnp.maximum(count, 1)) * unit
+        statistic = average[1](total / jnp.maximum(count, 1)) * unit
     # The statistic of one number is that number.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
     scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)

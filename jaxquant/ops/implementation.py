@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable
-from typing import Literal
 
-Implementation = Literal["xla", "pallas"]
 PIECES = ("dot_general", "quantize", "block_quantize")
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = dict.fromkeys(PIECES, ("xla", "pallas"))
 """Implementations of each piece, the one that runs everywhere first."""

@@ -3,7 +3,7 @@
 A token's key and value are quantized once, when they are written, by their own absmax: ``dkv`` gives every head of a
 position a scale, ``heads_and_dkv`` the heads of a position one together. So what the cache holds does not depend on how
 many tokens were written at once. Integers are clipped to ±qmax (the bound of absmax is qmax + 0.5), and a row of zeros
-has scale 1. int4 lies packed, two to a byte along head_dim.
+has scale 1. Elements of four bits lie packed, two to a byte along head_dim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jaxquant.config.quant_config import KV_ELEMENTS, KVCacheName, QuantConfig
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.formats.packing import pack, unpack
+from jaxquant.core.typed import either
+from jaxquant.formats.packing import PACKED_DTYPES, pack, unpack
 
 KVQuantDtype = Literal[""] | KVCacheName
 KVQuantAxis = Literal["dkv", "heads_and_dkv"]
@@ -32,7 +33,8 @@ SPECS: Final = {name: TensorSpec(element) for name, element in KV_ELEMENTS.items
 SHARED_AXES: Final = {"dkv": (3,), "heads_and_dkv": (2, 3)}
 """The axes of [B, S, H, D] along which each ``kv_quant_axis`` shares a scale."""
 
-PACKED: Final = "int4"
+PACKED: Final[dict[str, str]] = {name: element for name, element in KV_ELEMENTS.items() if element in PACKED_DTYPES}
+"""The element of each ``kv_quant_dtype`` of four bits, which lies packed."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +46,7 @@ class KVCache:
     are written in place one after the other, in a loop over layers too.
 
     Attributes:
-      key, value: [B, (layers,) T, H, D]; int4 in bytes, with D halved and rounded up.
+      key, value: [B, (layers,) T, H, D]; four bits in bytes, with D halved and rounded up.
       key_scale, value_scale: float32, 1 for each shared axis; None where the cache is not quantized.
       head_dim: D.
       kv_quant_dtype, kv_quant_axis: as in ``QuantConfig``; "" is not quantized.
@@ -93,15 +95,15 @@ def empty(
       ValueError: an unknown quantization, or a size below 1.
     """
     if kv_quant_dtype and kv_quant_dtype not in SPECS:
-        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use '' for none, {_or(SPECS)}")
+        raise ValueError(f"kv_quant_dtype {kv_quant_dtype!r} is not known; use '' for none, {either(SPECS)}")
     if kv_quant_axis not in SHARED_AXES:
-        raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {_or(SHARED_AXES)}")
+        raise ValueError(f"kv_quant_axis {kv_quant_axis!r} is not known; use {either(SHARED_AXES)}")
     sizes = {"batch": batch, "length": length, "heads": heads, "head_dim": head_dim, "layers": layers}
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name} {size} of a KV cache must be at least 1")
     lead = (batch,) if layers is None else (batch, layers)
-    width = -(-head_dim // 2) if kv_quant_dtype == PACKED else head_dim
+    width = -(-head_dim // 2) if kv_quant_dtype in PACKED else head_dim
     held = jnp.zeros((*lead, length, heads, width), _held_dtype(kv_quant_dtype, dtype))
     scale = None
     if kv_quant_dtype:
@@ -198,19 +200,19 @@ def nbytes(cache: KVCache) -> int:
 def _held_dtype(kv_quant_dtype: KVQuantDtype, dtype: str) -> str:
     if not kv_quant_dtype:
         return dtype
-    return "uint8" if kv_quant_dtype == PACKED else SPECS[kv_quant_dtype].dtype
+    return "uint8" if kv_quant_dtype in PACKED else SPECS[kv_quant_dtype].dtype
 
 
 def _encode(cache: KVCache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     if not cache.kv_quant_dtype:
         return x.astype(cache.key.dtype), None
     tensor = quantize(x, SPECS[cache.kv_quant_dtype], SHARED_AXES[cache.kv_quant_axis])
-    return pack(tensor.qvalue) if cache.kv_quant_dtype == PACKED else tensor.qvalue, tensor.scale
+    return pack(tensor.qvalue) if cache.kv_quant_dtype in PACKED else tensor.qvalue, tensor.scale
 
 
 def _decode(cache: KVCache, held: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
-    if cache.kv_quant_dtype == PACKED:
-        held = unpack(held, PACKED, cache.head_dim)
+    if cache.kv_quant_dtype in PACKED:
+        held = unpack(held, PACKED[cache.kv_quant_dtype], cache.head_dim)
     return dequantize(QTensor(held, scale), dtype)
 
 
@@ -247,7 +249,3 @@ def _check_layer(cache: KVCache, layer: int | jax.Array | None) -> None:
         raise ValueError(f"layer {layer!r} does not fit a KV cache with {has}; name a layer of a cache that has them")
     if cache.layers is not None and isinstance(layer, int) and not 0 <= layer < cache.layers:
         raise ValueError(f"layer {layer} is not one of the {cache.layers} of the KV cache")
-
-
-def _or(words: Any) -> str:
-    return " or ".join(repr(word) for word in words)

@@ -89,11 +89,6 @@ class Report:
         """The rows with a recipe."""
         return [row for row in self.rows if row.recipe is not None]
 
-    @property
-    def out_of_reach(self) -> list[Row]:
-        """The rows that no rule can quantize though they have a parameter."""
-        return [row for row in self.rows if row.is_out_of_reach]
-
     def __str__(self) -> str:
         header = ("path", "operation", "lhs", "rhs", "recipe", "reason")
         cells = [

@@ -9,7 +9,8 @@ import pytest
 from jaxquant.config import explain
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Recipe, Rotation, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, Rotation, SparsitySpec
+from jaxquant.core.tensor_spec import Micro, TensorSpec
 
 TILED = TensorSpec("float8_e4m3fn", "per_tile", tile_size=32)
 FINE = dataclasses.replace(TILED, scale_dtype="float8_e4m3fn", scale_rounding="nearest")

@@ -10,7 +10,8 @@ from jaxquant.config.options import OPERANDS, Options
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import BACKENDS, RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Micro, Recipe, Rotation, SparsitySpec, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, Rotation, SparsitySpec
+from jaxquant.core.tensor_spec import Micro, TensorSpec
 
 I8, I4, F4 = "int8", "int4", "float4_e2m1fn"
 E4, E5, E4Z, E5Z = "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"

@@ -61,10 +61,10 @@ def block_quantize(x: Float[Array, "M N"], casts: tuple[Cast, ...], *, interpret
         interpret=interpret,
         name=kernel_name(casts),
     )(x.reshape(M // _ROWS, _ROWS, N // TILE, TILE).swapaxes(1, 2))
-    return tuple(_blocks(cast, M, N, iter_out) for iter_out in [iter(out)] for cast in casts)
+    return tuple(_blocks(cast, iter_out) for iter_out in [iter(out)] for cast in casts)
 
 
-def _blocks(cast: Cast, M: int, N: int, out: Any) -> Blocks:
+def _blocks(cast: Cast, out: Any) -> Blocks:
     """Take the results of a cast, and bring its scales into the shape and dtype of a ``QTensor``'s."""
     tensor = None
     if cast.has_elements:
