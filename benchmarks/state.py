@@ -24,7 +24,7 @@ def measure_state(calls: int = 300, compiles: bool = True) -> list[Row]:
 
     `leaves` are the arrays of parameters and quant state. `dispatch`: microseconds of a call of a jitted function that
     takes them, donated, and returns them as they are, the least of some calls: what a step pays beside its computation.
-    `seconds`: of the processor, once, with empty caches; `compile` is by XLA for the CPU.
+    `seconds`: of the processor, once, with empty caches; `compile` is by XLA for the CPU, and is not always measured.
 
     Args:
       calls: of the jitted function.

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxquant.core.quant_state import PACKED
 from train.config import TrainConfig
 
 AXES = ("data", "fsdp", "tensor")
@@ -94,6 +95,8 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         names = ["", "", "", *(str(getattr(key, "key", key)) for key in path)]
         module, parameter = (names[-3], "kernel") if names[-1] == "sparsity_mask" else (names[-2], names[-1])
+        if parameter.startswith(PACKED):
+            return NamedSharding(mesh, PartitionSpec())  # as ``of_any_groups`` has it, to the letter
         spec = parameter_spec(module, parameter, len(leaf.shape))
         # What is kept of a group of moments is held whole where there are fewer groups than devices.
         fits = (

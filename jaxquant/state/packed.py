@@ -137,7 +137,8 @@ def _stack(rows: Sequence[Any]) -> Any:
     shardings = [getattr(row, "sharding", None) for row in rows]
     found = shardings[0] if all(each == shardings[0] for each in shardings) else None
     if isinstance(shardings[0], NamedSharding):
-        spec = PartitionSpec() if found is None else PartitionSpec(None, *shardings[0].spec)
+        is_cut = found is not None and any(shardings[0].spec)
+        spec = PartitionSpec(None, *shardings[0].spec) if is_cut else PartitionSpec()
         found = shardings[0].update(spec=spec)
     if isinstance(rows[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=found)

@@ -233,7 +233,7 @@ def test_what_is_wrong_with_packed_state_is_said_of_the_layer():
     with pytest.raises(ValueError, match="quant state has 'last' and the model's has stack; restore it"):
         state.with_bins(state.strip_bins(other), like=state.pack({"stack": loop.start["stack"]}))
     variables = {"params": PARAMS, state.OVERWRITE_WITH_GRADIENT: packed}
-    with pytest.raises(TypeError, match=r"variables have packed quant state in '_overwrite_with_gradient', .* unpack"):
+    with pytest.raises(TypeError, match=r"variables have packed quant state in '_overwrite_with_gradient'.*unpack"):
         state.split(variables)
 
 
