@@ -66,13 +66,14 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
 def _clipped(tx: optax.GradientTransformation, threshold: float) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` of gradients clipped to a global norm, which ``update`` is told; 0 clips nothing.
 
-    They are multiplied by a scalar, in float32, inside of ``quantize_state``: one pass does that and the rest. optax
-    divides them by the norm, which compilers do apart, in new memory, and a kernel cannot.
+    They are multiplied by a scalar, in float32, inside of ``quantize_state``, whose kernel for TPUs takes scalars; the
+    norm of all gradients, by which optax divides, it cannot compute.
     """
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, norm: jax.Array, **_: Any
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        norm = extra["norm"]
         factor = jnp.where(norm < threshold, 1.0, threshold / norm) if threshold else 1.0
         return tx.update(jax.tree.map(lambda g: g.astype(jnp.float32) * factor, updates), state, params)
 

@@ -150,8 +150,9 @@ def memory_rows(audit: Audit) -> list[Row]:
             "temporaries: gradients, activations": audit.memory["temporaries"],
         }
         rows += [{"part": part, "dtype": "", "bytes": size} for part, size in more.items()]
-    for row in rows if known else ():
-        row["bytes a parameter"] = f"{row['bytes'] * known['bytes a parameter'] / known['bytes']:.3f}"
+    if known:
+        for row in rows:
+            row["bytes a parameter"] = f"{row['bytes'] * known['bytes a parameter'] / known['bytes']:.3f}"
     return [row | {"bytes": _gb(row["bytes"])} for row in rows]
 
 
