@@ -42,18 +42,21 @@ def measure_state(calls: int = 300, compiles: bool = True) -> list[Row]:
         state = jaxquant.state.pack(state) if carried == "packed" else state
         row: Row = {"quantization": string, "state": carried, "leaves": len(jax.tree.leaves((params, state)))}
         row["dispatch"] = round(_dispatch((params, state), calls) * 1e6)
-        rows.append(row | _times(jax.jit(_step_of(model)), (params, state, tokens), compiles))
+        given = (params, state, tokens, jax.random.key(0))
+        rows.append(row | _times(jax.jit(_step_of(model)), given, compiles))
     for row in rows:
-        row["dispatch, of float's"] = round(row["dispatch"] / rows[0]["dispatch"], 2)
+        for name in ("dispatch", *(f"{what} seconds" for what in ("trace", "compile") if compiles)):
+            row[f"{name.split()[0]}, of float's"] = round(row[name] / rows[0][name], 2)
     return rows
 
 
 def _step_of(model: Any) -> Callable[..., Any]:
-    def loss(params: Any, state: Any, tokens: jax.Array) -> jax.Array:
-        return model.apply(jaxquant.state.merge(params, state), tokens, targets=tokens).mean()
+    def loss(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        variables = jaxquant.state.merge(params, state)
+        return model.apply(variables, tokens, targets=tokens, rngs={"quant": key}).mean()
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, state, tokens)
+    def step(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> Any:
+        value, (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, state, tokens, key)
         params = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
         return value, params, jaxquant.state.update(state, seen)
 
