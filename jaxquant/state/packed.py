@@ -1,7 +1,7 @@
 """Packed quant state: the scales and histories of all tensors of a model in a few arrays, which cost little to carry.
 
 A jitted step pays for each array that it takes and returns. A decoder of twelve layers in ``fp8`` has 756 arrays of
-quant state; packed it has three. ``pack`` stacks the state of all tensors whose fields have the same shapes and dtypes,
+quant state; packed it has 24. ``pack`` stacks the state of tensors whose fields have the same shapes and dtypes,
 and ``unpack`` is the state by layers again.
 """
 
@@ -23,6 +23,8 @@ Tree = Mapping[Any, Any]
 """Nested by module name; the leaves are ``TENSOR_scale``, ``TENSOR_amax_history``, ``TENSOR_amax_bins``, …"""
 Kind = tuple[tuple[str, tuple[int, ...], str], ...]
 """Name, shape and dtype of each field of a tensor's state."""
+LARGEST = 32
+"""The most rows of a group: XLA for CPUs makes one function of all that a stack of observations is made of."""
 Row = tuple[tuple[Any, ...], str]
 """The path of a module, and the name of one of its tensors."""
 
@@ -30,7 +32,7 @@ Row = tuple[tuple[Any, ...], str]
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("fields",), meta_fields=("rows",))
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The state of all tensors of one kind.
+    """The state of tensors of one kind, at most ``LARGEST``.
 
     Attributes:
       fields: ``packed_scale``, ``packed_amax_history`` and, except in flax mode, ``packed_amax_bins``, with a leading
@@ -70,7 +72,7 @@ State = Tree | PackedState
 
 
 def pack(quant_state: State) -> PackedState:
-    """Stack the state of all tensors of a kind. What is packed is returned as it is.
+    """Stack the state of tensors of a kind. What is packed is returned as it is.
 
     A stack is sharded as all of its rows are, its first axis is on no mesh axis; rows that are sharded in different
     ways make one that is replicated.
@@ -93,9 +95,11 @@ def pack(quant_state: State) -> PackedState:
     rest = _without_tensors(quant_state, (), kinds)
     groups = []
     for kind in sorted(kinds):
-        rows = tuple(sorted(kinds[kind], key=lambda row: ([*map(str, row[0])], row[1])))
-        stacks = {field: _stack([kinds[kind][row][field] for row in rows]) for field, *_ in kind}
-        groups.append(Group(flat({PACKED: stacks}), rows))
+        ordered = sorted(kinds[kind], key=lambda row: ([*map(str, row[0])], row[1]))
+        for start in range(0, len(ordered), LARGEST):
+            rows = tuple(ordered[start : start + LARGEST])
+            stacks = {field: _stack([kinds[kind][row][field] for row in rows]) for field, *_ in kind}
+            groups.append(Group(flat({PACKED: stacks}), rows))
     return PackedState(tuple(groups), rest)
 
 
