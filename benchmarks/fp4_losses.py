@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
 import statistics
-import subprocess
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from benchmarks.schemes import ROOT, Row, tell
-from benchmarks.steps import QUICKSTART
-from jaxquant.config.loader import load_yaml
+from benchmarks.schemes import ROOT, Row
+from benchmarks.seeds import Trials, mean, train_missing
 from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.typed import build
-from train.config import TrainConfig
-from train.loop import prepare
-from train.report import load_run
 
 RECORD = ROOT / "benchmarks" / "fp4-losses.jsonl"
 FLOAT, NVFP4, COMPOSED = "float", "nvfp4", "fp8_current forward, quartet2 backward"
-_CURVE = 10  # steps between two training losses of a line
 
 
 def _without_noise() -> Recipe:
@@ -50,7 +37,7 @@ def _string(quantization: str | dict[str, str], **options: Any) -> Row:
     return {"quantization": quantization, "quant_backend": "native", **options}
 
 
-TRIALS: dict[str, tuple[int, Row]] = {
+TRIALS: Trials = {
     FLOAT: (3, {}),
     NVFP4: (3, _string("nvfp4")),
     "quartet2 4/6": (3, _string("quartet2", four_over_six=True)),
@@ -94,55 +81,7 @@ def measure_fp4_losses(
       only: schemes to train, none for all.
       seeds: how many of each, None for those of ``TRIALS``.
     """
-    lines = read_record(record, steps)
-    wanted = [(seed, name) for name, (count, _) in TRIALS.items() for seed in range(seeds or count)]
-    for seed, name in sorted(wanted, key=lambda each: each[0]):  # all schemes of a seed, then those of the next
-        if (name, seed) in lines or (only and name not in only):
-            continue
-        lines[name, seed] = _train(name, TRIALS[name][1], seed, steps, runs)
-        with record.open("a") as file:
-            file.write(json.dumps(lines[name, seed]) + "\n")
-    return table(lines)
-
-
-def read_record(record: Path, steps: int) -> dict[tuple[str, int], Row]:
-    """Read the lines of runs of so many steps, by scheme and seed."""
-    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
-    return {(line["scheme"], line["seed"]): line for line in lines if line["steps"] == steps}
-
-
-def _train(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
-    tell(f"training {name}, seed {seed}")
-    folder = runs / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{steps}"
-    own = {"run_dir": str(folder), "steps": steps, "seed": seed, "data_seed": seed}
-    quickstart = load_yaml(str(ROOT / QUICKSTART)) | {"health_every": 0, "tensorboard": False}
-    config: TrainConfig = build(TrainConfig, quickstart | fields | own)
-    start = time.perf_counter()
-    prepare(config, tell)()
-    seconds = time.perf_counter() - start
-    jax.clear_caches()
-    run = load_run(folder, folder.name)
-    if not run.summary:
-        raise ValueError(
-            f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
-        )
-    parameters = run.summary["parameter_bytes"] // 4  # of float32
-    tokens = steps * config.batch_size * config.sequence_length
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "scheme": name,
-        "config": {key: str(value) for key, value in fields.items()},
-        "seed": seed,
-        "steps": steps,
-        "held_out_loss": run.final_loss,
-        "held_out_losses": run.held_out,
-        "train_loss": {step: round(loss, 5) for step, loss in run.train.items() if step % _CURVE == 0 or step == 1},
-        "seconds": round(seconds, 1),
-        "parameters": parameters,
-        "tokens_per_parameter": round(tokens / parameters, 3),
-        "commit": commit.stdout.strip(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
+    return table(train_missing(TRIALS, record, runs, steps, only, seeds))
 
 
 def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
@@ -163,17 +102,17 @@ def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
         row: Row = {
             "scheme": name,
             "held-out loss": " / ".join(f"{held_out[name, seed]:.4f}" for seed in seeds),
-            "difference": _mean([held_out[name, n] - held_out[FLOAT, n] for n in seeds], "+.4f"),
+            "difference": mean([held_out[name, n] - held_out[FLOAT, n] for n in seeds], "+.4f"),
             "gap %": " / ".join(f"{gaps[name, seed]:+.2f}" for seed in seeds),
-            "mean gap %": _mean([gaps[name, seed] for seed in seeds], "+.2f"),
+            "mean gap %": mean([gaps[name, seed] for seed in seeds], "+.2f"),
             "of nvfp4's": "–" if share is None else f"{share:.2f}",
             "goal": "–",
-            "training gap %": _mean([training[name, seed] for seed in seeds], "+.2f"),
+            "training gap %": mean([training[name, seed] for seed in seeds], "+.2f"),
             "open data": OPEN_DATA.get(name, "–"),
         }
         if share is not None and (goal := GOALS.get(name)):
             held, trained = ([each[name, n] - goal * each[NVFP4, n] for n in pairs] for each in (gaps, training))
-            far = f"{_mean(held, '+.2f')} points from it, training {_mean(trained, '+.2f')}"
+            far = f"{mean(held, '+.2f')} points from it, training {mean(trained, '+.2f')}"
             row["goal"] = f"≤ {goal:.2f}: {'held' if share <= goal else 'missed'}, {far}"
         rows.append((statistics.mean(gaps[name, seed] for seed in seeds), row))
     return [row for _, row in sorted(rows, key=lambda each: each[0])]
@@ -191,11 +130,3 @@ def _gaps(losses: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
 def _end_of_training(line: Row) -> float:
     """Return the mean training loss over the last third of a run, whose batches are those of all runs of its seed."""
     return statistics.mean(loss for step, loss in line["train_loss"].items() if int(step) > 2 * line["steps"] / 3)
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    """Write the mean of some numbers ± its standard error, which one number has not."""
-    mean = format(statistics.mean(values), form)
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {format(statistics.stdev(values) / math.sqrt(len(values)), form.lstrip('+'))}"

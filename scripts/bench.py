@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 
+from benchmarks import fp4_losses, optimizer_losses
 from benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from benchmarks.formats import measure_formats, measure_transfer
-from benchmarks.fp4_losses import RECORD, TRIALS, measure_fp4_losses
 from benchmarks.gemms import SMALL, Layer, measure_gemm_set
 from benchmarks.gpu_kernels import measure_kernels
 from benchmarks.health import measure_health
@@ -116,12 +116,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     losses.add_argument(
         "--runs", default=str(ROOT / "runs" / "losses"), help="folder of the runs (default: runs/losses)"
     )
-    fp4 = commands.add_parser("fp4-losses", parents=[out], help="held-out losses of FP4 schemes, by seed")
-    fp4.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
-    fp4.add_argument("--only", nargs="*", default=[], choices=TRIALS, metavar="SCHEME", help="(default: all)")
-    fp4.add_argument("--seeds", type=int, help="of each scheme (default: three, of some one)")
-    fp4.add_argument("--record", default=str(RECORD), help="JSON lines of runs (default: benchmarks/fp4-losses.jsonl)")
-    fp4.add_argument("--runs", default=str(ROOT / "runs" / "fp4-losses"), help="folder (default: runs/fp4-losses)")
+    for name, steps, trials, record, what in (
+        ("fp4-losses", 300, fp4_losses.TRIALS, fp4_losses.RECORD, "FP4 schemes"),
+        ("optimizer-losses", 1000, optimizer_losses.TRIALS, optimizer_losses.RECORD, "optimizers' dtypes"),
+    ):
+        seeded = commands.add_parser(name, parents=[out], help=f"held-out losses of {what}, by seed")
+        seeded.add_argument("--steps", type=int, default=steps, help="(default: %(default)s)")
+        seeded.add_argument("--only", nargs="*", default=[], choices=trials, metavar="SCHEME", help="(default: all)")
+        seeded.add_argument("--seeds", type=int, help="of each scheme (default: three, of some one)")
+        seeded.add_argument(
+            "--record", default=str(record), help=f"JSON lines of runs (default: benchmarks/{name}.jsonl)"
+        )
+        seeded.add_argument("--runs", default=str(ROOT / "runs" / name), help=f"folder (default: runs/{name})")
     gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")
     gemms.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     gemms.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as gemm-set-small")
@@ -159,6 +165,9 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
             return measure_layer_step(TINY, words.rounds, batch=1, length=64)
         return measure_layer_step(LLAMA, words.rounds)
 
+    def seeded(measure: Callable[..., list[Row]]) -> list[Row]:
+        return measure(Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
+
     def decode() -> list[Row]:
         size = (words.texts, words.length)
         decoder = trained_decoder(words.run, *size) if words.run else random_decoder(*size)
@@ -172,9 +181,10 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "state": (measure_state, lambda: measure_state(compiles=not words.no_compile)),
         "memory": (measure_memory, lambda: measure_memory(chosen())),
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
-        "fp4-losses": (
-            measure_fp4_losses,
-            lambda: measure_fp4_losses(Path(words.record), Path(words.runs), words.steps, words.only, words.seeds),
+        "fp4-losses": (fp4_losses.measure_fp4_losses, lambda: seeded(fp4_losses.measure_fp4_losses)),
+        "optimizer-losses": (
+            optimizer_losses.measure_optimizer_losses,
+            lambda: seeded(optimizer_losses.measure_optimizer_losses),
         ),
         "gemm-set": (measure_gemm_set, lambda: measure_gemm_set(SMALL if words.small else Layer(), words.rounds)),
         "layer-step": (measure_layer_step, layer_step),

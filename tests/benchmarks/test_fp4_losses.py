@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import fp4_losses
-from benchmarks.fp4_losses import COMPOSED, FLOAT, NVFP4, RECORD, TRIALS, measure_fp4_losses, read_record, table
+from benchmarks import optimizer_losses, seeds
+from benchmarks.fp4_losses import COMPOSED, FLOAT, NVFP4, RECORD, TRIALS, measure_fp4_losses, table
 from benchmarks.plot import losses
 from benchmarks.schemes import ROOT
+from benchmarks.seeds import read_record
 
 FLOATS, BEST = {0: 2.0, 1: 1.0}, "quartet2 4/6"
 
@@ -50,13 +51,31 @@ def test_a_run_in_the_record_is_not_trained_again(tmp_path, monkeypatch):
         trained.append((name, seed))
         return line(2.0 + 0.1 * len(trained), steps) | {"scheme": name, "seed": seed}
 
-    monkeypatch.setattr(fp4_losses, "_train", train)
+    monkeypatch.setattr(seeds, "train_run", train)
     first = measure_fp4_losses(record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2)
     assert trained == [(FLOAT, 0), (NVFP4, 0), (FLOAT, 1), (NVFP4, 1)]
     assert measure_fp4_losses(record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2) == first
     assert len(trained) == 4
     measure_fp4_losses(record, tmp_path, 6, only=[FLOAT], seeds=1)  # of another length
     assert trained[4:] == [(FLOAT, 0)]
+
+
+def test_optimizers_are_compared_with_float32_adam_of_the_same_seed_and_matmuls():
+    losses = {
+        ("float32, float matmuls", 0): 2.0,
+        ("float32, float matmuls", 1): 1.0,
+        ("fp8_coat, float matmuls", 0): 2.001,
+        ("fp8_coat, float matmuls", 1): 1.0025,
+        ("float32, fp8 matmuls", 0): 4.0,
+        ("int8_dynamic, fp8 matmuls", 0): 4.002,
+        ("int8_dynamic, fp8 matmuls", 1): 5.0,  # its seed has no run to compare it with
+    }
+    found = optimizer_losses.table({key: line(loss) for key, loss in losses.items()})
+    rows = {(row["optimizer"], row["matmuls"]): row for row in found}
+    assert rows["fp8_coat", "float"]["excess %"] == "+0.15 ± 0.10"
+    assert rows["fp8_coat", "float"]["goal"] == "≤ 0.1: missed"
+    assert rows["int8_dynamic", "fp8"]["excess %"] == "+0.05"
+    assert rows["int8_dynamic", "fp8"]["goal"] == "≤ 0.1: held"
 
 
 def test_the_stored_table_is_that_of_the_record():

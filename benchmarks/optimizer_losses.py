@@ -1,0 +1,74 @@
+"""optimizer_losses: held-out losses of 8-bit moments and bfloat16 weights against float32 Adam's of the same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from benchmarks.schemes import ROOT, Row
+from benchmarks.seeds import Trials, mean, train_missing
+
+RECORD = ROOT / "benchmarks" / "optimizer-losses.jsonl"
+BASELINE = "float32"
+MATMULS: dict[str, Row] = {"float": {}, "fp8": {"quantization": "fp8", "quant_backend": "native"}}
+OPTIMIZERS: dict[str, tuple[float, Row]] = {
+    BASELINE: (0.0, {}),
+    "fp8_coat": (0.1, {"optimizer_state": "fp8_coat"}),
+    "int8_dynamic": (0.1, {"optimizer_state": "int8_dynamic"}),
+    "bfloat16 weights, rounded at random": (0.2, {"weight_dtype": "bfloat16", "stochastic_rounding": True}),
+    "bfloat16 weights, rounded to nearest": (0.0, {"weight_dtype": "bfloat16"}),
+}
+"""Optimizer -> the largest excess of loss in percent that is aimed at (0: none is), fields of the configuration."""
+TRIALS: Trials = {
+    f"{name}, {matmuls} matmuls": (3, fields | more)
+    for matmuls, more in MATMULS.items()
+    for name, (_, fields) in OPTIMIZERS.items()
+}
+
+
+def measure_optimizer_losses(
+    record: Path, runs: Path, steps: int, only: Collection[str] = (), seeds: int | None = None
+) -> list[Row]:
+    """Train the quickstart model with 8-bit moments and bfloat16 weights, and compare with float32 Adam's losses.
+
+    A seed is of the initial parameters, the order of the data and the noise; each run is compared with that of its seed
+    and its matmuls whose optimizer is in float32. A run whose line is in the record is not trained again, and one that
+    was interrupted goes on from its checkpoint. Figures after ± are the standard error of the mean over seeds.
+
+    Args:
+      record: JSON lines, one a run.
+      runs: folder of the runs.
+      steps: of each run.
+      only: schemes to train, none for all.
+      seeds: how many of each, None for those of ``TRIALS``.
+    """
+    return table(train_missing(TRIALS, record, runs, steps, only, seeds))
+
+
+def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
+    """Compute differences from the runs of float32 Adam of the same seeds and matmuls.
+
+    Args:
+      lines: of the record, by scheme and seed.
+    """
+    losses = {key: line["held_out_loss"] for key, line in lines.items()}
+    rows = []
+    for matmuls in MATMULS:
+        for optimizer, (goal, _) in OPTIMIZERS.items():
+            name, base = f"{optimizer}, {matmuls} matmuls", f"{BASELINE}, {matmuls} matmuls"
+            seeds = sorted(seed for scheme, seed in losses if scheme == name and (base, seed) in losses)
+            if not seeds:
+                continue
+            excess = [100 * (losses[name, n] / losses[base, n] - 1) for n in seeds]
+            kept = "held" if sum(excess) / len(excess) <= goal else "missed"
+            rows.append(
+                {
+                    "optimizer": optimizer,
+                    "matmuls": matmuls,
+                    "held-out loss": " / ".join(f"{losses[name, n]:.4f}" for n in seeds),
+                    "difference": mean([losses[name, n] - losses[base, n] for n in seeds], "+.4f"),
+                    "excess %": mean(excess, "+.2f"),
+                    "goal": f"≤ {goal:.1f}: {kept}" if goal else "–",
+                }
+            )
+    return rows
