@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -33,10 +32,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformation:
-    """Build the optimizer, whose ``update`` takes the global norm of the gradients as ``norm``.
-
-    Its state has one shape with and without clipping, so that a run can go on with either.
-    """
+    """Build the optimizer. Its state has one shape with and without clipping, so that a run can go on with either."""
 
     def sharding(path: str, moment: jax.Array) -> NamedSharding:
         return NamedSharding(mesh, parameter_spec(*_names(path), moment.ndim))
@@ -49,35 +45,12 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
         weight_decay=config.weight_decay,
         mask=_decayed,
     )
-    adamw = _clipped(adamw, config.gradient_clipping_threshold)
     if config.optimizer_state != "float32":
-        adamw = quantize_state(
-            adamw,
-            config.optimizer_state,
-            shards=_devices_along,
-            axis=AXES[config.optimizer_state_axis],
-            apply=not config.stochastic_rounding,
-            shardings=sharding,
-        )
+        axis = AXES[config.optimizer_state_axis]
+        adamw = quantize_state(adamw, config.optimizer_state, shards=_devices_along, axis=axis, shardings=sharding)
     rounding = [stochastic_round(config.seed)] if config.stochastic_rounding else []
-    return optax.chain(optax.identity(), adamw, *rounding)  # the first was a clip's once, and checkpoints have it
-
-
-def _clipped(tx: optax.GradientTransformation, threshold: float) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` of gradients clipped to a global norm, which ``update`` is told; 0 clips nothing.
-
-    They are multiplied by a scalar, in float32, inside of ``quantize_state``, whose kernel for TPUs takes scalars; the
-    norm of all gradients, by which optax divides, it cannot compute.
-    """
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        norm = extra["norm"]
-        factor = jnp.where(norm < threshold, 1.0, threshold / norm) if threshold else 1.0
-        return tx.update(jax.tree.map(lambda g: g.astype(jnp.float32) * factor, updates), state, params)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    threshold = config.gradient_clipping_threshold
+    return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), adamw, *rounding)
 
 
 def _decayed(params: optax.Params) -> optax.Params:
