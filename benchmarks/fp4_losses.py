@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from benchmarks.schemes import ROOT, Row
-from benchmarks.seeds import Trials, mean, train_missing
+from benchmarks.seeds import Trials, mean
 from jaxquant.config.recipes import RECIPES
 from jaxquant.config.rules import Rule
 from jaxquant.core.recipe import Recipe, TensorSpec
@@ -65,27 +63,12 @@ The composition's is of 100M parameters and a forward in bfloat16.
 """
 
 
-def measure_fp4_losses(
-    record: Path, runs: Path, steps: int, only: Collection[str] = (), seeds: int | None = None
-) -> list[Row]:
-    """Train the quickstart model under FP4 schemes and compare held-out losses with the float runs of the same seeds.
+def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
+    """Compare held-out losses of the quickstart model under FP4 schemes with those of the float runs of the same seeds.
 
     A seed is of the initial parameters, the order of the data and the noise. A run whose line is in the record is not
     trained again, and one that was interrupted goes on from its checkpoint. Figures after ± are the standard error of
     the mean over seeds; the training gap is that of the mean training loss over the last third of the steps.
-
-    Args:
-      record: JSON lines, one a run.
-      runs: folder of the runs.
-      steps: of each run.
-      only: schemes to train, none for all.
-      seeds: how many of each, None for those of ``TRIALS``.
-    """
-    return table(train_missing(TRIALS, record, runs, steps, only, seeds))
-
-
-def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
-    """Compute the gaps of schemes from the float runs of the same seeds, least first, and set them beside NVFP4's.
 
     Args:
       lines: of the record, by scheme and seed.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
-
 from benchmarks.schemes import ROOT, Row
-from benchmarks.seeds import Trials, mean, train_missing
+from benchmarks.seeds import Trials, mean
 
 RECORD = ROOT / "benchmarks" / "optimizer-losses.jsonl"
 BASELINE = "float32"
@@ -26,27 +23,12 @@ TRIALS: Trials = {
 }
 
 
-def measure_optimizer_losses(
-    record: Path, runs: Path, steps: int, only: Collection[str] = (), seeds: int | None = None
-) -> list[Row]:
-    """Train the quickstart model with 8-bit moments and bfloat16 weights, and compare with float32 Adam's losses.
+def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
+    """Compare held-out losses with 8-bit moments and bfloat16 weights with those of float32 Adam.
 
     A seed is of the initial parameters, the order of the data and the noise; each run is compared with that of its seed
     and its matmuls whose optimizer is in float32. A run whose line is in the record is not trained again, and one that
     was interrupted goes on from its checkpoint. Figures after ± are the standard error of the mean over seeds.
-
-    Args:
-      record: JSON lines, one a run.
-      runs: folder of the runs.
-      steps: of each run.
-      only: schemes to train, none for all.
-      seeds: how many of each, None for those of ``TRIALS``.
-    """
-    return table(train_missing(TRIALS, record, runs, steps, only, seeds))
-
-
-def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
-    """Compute differences from the runs of float32 Adam of the same seeds and matmuls.
 
     Args:
       lines: of the record, by scheme and seed.

@@ -93,7 +93,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
 
 def mean(values: Sequence[float], form: str) -> str:
     """Write the mean of some numbers ± its standard error, which one number has not."""
-    mean = format(statistics.mean(values), form)
+    written = format(statistics.mean(values), form)
     if len(values) < 2:
-        return mean
-    return f"{mean} ± {format(statistics.stdev(values) / math.sqrt(len(values)), form.lstrip('+'))}"
+        return written
+    return f"{written} ± {format(statistics.stdev(values) / math.sqrt(len(values)), form.lstrip('+'))}"

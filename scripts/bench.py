@@ -30,6 +30,7 @@ from benchmarks.layers import measure_memory, measure_trace
 from benchmarks.lowering import measure_lowering
 from benchmarks.plot import losses, speedups
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
+from benchmarks.seeds import train_missing
 from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from benchmarks.state import measure_state
 from benchmarks.steps import measure_losses, measure_steps
@@ -165,8 +166,9 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
             return measure_layer_step(TINY, words.rounds, batch=1, length=64)
         return measure_layer_step(LLAMA, words.rounds)
 
-    def seeded(measure: Callable[..., list[Row]]) -> list[Row]:
-        return measure(Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
+    def seeded(bench: Any) -> list[Row]:
+        given = (Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
+        return bench.table(train_missing(bench.TRIALS, *given))
 
     def decode() -> list[Row]:
         size = (words.texts, words.length)
@@ -181,11 +183,8 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "state": (measure_state, lambda: measure_state(compiles=not words.no_compile)),
         "memory": (measure_memory, lambda: measure_memory(chosen())),
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
-        "fp4-losses": (fp4_losses.measure_fp4_losses, lambda: seeded(fp4_losses.measure_fp4_losses)),
-        "optimizer-losses": (
-            optimizer_losses.measure_optimizer_losses,
-            lambda: seeded(optimizer_losses.measure_optimizer_losses),
-        ),
+        "fp4-losses": (fp4_losses.table, lambda: seeded(fp4_losses)),
+        "optimizer-losses": (optimizer_losses.table, lambda: seeded(optimizer_losses)),
         "gemm-set": (measure_gemm_set, lambda: measure_gemm_set(SMALL if words.small else Layer(), words.rounds)),
         "layer-step": (measure_layer_step, layer_step),
         "kernels": (measure_kernels, lambda: measure_kernels(words.rounds)),

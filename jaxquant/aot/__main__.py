@@ -99,7 +99,7 @@ def audits(options: argparse.Namespace) -> Iterator[report.Audit]:
 
 
 def _steps(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """List the steps that are asked for: a name, and the words laid over the file."""
+    """Return the name of each step to compile, and the words to lay over the file."""
     stem = Path(options.config).stem
     given = [word.partition("=")[2] for word in options.overrides if word.startswith("quantization=")]
     steps = [(each, [*options.overrides, f"quantization={each}"]) for each in options.strings]

@@ -119,7 +119,7 @@ def _fold(seed: Seed, *numbers: Array | np.ndarray) -> Seed:
 def fold_many(key: RandomKey, numbers: UInt32[Array, " n"]) -> Seed:
     """Return the seeds that ``fold`` gives for each of some numbers, arrays of their length.
 
-    They are computed in a loop: XLA copies what is none into each of the matmuls that read a seed.
+    A loop computes them. Without one XLA would repeat the computation in every matmul that reads a seed.
 
     Args:
       key: of the noise.

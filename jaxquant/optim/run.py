@@ -109,11 +109,12 @@ def run(
     for i in range(start, end):
         if isinstance(x := leaves[i], Moment) and not isinstance(out[before + i], Coded):
             out[before + i] = encode(x.codec, x.signed, x.axis, x.coded.largest.shape[x.axis], out[before + i])
-    olds = [*(leaves[end:] if applies else out[: before + start]), *leaves[start:end]]
     if changes is not None:
-        for o in set(range(len(olds))) - chosen:
-            kept = olds[o].coded if isinstance(olds[o], Moment) else olds[o]
-            out[o] = jax.tree.map(lambda new, old: jnp.where(changes, new, old), out[o], kept)
+        first = 0 if applies else before + start  # updates are no old array's new one
+        for o, old in enumerate([*(leaves[end:] if applies else ()), *leaves[start:end]], first):
+            if o not in chosen:
+                kept = old.coded if isinstance(old, Moment) else old
+                out[o] = jax.tree.map(lambda new, old: jnp.where(changes, new, old), out[o], kept)
     return structure[0].unflatten(out)
 
 

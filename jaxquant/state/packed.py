@@ -120,7 +120,7 @@ def unpack(quant_state: Any) -> Any:
 
 
 def _without_tensors(tree: Tree, path: tuple[Any, ...], kinds: dict[Kind, dict[Row, dict[str, Any]]]) -> dict[Any, Any]:
-    """Put the tensors of a tree into ``kinds``, and return what is left of it."""
+    """Return a tree without its tensors, which are added to ``kinds``."""
     taken: set[str] = set()
     for tensor in delayed_tensors(tree):
         fields = fields_of(tree, tensor)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 from benchmarks import optimizer_losses, seeds
-from benchmarks.fp4_losses import COMPOSED, FLOAT, NVFP4, RECORD, TRIALS, measure_fp4_losses, table
+from benchmarks.fp4_losses import COMPOSED, FLOAT, NVFP4, RECORD, TRIALS, table
 from benchmarks.plot import losses
 from benchmarks.schemes import ROOT
-from benchmarks.seeds import read_record
+from benchmarks.seeds import read_record, train_missing
 
 FLOATS, BEST = {0: 2.0, 1: 1.0}, "quartet2 4/6"
 
@@ -52,11 +52,11 @@ def test_a_run_in_the_record_is_not_trained_again(tmp_path, monkeypatch):
         return line(2.0 + 0.1 * len(trained), steps) | {"scheme": name, "seed": seed}
 
     monkeypatch.setattr(seeds, "train_run", train)
-    first = measure_fp4_losses(record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2)
+    first = train_missing(TRIALS, record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2)
     assert trained == [(FLOAT, 0), (NVFP4, 0), (FLOAT, 1), (NVFP4, 1)]
-    assert measure_fp4_losses(record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2) == first
+    assert train_missing(TRIALS, record, tmp_path, 5, only=[FLOAT, NVFP4], seeds=2) == first
     assert len(trained) == 4
-    measure_fp4_losses(record, tmp_path, 6, only=[FLOAT], seeds=1)  # of another length
+    train_missing(TRIALS, record, tmp_path, 6, only=[FLOAT], seeds=1)  # of another length
     assert trained[4:] == [(FLOAT, 0)]
 
 
