@@ -168,7 +168,13 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
 
     def seeded(bench: Any) -> list[Row]:
         given = (Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
-        return bench.table(train_missing(bench.TRIALS, *given))
+        rows: list[Row] = bench.table(train_missing(bench.TRIALS, *given))
+        if not rows:
+            raise ValueError(
+                f"{words.record} has {', '.join(words.only)} now, and no run of the same seeds to compare with; train "
+                f"that too: of {', '.join(bench.TRIALS)}, or all, without --only"
+            )
+        return rows
 
     def decode() -> list[Row]:
         size = (words.texts, words.length)

@@ -9,6 +9,7 @@ from benchmarks.fp4_losses import COMPOSED, FLOAT, NVFP4, RECORD, TRIALS, table
 from benchmarks.plot import losses
 from benchmarks.schemes import ROOT
 from benchmarks.seeds import read_record, train_missing
+from scripts.bench import main
 
 FLOATS, BEST = {0: 2.0, 1: 1.0}, "quartet2 4/6"
 
@@ -42,6 +43,15 @@ def test_gaps_are_paired_by_seed_and_set_beside_nvfp4_s():
 
 def test_a_scheme_without_its_float_run_has_no_gap():
     assert [row["scheme"] for row in table({(FLOAT, 0): line(2.0), (NVFP4, 1): line(2.1)})] == [FLOAT]
+
+
+def test_runs_without_what_they_are_compared_with_are_named(tmp_path, capsys):
+    record = tmp_path / "record.jsonl"
+    record.write_text(json.dumps(line(2.1, 300) | {"scheme": NVFP4, "seed": 0}) + "\n")
+    words = ["fp4-losses", "--only", NVFP4, "--seeds", "1", "--record", str(record), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert f"{record} has {NVFP4} now, and no run of the same seeds" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_in_the_record_is_not_trained_again(tmp_path, monkeypatch):
