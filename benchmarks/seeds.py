@@ -8,7 +8,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,6 +24,31 @@ from train.report import load_run
 Trials = Mapping[str, tuple[int, Row]]
 """Scheme -> number of seeds, fields of the run's configuration."""
 _CURVE = 10  # steps between two training losses of a line
+
+
+def compared(
+    table: Callable[[dict[tuple[str, int], Row]], list[Row]],
+    trials: Trials,
+    record: Path,
+    runs: Path,
+    steps: int,
+    only: Collection[str],
+    seeds: int | None,
+) -> list[Row]:
+    """Train what the record lacks, and return the rows of a table of it; the rest of the arguments as there.
+
+    Args:
+      table: of the record's lines. It leaves out runs that have no other one to be compared with.
+
+    Raises:
+      ValueError: the table has no row.
+    """
+    if rows := table(train_missing(trials, record, runs, steps, only, seeds)):
+        return rows
+    raise ValueError(
+        f"{record} has {', '.join(only)} now, and no run of the same seeds to compare with; train that too: of "
+        f"{', '.join(trials)}, or all, without --only"
+    )
 
 
 def train_missing(

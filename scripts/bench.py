@@ -30,7 +30,7 @@ from benchmarks.layers import measure_memory, measure_trace
 from benchmarks.lowering import measure_lowering
 from benchmarks.plot import losses, speedups
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
-from benchmarks.seeds import train_missing
+from benchmarks.seeds import compared
 from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from benchmarks.state import measure_state
 from benchmarks.steps import measure_losses, measure_steps
@@ -168,13 +168,7 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
 
     def seeded(bench: Any) -> list[Row]:
         given = (Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
-        rows: list[Row] = bench.table(train_missing(bench.TRIALS, *given))
-        if not rows:
-            raise ValueError(
-                f"{words.record} has {', '.join(words.only)} now, and no run of the same seeds to compare with; train "
-                f"that too: of {', '.join(bench.TRIALS)}, or all, without --only"
-            )
-        return rows
+        return compared(bench.table, bench.TRIALS, *given)
 
     def decode() -> list[Row]:
         size = (words.texts, words.length)

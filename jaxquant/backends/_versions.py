@@ -1,4 +1,4 @@
-"""Refuse a backend library outside the version range that was tested."""
+"""Refuse a backend library of a version that ``config.backends`` does not list as tested."""
 
 from __future__ import annotations
 
