@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.core.rounding import Part, Seed, digest, fold, fold_many, noise, two_keys
+from jaxquant.core.rounding import Part, Seed, digest, fold, fold_many, noise, noise_seeds, two_keys
 
 N = 10**6
 SHAPE = (1000, 1000)
@@ -64,8 +64,8 @@ def test_folds_are_all_different_and_a_bit_of_key_or_number_changes_half_of_thei
     words = np.random.default_rng(0).integers(0, 2**32, (4096, 3), dtype=np.uint32)  # a seed and a number
 
     def folded(words):
-        of_one = lambda first, second, number: fold(Seed(first, second), number)  # noqa: E731
-        return np.stack(jax.vmap(of_one)(*words.T), -1)
+        of_one = lambda first, second, number: noise_seeds(fold(Seed(first, second), number))  # noqa: E731
+        return np.asarray(jax.vmap(of_one)(*words.T))
 
     base = folded(words)
     for word in range(3):
