@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def never_seen(path: str, recipe: Recipe) -> ValueError:
     )
 
 
-def settle_input_scale(path: str, recipe: Recipe, scale: Any) -> Any:
+def settle_input_scale(path: str, recipe: Recipe, scale: Any, stacked: Collection[int]) -> Any:
     """Return the static scale of the activations that meet a kernel, that of experts without rows filled in.
 
     An expert that never got a row has seen no activation. Its scale becomes the largest of its layer's other experts,
@@ -57,16 +58,17 @@ def settle_input_scale(path: str, recipe: Recipe, scale: Any) -> Any:
       recipe: of the layer.
       scale: of the kernel's rank, with an axis for each stack of layers or experts; None where it is dynamic; 0 where
         nothing was seen.
+      stacked: axes along which layers are stacked, none of which takes another's scale.
 
     Raises:
-      ValueError: none of them has seen anything.
+      ValueError: none of a layer's experts has seen anything.
     """
     if scale is None:
         return None
     axes = [axis for axis, size in enumerate(scale.shape) if size > 1]
     filled = scale
-    for axis in reversed(axes):  # the experts of one layer first
-        filled = jnp.where(filled > 0, filled, filled.max(axis, keepdims=True))
+    if experts := tuple(axis for axis in axes if axis not in stacked):
+        filled = jnp.where(filled > 0, filled, filled.max(experts, keepdims=True))
     if isinstance(scale, Tracer):
         return filled
     if not (np.asarray(filled) > 0).all():

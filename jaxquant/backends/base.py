@@ -96,21 +96,24 @@ class Backend:
         """Return the name of the Linen module of a layer's op for a recipe, after which Linen names its variables."""
         return self.op_names[op]
 
-    def unsupported(self, operation: str, recipe: Recipe, dtype: str) -> str:
+    def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why a contraction of a traced function does not run a recipe; "" where it does.
 
         Args:
           operation: primitive of the contraction, such as "dot_general".
           recipe: all numbers.
           dtype: of both operands, by name; "" where they differ.
+          is_split: whether a ``jax.shard_map`` splits its experts over devices.
         """
+        if is_split:
+            return f"{self.row.title} has no experts that a shard_map splits over devices; {NATIVE_INSTEAD}"
         return "" if operation == "dot_general" else f"{self.row.title} has no {operation}; {NATIVE_INSTEAD}"
 
-    def runner(self, operation: str, recipe: Recipe, dtype: str) -> Backend:
+    def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
         """Return the backend that computes a contraction: this one, unless it was completed and lacks the op.
 
         Args:
-          operation, recipe, dtype: as ``unsupported`` takes them.
+          operation, recipe, dtype, is_split: as ``unsupported`` takes them.
         """
         return self
 
@@ -209,6 +212,7 @@ class LibraryBackend(Backend):
       serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
       convert: quantizes a weight, of (recipe, weight, contraction axes).
       groups: contracts groups of rows with weights, converted or not, of (recipe, rows, weights, sizes).
+      deviates: operations whose numbers are not the recipe's: a backend that was completed leaves them to the other.
     """
 
     honours: ClassVar[Honours]
@@ -218,6 +222,7 @@ class LibraryBackend(Backend):
     serve: ClassVar[Any]
     convert: ClassVar[Any]
     groups: ClassVar[Any]
+    deviates: ClassVar[frozenset[str]] = frozenset()
     _native: Backend | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -230,20 +235,22 @@ class LibraryBackend(Backend):
         completed._native = native
         return completed
 
-    def runner(self, operation: str, recipe: Recipe, dtype: str) -> Backend:
+    def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
         """Return what computes a contraction; see ``Backend.runner``."""
-        return self if self._native is None or not self.lacks(operation, recipe, dtype) else self._native
+        is_own = operation not in self.deviates and not self.lacks(operation, recipe, dtype, is_split)
+        return self if self._native is None or is_own else self._native
 
-    def unsupported(self, operation: str, recipe: Recipe, dtype: str) -> str:
+    def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
-        why = self.lacks(operation, recipe, dtype)
-        return why if not why or self._native is None else self._native.unsupported(operation, recipe, dtype)
+        runner = self.runner(operation, recipe, dtype, is_split)
+        explain = self.lacks if runner is self else runner.unsupported
+        return explain(operation, recipe, dtype, is_split)
 
-    def lacks(self, operation: str, recipe: Recipe, dtype: str) -> str:
+    def lacks(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why the library itself does not run an operation by a recipe, "" where it does."""
         if dtype == "float16":
             return f"{self.row.title} {self.float16_fault}; {NATIVE_INSTEAD}, or bfloat16"
-        return super().unsupported(operation, recipe, dtype)
+        return super().unsupported(operation, recipe, dtype, is_split)
 
     def contract(
         self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None

@@ -44,7 +44,7 @@ class NativeBackend(Backend):
         is_fnuz = isinstance(recipe.fwd.rhs, TensorSpec) and recipe.fwd.rhs.dtype.endswith("fnuz")
         return "NANOOFp8DotGeneralOp" if is_fnuz else "Fp8DirectDotGeneralOp"
 
-    def unsupported(self, operation: str, recipe: Recipe, dtype: str) -> str:
+    def unsupported(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why an operation does not run a recipe; see ``Backend.unsupported``."""
         explain = _UNSUPPORTED.get(operation)
         why = "" if explain is None else explain(recipe)

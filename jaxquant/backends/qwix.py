@@ -10,8 +10,8 @@ What Qwix does in its own way, under every recipe:
 - Both backward matmuls round with the same noise.
 - ``precision`` and ``preferred_element_type`` of the replaced operations are dropped; a contraction that has one is
   refused.
-- The weights of a ragged matmul have one scale for each column, which all groups share, and its gradients' scales take
-  rows behind the last group in.
+- The weights of a ragged matmul have one scale for each column, which all groups share, so that experts with small
+  weights lose them. ``quant_backend: auto`` leaves ragged matmuls to the native backend therefore.
 - An operand of the same shape as a parameter counts as a weight. ``_train`` gives the kernel more axes than
   any activation has, and a jit of its own, so that roles come from the call as with the other backends.
 
@@ -176,8 +176,9 @@ def _groups_gradient(grad: Array, weight: ConvertedKernel, sizes: Array) -> Arra
 
 
 def _contract_groups(recipe: Recipe, lhs: Array, rhs: Array | ConvertedKernel, sizes: Array) -> Array:
-    if not isinstance(rhs, ConvertedKernel):
-        return _train_groups(recipe, lhs, rhs, sizes)
+    in_group = (jnp.arange(len(lhs)) < sizes.sum())[:, None]
+    if not isinstance(rhs, ConvertedKernel):  # no scale of a gradient takes in the rows behind the last group
+        return jnp.where(in_group, _train_groups(recipe, jnp.where(in_group, lhs, 0), rhs, sizes), 0)
     return straight_through(functools.partial(_serve_groups, recipe), _groups_gradient, lhs, rhs, sizes)
 
 
@@ -188,6 +189,7 @@ class QwixBackend(LibraryBackend):
     float16_fault = "replaces scales below 0.008 by 1 in float16, and most weights by zeros"
     translate, train, convert = staticmethod(to_qwix), staticmethod(_train), staticmethod(_convert)
     serve, groups = staticmethod(_serve), staticmethod(_contract_groups)
+    deviates = frozenset({"ragged_dot_general"})
 
     def make_rules(self, entries: Sequence[tuple[str, Recipe | None]]) -> list[Any]:
         """Make Qwix's rules of regexes and recipes, for ``qwix.quantize_model``; None is float.
@@ -201,11 +203,11 @@ class QwixBackend(LibraryBackend):
         """Make Qwix's provider of its rules."""
         return qwix.QtProvider(list(rules))
 
-    def lacks(self, operation: str, recipe: Recipe, dtype: str) -> str:
+    def lacks(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why Qwix does not run an operation; see ``LibraryBackend.lacks``."""
         if operation != "ragged_dot_general":
-            return super().lacks(operation, recipe, dtype)
-        return super().lacks("dot_general", recipe, dtype) or ragged_lack(recipe)
+            return super().lacks(operation, recipe, dtype, is_split)
+        return super().lacks("dot_general", recipe, dtype, is_split) or ragged_lack(recipe)
 
     def contract(
         self, lhs: Array, rhs: Array | ConvertedKernel, product: Product, given: Given, group_sizes: Array | None = None

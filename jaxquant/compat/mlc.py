@@ -196,7 +196,7 @@ def block_scale_experts(
       weight, weight_scale_inv: of all experts.
       indptr: where the rows of each expert end, see ``group_sizes``; or ``[1, k]``, the experts of a single token.
       block_size: rows and columns of a weight that share a scale.
-      quantizes_row: as ``block_scale_linear`` has it, for a single token.
+      quantizes_row: whether a single token is quantized as several are; these add their sums up in another order.
 
     Returns:
       ``[M, N]``, zeros for rows behind the last expert's; for a single token ``[k, N]``, NaN for an expert that does
@@ -214,8 +214,8 @@ def block_scale_experts(
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
             raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # not counted from the end
-        weight, weight_scale_inv = (jnp.take(part, chosen, axis=0) for part in (weight, weight_scale_inv))
-        kernel = _kernel(weight, weight_scale_inv, block_size, x.dtype.name)
+        tensor = _kernel(weight, weight_scale_inv, block_size, x.dtype.name).tensor
+        kernel = ConvertedKernel(tensor.replace(lambda _, part: jnp.take(part, chosen, axis=0)), x.dtype.name)
         batch = ((0,), (0,)) if x.shape[0] == chosen.size else ((), ())
         how = "dynamic" if quantizes_row else "float"
         out = _multiply("block_scale_experts", how, x, kernel, (((1,), (2,)), batch), block_size)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxquant.config.hf import BlockScaleQuantize, read_mlc_quantization, to_recipe
-from jaxquant.config.hf.mlc import FINAL, GATE, GATES, WIDEST_GATE
+from jaxquant.config.hf.mlc import FINAL, GATE, GATES, HEADS, WIDEST_GATE
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
 
@@ -44,7 +44,8 @@ def quant_config(
       ValueError, TypeError: as ``read_mlc_quantization``.
     """
     read = read_mlc_quantization(config, huggingface_config)
-    rules = tuple(Rule(rule.path, None) for rule in read.rules if rule.spec is None and rule.origin != GATES)
+    listed = (rule for rule in read.rules if rule.origin not in (GATES, HEADS))  # these are in float by default
+    rules = tuple(Rule(rule.path, None) for rule in listed if rule.spec is None)
     if not read.specs:
         return QuantConfig(rules=rules)
     (spec,) = read.specs

@@ -94,10 +94,11 @@ def default_exclusion(path: str, out_features: int) -> str | None:
       out_features: number of outputs: only a narrow "gate" is a router, a SwiGLU gate is wide.
     """
     last = path.rsplit("/", 1)[-1]
-    if last in HEADS:
+    if last in HEADS or path.endswith("lm_head/linear"):
         return f"output head ({last!r}), left in float by default"
-    if last.endswith(ROUTER_ENDINGS) and out_features <= ROUTER_MAX_OUTPUTS:
-        return f"router ({last!r} with {out_features} outputs), left in float by default"
+    router = next((part for part in path.split("/") if part.lower().endswith(ROUTER_ENDINGS)), None)
+    if router is not None and out_features <= ROUTER_MAX_OUTPUTS:
+        return f"router ({router!r} with {out_features} outputs), left in float by default"
     if last.endswith(LOW_RANK_ENDINGS):
         return f"low-rank factor ({last!r}), left in float by default"
     return None
@@ -229,15 +230,16 @@ class Resolver:
         return floats
 
     def check_alone(self) -> None:
-        """Refuse float blocks where layers are decided one after another, without the paths of the others.
+        """Refuse float blocks where some layers are decided without the paths of the others.
 
         Raises:
           NotImplementedError: there would be some.
         """
         if any(self.float_ends):
             raise NotImplementedError(
-                "float_first_blocks and float_last_blocks need the paths of all layers, and here one layer is decided "
-                "after another; name the blocks in rules, or call jaxquant.maybe_quantize_model(model, config, *inputs)"
+                "float_first_blocks and float_last_blocks need the paths of all layers, and here some are decided "
+                "before the others; call the whole model first, name the blocks in rules, or give example inputs: "
+                "jaxquant.maybe_quantize_model(model, config, *inputs)"
             )
 
     def _first(self, path: str) -> _Entry | None:

@@ -54,7 +54,7 @@ def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
     magnitude, place = jnp.abs(x), jnp.arange(x.shape[-1], dtype=jnp.int32)
     largest = amax(x)
     # The place and the sign in one number, of which the smallest is that of the first.
-    key = jnp.where(magnitude == largest[..., None], 2 * place + (x < 0), 2 * x.shape[-1])
+    key = jnp.where(magnitude == largest[..., None], 2 * place + (x < 0).astype(place.dtype), 2 * x.shape[-1])
     return jnp.where(jnp.min(key, axis=-1) & 1, -largest, largest)
 
 
@@ -194,8 +194,8 @@ def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps:
     largest_minimum, minimum_codes = _six_bits(minimums)
     step, offset = _f16(largest_scale / 63, finite), _f16(largest_minimum / 63, finite)
     # Quantized once more with the scales as they are stored.
-    sub_step = step.astype(jnp.float32)[..., None] * scale_codes
-    sub_offset = offset.astype(jnp.float32)[..., None] * minimum_codes
+    sub_step = step.astype(jnp.float32)[..., None] * scale_codes.astype(jnp.float32)
+    sub_offset = offset.astype(jnp.float32)[..., None] * minimum_codes.astype(jnp.float32)
     codes = jnp.round(_divide(x + sub_offset[..., None], sub_step[..., None]))
     codes = jnp.clip(jnp.where(finite[..., None, None], codes, 0), 0, qmax).astype(jnp.uint8)
     nibbles = codes[..., 0::2, :] & 0xF | codes[..., 1::2, :] << 4

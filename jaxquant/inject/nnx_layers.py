@@ -87,7 +87,7 @@ def row_alone(path: str, module: Linear, decision: Decision, backend: Backend) -
         precision=module.precision,
         is_out_of_reach=False,
         parameter_shapes=beside,
-        **decision_fields(decision.recipe, decision.reason, "dot_general", dtype, backend),
+        **decision_fields(decision.recipe, decision.reason, backend, "dot_general", dtype),
     )
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from jaxquant.core.hadamard import rotated_axis, rotation_of
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
-from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Recipe, Side, TensorSpec
+from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import Part, RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, is_whole, named, platform_of, varying_axes
@@ -301,17 +301,16 @@ class _Dot(Operation):
         """Return bits to draw noise from, None where there are too few: of scales, and of amax histories.
 
         The activation's scales, or its own amax beside a history, change with every batch, the weight's with every
-        step. Reading the output gradient instead would cost a pass over it.
+        step. Reading the output gradient instead would cost a pass over it. Powers of two are not enough of a change:
+        the amaxes of most tensors' blocks lie between the same two.
         """
         if not self.recipe.is_stochastic:
             return None
         scales = [side.forward.scale for side in (lhs, rhs) if isinstance(side.forward, QTensor)]
-        spec = self.recipe.fwd.lhs
-        is_own = isinstance(spec, TensorSpec) and spec.scaling == "dynamic" and spec.calibration.method != "fixed"
-        if not state and not (is_own and isinstance(lhs.forward, QTensor) and lhs.forward.scale.size >= _ENOUGH):
+        if not state and not (isinstance(lhs.forward, QTensor) and _tells_all(self.recipe.fwd.lhs, lhs.forward.scale)):
             return None
         scales += [] if lhs.kept.seen is None else [lhs.kept.seen.amax]
-        return digest(scales, [tensor["amax_history"] for tensor in state.values()])
+        return digest(scales + [tensor["amax_history"] for tensor in state.values()])
 
     def part(self, grad: Array) -> Part | None:
         if self.parts is None or any(each.rotation is not None for each in (self.recipe.dlhs, self.recipe.drhs)):
@@ -327,8 +326,16 @@ class _Dot(Operation):
         return is_delayed and all(isinstance(each, QTensor) and each.scale.size == 1 for each in (lhs, rhs))
 
 
-_ENOUGH = 16
-"""Scales, of one gradient step's own, whose bits make a key that no other step or layer has."""
+_ENOUGH = {"float32": 16, "float8_e4m3fn": 512}
+"""Scales by their dtype, of one gradient step's own, whose bits make a key that no other step or layer has."""
+
+
+def _tells_all(spec: Operand, scale: Array) -> bool:
+    """Check whether an activation's scales are its own and enough to tell it from all others."""
+    if not isinstance(spec, TensorSpec) or spec.scaling != "dynamic" or spec.calibration.method == "fixed":
+        return False
+    is_power_of_two = spec.scale_dtype == "float32" and spec.scale_rounding != "exact"
+    return not is_power_of_two and scale.size >= _ENOUGH.get(spec.scale_dtype, math.inf)
 
 
 def _is_sent(grad: Array, left: QTensor | Array, right: QTensor | Array, dims: Dimensions, shards: int) -> bool:

@@ -61,6 +61,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Array, rows: int) -> Groups:
+        sizes = sizes.astype(jnp.int32)  # sums and differences of others wrap around
         return cls(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right"), sizes)
 
     @property
@@ -173,7 +174,7 @@ def quantize_rows(
         each = average[0](x.astype(jnp.float32) / of_rows(unit, ids))
         total = jax.ops.segment_sum(each, ids, sizes.size + 1, indices_are_sorted=True)[: sizes.size]
         total = total if has_own else total.sum(axis=1, keepdims=True)
-        count = sizes[:, None] * (1 if has_own else x.shape[1])
+        count = sizes[:, None].astype(jnp.float32) * (1 if has_own else x.shape[1])
         if is_whole:
             total, count = (over_devices(jax.lax.psum, each, x, recipe.expert_axes) for each in (total, count))
         statistic = average[1](total / jnp.maximum(count, 1)) * unit

@@ -154,6 +154,9 @@ def unsupported(recipe: Recipe) -> str:
         "an outer scale of activations or gradients without micro": any(s.outer_scale and not s.micro for s in rows),
         "shards of a weight gradient that has tiles": recipe.drhs.shards > 1
         and any(spec is not None and spec.tile_size for spec in along_tokens),
+        "an average over tiles along the rows, which zeros fill": any(
+            spec is not None and spec.tile_size and spec.calibration.average for spec in along_tokens
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), pieces.unsupported(recipe))
 
@@ -354,7 +357,8 @@ class _Ragged(Operation):
         recipe = self.recipe
         assert recipe.delayed is not None
         new = jax.vmap(functools.partial(delayed.observe, spec=recipe.delayed))(with_groups(recipe, old), scale, amax)
-        used = scaling_groups(recipe, groups).sizes > 0
+        sizes = scaling_groups(recipe, groups).sizes
+        used = over_devices(jax.lax.pmax, sizes, sizes, recipe.expert_axes) > 0  # as all devices observe one amax
         new = jax.tree.map(lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, 0), new)
         return jax.tree.map(lambda x: x[0], new) if recipe.shares_experts else new
 

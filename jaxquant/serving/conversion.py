@@ -192,13 +192,14 @@ def _convert_slices(layer: LayerKernel, read: Read, shape: tuple[int, ...]) -> t
         states = jax.tree.map(lambda leaf, index=index: jnp.asarray(read(leaf.path, index)), list(layer.states))
         part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), states))
         if not at:
-            return part[0], settle_input_scale(layer.path, layer.recipe, part[1])
+            return part[0], settle_input_scale(layer.path, layer.recipe, part[1], layer.stacked)
         if whole is None:
             sizes = {axis: shape[axis] for axis in at}
             whole = jax.tree.map(lambda x, sizes=sizes: np.empty(_stacked_shape(x.shape, sizes), x.dtype), part)
         jax.tree.map(lambda into, one, place=place: into.__setitem__(place, one), whole, part)
     assert whole is not None
-    return stacked_blocks(whole[0], sorted(layer.stacked)), settle_input_scale(layer.path, layer.recipe, whole[1])
+    scale = settle_input_scale(layer.path, layer.recipe, whole[1], layer.stacked)
+    return stacked_blocks(whole[0], sorted(layer.stacked)), scale
 
 
 def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:

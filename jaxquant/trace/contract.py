@@ -194,7 +194,7 @@ def contract(
     assert site.side is not None
     if site.split and not recipe.shares_experts:
         recipe = dataclasses.replace(recipe, expert_axes=tuple(name for names in site.split for name in names))
-    backend, own = backend.runner(site.operation, recipe, site.dtype), {}
+    backend, own = backend.runner(site.operation, recipe, site.dtype, bool(site.split)), {}
     if not isinstance(operands[site.side], ConvertedKernel):
         own = nested(state)
     elif backend.name == "native":

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxquant.backends import Backend
 from jaxquant.backends._weights import check_converted
 from jaxquant.core.blocks import BlocksError
 from jaxquant.core.paths import layer_name
@@ -24,6 +25,7 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import Route
+from jaxquant.trace.kernels import as_converted
 from jaxquant.trace.plan import Contraction, Key
 from jaxquant.trace.structure import dtype_read, steps_of
 
@@ -53,12 +55,15 @@ def refuse_bare(leaves: Sequence[Any]) -> None:
         )
 
 
-def check_served(analysis: Analysis, leaves: Sequence[Any], *, must_be_converted: bool = False) -> frozenset[Key]:
+def check_served(
+    analysis: Analysis, leaves: Sequence[Any], backend: Backend, *, must_be_converted: bool = False
+) -> frozenset[Key]:
     """Check that every reader of a converted kernel is structure or its quantized contraction.
 
     Args:
       analysis: of the function, decided.
       leaves: the parameters.
+      backend: that quantizes.
       must_be_converted: whether a quantized layer with a float weight is an error (``checkpoint_is_quantized``).
 
     Returns:
@@ -91,7 +96,7 @@ def check_served(analysis: Analysis, leaves: Sequence[Any], *, must_be_converted
     for site, route in routes.items():
         if route.leaf in converted:
             served.add(site.key)
-            _check_recipe(site, leaves[route.leaf])
+            _check_recipe(site, leaves[route.leaf], backend)
             _check_dtype(site, route, leaves[route.leaf])
     for site, route in routes.items() if must_be_converted else ():
         assert site.recipe is not None
@@ -103,7 +108,7 @@ def check_served(analysis: Analysis, leaves: Sequence[Any], *, must_be_converted
     return frozenset(served)
 
 
-def _check_recipe(site: Contraction, kernel: ConvertedKernel) -> None:
+def _check_recipe(site: Contraction, kernel: ConvertedKernel, backend: Backend) -> None:
     """Refuse a kernel that another recipe converted; one of a codec is checked by its own op.
 
     Raises:
@@ -118,6 +123,13 @@ def _check_recipe(site: Contraction, kernel: ConvertedKernel) -> None:
     wanted = right.dtype if isinstance(right, TensorSpec) else "float", is_scaled
     texts = [f"{dtype} {'with an' if scaled else 'without an'} input_scale" for dtype, scaled in (has, wanted)]
     check_converted(site.path, texts[0], repr(site.recipe.name), texts[1])
+    if (made := as_converted(backend, site, standin(kernel))) is not None:
+        check_converted(site.path, _scales(kernel), repr(site.recipe.name), _scales(made))
+
+
+def _scales(kernel: ConvertedKernel) -> str:
+    scale, outer = kernel.tensor.scale, kernel.tensor.outer_scale
+    return f"{scale.dtype.name} scales {tuple(scale.shape)}{'' if outer is None else f' and outer ones {outer.shape}'}"
 
 
 def _check_dtype(site: Contraction, weight: Route, kernel: ConvertedKernel) -> None:

@@ -243,10 +243,8 @@ def _check_sparsity(plan: Plan) -> None:
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:
     """Return the reason that an operation among a layer's contractions does not run a recipe, "" where all do."""
-    asked = dict.fromkeys((site.operation, site.dtype) for site in sites)
-    if any(site.split and backend.runner(site.operation, recipe, site.dtype).name != "native" for site in sites):
-        return f"{backend.row.title} has no experts that a shard_map splits over devices; use quant_backend 'native'"
-    reasons = (backend.unsupported(operation, recipe, dtype) for operation, dtype in asked)
+    asked = dict.fromkeys((site.operation, site.dtype, bool(site.split)) for site in sites)
+    reasons = (backend.unsupported(operation, recipe, dtype, is_split) for operation, dtype, is_split in asked)
     return next(filter(None, reasons), "")
 
 

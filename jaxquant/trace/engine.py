@@ -213,7 +213,7 @@ class Engine:
         if self.resolver is None:
             return {}, {}
         decisions = self.decide(analysis)
-        served = converted.check_served(analysis, arrays[0])
+        served = converted.check_served(analysis, arrays[0], self.backend)
         sentences = missing or self.dialect.missing, self.dialect.misfit
         states = decisions.read_states(analysis.plan, unpack(quant_state), *sentences, served, contract.kernel_fields)
         names = array_names(static)
@@ -249,6 +249,8 @@ class Engine:
         is_first = is_whole and not self._has_seen_all
         if analysis.is_decided and self.decisions is not None and not is_first:
             return self.decisions
+        if not is_whole and not self._has_seen_all and self.resolver is not None:
+            self.resolver.check_alone()
         decisions = self._extended(analysis, self.decisions, check=is_first)
         decisions.apply(analysis.plan)
         self._check(analysis, is_first)
@@ -354,7 +356,7 @@ class Engine:
         if skips and not analysis.plan.chosen:
             return dataclasses.replace(outputs, is_skipped=True)
         must = self.config.checkpoint_is_quantized
-        served = converted.check_served(analysis, arrays[0], must_be_converted=must)
+        served = converted.check_served(analysis, arrays[0], self.backend, must_be_converted=must)
         missing = functools.partial(self._missing, bool(served))
         states = decisions.read_states(analysis.plan, whole_state, missing, self.dialect.misfit, served)
         noise = None

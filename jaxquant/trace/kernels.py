@@ -57,7 +57,7 @@ class _Job:
     @classmethod
     def of(cls, chosen: Backend, site: Contraction, route: Route) -> _Job:
         assert site.recipe is not None
-        backend = chosen.runner(site.operation, site.recipe, site.dtype).name
+        backend = chosen.runner(site.operation, site.recipe, site.dtype, bool(site.split)).name
         axes, batch = site.weight_axes
         if site.operation == "ragged_dot_general" or site.recipe.shares_experts:  # all elements at once
             return cls(site.operation, backend, site.recipe, route.steps, axes, batch)
@@ -75,6 +75,24 @@ def _convert(job: _Job, leaf: Array, state: Mapping[str, Mapping[str, Array]]) -
         return ConvertedKernel(tensor, leaf.dtype.name, scale)
 
     return run_steps(job.steps, convert, leaf, state)
+
+
+def as_converted(backend: Backend, site: Contraction, leaf: Any) -> ConvertedKernel | None:
+    """Return the shapes of the kernel that a leaf is converted to; None where that needs quant state or a mask.
+
+    Args:
+      backend: that quantizes.
+      site: a contraction with a recipe and a route to the leaf.
+      leaf: the float parameter, or anything of its shape and dtype.
+    """
+    recipe, route = site.recipe, site.route
+    if recipe is None or recipe.delayed is not None or recipe.sparsity is not None or not isinstance(route, Route):
+        return None
+    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    try:
+        return jax.eval_shape(_convert, _Job.of(backend, site, route), shape, {})
+    except BlocksError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +162,7 @@ class LayerKernel:
         """
         self._check_finite(leaf)
         kernel = _convert(self._whole, leaf, _joined(states))
-        scale = settle_input_scale(self.path, self.recipe, kernel.input_scale)
+        scale = settle_input_scale(self.path, self.recipe, kernel.input_scale, self.stacked)
         return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
 
     def _check_finite(self, kernel: Array) -> None:

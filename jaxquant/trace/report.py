@@ -120,13 +120,15 @@ def row_of(site: Contraction, backend: Backend) -> Row:
         out_features=site.out_features,
         precision=site.precision,
         is_out_of_reach=site.is_out_of_reach,
-        **decision_fields(site.recipe, site.reason, site.operation, site.dtype, backend),
+        **decision_fields(site.recipe, site.reason, backend, site.operation, site.dtype, bool(site.split)),
     )
 
 
-def decision_fields(recipe: Recipe | None, reason: str, operation: str, dtype: str, backend: Backend) -> dict[str, Any]:
+def decision_fields(
+    recipe: Recipe | None, reason: str, backend: Backend, operation: str, dtype: str, is_split: bool = False
+) -> dict[str, Any]:
     """Return the fields of a row that say what was decided."""
-    runner = None if recipe is None else backend.runner(operation, recipe, dtype).name
+    runner = None if recipe is None else backend.runner(operation, recipe, dtype, is_split).name
     return {
         "recipe": None if recipe is None else recipe.name,
         "backend": runner,
@@ -160,7 +162,7 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend) 
             row = dataclasses.replace(row, reason="quantization is off")
         elif _is_lost_kernel(site) and path not in mixed:
             decision = resolver(path, site.out_features)
-            asked = decision_fields(decision.recipe, decision.reason, site.operation, site.dtype, backend)
+            asked = decision_fields(decision.recipe, decision.reason, backend, site.operation, site.dtype)
             row = dataclasses.replace(row, **asked)
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
         beside = analysis.shapes_beside(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}

@@ -71,7 +71,10 @@ class _Groups(nn.Module):
 
 @pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3", "fp8_e5m2"])
 def test_qwix_groups_are_those_of_a_model_that_qwix_quantized(string):
-    """Trained: output and both gradients; and served to the same bits, with a kernel in 8 bits."""
+    """Trained: output and both gradients; and served to the same bits, with a kernel in 8 bits.
+
+    Rows behind the last group are zeros for Qwix, whose scales of gradients take them in.
+    """
     config = {"quantization": string, "quant_backend": "qwix"}
     rule = qwix.QtRule(module_path=".*", op_names=("ragged_dot",), **to_qwix(recipe_of(config)))
     theirs = qwix.quantize_model(_Groups(), qwix.QtProvider([rule]))
@@ -82,7 +85,9 @@ def test_qwix_groups_are_those_of_a_model_that_qwix_quantized(string):
         return out, *pull(normal(4, *out.shape))
 
     found = jax.jit(lambda: results(lambda w, x: ours({"experts": w}, {}, x)))()
-    expected = jax.jit(lambda: results(lambda w, x: theirs.apply({"params": {"experts": w}}, x)))()
+    masked = lambda rows: jnp.where(jnp.arange(12)[:, None] < SIZES.sum(), rows, 0)  # noqa: E731
+    their = lambda w, x: masked(theirs.apply({"params": {"experts": w}}, masked(x)))  # noqa: E731
+    expected = jax.jit(lambda: results(their))()
     for mine, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine, other)
     served = ours.convert({"experts": PARAMS["experts"]}, {}, X)
@@ -91,6 +96,31 @@ def test_qwix_groups_are_those_of_a_model_that_qwix_quantized(string):
     gradient = jax.grad(lambda x: jnp.sum(ours(served, {}, x)))(X)
     assert np.all(gradient[9:] == 0)
     assert np.any(gradient[:9])
+
+
+@pytest.mark.parametrize("backend", ["auto", "qwix"])
+@pytest.mark.parametrize("string", ["fp8_full", "fp8_e4m3"])
+def test_nothing_behind_the_last_group_reaches_a_number(string, backend):
+    q, grad = jaxquant.quantize(grouped, {"quantization": string, "quant_backend": backend}), normal(4, 12, 6)
+
+    @jax.jit
+    def run(x, grad):
+        out, pull = jax.vjp(lambda p, x: q(p, {}, x), {"experts": PARAMS["experts"]}, x)
+        return out, *jax.tree.leaves(pull(grad))
+
+    expected = run(X, grad)
+    for value in (jnp.nan, 1e4):
+        for found, each in zip(run(X.at[9:].set(value), grad.at[9:].set(value)), expected, strict=True):
+            np.testing.assert_array_equal(found, each)
+
+
+def test_auto_computes_experts_natively_each_by_itself():
+    """Qwix's op has one scale for a column of all experts, and loses one whose weights are small."""
+    p = {"experts": PARAMS["experts"].at[2].multiply(1e-6)}
+    q = jaxquant.quantize(grouped, {"quantization": "fp8_e4m3"})
+    assert [row.backend for row in q.report(p, X)] == ["native"]
+    found, exact = q(p, {}, X)[5:9], grouped(p, X)[5:9]
+    assert jnp.linalg.norm(found - exact) < 0.05 * jnp.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxquant
 from jaxquant.compat import mlc
 from jaxquant.compat.mlc import ScaleLayout
 from jaxquant.config.recipes import RECIPES
@@ -305,6 +307,9 @@ def test_a_single_token_goes_to_its_experts():
             close(y[i], left[i % len(left)], dense[expert])
     out = run(x, w, scale, np.array([[-1, 2, 5]], np.int32), quantizes_row=False)  # there is no -1 nor 5
     np.testing.assert_array_equal(np.isnan(out).any(axis=1), [True, False, True])
+    for scales in (scale[:2], np.concatenate([scale, scale])):
+        with pytest.raises(ValueError, match=r"has scales of shape .*, not \(5, 2, 5\)"):
+            mlc.block_scale_experts(*map(jnp.asarray, (x, w, scales, chosen)))
     with pytest.raises(ValueError, match="x has 1 or 3 rows, got 2"):
         mlc.block_scale_experts(jnp.asarray(x[:2]), jnp.asarray(w), jnp.asarray(scale), jnp.asarray(chosen))
 
@@ -384,6 +389,19 @@ def test_a_block_scale_config_trains_as_fp8_block():
     assert rounded.scale_fmt == "ue8m0"
     assert mlc.quant_config(SCHEME | {"quantize_linear": False}, {"quantization_config": checkpoint}).resolver() is None
     assert resolver("layers/0/mlp/gate", 4096).recipe is not None  # a SwiGLU's
+
+
+@pytest.mark.parametrize(("head", "listed"), [("lm_head", None), ("lm_head", ["lm_head"]), ("logits_dense", None)])
+def test_the_config_trains_a_model_whatever_its_head_is_called(head, listed):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64, name=head)(nn.Dense(128, name="up")(x))
+
+    checkpoint = CHECKPOINT | ({"modules_to_not_convert": listed} if listed else {})
+    config, x = mlc.quant_config(SCHEME, {"quantization_config": checkpoint}), jnp.ones((4, 128))
+    rows = jaxquant.describe_layers(Model(), config, x)
+    assert {row.path: row.recipe for row in rows} == {"up": "fp8_block", head: None}
 
 
 @pytest.mark.parametrize(

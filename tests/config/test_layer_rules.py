@@ -38,8 +38,9 @@ def test_routers_stay_float():
         reason = f"router ({last!r} with 256 outputs), left in float by default"
         assert resolver()(f"layers/moe/{last}", 256) == Decision(None, reason, None)
         assert resolver()(f"layers/moe/{last}", 257).recipe is not None
-    for path in ("mlp/gate_proj", "gate/query"):
-        assert resolver()(path, 8).recipe is not None
+    for path, part in (("moe/Gate", "Gate"), ("moe/Router/Dense_0", "Router"), ("mlp/gate/linear", "gate")):
+        assert resolver()(path, 8).reason == f"router ({part!r} with 8 outputs), left in float by default"
+    assert resolver()("mlp/gate_proj", 8).recipe is not None
 
 
 def test_first_match_wins_and_rules_beat_exclusions():

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.core.rounding import Part, Seed, digest, fold, fold_many, noise, noise_seeds, two_keys
+from jaxquant import ops
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.rounding import Part, Seed, content_key, digest, fold, fold_many, noise, noise_seeds, two_keys
 
 N = 10**6
 SHAPE = (1000, 1000)
@@ -90,13 +92,27 @@ def test_any_stream_of_jax_random_is_accepted(impl):
     assert abs(((first - 0.5) * (second - 0.5)).mean()) < 5 / np.sqrt(N) / 12
 
 
-def test_a_digest_changes_with_every_value_and_with_the_order_of_histories_alone():
-    scales, history = jnp.linspace(0.1, 1, 64).reshape(64, 1), jnp.zeros(8).at[0].set(3.0)
-    found = digest([scales], [history])
-    assert found == digest([scales[::-1]], [history])
-    others = (
-        digest([scales * 2], [history]),
-        digest([scales], [jnp.roll(history, 1)]),
-        digest([scales], [history * 2]),
-    )
-    assert len({int(found), *map(int, others)}) == 4
+def test_a_digest_changes_with_every_value_and_with_their_order():
+    scales, history = jnp.linspace(0.1, 1, 64).reshape(8, 8), jnp.zeros(8).at[0].set(3.0)
+    found = digest([scales, history])
+    assert found == digest([scales.reshape(2, 4, 8), history])
+    changed = [scales[::-1], scales.T, scales * 2, scales.at[3, 3].multiply(1 + 2**-20)]
+    others = [digest([each, history]) for each in changed]
+    others += [digest([scales, each]) for each in (jnp.roll(history, 1), history * 2)]
+    assert len({int(found), *map(int, others)}) == 7
+
+
+@pytest.mark.parametrize("string", ["nvfp4", "quartet2", "tetrajet_v2", "int8"])
+def test_no_two_batches_draw_one_noise(string):
+    """The gradient of an activation depends on the activation through the noise alone."""
+    recipe, numbers = RECIPES[string].recipe, (((1,), (0,)), ((), ()))
+    x, w, g = (jax.random.normal(jax.random.key(n), shape, "bfloat16") for n, shape in enumerate(((64, 128),) * 3))
+    w, g = w.T, g[:, :64]
+    run = jax.jit(lambda x: jax.vjp(lambda x: ops.dot_general(x, w, numbers, recipe=recipe), x)[1](g)[0])
+    batches = (jax.random.normal(jax.random.key(n), x.shape, x.dtype) for n in range(50))
+    assert len({np.asarray(run(x), np.float32).tobytes() for x in batches}) == 50
+
+
+def test_gradients_that_differ_in_bfloat16_have_keys_of_their_own():
+    keys = {tuple(map(int, content_key(jax.random.normal(jax.random.key(n), (8, 8), "bfloat16")))) for n in range(1000)}
+    assert len(keys) == 1000

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxquant
 from jaxquant import ops
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.dtypes import element
 from jaxquant.core.hadamard import draw_signs, rotate
 from jaxquant.core.qtensor import dequantize
@@ -294,22 +295,22 @@ def _by_parts(op: Callable[..., Any], operands: Sequence[Any], state: Any, one: 
     return _updated(jax.jit(mapped)(*operands, state), state)
 
 
-def groups(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A ragged matmul, of each device's rows, and of all rows on one device."""
-    recipe, rows = RECIPES[name], 4 * 16
+def groups(recipe: Recipe, sizes: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A ragged matmul, of each device's rows in groups of the sizes [device, group], and of all rows on one device."""
+    rows, count = 4 * 16, sizes.shape[1]
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, K)) * jnp.logspace(-1, 1, rows)[:, None]
-    w, g = jax.random.normal(keys[1], (len(SIZES), K, N)), jax.random.normal(keys[2], (rows, N))
-    state = ragged.initial_state(recipe, len(SIZES))
-    ends = np.cumsum([*SIZES, 16 - SIZES.sum()])
-    order = np.concatenate([part.ravel() for part in np.split(np.arange(rows).reshape(4, 16), ends[:-1], axis=1)])
+    w, g = jax.random.normal(keys[1], (count, K, N)), jax.random.normal(keys[2], (rows, N))
+    state = ragged.initial_state(recipe, count)
+    ids = np.stack([np.repeat(np.arange(count + 1), [*each, 16 - each.sum()]) for each in sizes])
+    order = np.argsort(ids.ravel(), stable=True)
 
-    def op(sizes: np.ndarray) -> Callable[..., Any]:
-        return lambda x, w, s: ops.ragged_dot(x, w, jnp.asarray(sizes), recipe=recipe, state=s)
+    def op(sizes: Callable[[], Any]) -> Callable[..., Any]:
+        return lambda x, w, s: ops.ragged_dot(x, w, sizes(), recipe=recipe, state=s)
 
-    one = _updated(_both(x[order], w, g[order], state, op(4 * SIZES)), state)
+    one = _updated(_both(x[order], w, g[order], state, op(lambda: jnp.asarray(sizes.sum(0)))), state)
     one |= {what: one[what][np.argsort(order)] for what in ("out", "dx")}
-    return _by_parts(op(SIZES), (x, w, g), state, one), one
+    return _by_parts(op(lambda: jnp.asarray(sizes)[jax.lax.axis_index("data")]), (x, w, g), state, one), one
 
 
 EXPERTS, TO_EACH = 8, 4
@@ -448,8 +449,10 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         for name in ("fp8", "int8"):
             found[f"{kind} {name} layers"] = lambda k=kind, n=name: layers(k, n)
     for name in ("fp8", "fp8_current", "int8"):
-        found[f"manual {name} groups"] = lambda n=name: groups(n)
+        found[f"manual {name} groups"] = lambda n=name: groups(RECIPES[n], np.tile(SIZES, (4, 1)))
         found[f"manual {name} convolutions"] = lambda n=name: convolutions(n)
+    flax = QuantConfig(quantization="fp8", amax_init="flax").recipe()
+    found["manual fp8 flax groups"] = lambda: groups(flax, np.array([[5, 0, 9], [0, 0, 3], [7, 0, 0], [1, 0, 2]]))
     for name in ("fp8", "int8", "fp8_block", "nvfp4"):
         config = {"quantization": name} | ({"quantization_local_shard_count": 1} if name == "int8" else {})
         way = "served" if name in ("fp8", "fp8_block") else "exchanged"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -12,6 +13,7 @@ import pytest
 
 from jaxquant import ops, state
 from jaxquant.config import recipes
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.quant_state import flat
 from jaxquant.ops import ragged
 from tests import numerics
@@ -52,6 +54,23 @@ def test_rows_behind_the_last_group_are_not_seen():
     amax = [jnp.max(jnp.abs(lhs[:5])), 0, jnp.max(jnp.abs(lhs[5:tail]))]
     np.testing.assert_array_equal(new["input_amax_history"][:, 0], jnp.array(amax))
     np.testing.assert_array_equal(new["kernel_amax_history"][1], 0)  # no rows: not used
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint8", "int8"])
+@pytest.mark.parametrize("name", ["fp8_block", "int8"])
+def test_sizes_of_any_integers_give_one_gradient(name, dtype):
+    recipe = recipes.RECIPES[name].recipe
+    if name == "int8":
+        recipe = dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=4))
+    lhs, rhs, grad = (x.repeat(20, 0) if len(x) == ROWS else x for x in operands())
+
+    def gradients(dtype):
+        sizes = jnp.array([100, 0, 80]).astype(dtype)
+        fn = lambda x, w: ops.ragged_dot(x, w, sizes, recipe=recipe, key=jax.random.key(0))  # noqa: E731
+        return jax.vjp(fn, lhs, rhs)[1](grad)
+
+    for found, expected in zip(gradients(dtype), gradients("int32"), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_shards_of_the_weight_gradient_are_ragged_matmuls_of_their_rows():
@@ -183,8 +202,11 @@ def test_what_does_not_run_is_refused():
     sharded = change(RECIPES["int8 shards"], granularity="per_tile", tile_size=4)
     blocks = change(RECIPES["int8"], granularity="per_block", tile_size=4, free_size=4)
     refused = (RECIPES["int8 asymmetric"], "asymmetric"), (sharded, "shards of .* tiles"), (blocks, "blocks across")
+    rms = {"quantization": "fp8_block", "bwd_quantization_calibration_method": "rms,4"}
+    averaged = QuantConfig.from_any(rms).recipe()
+    refused += ((averaged, "an average over tiles along the rows"),)
     for recipe, why in refused:
-        with pytest.raises(NotImplementedError, match=f"recipe 'int8' has .*{why}.*which ragged_dot does not run"):
+        with pytest.raises(NotImplementedError, match=f"recipe '.*' has .*{why}.*which ragged_dot does not run"):
             ops.ragged_dot(lhs, rhs, sizes, recipe=recipe)
     with pytest.raises(ValueError, match="shard_count 4 of recipe 'int8' does not divide the 10 rows"):
         jax.grad(lambda w: jnp.sum(ops.ragged_dot(lhs[:10], w, sizes, recipe=RECIPES["int8 shards"])))(rhs)

@@ -86,6 +86,19 @@ def test_flax_layers_with_a_batch_axis_have_scales_of_each_element(string, backe
     assert converted["params"]["experts"]["kernel"].scale.shape[1] == (1 if shares else 3)
 
 
+def test_a_layer_of_which_no_expert_was_seen_takes_no_scale_of_another_layer():
+    sizes, x = jnp.array([4, 0, 4]), jax.random.normal(jax.random.key(0), (8, 4))
+    stack = lambda p, x: jax.lax.scan(lambda x, w: (jax.lax.ragged_dot(x, w, sizes), None), x, p["w"])[0]  # noqa: E731
+    q, p = jaxquant.quantize(stack, {"quantization": "fp8"}), {"w": jax.random.normal(jax.random.key(1), (2, 3, 4, 4))}
+    seen = state.update(before := q.init(p, x), jax.grad(lambda s: q(p, s, x).sum())(before))
+    with pytest.warns(UserWarning, match=r"kernels \(0, 1\), \(1, 1\) of layer 'w'"):
+        scale = q.convert(p, seen, x)["w"].input_scale.reshape(2, 3)
+    assert (scale[:, 1] == scale[:, ::2].max(1)).all()
+    unseen = {"w": seen["w"] | {"input_amax_history": seen["w"]["input_amax_history"].at[0].set(0)}}
+    with pytest.raises(ValueError, match="layer 'w' has no amax history of its input"):
+        q.convert(p, unseen, x)
+
+
 @pytest.mark.parametrize("way", ["ragged", "linen"])
 def test_an_expert_that_never_got_rows_takes_the_input_scale_of_the_others(way):
     config = {"quantization": "fp8", "quant_backend": "native"}

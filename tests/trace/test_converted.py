@@ -165,19 +165,36 @@ def test_other_readers_of_a_converted_kernel_are_refused(other, text):
 
 
 @pytest.mark.parametrize(
-    ("fn", "text"),
+    ("fn", "error", "text"),
     [
-        (lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"), "conv_general_dilated takes ."),
-        (lambda p, x: jax.lax.ragged_dot(x, p["w"].T[None], jnp.array([2])), "ragged_dot takes .* axes .0, 2., got i"),
-        (lambda p, x: x[:, :4] @ p["w"].reshape(4, 16), r"reshape of a converted kernel of shape \(8, 8\)"),
+        (lambda p, x: jax.lax.conv(x[:, :, None], p["w"][:, :, None], (1,), "VALID"), ValueError, "float32 scales"),
+        (lambda p, x: jax.lax.ragged_dot(x, p["w"].T[None], jnp.array([2])), ValueError, "float32 scales"),
+        (lambda p, x: x[:, :4] @ p["w"].reshape(4, 16), NotImplementedError, r"reshape of a .* of shape \(8, 8\)"),
     ],
 )
-def test_scales_along_a_contraction_and_blocks_that_a_reshape_breaks_are_refused(fn, text):
+def test_scales_along_a_contraction_and_blocks_that_a_reshape_breaks_are_refused(fn, error, text):
     p, x = {"w": normal(0, 8, 8)}, normal(1, 2, 8)
     config = {"quantization": "int8", "quant_backend": "native"}  # one scale a column
     converted = jaxquant.quantize(lambda p, x: x @ p["w"], config).convert(p, {}, x)
-    with pytest.raises(NotImplementedError, match=text):
+    with pytest.raises(error, match=text):
         jaxquant.quantize(fn, config)(converted, {}, x)
+
+
+@pytest.mark.parametrize(
+    ("made", "served"),
+    [
+        ("fp8_block", "mxfp8"),
+        ("mxfp4", "nvfp4"),
+        ("quartet2", "nvfp4"),
+        ("nvfp4w", "mxfp4w"),
+        ("fp8_current", "fp8_block"),
+    ],
+)
+def test_a_kernel_of_another_recipe_is_refused_whose_elements_are_the_same(made, served):
+    p, x = {"w": normal(0, 256, 32)}, normal(1, 4, 256)
+    first, second = (jaxquant.quantize(lambda p, x: x @ p["w"], {"quantization": s}) for s in (made, served))
+    with pytest.raises(ValueError, match=rf"layer 'w' has a converted kernel of .* scales .*, and '{served}' takes"):
+        second(first.convert(p, {}, x), {}, x)
 
 
 def test_shapes_alone():

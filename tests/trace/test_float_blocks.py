@@ -141,6 +141,35 @@ def test_a_report_refuses_what_quantization_does(call, fields, message):
         call(model, {"quantization": "fp8_current"} | fields, X)
 
 
+def test_a_part_that_is_called_first_does_not_know_the_other_layers():
+    class Stack(nn.Module):
+        def setup(self):
+            self.layers = [Inner() for _ in range(4)]
+
+        def half(self, x):
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return x
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(32)(x)
+
+    x = jnp.ones((2, 32))
+    variables = Stack().init(jax.random.key(0), x)
+    model = maybe_quantize_model(Stack(), ENDS)
+    with pytest.raises(NotImplementedError, match="call the whole model first"):
+        model.apply(variables, x, method="half")
+    model.apply(variables, x)
+    model.apply(variables, x, method="half")
+
+
 def test_a_handle_does_not_know_the_other_layers():
-    with pytest.raises(NotImplementedError, match="need the paths of all layers, and here one layer is decided"):
+    with pytest.raises(NotImplementedError, match="need the paths of all layers, and here some are decided"):
         configure_quantization(ENDS)

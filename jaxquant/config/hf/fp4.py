@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from jaxquant.config.hf.exclusions import compressed_tensors_pattern
 from jaxquant.config.hf.fp8 import EXPERTS, exclusions
 from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
@@ -13,6 +15,8 @@ _RESTATED = (
     "mx_element_dtype", "scale_calculation_mode",
 )  # fmt: skip
 """How Quark found numbers that are stored, and what an MX element type says by itself."""
+_UP = "ceil"
+"""Quark's name of how scales of MX blocks are made in jaxquant: the next power of two above amax / largest number."""
 _OF_THE_TOOL = ("algo_config", "export", "quant_mode", "min_kv_scale", "kv_cache_post_rope")
 _QUARK = {"fp4": "float4_e2m1fn", "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn", "fp8_e4m3": "float8_e4m3fn"}
 
@@ -44,6 +48,11 @@ def read_quark(config: Section) -> CheckpointQuantization:
         for key, wanted in (("dtype", dtype), ("scale_format", scale), ("group_size", 32)):
             if inputs.has(key) and inputs.get(key) != wanted:
                 raise NotImplementedError(f"{inputs.where(key)} must be that of the weights, {wanted!r}")
+        if inputs.has("scale_calculation_mode") and (mode := inputs.get("scale_calculation_mode")) != _UP:
+            warnings.warn(
+                f"{inputs.where('scale_calculation_mode')} is {mode!r}; here scales of inputs are rounded up, {_UP!r}",
+                stacklevel=2,
+            )
     config.pass_over(*_OF_THE_TOOL)
     rules = listed(config, ["exclude"], compressed_tensors_pattern)
     spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)

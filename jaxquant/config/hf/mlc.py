@@ -18,8 +18,8 @@ FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
 """Whole names of output heads, which MLC does not quantize."""
 GATE, WIDEST_GATE = "gate", 256
 """Ending of the names of routers, which MLC does not quantize up to that many experts."""
-GATES = "MoE gate"
-"""The origin of the rule for routers."""
+GATES, HEADS = "MoE gate", "output head"
+"""The origins of the rules for routers and output heads."""
 _DEFAULT_BLOCK = (128, 128)
 
 
@@ -121,7 +121,7 @@ def read_mlc_quantization(
     spec = fp8.blocks(scheme.weight_dtype, size, ScaleOrigin(origin), ue8m0)
     rules = listed(section, ["modules_to_not_convert"], transformers_pattern)
     heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, FINAL))})"
-    rules += [LayerRule(heads, None, "output head"), LayerRule(f".*{GATE}", None, GATES)]
+    rules += [LayerRule(heads, None, HEADS), LayerRule(f".*{GATE}", None, GATES)]
     if scheme.quantize_linear:
         rules.append(LayerRule(".*", spec, scheme.name))
     section.pass_over(*NO_VALUES)
