@@ -94,7 +94,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
         "compilers for H100, H200 and B200 have no matmul of plain e2m1",
         held("docs/test_strings_compile.py::test_gpus_have_no_matmul_of_four_bits"),
     ),
-    ("docs/guide/choosing.md", "contractions that it has no op for (convolutions on both", no_ops_of_libraries),
+    ("docs/guide/choosing.md", "contractions that it has no op for (convolutions, ragged matmuls", no_ops_of_libraries),
     ("docs/guide/health.md", "the layers of Linen models alone; an NNX module is a TypeError", no_nnx_health),
     ("docs/guide/meshes.md", "(ragged matmuls and convolutions not there)", no_explicit_ragged),
     ("docs/guide/meshes.md", "Several hosts, and accelerators, have not been tried", no_chip),

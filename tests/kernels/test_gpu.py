@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import jaxquant
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.rounding import noise_seeds
 from jaxquant.core.sharding import varying_axes
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize import cases as block_cases
@@ -75,7 +76,7 @@ def test_quantize_is_the_cast_of_the_core_to_the_bit(case):
     x = x.at[0, 0].set(0.0).at[1, 1].set(-1e9).astype(case.x_dtype)
     scale = 0.1 * jnp.exp(jax.random.normal(keys[2], SCALES[case.scale]))
     key = jax.random.key(5)
-    seeds = jax.random.bits(key, (2,), jnp.uint32)
+    seeds = noise_seeds(key)
     spec = TensorSpec(case.dtype, rounding="stochastic" if case.noisy else "nearest")
     expected = quantize_with_scale(x, spec, scale, None, key, case.compute_dtype).qvalue
     q, q_t, amax = cast(case, x, scale, seeds, interpret=True)
