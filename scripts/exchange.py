@@ -2,7 +2,7 @@
 """Load what the exporters write with the libraries that it is for, and compare logits, weights, text and perplexity.
 
 transformers and compressed-tensors on CPU, and llama.cpp through llama-cpp-python. They are the extra ``exchange``
-(``pip install '.[exchange]'``: torch, and a compiler for llama.cpp); the suite does not run this. Figures go to
+(``pip install -e '.[exchange]'``: torch, and a compiler for llama.cpp); the suite does not run this. Figures go to
 benchmarks/exchange.md.
 """
 
