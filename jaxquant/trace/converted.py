@@ -124,7 +124,7 @@ def _check_recipe(site: Contraction, kernel: ConvertedKernel, backend: Backend) 
     texts = [f"{dtype} {'with an' if scaled else 'without an'} input_scale" for dtype, scaled in (has, wanted)]
     check_converted(site.path, texts[0], repr(site.recipe.name), texts[1])
     if isinstance(right, TensorSpec) and right.granularity == "per_tensor" and site.weight_axes[1]:
-        return  # whether experts share a scale is told by the op
+        return  # the op checks whether experts share a scale
     if (made := as_converted(backend, site, standin(kernel))) is not None:
         check_converted(site.path, _scales(kernel), repr(site.recipe.name), _scales(made))
 

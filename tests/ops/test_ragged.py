@@ -205,9 +205,9 @@ def test_what_does_not_run_is_refused():
     rms = {"quantization": "fp8_block", "bwd_quantization_calibration_method": "rms,4"}
     averaged = QuantConfig.from_any(rms).recipe()
     refused += ((averaged, "an average over tiles along the rows"),)
-    for recipe, why in refused:
-        with pytest.raises(NotImplementedError, match=f"recipe '.*' has .*{why}.*which ragged_dot does not run"):
-            ops.ragged_dot(lhs, rhs, sizes, recipe=recipe)
+    for r, why in refused:
+        with pytest.raises(NotImplementedError, match=f"recipe '{r.name}' has .*{why}.*which ragged_dot does not run"):
+            ops.ragged_dot(lhs, rhs, sizes, recipe=r)
     with pytest.raises(ValueError, match="shard_count 4 of recipe 'int8' does not divide the 10 rows"):
         jax.grad(lambda w: jnp.sum(ops.ragged_dot(lhs[:10], w, sizes, recipe=RECIPES["int8 shards"])))(rhs)
     with pytest.raises(ValueError, match=r"takes state of \['input', 'kernel', 'output_grad'\], got none"):
