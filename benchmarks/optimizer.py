@@ -41,7 +41,8 @@ def row(target: str, variant: str) -> Row:
 
     Args:
       target: a key of ``TOPOLOGIES``.
-      variant: a scheme or ``float32``, and behind it ``+apply``, ``+xla`` or ``+bfloat16`` (weights, rounded randomly).
+      variant: a scheme or ``float32``, and behind it ``+apply``, ``+xla``, ``+bfloat16`` (weights, rounded randomly) or
+        ``+guarded`` (clipped by the gradients' norm, and left as it was where that is not finite, as in training).
     """
     scheme, *flags = variant.split("+")
     mesh = Mesh(np.array(devices(chip(target), TOPOLOGIES[target])), ("fsdp",))
@@ -62,6 +63,8 @@ def row(target: str, variant: str) -> Row:
         tx = quantize_state(tx, scheme, apply="apply" in flags, implementation=way, shardings=shardings)
     if "bfloat16" in flags:
         tx = optax.chain(tx, stochastic_round())
+    if "guarded" in flags:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
 
     def step(params: Any, state: Any, scale: jax.Array) -> Any:
         grads = {
@@ -69,8 +72,12 @@ def row(target: str, variant: str) -> Row:
             for i, (name, p) in enumerate(params.items(), 1)  # all different, or they would share memory
         }
         grads = jax.lax.optimization_barrier(grads)
-        updates, state = tx.update(grads, state, params)
-        return apply_updates(params, updates), state
+        updates, new = tx.update(grads, state, params)
+        made = apply_updates(params, updates), new
+        if "guarded" not in flags:
+            return made
+        changes = jnp.isfinite(optax.tree.norm(grads))
+        return jax.tree.map(lambda new, old: jnp.where(changes, new, old), made, (params, state))
 
     placed = params
     with on_device_of(params):

@@ -1,4 +1,4 @@
-"""optimizer_losses: held-out losses of 8-bit moments and bfloat16 weights against float32 Adam's of the same seeds."""
+"""optimizer_losses: held-out losses of 8-bit moments and bfloat16 weights against float32's of the same seeds."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ from benchmarks.schemes import ROOT, Row
 from benchmarks.seeds import Trials, mean
 
 RECORD = ROOT / "benchmarks" / "optimizer-losses.jsonl"
-BASELINE = "float32"
+BASELINE, MUON = "float32", "Muon, float32"
 MATMULS: dict[str, Row] = {"float": {}, "fp8": {"quantization": "fp8", "quant_backend": "native"}}
-OPTIMIZERS: dict[str, tuple[float, Row]] = {
-    BASELINE: (0.0, {}),
-    "fp8_coat": (0.1, {"optimizer_state": "fp8_coat"}),
-    "int8_dynamic": (0.1, {"optimizer_state": "int8_dynamic"}),
-    "bfloat16 weights, rounded at random": (0.2, {"weight_dtype": "bfloat16", "stochastic_rounding": True}),
-    "bfloat16 weights, rounded to nearest": (0.0, {"weight_dtype": "bfloat16"}),
+_BF16: Row = {"weight_dtype": "bfloat16"}
+OPTIMIZERS: dict[str, tuple[str, float, Row]] = {
+    BASELINE: (BASELINE, 0.0, {}),
+    "fp8_coat": (BASELINE, 0.1, {"optimizer_state": "fp8_coat"}),
+    "int8_dynamic": (BASELINE, 0.1, {"optimizer_state": "int8_dynamic"}),
+    "bfloat16 weights, rounded at random": (BASELINE, 0.2, _BF16 | {"stochastic_rounding": True}),
+    "bfloat16 weights, rounded to nearest": (BASELINE, 0.0, _BF16),
+    MUON: (MUON, 0.0, {"optimizer": "muon"}),
+    "Muon, int8_linear": (MUON, 0.1, {"optimizer": "muon", "optimizer_state": "int8_linear"}),
 }
-"""Optimizer -> the largest excess of loss in percent that is aimed at (0: none is), fields of the configuration."""
+"""Optimizer -> what it is compared with, the largest excess of loss in percent aimed at (0: none), fields of a run."""
 TRIALS: Trials = {
     f"{name}, {matmuls} matmuls": (3, fields | more)
     for matmuls, more in MATMULS.items()
-    for name, (_, fields) in OPTIMIZERS.items()
+    for name, (_, _, fields) in OPTIMIZERS.items()
 }
 
 
 def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
-    """Compare held-out losses with 8-bit moments and bfloat16 weights with those of float32 Adam.
+    """Compare held-out losses with 8-bit moments and bfloat16 weights with those of AdamW or Muon in float32.
 
     A seed is of the initial parameters, the order of the data and the noise; each run is compared with that of its seed
-    and its matmuls whose optimizer is in float32. A run whose line is in the record is not trained again, and one that
-    was interrupted goes on from its checkpoint. Figures after ± are the standard error of the mean over seeds.
+    and its matmuls with the same optimizer in float32. A run whose line is in the record is not trained again, and one
+    that was interrupted goes on from its checkpoint. Figures after ± are the standard error of the mean over seeds.
 
     Args:
       lines: of the record, by scheme and seed.
@@ -36,8 +39,8 @@ def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
     losses = {key: line["held_out_loss"] for key, line in lines.items()}
     rows = []
     for matmuls in MATMULS:
-        for optimizer, (goal, _) in OPTIMIZERS.items():
-            name, base = f"{optimizer}, {matmuls} matmuls", f"{BASELINE}, {matmuls} matmuls"
+        for optimizer, (baseline, goal, _) in OPTIMIZERS.items():
+            name, base = f"{optimizer}, {matmuls} matmuls", f"{baseline}, {matmuls} matmuls"
             seeds = sorted(seed for scheme, seed in losses if scheme == name and (base, seed) in losses)
             if not seeds:
                 continue

@@ -1,4 +1,4 @@
-"""Run an optimizer on moments in 8 bits: by XLA's program, or a parameter at a time by a kernel."""
+"""Run an optimizer on moments in 8 bits: all at once or a parameter at a time by XLA, or by a kernel."""
 
 from __future__ import annotations
 
@@ -89,19 +89,24 @@ def run(
         return made
 
     coded = [x for x in leaves if isinstance(x, Moment)]
-    taken: list[Part] = []
     chosen: set[int] = set()  # outputs that the kernel has kept where nothing changes
-    if coded and implementation != "xla" and (implementation or platform_of(coded[0].coded.codes) == "tpu"):
+    platform = platform_of(coded[0].coded.codes) if coded else ""
+    kernel = implementation == "pallas" or (implementation is None and platform == "tpu")
+    if coded and (kernel or platform == "gpu"):
         shapes = {x.coded.codes.shape for x in coded}
         update = Update(flat, floats, {i for i, x in enumerate(floats) if jnp.shape(x) in shapes and _is_float(x)})
-        taken = [part for part in update.parts if _is_taken(part, leaves, implementation, shardings)]
+        taken = [part for part in update.parts if _is_taken(part, leaves, kernel, implementation, shardings)]
         out, scalars = update.rest(floats, taken)
+        last: dict[int, Any] = {}
         for part, numbers in zip(taken, scalars, strict=True):
             before = len(out) - end  # an output of the state has the number of its input, and so many more
             states = {i + before: i for i in range(start, end)}
-            order = sorted(part.inputs, reverse=applies)  # weights lie behind the state, gradients before it
-            made = _by_kernel(update, part, numbers, leaves, states, order, shardings, changes)
-            chosen |= set(made)
+            if kernel:
+                order = sorted(part.inputs, reverse=applies)  # weights lie behind the state, gradients before it
+                made = _by_kernel(update, part, numbers, leaves, states, order, shardings, changes)
+                chosen |= set(made)
+            else:
+                made, last = _in_turn(update, part, numbers, leaves, states, last)
             out = [made.get(o, x) for o, x in enumerate(out)]
     else:
         out = flat(*floats)
@@ -118,11 +123,13 @@ def run(
     return structure[0].unflatten(out)
 
 
-def _is_taken(part: Part, leaves: Sequence[Any], implementation: str | None, shardings: Shardings | None) -> bool:
-    """Choose whether the kernel computes a part, and note why not."""
+def _is_taken(
+    part: Part, leaves: Sequence[Any], kernel: bool, implementation: str | None, shardings: Shardings | None
+) -> bool:
+    """Choose whether a part is computed by itself; for a kernel, note why not."""
     coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
-    if not coded:
-        return False
+    if not coded or not kernel:
+        return bool(coded) and part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
     why = part.refusal
     if why is None and len({x.axis for x in coded}) > 1:
@@ -199,6 +206,37 @@ def _by_kernel(
         return Coded(*(next(made) for _ in _present(given[i]))) if i in moments else next(made)
 
     return {o: output(o) for o in part.outputs}
+
+
+def _in_turn(
+    update: Update,
+    part: Part,
+    scalars: Sequence[jax.Array],
+    leaves: Sequence[Any],
+    states: Mapping[int, int],
+    last: dict[int, Any],
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Compute a part by XLA when the one before it is done; return its outputs with those of ``last``, and its codes.
+
+    Otherwise XLA for GPUs computes many parts at once, and holds the float32 moments of all. So a part is decoded with
+    magnitudes of groups that wait for the codes of the part before. Nothing in float32 of a parameter's size goes
+    through the barrier, which would keep it.
+
+    Args:
+      update, part, scalars, leaves, states: as ``_by_kernel`` takes them.
+      last: codes of the part before, by the numbers of outputs.
+    """
+    moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
+    largest, last = jax.lax.optimization_barrier(({i: m.coded.largest for i, m in moments.items()}, last))
+    for i, m in moments.items():
+        moments[i] = dataclasses.replace(m, coded=m.coded._replace(largest=largest[i]))
+    inputs = [_decoded(moments[i]) if i in moments else leaves[i] for i in part.inputs]
+    made: dict[int, Any] = dict(zip(part.outputs, update.run(part, scalars, inputs), strict=True))
+    codes = {}
+    for o in made:
+        if (m := moments.get(states.get(o, -1))) is not None:
+            codes[o] = encode(m.codec, m.signed, m.axis, m.coded.largest.shape[m.axis], made[o])
+    return last | made | codes, codes
 
 
 def _present(coded: Coded) -> list[jax.Array]:

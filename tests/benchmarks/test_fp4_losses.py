@@ -70,7 +70,7 @@ def test_a_run_in_the_record_is_not_trained_again(tmp_path, monkeypatch):
     assert trained[4:] == [(FLOAT, 0)]
 
 
-def test_optimizers_are_compared_with_float32_adam_of_the_same_seed_and_matmuls():
+def test_optimizers_are_compared_in_float32_of_the_same_seed_and_matmuls():
     losses = {
         ("float32, float matmuls", 0): 2.0,
         ("float32, float matmuls", 1): 1.0,
@@ -79,12 +79,15 @@ def test_optimizers_are_compared_with_float32_adam_of_the_same_seed_and_matmuls(
         ("float32, fp8 matmuls", 0): 4.0,
         ("int8_dynamic, fp8 matmuls", 0): 4.002,
         ("int8_dynamic, fp8 matmuls", 1): 5.0,  # its seed has no run to compare it with
+        ("Muon, float32, float matmuls", 0): 1.0,
+        ("Muon, int8_linear, float matmuls", 0): 1.001,
     }
     found = optimizer_losses.table({key: line(loss) for key, loss in losses.items()})
     rows = {(row["optimizer"], row["matmuls"]): row for row in found}
     assert rows["fp8_coat", "float"]["excess %"] == "+0.15 ± 0.10"
     assert rows["fp8_coat", "float"]["goal"] == "≤ 0.1: missed"
     assert rows["int8_dynamic", "fp8"]["excess %"] == "+0.05"
+    assert rows["Muon, int8_linear", "float"]["excess %"] == "+0.10"
     assert rows["int8_dynamic", "fp8"]["goal"] == "≤ 0.1: held"
 
 

@@ -23,7 +23,7 @@ from jaxquant.kernels.optimizer_update import reference, tpu
 from jaxquant.kernels.optimizer_update.reference import Result
 from jaxquant.kernels.optimizer_update.tuning import blocks_for
 from jaxquant.ops.implementation import choices_made
-from jaxquant.optim import apply_updates, describe_state, quantize_state
+from jaxquant.optim import apply_updates, describe_state, quantize_state, run
 from jaxquant.optim.run import PIECE
 from tests import numerics
 
@@ -33,7 +33,7 @@ MATRIX = {"w": jax.random.normal(jax.random.key(0), (256, 128)), "b": jnp.ones(1
 HEADS = {"w": jax.random.normal(jax.random.key(1), (2, 96, 4, 32))}
 CASES = {
     "adamw": (optax.adamw(1e-2), "fp8_coat", -2, MATRIX),
-    "adam of dynamic": (optax.adam(1e-2), "int8_dynamic", -2, MATRIX),
+    "adam of dynamic": (optax.adam(1e-2), "int8_dynamic", -2, MATRIX | {"v": MATRIX["w"][:, ::-1]}),
     "lion, schedule": (optax.lion(optax.cosine_decay_schedule(1e-3, 9)), "fp8_coat", -3, HEADS),
     "sgd": (optax.sgd(1e-2, momentum=0.9, nesterov=True), "int8_linear", -2, MATRIX),
 }
@@ -74,11 +74,20 @@ def two_steps(tx: Any, params: Any, bad: float = 1.0) -> Any:
     return params, state
 
 
+@pytest.mark.parametrize("way", ["pallas", None])
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernel_is_the_program_of_xla_to_the_bit(case: str):
+def test_the_kernel_and_the_parts_in_turn_of_gpus_are_the_program_of_xla_to_the_bit(
+    case: str, way: str | None, monkeypatch: pytest.MonkeyPatch
+):
     tx, scheme, axis, params = CASES[case]
-    ways = [quantize_state(tx, scheme, axis=axis, apply=True, implementation=way) for way in ("xla", "pallas")]
-    wanted, found = (two_steps(each, params, np.nan if case == "adamw" else 1.0) for each in ways)
+    bad = np.nan if case == "adamw" else 1.0
+    wanted = two_steps(quantize_state(tx, scheme, axis=axis, apply=True, implementation="xla"), params, bad)
+    if way is None:
+        monkeypatch.setattr(run, "platform_of", lambda x: "gpu")
+    quantized = quantize_state(tx, scheme, axis=axis, apply=True, implementation=way)
+    found = two_steps(quantized, params, bad)
+    traced = str(jax.make_jaxpr(quantized.update)(params, quantized.init(params), params))
+    assert traced.count("optimization_barrier") == (way is None) * (1 + ("v" in params))
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == y.dtype

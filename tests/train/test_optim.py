@@ -24,10 +24,12 @@ from train.step import build
 
 ONE = {"mesh_data": 1, "mesh_fsdp": 1, "emb_dim": 64, "head_dim": 32, "mlp_dim": 128}
 LOW = {"optimizer_state": "fp8_coat", "weight_dtype": "bfloat16", "stochastic_rounding": True, "learning_rate": 4e-3}
+MUON = {"optimizer": "muon", "optimizer_state": "int8_linear", "learning_rate": 4e-3}
 
 
-def test_a_run_learns_and_goes_on_to_the_bit(tiny: TrainConfig, tmp_path: Path):
-    config = dataclasses.replace(tiny, quantization="fp8", gradient_accumulation_steps=2, **ONE | LOW)
+@pytest.mark.parametrize("fields", [LOW, MUON], ids=["AdamW", "Muon"])
+def test_a_run_learns_and_goes_on_to_the_bit(tiny: TrainConfig, tmp_path: Path, fields: dict[str, Any]):
+    config = dataclasses.replace(tiny, quantization="fp8", gradient_accumulation_steps=2, **ONE | fields)
     run, fields = tmp_path / "run", {"steps": 9, "checkpoint_every": 6}
     train(config, run, **fields)
     losses = read_losses(run)
@@ -78,6 +80,17 @@ def test_moments_lie_where_the_parameters_lie(tiny: TrainConfig):
             assert {places[each].spec for each in same} == {place.spec}
             coded += any(place.spec)
     assert coded >= 2 * 6
+
+
+def test_muon_updates_the_matrices_of_blocks(tiny: TrainConfig):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "num_kv_heads": tiny.num_query_heads}
+    latent = {"kv_lora_rank": 64, "q_lora_rank": 64, "rope_head_dim": 16}
+    for more, of_attention in (({}, {"query", "key", "value"}), (experts | latent, {"wq_a", "wq_b", "wkv_a", "wkv_b"})):
+        found = leaves_by_path(build(dataclasses.replace(tiny, **ONE | MUON | more), 256).abstract_state.opt_state)
+        by_muon = [path.removesuffix("/kernel") for path in found if "/muon/inner_state/0/mu/" in path]
+        assert {path.rpartition("/")[2] for path in by_muon} == of_attention | {"out", "wi_0", "wi_1", "wo"}
+        rest = [path for path in found if "/adam/inner_state/0/mu/" in path]
+        assert all(path.endswith(("/scale", "/embedding", "/gate/kernel")) for path in rest)
 
 
 def test_fields_name_what_there_is():
