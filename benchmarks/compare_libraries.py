@@ -18,6 +18,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import qwix
+from aqt.jax.v2 import config as aqt_config
+from aqt.jax.v2.flax import aqt_flax
 from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -51,7 +54,8 @@ class Mlp(nn.Module):
 class Entry:
     """A row: whose quantization, by which options, and the row of a peer to compare it with.
 
-    ``takes_float32``: the op itself, given the float32 kernel, where ``flax.linen.Dense`` casts it first.
+    ``takes_float32``: the op itself, given the float32 kernel, where ``flax.linen.Dense`` casts it first. ``keys``:
+    what makes random keys. ``rule``: of Qwix, which quantizes the model itself.
     """
 
     name: str
@@ -59,6 +63,8 @@ class Entry:
     op: Any = None
     peer: str = ""
     takes_float32: bool = False
+    keys: str = "threefry2x32"
+    rule: qwix.QtRule | None = None
 
 
 def _entry(string: str, backend: str, peer: str = "", **options: Any) -> Entry:
@@ -73,6 +79,17 @@ def _direct(string: str, **options: Any) -> Entry:
     return Entry(f"jaxquant {string} {words}".strip() + ", float32 kernel", config, takes_float32=True)
 
 
+def _int8_of_aqt() -> Any:
+    accumulators = {f"{kind}_accumulator_dtype": jnp.int32 for kind in ("fwd", "dlhs", "drhs")}
+    return aqt_flax.AqtDotGeneral(aqt_config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8, **accumulators))
+
+
+_GENERATORS = ("threefry2x32", "unsafe_rbg")
+_INT8_OF_QWIX = qwix.QtRule(
+    **dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8"),
+    bwd_stochastic_rounding="uniform",
+    channelwise_noise_axes=(0, 1),
+)
 _FIXED = {f"{name}_quantization_calibration_method": "fixed,224" for name in ("weight", "act", "bwd")}
 ENTRIES = (
     Entry("bf16", {}),
@@ -81,6 +98,8 @@ ENTRIES = (
     _entry("fp8_full", "qwix"),
     _entry("int8", "qwix"),
     _entry("int8", "aqt"),
+    *(Entry(f"Qwix itself, int8, {keys}", {}, keys=keys, rule=_INT8_OF_QWIX) for keys in _GENERATORS),
+    *(Entry(f"AQT itself, int8, {keys}", {}, _int8_of_aqt, keys=keys) for keys in _GENERATORS),
     _entry("aqt_fp8", "aqt"),
     _entry("aqt_fp8_full", "aqt"),
     _entry("fp8", "native", "flax fp8"),
@@ -104,6 +123,9 @@ on h200, where a bfloat16 activation of the hidden layer is 67 MB):
   stores it between two reductions, in twice the bytes: 35 MB.
 - `int8` and Qwix's, on GPUs. A sum is float32 here until its scales are multiplied. Qwix rounds it to bfloat16 first,
   and the compiler writes that from the matmul.
+
+Noise is a hash of places in jaxquant's rows, those of its backend Qwix among them. A library *itself* draws it from
+keys; those of JAX's generator `unsafe_rbg`, for which a program has to ask, cost TPUs little and GPUs more.
 
 Block recipes without an instruction of the chip read a tensor for its amaxes and again for the cast, which the compiler
 does not fuse. For `fp8_block` and `mxfp8` a kernel reads it once on TPUs (`kernels-tpu.md`), and on Hopper with
@@ -129,18 +151,21 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
         model = maybe_quantize_model(model, entry.config, x)
-    keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
+    if entry.rule:
+        model = qwix.quantize_model(model, qwix.QtProvider([entry.rule]))
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=entry.keys))
+    keys = dict.fromkeys(("params", "quant", "stochastic_rounding"), jax.random.key(0, impl=entry.keys))
     params, state = quant_state.split(jax.eval_shape(model.init, keys, x))
     state = quant_state.warm(state)  # a step after the first
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
-            y = model.apply(quant_state.merge(params, state), x, rngs={"quant": key})
+            y = model.apply(quant_state.merge(params, state), x, rngs=dict.fromkeys(keys, key))
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
         return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
 
-    return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
+    return gradients, (params, state, x, key)
 
 
 def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...]]:

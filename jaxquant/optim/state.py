@@ -110,7 +110,8 @@ def quantize_state(
         kernel then writes weights, and moves 12 bytes a parameter less. It must be the last of a chain, and not inside
         of ``optax.MultiSteps``.
       implementation: "xla", or "pallas", the kernel, which CPUs interpret; None picks the kernel on TPUs. What it does
-        not compute, as an optimizer that mixes elements, is XLA's, by ``jaxquant.ops.implementation.choices_made``.
+        not compute, as an optimizer that mixes elements, is XLA's, by ``jaxquant.ops.implementation.choices_made``. On
+        GPUs XLA computes a parameter when the one before it is done, so that not all float32 moments are held at once.
       shardings: a function from a moment's path and its codes to the sharding of its parameter. The kernel needs it
         under automatic axes of a mesh, outside of ``jax.shard_map``.
 
