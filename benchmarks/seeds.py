@@ -97,7 +97,7 @@ def train_run(name: str, fields: Row, seed: int, steps: int, runs: Path) -> Row:
         raise ValueError(
             f"{name}, seed {seed} was stopped after step {run.last_step}; the same command goes on from there"
         )
-    parameters = run.summary["parameter_bytes"] // 4  # of float32
+    parameters = run.summary["parameter_bytes"] // jax.numpy.dtype(config.weight_dtype).itemsize
     tokens = steps * config.batch_size * config.sequence_length
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
