@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from optax import contrib
@@ -43,10 +42,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformation:
-    """Build the optimizer, whose ``update`` takes the global norm of the gradients as ``norm``.
-
-    Its state has one shape with and without clipping, so that a run can go on with either.
-    """
+    """Build the optimizer. Its state has one shape with and without clipping, so that a run can go on with either."""
 
     def sharding(path: str, moment: jax.Array) -> NamedSharding:
         return NamedSharding(mesh, parameter_spec(*_names(path), moment.ndim))
@@ -64,28 +60,12 @@ def make_optimizer(config: TrainConfig, mesh: Mesh) -> optax.GradientTransformat
         )
     else:
         tx = optax.adamw(rate, config.adam_b1, config.adam_b2, eps, weight_decay=decay, mask=_decayed)
-    tx = _clipped(tx, config.gradient_clipping_threshold)
     if config.optimizer_state != "float32":
-        axis, applies = AXES[config.optimizer_state_axis], not config.stochastic_rounding
-        tx = quantize_state(
-            tx, config.optimizer_state, shards=_devices_along, axis=axis, apply=applies, shardings=sharding
-        )
+        axis = AXES[config.optimizer_state_axis]
+        tx = quantize_state(tx, config.optimizer_state, shards=_devices_along, axis=axis, shardings=sharding)
     rounding = [stochastic_round(config.seed)] if config.stochastic_rounding else []
-    return optax.chain(optax.identity(), tx, *rounding)  # the first was a clip's once, and checkpoints have it
-
-
-def _clipped(tx: optax.GradientTransformation, threshold: float) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer of gradients that are scaled down to a global norm; 0 scales nothing.
-
-    A kernel takes one scalar, where optax's clipping would have it know the gradients of all parameters.
-    """
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        norm = extra["norm"]
-        factor = jnp.where(norm < threshold, 1.0, threshold / norm) if threshold else 1.0
-        return tx.update(jax.tree.map(lambda g: g.astype(jnp.float32) * factor, updates), state, params)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    threshold = config.gradient_clipping_threshold
+    return optax.chain(optax.clip_by_global_norm(threshold) if threshold else optax.identity(), tx, *rounding)
 
 
 def _decayed(params: optax.Params) -> optax.Params:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from jaxquant.audit.cost import saved_for_backward
 from jaxquant.config.backends import BACKENDS
 from jaxquant.config.recipes import lookup
 from jaxquant.core.sharding import on_device_of
-from jaxquant.optim import update_where
 from train.attention import Kind, choose
 from train.config import Shape, TrainConfig
 from train.frameworks import Model, make_model
@@ -178,11 +176,13 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
 
     def step(state: TrainState, batch: Batch, healthy: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         value, (grads, state_grads) = gradients(state, batch, jax.random.fold_in(key, state.step))
-        norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
+        grads = optax.tree.cast(grads, jnp.float32)
+        norm = optax.tree.norm(grads)
         changes = healthy & jnp.isfinite(value) & jnp.isfinite(norm)
-        params, opt_state = update_where(changes, optimizer, grads, state.opt_state, state.params, norm=norm)
-        observed = quantization_state.update(state.quant_state, state_grads)
-        quant_state = jax.tree.map(functools.partial(jnp.where, changes), observed, state.quant_state)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        quant_state = quantization_state.update(state.quant_state, state_grads)
+        updated = TrainState(state.step + 1, params, opt_state, quant_state)
         metrics = {
             "loss": value,
             "grad_norm": norm,
@@ -190,9 +190,9 @@ def build(config: TrainConfig, vocab_size: int, devices: Sequence[Any] | None = 
             "tokens": (batch["segment_ids"] != 0).sum(),
             # The update is looked at, and not waited for: the old state would have to be kept for that. Moments of
             # finite gradients of a finite norm are finite.
-            "healthy": changes & _is_finite((params, quant_state)),
+            "healthy": changes & _is_finite((updated.params, updated.quant_state)),
         }
-        return TrainState(state.step + changes, params, opt_state, quant_state), metrics
+        return jax.tree.map(lambda new, old: jnp.where(changes, new, old), updated, state), metrics
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         # In micro-batches too: what fits in training fits here.
