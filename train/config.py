@@ -91,9 +91,9 @@ class TrainConfig(Shape, QuantConfig):
       gradient_accumulation_steps: micro-batches of one optimizer step.
       learning_rate: peak, reached after ``warmup_steps_fraction`` of the steps; then a cosine down to
         ``learning_rate_final_fraction`` of it.
-      optimizer: ``adamw``, or ``muon``: the blocks' matrices by Muon, at AdamW's learning rates; the rest by Adam,
-        without decay.
-      adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only.
+      optimizer: ``adamw``, or ``muon``: the blocks' matrices by Muon (its momentum .95, at AdamW's learning rates),
+        the rest by Adam with Nesterov's momentum.
+      adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only, with ``muon`` on its own.
       optimizer_state: how the optimizer's moments are kept, a scheme of ``jaxquant.optim.SCHEMES`` or in float32.
       optimizer_state_axis: along which numbers of 8 bits are grouped: ``last``, ``rows`` (the axis before it, or one
         with larger groups), or ``auto``, which is ``rows`` on TPUs and else ``last``. A checkpoint is of one of them.

@@ -73,11 +73,11 @@ def _decayed(params: optax.Params) -> optax.Params:
 
 
 def _orthogonal(params: optax.Params) -> optax.Params:
-    def axes(path: tuple[Any, ...], _: Any) -> contrib.MuonDimensionNumbers | None:
+    def axes_of(path: tuple[Any, ...], _: Any) -> contrib.MuonDimensionNumbers | None:
         names = {getattr(key, "key", None) for key in path[-2:]}
         return next((axes for name, axes in ORTHOGONAL.items() if name in names), None)
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(axes_of, params)
 
 
 def _devices_along(path: str, axis: int) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxquant.core.sharding import merge_axes, platform_of, split_axes
+from jaxquant.core.sharding import merge_axes, platform_of, split_axes, varying_axes
 from jaxquant.kernels.optimizer_update import api
 from jaxquant.kernels.optimizer_update.reference import Result
 from jaxquant.ops.implementation import REFUSED, Choice, note
@@ -97,7 +97,7 @@ def run(
         update = Update(flat, floats, {i for i, x in enumerate(floats) if jnp.shape(x) in shapes and _is_float(x)})
         taken = [part for part in update.parts if _is_taken(part, leaves, kernel, implementation, shardings)]
         out, scalars = update.rest(floats, taken)
-        last: dict[int, Any] = {}
+        last: dict[Any, dict[int, Any]] = {}
         for part, numbers in zip(taken, scalars, strict=True):
             before = len(out) - end  # an output of the state has the number of its input, and so many more
             states = {i + before: i for i in range(start, end)}
@@ -106,7 +106,7 @@ def run(
                 made = _by_kernel(update, part, numbers, leaves, states, order, shardings, changes)
                 chosen |= set(made)
             else:
-                made, last = _in_turn(update, part, numbers, leaves, states, last)
+                made = _in_turn(update, part, numbers, leaves, states, last)
             out = [made.get(o, x) for o, x in enumerate(out)]
     else:
         out = flat(*floats)
@@ -126,8 +126,10 @@ def run(
 def _is_taken(
     part: Part, leaves: Sequence[Any], kernel: bool, implementation: str | None, shardings: Shardings | None
 ) -> bool:
-    """Choose whether a part is computed by itself; for a kernel, note why not."""
+    """Choose whether a part is computed by itself, and note why not."""
     coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
+    if coded and not kernel and part.refusal:
+        note(PIECE, Choice("xla", f"{coded[0].path}: not a parameter at a time, as {part.refusal}"))
     if not coded or not kernel:
         return bool(coded) and part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
@@ -214,20 +216,24 @@ def _in_turn(
     scalars: Sequence[jax.Array],
     leaves: Sequence[Any],
     states: Mapping[int, int],
-    last: dict[int, Any],
-) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Compute a part by XLA when the one before it is done; return its outputs with those of ``last``, and its codes.
+    last: dict[Any, dict[int, Any]],
+) -> dict[int, Any]:
+    """Compute a part by XLA when the one before it is done: number of an output -> a ``Coded`` or an array.
 
-    Otherwise XLA for GPUs computes many parts at once, and holds the float32 moments of all. So a part is decoded with
+    XLA for GPUs computes many parts at once, and would hold the float32 moments of all. So a part is decoded with
     magnitudes of groups that wait for the codes of the part before. Nothing in float32 of a parameter's size goes
     through the barrier, which would keep it.
 
     Args:
       update, part, scalars, leaves, states: as ``_by_kernel`` takes them.
-      last: codes of the part before, by the numbers of outputs.
+      last: codes of the part before, by the numbers of outputs, for each set of axes over which arrays vary inside of
+        ``jax.shard_map``: a barrier makes all that goes through it vary over the axes of any. It is brought up to date.
     """
     moments = {i: leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)}
-    largest, last = jax.lax.optimization_barrier(({i: m.coded.largest for i, m in moments.items()}, last))
+    varying = varying_axes(next(iter(moments.values())).coded.codes)
+    largest, waited = jax.lax.optimization_barrier(
+        ({i: m.coded.largest for i, m in moments.items()}, last.get(varying, {}))
+    )
     for i, m in moments.items():
         moments[i] = dataclasses.replace(m, coded=m.coded._replace(largest=largest[i]))
     inputs = [_decoded(moments[i]) if i in moments else leaves[i] for i in part.inputs]
@@ -236,7 +242,8 @@ def _in_turn(
     for o in made:
         if (m := moments.get(states.get(o, -1))) is not None:
             codes[o] = encode(m.codec, m.signed, m.axis, m.coded.largest.shape[m.axis], made[o])
-    return last | made | codes, codes
+    last[varying] = codes
+    return waited | made | codes
 
 
 def _present(coded: Coded) -> list[jax.Array]:

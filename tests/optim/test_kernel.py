@@ -86,8 +86,13 @@ def test_the_kernel_and_the_parts_in_turn_of_gpus_are_the_program_of_xla_to_the_
         monkeypatch.setattr(run, "platform_of", lambda x: "gpu")
     quantized = quantize_state(tx, scheme, axis=axis, apply=True, implementation=way)
     found = two_steps(quantized, params, bad)
-    traced = str(jax.make_jaxpr(quantized.update)(params, quantized.init(params), params))
-    assert traced.count("optimization_barrier") == (way is None) * (1 + ("v" in params))
+    traced = jax.make_jaxpr(quantized.update)(params, quantized.init(params), params).jaxpr
+    waits = [[v.aval for v in each.invars] for each in traced.eqns if each.primitive.name == "optimization_barrier"]
+    assert len(waits) == (way is None) * (1 + ("v" in params))
+    assert all(x.size < params["w"].size for each in waits for x in each if x.dtype == jnp.float32)
+    assert sum(x.size == params["w"].size for each in waits[1:] for x in each) == 2 * len(
+        waits[1:]
+    )  # codes of the first
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == y.dtype

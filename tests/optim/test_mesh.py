@@ -14,7 +14,8 @@ WORKER = """
 import hashlib, json
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jaxquant.optim import describe_state, quantize_state, stochastic_round
+from jaxquant.core.sharding import platform_of
+from jaxquant.optim import describe_state, quantize_state, run, stochastic_round
 
 specs = {"rows": P("fsdp", None), "columns": P(None, "fsdp"), "norm": P()}
 shapes = {"rows": (32, 256), "columns": (32, 512), "norm": (64,)}
@@ -50,6 +51,19 @@ for scheme in ("fp8_coat", "int8_dynamic"):
         bits = hashlib.sha256(b"".join(np.asarray(x).tobytes() for _, x in parts)).hexdigest()
         cut = [row for row in describe_state(carry[1]).values() if "cuts" in row]
         found[f"{scheme} {devices}"] = bits, [c for c in COLLECTIVES if f" {c}(" in text], cut
+# A parameter at a time, as on GPUs: one that is cut and one that is not vary over other axes.
+specs, made = {"cut": P("fsdp"), "also cut": P("fsdp"), "whole": P()}, []
+mixed = {n: jax.random.normal(jax.random.key(i), (512, 128)) for i, n in enumerate(specs)}
+for platform in ("cpu", "gpu"):
+    run.platform_of = lambda x: platform
+    update = lambda p: tx.update(jax.tree.map(jnp.sin, p), tx.init(p), p)
+    tx = quantize_state(optax.adamw(1e-2), "fp8_coat")
+    mesh = Mesh(jax.devices(), ("fsdp",))
+    step = jax.jit(jax.shard_map(lambda p: update(p)[0], mesh=mesh, in_specs=(specs,), out_specs=specs))
+    assert str(jax.make_jaxpr(step)(mixed)).count("optimization_barrier") == 3 * (platform == "gpu")
+    made.append(step(mixed))
+run.platform_of = platform_of
+assert jax.tree.all(jax.tree.map(np.array_equal, *made))
 # Products by powers of two are exact. CPUs compile an interpreted kernel with its block, and may round others twice.
 weights = {"w": jax.random.normal(jax.random.key(0), (1024, 128))}
 for devices, kind in ((1, AxisType.Auto), (8, AxisType.Auto), (8, AxisType.Explicit)):
