@@ -93,7 +93,7 @@ class TrainConfig(Shape, QuantConfig):
         ``learning_rate_final_fraction`` of it.
       optimizer: ``adamw``, or ``muon``: the blocks' matrices by Muon (its momentum .95, at AdamW's learning rates),
         the rest by Adam with Nesterov's momentum.
-      adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only, with ``muon`` on its own.
+      adam_b1, adam_b2, adam_eps, weight_decay: AdamW; the decay acts on matrices only, of ``muon`` on those it updates.
       optimizer_state: how the optimizer's moments are kept, a scheme of ``jaxquant.optim.SCHEMES`` or in float32.
       optimizer_state_axis: along which numbers of 8 bits are grouped: ``last``, ``rows`` (the axis before it, or one
         with larger groups), or ``auto``, which is ``rows`` on TPUs and else ``last``. A checkpoint is of one of them.

@@ -128,10 +128,12 @@ def _is_taken(
 ) -> bool:
     """Choose whether a part is computed by itself, and note why not."""
     coded = [leaves[i] for i in part.inputs if isinstance(leaves[i], Moment)]
-    if coded and not kernel and part.refusal:
-        note(PIECE, Choice("xla", f"{coded[0].path}: not a parameter at a time, as {part.refusal}"))
-    if not coded or not kernel:
-        return bool(coded) and part.refusal is None
+    if not coded:
+        return False
+    if not kernel:
+        if part.refusal:
+            note(PIECE, Choice("xla", f"{coded[0].path}: not a parameter at a time, as {part.refusal}"))
+        return part.refusal is None
     arrays = [x.coded.codes if isinstance(x, Moment) else x for x in (leaves[i] for i in part.inputs)]
     why = part.refusal
     if why is None and len({x.axis for x in coded}) > 1:
