@@ -1,4 +1,4 @@
-"""optimizer_losses: held-out losses of 8-bit moments and bfloat16 weights against float32's of the same seeds."""
+"""optimizer_losses: held-out losses of 8-bit moments, bfloat16 weights and FP8 residuals against those of float32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ OPTIMIZERS: dict[str, tuple[str, float, Row]] = {
     "int8_dynamic": (BASELINE, 0.1, {"optimizer_state": "int8_dynamic"}),
     "bfloat16 weights, rounded at random": (BASELINE, 0.2, _BF16 | {"stochastic_rounding": True}),
     "bfloat16 weights, rounded to nearest": (BASELINE, 0.0, _BF16),
+    "norms and gates saved in FP8": (BASELINE, 0.0, {"saved_activations": "fp8"}),
     MUON: (MUON, 0.0, {"optimizer": "muon"}),
     "Muon, int8_linear": (MUON, 0.1, {"optimizer": "muon", "optimizer_state": "int8_linear"}),
 }
-"""Optimizer -> what it is compared with, the largest excess of loss in percent aimed at (0: none), fields of a run."""
+"""What is in fewer bits -> what it is compared with, the largest excess of loss in percent aimed at (0: none), fields of a run."""
 TRIALS: Trials = {
     f"{name}, {matmuls} matmuls": (3, fields | more)
     for matmuls, more in MATMULS.items()
@@ -27,7 +28,7 @@ TRIALS: Trials = {
 
 
 def table(lines: dict[tuple[str, int], Row]) -> list[Row]:
-    """Compare held-out losses with 8-bit moments and bfloat16 weights with those of AdamW or Muon in float32.
+    """Compare held-out losses with those of AdamW or Muon, float32 moments, weights and residuals.
 
     A seed is of the initial parameters, the order of the data and the noise; each run is compared with that of its seed
     and its matmuls with the same optimizer in float32. A run whose line is in the record is not trained again, and one

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors alone: at run time ``__getatt
     )
     from jaxquant.inject.model import describe_layers, linear_layers, maybe_quantize_model
     from jaxquant.ops.remat import save_matmuls, save_quantized
+    from jaxquant.ops.residuals import compress_residuals
     from jaxquant.serving.calibration import calibrate
     from jaxquant.serving.conversion import convert
     from jaxquant.serving.maxtext import match_aqt_and_unquantized_param, remove_quantized_params
@@ -41,6 +42,7 @@ _PUBLIC = {
     "inject.maxtext": "configure_kv_quant get_qt_provider get_quantization_rule get_static_scale manual_quantize",
     "inject.model": "describe_layers linear_layers maybe_quantize_model",
     "ops.remat": "save_matmuls save_quantized",
+    "ops.residuals": "compress_residuals",
     "serving.calibration": "calibrate",
     "serving.conversion": "convert",
     "serving.maxtext": "match_aqt_and_unquantized_param remove_quantized_params",
@@ -57,6 +59,7 @@ __all__ = [
     "QuantConfig",
     "audit",
     "calibrate",
+    "compress_residuals",
     "configure_kv_quant",
     "configure_quantization",
     "convert",

@@ -52,6 +52,7 @@ class Shape:
     logits_via_embedding: bool = True
     scan_layers: bool = True
     remat_policy: Literal["none", "full", "dots", "matmuls", "quantized"] = "none"
+    saved_activations: Literal["full", "fp8"] = "full"
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     head_chunks: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -80,6 +81,8 @@ class TrainConfig(Shape, QuantConfig):
       remat_policy: what the backward pass keeps. ``none``: everything; ``full``: layer inputs only; ``dots``: what
         float and 8-bit matmuls return; ``matmuls``: results of matmuls and of attention kernels, see
         ``jaxquant.save_matmuls``; ``quantized``: the residuals that quantized matmuls name.
+      saved_activations: how the backward pass keeps the inputs of norms and of the MLP's gate: ``full``, in their own
+        dtype, or ``fp8``, see ``jaxquant.compress_residuals``; for remat_policy ``none`` and ``quantized``.
       attention: whose code mixes the values. ``auto``: cuDNN's on NVIDIA GPUs and splash attention on TPUs where they
         take the shapes, else ``xla``; ``cudnn``, ``splash``: that one or an error.
       head_chunks: pieces of a sequence whose logits the loss holds at a time (0: as few as keep them under half a
@@ -166,6 +169,11 @@ class TrainConfig(Shape, QuantConfig):
                 "remat_policy 'quantized' keeps what the native backend saves, and nothing here runs on it: "
                 f"quantization {self.quantization!r} on {backend or 'no backend'}; "
                 "use 'full', 'dots' or 'none', or quant_backend 'native'"
+            )
+        if self.saved_activations == "fp8" and self.remat_policy not in ("none", "quantized"):
+            raise ValueError(
+                f"saved_activations 'fp8' is of what the backward pass keeps, and remat_policy {self.remat_policy!r} "
+                "computes norms and gates again; use remat_policy 'none' or 'quantized', or saved_activations 'full'"
             )
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(

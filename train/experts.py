@@ -44,7 +44,7 @@ class Experts(nn.Module):
             return jax.lax.ragged_dot(rows, weights.astype(x.dtype), sizes)
 
         rows = tokens[order // c.num_experts_per_tok]
-        rows = experts(nn.silu(experts(rows, self.wi_0)) * experts(rows, self.wi_1), self.wo)
+        rows = experts(c.gate(experts(rows, self.wi_0), experts(rows, self.wi_1)), self.wo)
         rows = rows[jnp.argsort(order)].reshape(*chosen.shape, c.emb_dim).astype(jnp.float32)
         return (rows * share[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
 

@@ -17,6 +17,7 @@ import optax
 from flax.linen.dtypes import promote_dtype
 
 from jaxquant.ops.remat import save_matmuls, save_quantized
+from jaxquant.ops.residuals import compress_residuals
 from jaxquant.serving import kv_cache
 from jaxquant.serving.kv_cache import KVCache
 from train.attention import Kind, attend, rotate, visibility
@@ -79,7 +80,23 @@ class DecoderConfig(Shape):
         return nn.DenseGeneral(features, axis=axis, use_bias=False, dtype=dtype, param_dtype=jnp.float32)
 
     def norm(self) -> nn.RMSNorm:
-        return nn.RMSNorm(epsilon=self.norm_epsilon, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32)
+        kind = CompressedNorm if self.saved_activations == "fp8" else nn.RMSNorm
+        return kind(epsilon=self.norm_epsilon, dtype=jnp.dtype(self.dtype), param_dtype=jnp.float32)
+
+    def gate(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Return ``silu(a) * b``."""
+        gate = lambda a, b: nn.silu(a) * b  # noqa: E731
+        return (compress_residuals(gate, (0, 1)) if self.saved_activations == "fp8" else gate)(a, b)
+
+
+class CompressedNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` whose backward pass reads its input back from FP8."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
+        plain = nn.RMSNorm(epsilon=self.epsilon, dtype=self.dtype, param_dtype=self.param_dtype, parent=None)
+        return compress_residuals(lambda x, scale: plain.apply({"params": {"scale": scale}}, x))(x, scale)
 
 
 class Cached(NamedTuple):
@@ -200,7 +217,7 @@ class Mlp(nn.Module):
         self.wi_0, self.wi_1, self.wo = c.dense(size), c.dense(size), c.dense(c.emb_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.wo(nn.silu(self.wi_0(x)) * self.wi_1(x))
+        return self.wo(self.config.gate(self.wi_0(x), self.wi_1(x)))
 
 
 class DecoderLayer(nn.Module):

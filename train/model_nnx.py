@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxquant.ops.residuals import compress_residuals
 from train import model
 from train.model import REMAT_POLICIES, DecoderConfig
 
@@ -33,8 +34,17 @@ def _as_they_are(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> 
     return arrays
 
 
+class CompressedNorm(nnx.RMSNorm):
+    """``train.model.CompressedNorm``."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        graph, state = nnx.split(self)
+        plain = nnx.RMSNorm.__call__
+        return compress_residuals(lambda x, state: plain(nnx.merge(graph, state), x))(x, state)
+
+
 def _norm(c: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
+    return (CompressedNorm if c.saved_activations == "fp8" else nnx.RMSNorm)(
         c.emb_dim,
         epsilon=c.norm_epsilon,
         dtype=jnp.dtype(c.dtype),
@@ -63,6 +73,7 @@ class Mlp(nnx.Module):
     __call__ = _forward(model.Mlp)
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.config = config
         self.wi_0 = _dense(config, config.emb_dim, config.mlp_dim, rngs)
         self.wi_1 = _dense(config, config.emb_dim, config.mlp_dim, rngs)
         self.wo = _dense(config, config.mlp_dim, config.emb_dim, rngs)

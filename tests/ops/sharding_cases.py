@@ -409,6 +409,17 @@ def convolutions(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return _by_parts(op, (x, w, g), initial_state(recipe), one), one
 
 
+def residuals(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A gate whose arguments are kept in FP8: rows over one axis of a mesh and columns over another, and one device."""
+    x, w = (jax.random.normal(jax.random.key(n), (8, 256)) for n in range(2))
+    gate = jaxquant.compress_residuals(lambda x, w: nn.silu(x) * w, (0, 1))
+    run = jax.jit(lambda x, w: _both(x, w, x, {}, lambda x, w, _: gate(x, w)))
+    mesh = mesh_of(AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(each, NamedSharding(mesh, P("data", "tensor"))) for each in (x, w)]
+        return run(*placed), run(x, w)
+
+
 EXPLICIT = (
     "fp8",
     "int8",
@@ -445,6 +456,7 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
     for place in ("columns", "rows", "fsdp"):
         found[f"explicit mask {place}"] = lambda p=place: masks(p)
     for kind in ("manual", "explicit"):
+        found[f"{kind} fp8 residuals"] = lambda k=kind: residuals(k)
         found[f"{kind} fp8 einsum"] = lambda k=kind: einsums(k, RECIPES["fp8"])
         for name in ("fp8", "int8"):
             found[f"{kind} {name} layers"] = lambda k=kind, n=name: layers(k, n)

@@ -92,6 +92,14 @@ def test_missing_file_is_refused(capsys):
     assert "nowhere.yml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("policy", ["full", "dots", "matmuls"])
+def test_activations_saved_in_fp8_need_a_policy_that_saves_them(policy):
+    for kept in ("none", "quantized"):
+        TrainConfig(quantization="fp8", quant_backend="native", remat_policy=kept, saved_activations="fp8")
+    with pytest.raises(ValueError, match=f"saved_activations 'fp8' is of .* remat_policy '{policy}' computes"):
+        TrainConfig(remat_policy=policy, saved_activations="fp8")
+
+
 def test_the_quantized_remat_policy_needs_the_native_backend():
     TrainConfig(quantization="int8", quant_backend="native", remat_policy="quantized")
     for fields in ({}, {"quantization": "int8"}):

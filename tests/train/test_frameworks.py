@@ -44,8 +44,9 @@ def gradients(model):
     [
         {"scan_layers": False, "logits_via_embedding": False, "dtype": "bfloat16"},
         *({"remat_policy": policy} for policy in ("full", "matmuls", "quantized")),
+        {"saved_activations": "fp8"},
     ],
-    ids=["unscanned untied bfloat16", "full", "matmuls", "quantized"],
+    ids=["unscanned untied bfloat16", "full", "matmuls", "quantized", "saved in fp8"],
 )
 def test_same_parameters_state_and_gradients(fields):
     """With delayed scales, and in one layer noise, which is drawn by its path."""
