@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, tuple[str, float, Row]] = {
     MUON: (MUON, 0.0, {"optimizer": "muon"}),
     "Muon, int8_linear": (MUON, 0.1, {"optimizer": "muon", "optimizer_state": "int8_linear"}),
 }
-"""What is in fewer bits -> what it is compared with, the largest excess of loss in percent aimed at (0: none), fields of a run."""
+"""What is in fewer bits -> what it is compared with, the excess in percent aimed at (0: none), fields of a run."""
 TRIALS: Trials = {
     f"{name}, {matmuls} matmuls": (3, fields | more)
     for matmuls, more in MATMULS.items()
