@@ -28,6 +28,7 @@ from benchmarks.health import measure_health
 from benchmarks.layer_step import LLAMA, TINY, measure_layer_step
 from benchmarks.layers import measure_memory, measure_trace
 from benchmarks.lowering import measure_lowering
+from benchmarks.optimizer_time import measure_optimizer
 from benchmarks.plot import losses, speedups
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
 from benchmarks.seeds import compared
@@ -111,6 +112,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     lowering.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
     carried = commands.add_parser("state", parents=[out], help="leaves, dispatch, compilation of a step, by its state")
     carried.add_argument("--no-compile", action="store_true", help="leave out the compilation, which takes minutes")
+    update = commands.add_parser("optimizer", parents=[out], help="time of an AdamW update, by the dtypes of its state")
+    update.add_argument("--rounds", type=int, default=10, help="of each (default: %(default)s)")
     commands.add_parser("memory", parents=[shared], help="bytes saved for backward per layer")
     losses = commands.add_parser("losses", parents=[shared], help="held-out losses of the quickstart model")
     losses.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
@@ -181,6 +184,7 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "trace": (measure_trace, lambda: measure_trace(chosen())),
         "lowering": (measure_lowering, lambda: measure_lowering(words.against, words.rounds)),
         "state": (measure_state, lambda: measure_state(compiles=not words.no_compile)),
+        "optimizer": (measure_optimizer, lambda: measure_optimizer(words.rounds)),
         "memory": (measure_memory, lambda: measure_memory(chosen())),
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
         "fp4-losses": (fp4_losses.table, lambda: seeded(fp4_losses)),

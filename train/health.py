@@ -27,6 +27,7 @@ from jaxquant.audit.statistics import STATISTICS
 from jaxquant.core.dtypes import element
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.trees import leaves_by_path
+from jaxquant.optim import moment_health
 from train import processes
 from train.config import TrainConfig
 from train.metrics import Metrics
@@ -58,12 +59,13 @@ class Health:
     Attributes:
       rows: the linear layers.
       sequences: how many sequences of a batch are measured.
-      measure: (state, batch) -> {statistic: float32 [rows, 3]}; reads the state and leaves it as it is.
+      measure: (state, batch) -> ({statistic: float32 [rows, 3]}, shares of ``jaxquant.optim.moment_health``); reads the
+        state and leaves it as it is.
     """
 
     rows: tuple[HealthRow, ...]
     sequences: int
-    measure: Callable[[TrainState, Batch], dict[str, jax.Array]]
+    measure: Callable[[TrainState, Batch], tuple[dict[str, jax.Array], dict[str, Any]]]
 
 
 def build_health(program: Program) -> Health:
@@ -81,13 +83,14 @@ def build_health(program: Program) -> Health:
     sequences = sampled_sequences(config, mesh.shape["data"] * mesh.shape["fsdp"], monitor.shards)
     stride = config.batch_size // sequences
 
-    def measure(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+    def measure(state: TrainState, batch: Batch) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         # Strided, so that the batch axis stays sharded as it is.
         part = {name: x.reshape(-1, stride, *x.shape[1:])[:, 0] for name, x in batch.items()}
         tokens, all_tokens = ((b["segment_ids"] != 0).sum().astype(jnp.float32) for b in (part, batch))
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         # A gradient of the whole batch's mean loss, not of the part's: the output gradients have the step's magnitude.
-        return monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
+        found = monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
+        return found, moment_health(state.opt_state)
 
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
     shardings = of_any_groups(shardings, program.replicated)
@@ -138,10 +141,10 @@ class HealthLog:
         self._health, self._metrics = health, metrics
         self._told: set[tuple[int, str]] = set()
 
-    def write(self, step: int, values: dict[str, jax.Array]) -> None:
+    def write(self, step: int, measured: tuple[dict[str, jax.Array], dict[str, Any]]) -> None:
         """Write what ``Health.measure`` returned of a step, which waits for it."""
-        table = {name: np.asarray(value) for name, value in values.items()}
-        self._metrics.health(to_json(step, self._health, table), worst(table))
+        table, moments = jax.tree.map(np.asarray, measured)
+        self._metrics.health(to_json(step, self._health, table, moments), worst(table, moments))
         found = [(place, text) for place, text in find_faults(self._health.rows, table) if place not in self._told]
         self._told.update(place for place, _ in found)
         for _, text in found[:_LINES]:
@@ -150,8 +153,10 @@ class HealthLog:
             self._metrics.say(f"health, step {step}: {len(found) - _LINES} more tensors like these, see health.jsonl")
 
 
-def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str, Any]:
+def to_json(step: int, health: Health, table: dict[str, np.ndarray], moments: dict[str, Any]) -> dict[str, Any]:
     """Return a line of ``health.jsonl``: layers by name and, by tensor and statistic, one number a layer.
+
+    Where the optimizer has moments in 8 bits, also the shares of those that underflow, by path.
 
     A number that there is none of (the scale of a float tensor) is null, and so is an infinite one, which JSON does not
     have: the SQNR of a tensor that quantization leaves as it is, the amax of one whose ``nonfinite`` is above 0.
@@ -160,21 +165,27 @@ def to_json(step: int, health: Health, table: dict[str, np.ndarray]) -> dict[str
       step: that the pass was made at.
       health: the pass.
       table: statistic -> [rows, 3].
+      moments: what ``moment_health`` returned.
     """
 
     def column(statistic: str, place: int) -> list[float | None]:
         return [float(f"{v:.6g}") if math.isfinite(v) else None for v in table[statistic][:, place].tolist()]
 
     tensors = {each: {name: column(name, place) for name in STATISTICS} for place, each in enumerate(TENSORS)}
-    return {"step": step, "sequences": health.sequences, "layers": [row.name for row in health.rows], **tensors}
+    ends = {path: {end: float(f"{share:.6g}") for end, share in shares.items()} for path, shares in moments.items()}
+    names = [row.name for row in health.rows]
+    found = {"step": step, "sequences": health.sequences, "layers": names, **tensors}
+    return found | ({"moments": ends} if ends else {})
 
 
-def worst(table: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the lowest SQNR and the largest shares over all tensors; nothing where no tensor is quantized."""
+def worst(table: dict[str, np.ndarray], moments: dict[str, Any]) -> dict[str, float]:
+    """Return the lowest SQNR and the largest shares over all tensors and moments; nothing of what is not quantized."""
     names = {"lowest_sqnr_db": "sqnr"} | {f"largest_{name}": name for name in ("saturated", "flushed", "nonfinite")}
     of = {"sqnr": np.nanmin}
     known = {name: each for name, each in names.items() if not np.isnan(table[each]).all()}
-    return {name: float(of.get(each, np.nanmax)(table[each])) for name, each in known.items()}
+    ends = {f"largest_moments_{end}": [each[end] for each in moments.values()] for end in ("zero", "smallest")}
+    found = {name: float(of.get(each, np.nanmax)(table[each])) for name, each in known.items()}
+    return found | {name: float(max(shares)) for name, shares in ends.items() if shares}
 
 
 def find_faults(rows: Sequence[HealthRow], table: dict[str, np.ndarray]) -> list[tuple[tuple[int, str], str]]:

@@ -51,7 +51,7 @@ class _Pending:
     batch: Batch
     data_state: Any
     stop: Any
-    health: dict[str, jax.Array] | None
+    health: tuple[dict[str, jax.Array], dict[str, Any]] | None
 
 
 class StopRequest:

@@ -227,7 +227,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
     rows = comparison_rows(runs)
     sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
     for run in runs:
-        sections |= health_maps(run)
+        sections |= health_maps(run) | moment_maps(run)
         if run.coverage:
             lines = [[str(layer[name]) for name in COVERAGE] for layer in run.coverage["layers"]]
             about = f"What the traced step multiplies, {run.name}: {run.coverage['summary']}"
@@ -318,6 +318,22 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
         figure.update_yaxes(autorange="reversed")
         about = f"{title}, {run.name}, of {run.health[-1]['sequences']} sequences a batch: bad is {bad}"
         found[about] = figure
+    return found
+
+
+def moment_maps(run: Run) -> dict[str, go.Figure]:
+    """Return maps of the shares of 8-bit moments that underflow: moments down, steps across."""
+    rows = [row for row in run.health if "moments" in row]
+    found: dict[str, go.Figure] = {}
+    for end in ("zero", "smallest") if rows else ():
+        names = list(rows[0]["moments"])
+        values = np.array([[row["moments"][name][end] for row in rows] for name in names])
+        hover = "%{y}<br>step %{x}: %{z:.4g}<extra></extra>"
+        map_ = go.Heatmap(
+            x=[str(row["step"]) for row in rows], y=names, z=values, colorscale="OrRd", hovertemplate=hover
+        )
+        figure = go.Figure(map_).update_yaxes(autorange="reversed", automargin=True)
+        found[f"Moments with the {end} code, {run.name}: share of each; bad is a share that grows"] = figure
     return found
 
 

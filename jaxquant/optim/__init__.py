@@ -1,6 +1,7 @@
 """Optimizers that take less memory: moments in 8 bits, and weights in bfloat16 without a float32 copy."""
 
 from jaxquant.optim.codes import SCHEMES
+from jaxquant.optim.health import moment_health
 from jaxquant.optim.state import (
     MOMENTS,
     NewWeights,
@@ -20,6 +21,7 @@ __all__ = [
     "apply_updates",
     "compensated_round",
     "describe_state",
+    "moment_health",
     "quantize_state",
     "stochastic_round",
     "update_where",

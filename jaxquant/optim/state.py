@@ -145,11 +145,14 @@ def quantize_state(
 
             def of_leaf(path: str, x: jax.Array) -> Coded:
                 found = _groups(_join(name, path), codec, x, names, shards, axis)
-                return Coded(x, None) if found is None else encode(codec, signed, *found, x)
+                if found is None:
+                    return Coded(x, None)
+                # A compiler would encode moments that it knows, zeros, itself: minutes for a large model.
+                return encode(codec, signed, *found, jax.lax.optimization_barrier(x))
 
             return map_by_path(of_leaf, tree)
 
-        return _packed(moments, _map_moments(of_moment, moments, state))
+        return _packed(moments, map_moments(of_moment, moments, state))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *, changes: Any = None, **extra: Any
@@ -172,7 +175,7 @@ def quantize_state(
             new, inner = inner_update(_float32(updates), inner, _float32(params), **extra)
             return optax.apply_updates(params, new) if apply else new, inner
 
-        inner = _map_moments(of_moment, moments, state.inner)
+        inner = map_moments(of_moment, moments, state.inner)
         flag = None if changes is None else changes.read()
         new, inner = run(function, (updates, inner, params), implementation, shardings, apply, flag)
         return NewWeights(new, jax.random.key(0)) if apply else new, _packed(moments, inner)
@@ -291,7 +294,7 @@ def _float32(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, state: Any) -> Any:
+def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, state: Any) -> Any:
     """Replace each moment's tree by a function of its path, whether it has signs, and itself."""
 
     def of_node(path: Any, node: Any) -> Any:
@@ -367,4 +370,4 @@ def _packed(moments: Moments, state: Any) -> QuantizedState:
         apart[0][name], apart[1][name] = part(1), part(2)
         return part(0)
 
-    return QuantizedState(_map_moments(of_moment, moments, state), *apart)
+    return QuantizedState(map_moments(of_moment, moments, state), *apart)

@@ -87,7 +87,7 @@ def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
     whole, part = build_health(program), build_health(smaller)
     # From the second step on the scales come from the history, and do not depend on what is measured.
     state, _ = program.step(program.init(), batch, jnp.bool_(True))
-    tables = [{name: np.asarray(v) for name, v in health.measure(state, batch).items()} for health in (whole, part)]
+    tables = [{name: np.asarray(v) for name, v in health.measure(state, batch)[0].items()} for health in (whole, part)]
     after, _ = program.step(state, batch, jnp.bool_(True))
     layers = unpack(after.quant_state)
     for place, tensor in enumerate(TENSORS):
@@ -108,7 +108,7 @@ def test_an_nnx_decoder_has_the_health_of_its_linen_twin(tiny):
     tables = []
     for framework in ("linen", "nnx"):
         program = build(dataclasses.replace(config, framework=framework), 320)
-        tables.append(build_health(program).measure(program.init(), batch))
+        tables.append(build_health(program).measure(program.init(), batch)[0])
     jax.tree.map(np.testing.assert_array_equal, *tables)
 
 
@@ -205,11 +205,11 @@ def test_a_tensor_is_named_once_and_the_rest_is_counted():
     said: Any = _Said()
     log = HealthLog(Health(ROWS, 1, lambda state, batch: {}), said)
     wrong: Any = table(sqnr={(row, place): 1.0 + place for row in range(2) for place in range(3)})
-    log.write(5, wrong)
+    log.write(5, (wrong, {}))
     assert len(said.lines) == 4
     assert said.lines[0].startswith("health, step 5: layers/wo, layer 0, input (float8_e4m3fn): SQNR 1.0 dB")
     assert said.lines[3] == f"health, step 5: 3 more tensors like these, see {FILE}"
-    log.write(10, wrong)
+    log.write(10, (wrong, {}))
     assert len(said.lines) == 4
     assert [row["step"] for row, _ in said.rows] == [5, 10]
     assert said.rows[0][1] == {
@@ -225,12 +225,12 @@ def test_a_float_run_has_amaxes_and_nothing_to_warn_of():
     values: Any = table(scale=unknown, saturated=unknown, flushed=unknown, sqnr=unknown)
     said: Any = _Said()
     rows = tuple(dataclasses.replace(row, dtypes=dict.fromkeys(TENSORS)) for row in ROWS)
-    HealthLog(Health(rows, 1, lambda state, batch: {}), said).write(1, values)
+    HealthLog(Health(rows, 1, lambda state, batch: {}), said).write(1, (values, {}))
     ((line, _),) = said.rows
     assert line["kernel"]["amax"] == [1.0, 1.0]
     assert line["kernel"]["sqnr"] == [None, None]
     assert said.lines == []
-    assert worst(values) == {"largest_nonfinite": 0}
+    assert worst(values, {}) == {"largest_nonfinite": 0}
 
 
 def test_an_infinite_number_is_null_in_the_files_and_the_page_reads_them(tiny, tmp_path):
@@ -239,7 +239,7 @@ def test_an_infinite_number_is_null_in_the_files_and_the_page_reads_them(tiny, t
     values: Any = table(sqnr=dict.fromkeys(places, math.inf), amax={(1, 0): math.inf}, nonfinite={(1, 0): 0.5})
     config = dataclasses.replace(tiny, run_dir=str(tmp_path), health_every=1)
     with Metrics(tmp_path, config, 0) as metrics:
-        HealthLog(Health(ROWS, 1, lambda state, batch: {}), metrics).write(1, values)
+        HealthLog(Health(ROWS, 1, lambda state, batch: {}), metrics).write(1, (values, {}))
         metrics.held_out(1, math.nan)
         metrics.step(1, {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 1.0})
     lines = [strict(line) for name in (FILE, "metrics.jsonl") for line in (tmp_path / name).read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import typing
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxquant.optim import SCHEMES
 from jaxquant.optim import state as optim_state
 from tests.train.conftest import read_losses, train
 from train.config import TrainConfig
+from train.report import load_run, moment_maps
 from train.sharding import AXES, state_shardings
 from train.step import build
 
@@ -62,6 +64,21 @@ def test_a_run_goes_on_along_the_axis_of_another_platform(
         train(config, run, steps=4)
     assert any(line.endswith("step 2") for line in train(config, run, steps=4, **rows))
     assert read_losses(run) == read_losses(straight)
+
+
+def test_health_says_how_many_moments_are_at_the_ends_of_their_code(tiny: TrainConfig, tmp_path: Path):
+    config = dataclasses.replace(tiny, **ONE, optimizer_state="fp8_coat", steps=4, health_every=2)
+    train(config, tmp_path / "run")
+    run = load_run(tmp_path / "run", "run")
+    shares = run.health[-1]["moments"]
+    assert set(shares) >= {f"1/0/{moment}/token_embedder/embedding" for moment in ("mu", "nu")}
+    assert shares["1/0/nu/layers/mlp/wo/kernel"] == {"zero": 0, "smallest": 0}
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    worst = max(each["zero"] for each in shares.values())
+    found = [row["health/largest_moments_zero"] for row in rows if "health/largest_moments_zero" in row]
+    assert found[-1] == pytest.approx(worst, rel=1e-5)
+    zero, smallest = moment_maps(run).values()
+    assert zero.data[0].y == smallest.data[0].y == tuple(shares)
 
 
 def test_moments_lie_where_the_parameters_lie(tiny: TrainConfig):
