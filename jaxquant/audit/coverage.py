@@ -69,7 +69,7 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerRow] | None 
 def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerRow] | None) -> Coverage:
     reports = {report.path: report for report in layers or ()}
     program = graph(closed, names)
-    labeled, reading = label_contractions(closed, names, program.contractions, reports, program.unread)
+    labeled, reading = label_contractions(closed, names, program.contractions, reports)
     asked = QuantConfig() if config is None else QuantConfig.from_any(config)
     has_config = config is not None or layers is not None
     backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
@@ -253,7 +253,7 @@ class _Decider:
         if recipe is None:
             return _Decision(dict.fromkeys(MATMULS, ()), decision.reason)
         sites = self.sites[forward.path]
-        excluded = _complex(forward) or structural_exclusion(self.reading.analysis, sites)
+        excluded = _complex(forward) or structural_exclusion(self.reading, sites)
         excluded = excluded or unsupported_reason(sites, recipe, self.backend)
         if decision.rule is None and excluded and not _dtypes(forward).is_low:
             # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
@@ -268,8 +268,7 @@ def _reason(recipe: str | None, reason: str) -> str:
 
 def _is_layer(forward: LabeledContraction) -> bool:
     """Whether rules decide over a forward contraction: floats, contracted with what parameters are made of."""
-    site, numbers = forward.site, forward.contraction.dimension_numbers
-    if site is None or site.side is None or (numbers is not None and not numbers[0][0]):
+    if forward.site is None or forward.site.side is None or forward.contraction.is_outer:
         return False
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
 
@@ -324,7 +323,7 @@ def _row(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> Row:
         result_dtype=contraction.out.dtype,
         lhs_scale=left.scale,
         rhs_scale=right.scale,
-        times=contraction.times,
+        times=contraction.place.times,
         flops=contraction.flops,
         is_recomputed=each.is_recomputed,
         wanted=wanted,

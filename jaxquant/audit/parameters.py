@@ -6,7 +6,6 @@ state, quant state and a batch; which they are follows from what is multiplied w
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,41 +28,8 @@ _QVALUE = "qvalue"
 _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """What the analysis of a whole function found.
-
-    Attributes:
-      analysis: of the function.
-      is_state: inputs that are quant state, which say nothing of a layer.
-    """
-
-    analysis: Analysis
-    is_state: frozenset[int]
-
-    def site(self, context: tuple[int, ...]) -> Site | None:
-        """Return the contraction of an equation, None for one that multiplies no parameter."""
-        site = self.analysis.found.get(context)
-        return site if site is not None and site.leaves else None
-
-    def path(self, site: Site | None) -> str:
-        """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it; "" for none."""
-        if site is None:
-            return ""
-        leaves = sorted({leaf.index for leaf in site.leaves} - self.is_state)
-        size = -1 if site.side is None else math.prod(site.shapes[site.side])
-        return self.analysis.weight_path(leaves, size * math.prod(length for _, length in site.stack))
-
-
-def input_names(args_info: Any) -> list[Name]:
-    """Return the path of every input of a traced function: the argument's position or name, then the leaf's."""
-    names = [name[1:] for name in leaf_names(args_info)]  # the first key tells args from kwargs
-    whole = {name[:-1] for name in names if name[-1:] == (_QVALUE,)}
-    return [name[:-1] if name[:-1] in whole and name[-1] in _OF_QTENSOR else name for name in names]
-
-
-def read(closed: Any, names: Sequence[Name], forward: Iterable[Contraction], known: Iterable[Name]) -> Reading:
-    """Analyze a whole function.
+class Reading(Analysis):
+    """What the analysis of a whole function finds.
 
     Args:
       closed: its jaxpr.
@@ -71,18 +37,39 @@ def read(closed: Any, names: Sequence[Name], forward: Iterable[Contraction], kno
       forward: its forward contractions.
       known: paths of layers that are known.
     """
-    avals = [var.aval for var in closed.jaxpr.invars]
-    state = frozenset(i for i, name in enumerate(names) if _is_state(name))
-    chosen, prefixes = _choose(names, avals, state, forward, list(known))
 
-    def flow(index: int) -> Flow:
-        if index in chosen:
-            return Flow(frozenset({Leaf(index)}))
-        return CONSTANT if index in state or _is_key(avals[index]) else DATA
+    def __init__(self, closed: Any, names: Sequence[Name], forward: Iterable[Contraction], known: list[Name]) -> None:
+        avals = [var.aval for var in closed.jaxpr.invars]
+        self._state = frozenset(i for i, name in enumerate(names) if _is_state(name))
+        chosen, prefixes = _choose(names, avals, self._state, forward, known)
 
-    own = [_without(name, prefixes.get(name[0], 1)) for name in names]
-    analysis = Analysis(closed, own, [tuple(aval.shape) for aval in avals], [flow(i) for i in range(len(names))])
-    return Reading(analysis, state)
+        def flow(index: int) -> Flow:
+            if index in chosen:
+                return Flow(frozenset({Leaf(index)}))
+            return CONSTANT if index in self._state or _is_key(avals[index]) else DATA
+
+        own = [_without(name, prefixes.get(name[0], 1)) for name in names]
+        super().__init__(closed, own, [tuple(aval.shape) for aval in avals], [flow(i) for i in range(len(names))])
+
+    def site(self, context: tuple[int, ...]) -> Site | None:
+        """Return the contraction of an equation, None for one that multiplies no parameter."""
+        site = self.found.get(context)
+        return site if site is not None and site.leaves else None
+
+    def layer(self, site: Site | None) -> str:
+        """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it; "" for none."""
+        if site is None:
+            return ""
+        leaves = sorted({leaf.index for leaf in site.leaves} - self._state)  # which says nothing of a layer
+        size = -1 if site.side is None else math.prod(site.shapes[site.side])
+        return self.weight_path(leaves, size * math.prod(length for _, length in site.stack))
+
+
+def input_names(args_info: Any) -> list[Name]:
+    """Return the path of every input of a traced function: the argument's position or name, then the leaf's."""
+    names = [name[1:] for name in leaf_names(args_info)]  # the first key tells args from kwargs
+    whole = {name[:-1] for name in names if name[-1:] == (_QVALUE,)}
+    return [name[:-1] if name[:-1] in whole and name[-1] in _OF_QTENSOR else name for name in names]
 
 
 def _is_state(name: Name) -> bool:
