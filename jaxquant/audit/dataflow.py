@@ -157,7 +157,7 @@ def graph(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> Graph:
 
 def ancestors(
     values: Iterable[Value], stop: Callable[[Value], bool] = lambda _: False, *, with_conditions: bool = False
-) -> set[Value]:
+) -> dict[Value, None]:
     """Collect values and all that they were computed from.
 
     Args:
@@ -166,15 +166,15 @@ def ancestors(
       with_conditions: whether what decides over a value counts, too.
 
     Returns:
-      The values that were reached, those given included.
+      The values that were reached, those given included, in the order of the search.
     """
-    visited: set[Value] = set()
+    visited: dict[Value, None] = {}
     queue = list(values)
     while queue:
         value = queue.pop()
         if value in visited:
             continue
-        visited.add(value)
+        visited[value] = None
         if not stop(value):
             queue += value.inputs[value.position :][:1] if value.operation == "optimization_barrier" else value.inputs
             queue += value.conditions if with_conditions else ()

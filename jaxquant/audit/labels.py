@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxquant.audit.dataflow import Contraction
+from jaxquant.audit.dataflow import Contraction, Value
 from jaxquant.audit.parameters import Reading, contains
 from jaxquant.audit.scales import Origin, origin
 from jaxquant.core.hadamard import SCOPE
+from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
 
@@ -63,6 +64,16 @@ class LabeledContraction:
         return self.given[-1] if self.given else None
 
     @property
+    def operands(self) -> tuple[tuple[Value, Origin], ...]:
+        """Both operands, in the order of a recipe."""
+        pairs = tuple(zip((self.contraction.lhs, self.contraction.rhs), self.origins, strict=True))
+        return pairs[::-1] if self.swapped else pairs
+
+    @property
+    def dtypes(self) -> MatmulDtypes:
+        return MatmulDtypes(*(found.dtype for _, found in self.operands))
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Scopes that are modules: without einsum equations, and methods without their names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
@@ -89,7 +100,7 @@ def label_contractions(
     read = [each for each in labeled if each.contraction.is_read]
     forward = [each for each in sorted(labeled, key=lambda each: not each.contraction.is_read) if not each.is_backward]
     backward = [each for each in read if each.is_backward]
-    reading = Reading(closed, names, [each.contraction for each in read if not each.is_backward], known)
+    reading = Reading(closed, names, [each.origins for each in read if not each.is_backward], known)
     for each in (*forward, *backward):
         each.site = reading.site(each.contraction.place.context)
         if each.site is not None or not each.is_backward:

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.audit.dataflow import Contraction
-from jaxquant.audit.scales import argument, origin
+from jaxquant.audit.scales import Origin, argument
 from jaxquant.core.quant_state import NAMES
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.analysis import Analysis
@@ -24,6 +23,8 @@ from jaxquant.trace.plan import Contraction as Site
 
 COLLECTIONS = frozenset({"params", "state", "model"})
 """Names of trees that hold a model's parameters; none of them is a part of a path."""
+_Operands = Iterable[tuple[Origin, Origin]]
+"""Where the operands of contractions come from."""
 _QVALUE = "qvalue"
 _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
 
@@ -34,11 +35,11 @@ class Reading(Analysis):
     Args:
       closed: its jaxpr.
       names: of its inputs.
-      forward: its forward contractions.
+      forward: of its forward contractions, where their operands come from.
       known: paths of layers that are known.
     """
 
-    def __init__(self, closed: Any, names: Sequence[Name], forward: Iterable[Contraction], known: list[Name]) -> None:
+    def __init__(self, closed: Any, names: Sequence[Name], forward: _Operands, known: list[Name]) -> None:
         avals = [var.aval for var in closed.jaxpr.invars]
         self._state = frozenset(i for i, name in enumerate(names) if _is_state(name))
         chosen, prefixes = _choose(names, avals, self._state, forward, known)
@@ -90,7 +91,7 @@ def _choose(
     names: Sequence[Name],
     avals: Sequence[Any],
     state: frozenset[int],
-    forward: Iterable[Contraction],
+    forward: _Operands,
     known: list[Name],
 ) -> tuple[set[int], dict[str, int]]:
     """Separate parameters from data among the inputs, argument by argument.
@@ -126,11 +127,11 @@ def _choose(
     return chosen, {root: _prefix(root, names, [names[i] for i in sure if names[i][0] == root]) for root in roots}
 
 
-def _meetings(names: Sequence[Name], forward: Iterable[Contraction]) -> tuple[set[int], list[list[int]]]:
+def _meetings(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list[list[int]]]:
     """Return the inputs that meet what is computed, or a leaf beside them (factors of a low-rank update); and pairs."""
     sure, pairs = set[int](), []
     for each in forward:
-        sources = [argument(origin(operand).source) for operand in (each.lhs, each.rhs)]
+        sources = [argument(operand.source) for operand in each]
         given = [value.position for value in sources if value is not None and value.operation == "argument"]
         given = [index for index in given if not _is_cache(names[index])]
         if sum(value is not None for value in sources) > len(given):  # beside an array of the function's own
