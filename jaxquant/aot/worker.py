@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import sys
 import time
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from jaxquant.aot.memory import part_names, parts
 from jaxquant.aot.outcome import compare
 from jaxquant.aot.plugin import load_program
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.core.sharding import on_device_of
 
@@ -97,7 +98,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     with on_device_of(shapes):
         lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
-    program, memory, refusal = None, {}, ""
+    made, memory, figures, refusal = asked, {}, {}, ""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -107,11 +108,10 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
             raise
         refusal = " ".join(str(error).split())
     else:
-        program = read_program(compiled.as_text())
-        memory = _memory(compiled.memory_analysis(), target)
-    roofline, bf16 = (None, None) if program is None else estimate(target, program, devices=count)
-    at_peak = None if program is None else estimate(target, program, at_peak=True, devices=count)[0]
-    made = program or Program()
+        made = read_program(compiled.as_text())
+        memory, figures = _memory(compiled.memory_analysis(), target), report.figures(made)
+        figures["roofline"], figures["bf16_matmul"] = estimate(target, made, devices=count)
+        figures["at_peak"], _ = estimate(target, made, at_peak=True, devices=count)
     return report.Audit(
         name=request["name"],
         target=request["target"],
@@ -120,23 +120,11 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         fits=not refusal and memory["peak"] <= memory["capacity"],
         refusal=refusal,
         memory=memory,
-        matmuls=report.matmul_rows(made),
-        counts=None if program is None else program.count(),
-        outcome=compare(asked, asked, 1) if program is None else compare(asked, program, count),
-        moved=None if program is None else program.moved,
-        big_moves=None if program is None else program.big_moves,
-        moves=None if program is None else sum(move.times for move in program.moves),
-        largest_moves=report.largest_moves(made),
-        collectives=report.collective_rows(made),
-        roofline=roofline,
-        bf16_matmul=bf16,
+        outcome=compare(asked, made, 1 if refusal else count),
         compile_seconds=round(time.perf_counter() - began, 1),
-        at_peak=at_peak,
-        kernels=report.kernel_rows(made),
-        unknown=made.unknown,
-        cycles=list(made.cycles) if any(made.cycles) else None,
         parts=parts(request["parts"], shapes, count) if "parts" in request else [],
-        versions={name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
+        versions={name: found.version for name in PACKAGES for found in Distribution.discover(name=name)},
+        **figures,
     )
 
 
@@ -148,10 +136,6 @@ def _unreadable(target: str) -> str:
         f"target {target!r}: jax {jax_version} cannot read the program that libtpu {libtpu} compiled, it is made for "
         f"{wanted or 'another'}; pip install 'jax[tpu]=={jax_version}'"
     )
-
-
-def _is_installed(package: str) -> bool:
-    return any(True for _ in importlib.metadata.Distribution.discover(name=package))
 
 
 def _memory(stats: Any, target: Chip) -> dict[str, int]:
