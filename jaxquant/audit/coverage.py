@@ -17,6 +17,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.dtypes import element
 from jaxquant.core.matmul_dtypes import MatmulDtypes, matmul_dtypes
+from jaxquant.core.recipe import Recipe
 from jaxquant.trace.decisions import structural_exclusion, unsupported_reason
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
@@ -72,7 +73,9 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[
     asked = QuantConfig() if config is None else QuantConfig.from_any(config)
     has_config = config is not None or layers is not None
     backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
-    decide = _Decider(reports, asked.resolver(), has_config, reading, _sites(labeled), backend)
+    resolver, sites = asked.resolver(), _sites(labeled)
+    floats = {} if resolver is None or reports else resolver.float_blocks(sites, must_have=False)
+    decide = _Decider(reports, resolver, has_config, reading, sites, floats, backend)
     layers_found = _layers(labeled, decide)
     lent = _lend(layers_found, labeled, decide)
     rows = tuple(_row(each, decide, is_lent=each in lent) for each in labeled)
@@ -215,6 +218,7 @@ class _Decider:
     has_config: bool
     reading: Reading
     sites: dict[str, list[Site]]
+    floats: dict[str, str]
     backend: Backend
 
     @property
@@ -232,17 +236,22 @@ class _Decider:
             return None
         assert forward.site is not None
         decision = self.resolver(each.path, forward.site.out_features)
-        recipe = decision.recipe
-        if recipe is None:
-            return _Decision(dict.fromkeys(MATMULS, ()), decision.reason)
-        sites = self.sites[forward.path]
-        excluded = _complex(forward) or structural_exclusion(self.reading, sites)
-        excluded = excluded or unsupported_reason(sites, recipe, self.backend)
-        if decision.rule is None and excluded and not forward.dtypes.is_low:
-            # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
-            return _Decision(dict.fromkeys(MATMULS, ()), excluded)
+        recipe, reason = decision.recipe, decision.reason
+        if recipe is not None and decision.rule is None:
+            excluded = self.floats.get(each.path, "")
+            if not excluded and not forward.dtypes.is_low:
+                # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
+                excluded = self._exclusion(forward, recipe)
+            recipe, reason = (None, excluded) if excluded else (recipe, reason)
         wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
-        return _Decision(wanted, _reason(recipe.name, decision.reason))
+        return _Decision(wanted, _reason(recipe and recipe.name, reason))
+
+    def _exclusion(self, forward: LabeledContraction, recipe: Recipe) -> str:
+        """Return why a layer stays in float for what it is, "" where it does not."""
+        if any(value.dtype.startswith("complex") for value, _ in forward.operands):
+            return NOT_FLOAT
+        sites = self.sites[forward.path]
+        return structural_exclusion(self.reading, sites) or unsupported_reason(sites, recipe, self.backend)
 
 
 def _reason(recipe: str | None, reason: str) -> str:
@@ -254,12 +263,6 @@ def _is_layer(forward: LabeledContraction) -> bool:
     if forward.site is None or forward.site.side is None or forward.contraction.is_outer:
         return False
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
-
-
-def _complex(forward: LabeledContraction) -> str:
-    """Return why a contraction of complex numbers stays in float, "" for any other."""
-    operands = (forward.contraction.lhs, forward.contraction.rhs)
-    return NOT_FLOAT if any(operand.dtype.startswith("complex") for operand in operands) else ""
 
 
 def _row(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> Row:

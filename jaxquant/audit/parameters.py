@@ -7,6 +7,7 @@ state, quant state and a batch; which they are follows from what is multiplied w
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -152,16 +153,12 @@ def _can_be(dtype: Any, is_sure: bool) -> bool:
 
 def _prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
     """Count the leading names of an argument that say where in it the parameters ``here`` stand, as in a tuple."""
-    prefix = 1
-    while True:
-        leads = {name[prefix] for name in here if len(name) > prefix + 1}
+    shared = os.path.commonprefix([name[:-1] for name in here])
+    for prefix, lead in enumerate(shared[1:], 1):
         beside = {name[prefix] for name in names if name[0] == root and len(name) > prefix}
-        lead = next(iter(leads), "")
-        if len(leads) != 1 or not all(len(name) > prefix + 1 for name in here):
-            return prefix
         if lead not in COLLECTIONS and not (lead.isdigit() and len(beside) > 1):
             return prefix
-        prefix += 1
+    return max(len(shared), 1)
 
 
 def _is_cache(name: Name) -> bool:
