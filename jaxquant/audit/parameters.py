@@ -7,7 +7,6 @@ state, quant state and a batch; which they are follows from what is multiplied w
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -153,12 +152,14 @@ def _can_be(dtype: Any, is_sure: bool) -> bool:
 
 def _prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
     """Count the leading names of an argument that say where in it the parameters ``here`` stand, as in a tuple."""
-    shared = os.path.commonprefix([name[:-1] for name in here])
-    for prefix, lead in enumerate(shared[1:], 1):
+    prefix = 1
+    for lead, *others in zip(*(name[1:-1] for name in here), strict=False):
         beside = {name[prefix] for name in names if name[0] == root and len(name) > prefix}
-        if lead not in COLLECTIONS and not (lead.isdigit() and len(beside) > 1):
-            return prefix
-    return max(len(shared), 1)
+        is_known = lead in COLLECTIONS or (lead.isdigit() and len(beside) > 1)
+        if not is_known or set(others) - {lead}:
+            break
+        prefix += 1
+    return prefix
 
 
 def _is_cache(name: Name) -> bool:
