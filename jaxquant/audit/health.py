@@ -48,6 +48,7 @@ from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.decisions import Decisions
 from jaxquant.trace.engine import INSTEAD, Engine
 from jaxquant.trace.plan import Contraction, Key
+from jaxquant.trace.quantize import QuantizedFunction
 from jaxquant.trace.rewrite import Rewriter
 
 Array = jax.Array
@@ -171,6 +172,43 @@ class HealthMonitor(Monitor):
         super().__init__(face.engine, face.trace_example(model, *example_inputs, **example_kwargs).analysis, run)
         if not self.rows:
             raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
+
+
+class FunctionHealth(Monitor):
+    """Measure the layers of a quantized function: ``monitor(params, quant_state, *args)`` takes what it takes.
+
+    An NNX model is a function of its parameters: ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
+    ``lambda params, rest, x: nnx.merge(graph, params, rest)(x)``.
+
+    Attributes:
+      rows: the layers, in the order of the forward pass.
+    """
+
+    def __init__(self, function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any):
+        """Find the layers; nothing is computed.
+
+        Args:
+          function: made by ``jaxquant.quantize``.
+          loss: (what the function returns, ...) -> scalar; it gets the further arguments of the function, too.
+          params, args: arguments of the function; arrays may be ``jax.ShapeDtypeStruct``.
+
+        Raises:
+          TypeError: not a quantized function.
+          ValueError: the config quantizes nothing of it.
+        """
+        if not isinstance(function, QuantizedFunction):
+            raise TypeError(
+                f"FunctionHealth measures a function of jaxquant.quantize, got {type(function).__name__}; "
+                "HealthMonitor measures Linen models"
+            )
+        engine = function.engine
+        if engine.resolver is None:
+            raise ValueError("quantization is off, so there is no health to measure")
+
+        def run(params: Any, quant_state: Any, *args: Any) -> Array:
+            return loss(function(params, quant_state, *args), *args)
+
+        super().__init__(engine, engine.trace(function.hashable, params, args).analysis, run)
 
 
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
