@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxquant.audit.dataflow import Value, graph
+from jaxquant.audit.dataflow import Graph, Value
 from jaxquant.state import frozen
 
 
@@ -34,7 +34,7 @@ def saved_for_backward(function: Callable[..., Any], *args: Any) -> dict[str, in
 
     with frozen():
         closed = jax.make_jaxpr(residuals)(*args)
-    program = graph(closed, [()] * len(closed.jaxpr.invars))
+    program = Graph(closed, [()] * len(closed.jaxpr.invars))
     found: collections.Counter[str] = collections.Counter()
     avals: Any = closed.out_avals
     for value, aval in dict(zip(map(_without_names, program.outputs), avals, strict=True)).items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxquant.audit import whole
-from jaxquant.audit.dataflow import Value, ancestors, graph
+from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction, label_contractions
 from jaxquant.audit.parameters import Reading, input_names
 from jaxquant.audit.rows import MATMULS, Coverage, Row
@@ -68,7 +68,7 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerRow] | None 
 
 def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerRow] | None) -> Coverage:
     reports = {report.path: report for report in layers or ()}
-    program = graph(closed, names)
+    program = Graph(closed, names)
     labeled, reading = label_contractions(closed, names, program.contractions, reports)
     asked = QuantConfig() if config is None else QuantConfig.from_any(config)
     has_config = config is not None or layers is not None

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Literal
@@ -122,39 +122,6 @@ class Contraction:
     is_read: bool = True
 
 
-class Graph(NamedTuple):
-    """A program as values.
-
-    Attributes:
-      contractions: in the order of the program.
-      inputs, outputs: its arguments and results.
-      observed: what uses of quant state observed, the results of ``core.delayed.observe``.
-    """
-
-    contractions: list[Contraction]
-    inputs: list[Value]
-    outputs: list[Value]
-    observed: frozenset[Value]
-
-
-def graph(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> Graph:
-    """Read a closed jaxpr.
-
-    Args:
-      jaxpr: a ``ClosedJaxpr``.
-      names: a path for every input of it.
-    """
-    walk = _Walk()
-    inputs = [_value("argument", (), var.aval, position) for position, var in enumerate(jaxpr.jaxpr.invars)]
-    for value, name in zip(inputs, names, strict=True):
-        value.name = name
-    outputs = walk.run(jaxpr, inputs, Place())
-    needed = ancestors([*outputs, *walk.read_by_effects], with_conditions=True)
-    for each in walk.found:
-        each.is_read = each.out in needed
-    return Graph(walk.found, inputs, outputs, frozenset(walk.observed))
-
-
 def ancestors(
     values: Iterable[Value], stop: Callable[[Value], bool] = lambda _: False, *, with_conditions: bool = False
 ) -> dict[Value, None]:
@@ -176,8 +143,7 @@ def ancestors(
             continue
         visited[value] = None
         if not stop(value):
-            queue += value.inputs[value.position :][:1] if value.operation == "optimization_barrier" else value.inputs
-            queue += value.conditions if with_conditions else ()
+            queue += (*value.inputs, *value.conditions) if with_conditions else value.inputs
     return visited
 
 
@@ -192,21 +158,32 @@ def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) ->
     return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
 
-class _Walk:
-    """Run a program on ``Value`` in place of arrays, and note its contractions.
+class Graph:
+    """A program as values: run on ``Value`` in place of arrays.
+
+    Args:
+      closed: a ``ClosedJaxpr``.
+      names: a path for every input of it.
 
     Attributes:
-      found: contractions.
-      read_by_effects: what equations with side effects read and make.
-      observed: see ``Graph``.
+      contractions: in the order of the program.
+      inputs, outputs: its arguments and results.
+      observed: what uses of quant state observed, the results of ``core.delayed.observe``.
     """
 
-    def __init__(self) -> None:
-        self.found: list[Contraction] = []
-        self.read_by_effects: list[Value] = []
+    def __init__(self, closed: Any, names: Sequence[tuple[str, ...]]) -> None:
+        self.contractions: list[Contraction] = []
         self.observed: set[Value] = set()
+        self._read_by_effects: list[Value] = []  # what equations with side effects read and make
+        self.inputs = [_value("argument", (), var.aval, i) for i, var in enumerate(closed.jaxpr.invars)]
+        for value, name in zip(self.inputs, names, strict=True):
+            value.name = name
+        self.outputs = self._run(closed, self.inputs, Place())
+        needed = ancestors([*self.outputs, *self._read_by_effects], with_conditions=True)
+        for each in self.contractions:
+            each.is_read = each.out in needed
 
-    def run(self, jaxpr: Any, inputs: Sequence[Value], place: Place) -> list[Value]:
+    def _run(self, jaxpr: Any, inputs: Sequence[Value], place: Place) -> list[Value]:
         jaxpr = open_jaxpr(jaxpr)
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         known.update({var: _value("constant", (), var.aval) for var in jaxpr.constvars})
@@ -223,13 +200,15 @@ class _Walk:
         name, inner = eqn.primitive.name, list(programs(eqn.params))
         if name == REVERSE_ONLY:
             return list(inputs)
+        if name == "optimization_barrier":
+            return _moved(name, inputs, eqn.outvars)
         if special := {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name):
             return special(eqn, inputs, place)
         if name == "shard_map":
             parts = _moved("shard", inputs, inner[0].invars)
-            return _moved("unshard", self.run(inner[0], parts, place.repeated(_shards(eqn))), eqn.outvars)
+            return _moved("unshard", self._run(inner[0], parts, place.repeated(_shards(eqn))), eqn.outvars)
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
-            outs = self.run(inner[0], inputs, place)
+            outs = self._run(inner[0], inputs, place)
             if eqn.params.get("name") == OBSERVE:
                 self.observed.update(set(outs) - set(inputs))
             return outs
@@ -239,7 +218,7 @@ class _Walk:
         elif inner:
             self._read_unknown(eqn, inner, outs, place)
         if eqn.effects:
-            self.read_by_effects += [*inputs, *outs]
+            self._read_by_effects += [*inputs, *outs]
         return outs
 
     def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
@@ -249,13 +228,13 @@ class _Walk:
         """
         if eqn.primitive.name == "pallas_call":
             place = place.repeated(_programs_of(eqn), "pallas_call")
-        contractions, effects = len(self.found), len(self.read_by_effects)
+        count, effects = len(self.contractions), len(self._read_by_effects)
         for program in inner:
             avals = (getattr(var.aval, "inner_aval", var.aval) for var in program.invars)
-            self.run(program, [_value("unknown", (), aval) for aval in avals], place)
-        del self.read_by_effects[effects:]  # those of the equation itself tell
+            self._run(program, [_value("unknown", (), aval) for aval in avals], place)
+        del self._read_by_effects[effects:]  # those of the equation itself tell
         for out in outs:
-            out.conditions = tuple(each.out for each in self.found[contractions:])
+            out.conditions = tuple(each.out for each in self.contractions[count:])
 
     def _note(self, eqn: Any, inputs: list[Value], out: Value, place: Place) -> None:
         (lhs, rhs), operation = inputs[:2], OPERATIONS[eqn.primitive.name]
@@ -266,14 +245,14 @@ class _Walk:
             (contracted, _), _ = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
             depth, is_outer = math.prod(lhs.shape[axis] for axis in contracted), not contracted
         flops, source = 2 * out.size * depth, _asked_at(eqn)
-        self.found.append(Contraction(place.kernel or operation, lhs, rhs, out, place, flops, is_outer, source))
+        self.contractions.append(Contraction(place.kernel or operation, lhs, rhs, out, place, flops, is_outer, source))
 
     def _scan(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
         body = open_jaxpr(eqn.params["jaxpr"])
         consts, carries = scan_counts(eqn.params)
         carried = [_value("scan_carry", (value,), value) for value in inputs[consts : consts + carries]]
         slices = _moved("scan_slice", inputs[consts + carries :], body.invars[consts + carries :])
-        results = self.run(body, [*inputs[:consts], *carried, *slices], place.repeated(eqn.params["length"]))
+        results = self._run(body, [*inputs[:consts], *carried, *slices], place.repeated(eqn.params["length"]))
         return self._close(carried, results, eqn.outvars)
 
     def _close(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
@@ -288,15 +267,15 @@ class _Walk:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts = inputs[first : first + second]
         carried = [_value("scan_carry", (value,), value) for value in inputs[first + second :]]
-        decided = self.run(eqn.params["cond_jaxpr"], [*inputs[:first], *carried], place.branch(0))
-        results = self.run(eqn.params["body_jaxpr"], [*consts, *carried], place.branch(1))
+        decided = self._run(eqn.params["cond_jaxpr"], [*inputs[:first], *carried], place.branch(0))
+        results = self._run(eqn.params["body_jaxpr"], [*consts, *carried], place.branch(1))
         outs = self._close(carried, results, eqn.outvars)
         for out in outs:
             out.conditions = tuple(decided)
         return outs
 
     def _cond(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
-        results = [self.run(branch, inputs[1:], place.branch(number)) for number, branch in _branches(eqn.params)]
+        results = [self._run(branch, inputs[1:], place.branch(number)) for number, branch in _branches(eqn.params)]
         if len(results) == 1:
             return results[0]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)

@@ -84,16 +84,10 @@ def argument(value: Value) -> Value | None:
 def _moved(value: Value, through_casts: bool = False) -> Value:
     """Go back through changes of place and shape, and through casts between float types."""
     while value.inputs:
-        if value.operation == "optimization_barrier":
-            value = value.inputs[value.position]
-        elif _codec(value) is not None:
+        is_cast = value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
+        if _codec(value) is not None or not (value.operation in _MOVES or (through_casts and is_cast)):
             break
-        elif value.operation in _MOVES or (
-            through_casts and value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
-        ):
-            value = value.inputs[0]
-        else:
-            break
+        value = value.inputs[0]
     return value
 
 

@@ -97,7 +97,7 @@ def _made_of(operand: Origin) -> Iterable[Value]:
     return ancestors(scales, lambda value: value is operand.source or value.operation in CONTRACTIONS)
 
 
-def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: frozenset[Value]) -> Iterator[Value]:
+def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
     """Yield the histories that sums or multiples of their shape are made of, other than in what was observed."""
     shapes = {each.shape for each in histories}
     sums = [each for each in reached if each.operation in _SUMS and each.shape in shapes and each.dtype == "float32"]
@@ -105,7 +105,7 @@ def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: froz
     yield from (each for each in histories if each in made)
 
 
-def _raised(needed: Iterable[Value], observed: frozenset[Value]) -> Iterator[Value]:
+def _raised(needed: Iterable[Value], observed: set[Value]) -> Iterator[Value]:
     """Yield what is squared, divided by or the like of what was observed, sums of it included."""
     readers: dict[Value, list[Value]] = {}
     for value in needed:
