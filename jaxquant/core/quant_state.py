@@ -20,8 +20,8 @@ SCALE, HISTORY, BINS = FIELDS = ("scale", "amax_history", "amax_bins")
 SPARSITY = "sparsity"
 SPARSITY_FIELDS = STEP, MASK, USES = ("step", "mask", "uses")
 """Fields of a sparse weight; ``ops.sparsity`` has their meaning."""
+# Beside the tensors of a layer, while ``audit.health`` measures it, and its one field.
 HEALTH, PROBE = "health", "probe"
-"""Stands beside the tensors of a layer while ``audit.health`` measures it, and its one field."""
 PACKED = "packed"
 """Stands for a tensor's name where the state of many tensors is stacked (``state.packed``)."""
 NAMES = frozenset(f"{tensor}_{field}" for tensor in (*TENSORS, PACKED) for field in FIELDS)
