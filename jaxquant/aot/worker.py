@@ -7,6 +7,7 @@ exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
@@ -41,14 +42,14 @@ def main(request_path: str, answer_path: str) -> int:
     """
     request = json.loads(Path(request_path).read_text())
     try:
-        answer: dict[str, Any] = {"audit": _answer(request)}
+        answer: dict[str, Any] = {"audit": dataclasses.asdict(_answer(request))}
     except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError) as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     Path(answer_path).write_text(json.dumps(answer))
     return 0
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def _answer(request: dict[str, Any]) -> report.Audit:
     target = chip(request["target"])
     given = devices(target, request["topology"])
     if "program" in request:
@@ -56,8 +57,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         request["parts"] = part_names(step, shapes)
     else:
         step, shapes, given = _exported(request, given)
-    found = compile_step(step, shapes, target, len(given), request)
-    return json.loads(found.to_json())
+    return compile_step(step, shapes, target, len(given), request)
 
 
 def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list[Any]]:
