@@ -257,14 +257,6 @@ class _Taps:
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What of a layer's call is fixed while tracing; there are no axes where only magnitudes are measured."""
-
-    recipe: Recipe | None = None
-    dims: Dimensions | None = None
-
-
 def _contract(
     backend: Backend, site: Contraction, eqn: Any, operands: list[Any], state: Mapping[str, Array], *rest: Any
 ) -> Array:
@@ -277,8 +269,8 @@ def _contract(
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
         out = contract.contract(backend, site, eqn, operands, flat(own), *rest)
-    # All groups have the record of the whole.
-    return _tap_all(_Static(), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
+    # Magnitudes alone, in which all groups have the record of the whole.
+    return _tap_all(_Tap(_FLOAT), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
 
 
 class _Tapped(Backend):
@@ -296,23 +288,67 @@ class _Tapped(Backend):
         """Compute a contraction and tap it; see ``Backend.contract``."""
         state: dict[str, Any] = dict(given.state or {})
         probe = state.pop(HEALTH)[PROBE]
-        static = _Static()
         if given.recipe.name == _FLOAT.name:
             dtypes, place = (product.precision, product.dtype), given.how.out_sharding
             out = jax.lax.dot_general(lhs, rhs, product.numbers, *dtypes, out_sharding=place)
         else:
-            static = _Static(given.recipe, Dimensions.of(product.numbers, lhs.ndim, rhs.ndim))
             out = self._backend.contract(lhs, rhs, product, dataclasses.replace(given, state=state))
-        return _tap_all(static, out, probe, state, lhs, rhs)
+        return _tap_all(
+            _Tap(given.recipe, Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)), out, probe, state, lhs, rhs
+        )
 
 
-def _tap_all(static: _Static, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
-    forward, backward = _observe_forward(static, jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), state)
-    return _tap(static, out, probe, forward, backward)
+@dataclasses.dataclass(frozen=True)
+class _Tap:
+    """What of a layer's call is fixed while tracing: its recipe, and its axes where tensors are quantized."""
+
+    recipe: Recipe
+    dims: Dimensions = Dimensions((), (), (), (), 0, 0)
+
+    def measure(
+        self, name: str, x: Array, axes: tuple[Any, Any], state: Mapping[str, Any], original: Array | None = None
+    ) -> tuple[Array, QTensor | None]:
+        """Quantize a tensor as the recipe says, with the delayed scale of this step where there is one, and record it.
+
+        Args:
+          name: of the tensor.
+          x: the tensor.
+          axes: its contraction and batch axes.
+          state: quant state of the layer.
+          original: the tensor whose amax is meant, where that is not ``x``.
+
+        Returns:
+          The record, and the quantized tensor, None where the recipe leaves it in float.
+        """
+        spec = _specs_of(self.recipe)[name]
+        if spec is None:
+            return record(x, None, None, original), None
+        read = {field: value for field, value in state.get(name, {}).items() if field in _READ}
+        tensor, _ = quantize_operand(
+            x,
+            spec,
+            axes[0],
+            recipe=self.recipe,
+            batch=axes[1],
+            state=read if spec.scaling == "delayed" else None,
+            key=content_key(x) if spec.rounding == "stochastic" else None,
+            floor=SMALLEST_GRADIENT_SCALE if name == "output_grad" else SMALLEST_SCALE,
+        )
+        return record(x, spec, tensor, original), tensor
+
+
+def _tap_all(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    """Record activation and weight, and hand on what the output gradient's quantization reads."""
+    dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
+    left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
+    right, kernel = static.measure("kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)
+    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # for its scale: what is not read of it, XLA drops
+    state = {name: state[name] for name in state if name == "output_grad"}
+    return _tap(static, out, probe, jnp.concatenate([left, right]), (kept, state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tap(static: _Static, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
+def _tap(static: _Tap, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
     """Return ``out``. The cotangent of ``probe`` is the layer's three records."""
     return out
 
@@ -322,67 +358,15 @@ def _tap_fwd(static, out, probe, forward, backward):
 
 
 def _tap_bwd(static, residuals, grad):
-    forward, backward = residuals
-    return grad, jnp.concatenate([forward, _observe_gradient(static, grad, *backward)]), None, None
+    forward, (kernel, state) = residuals
+    spec, (dims, _), aligned = _specs_of(static.recipe)["output_grad"], static.dims.for_dlhs(), grad
+    if kernel is not None and spec is not None:
+        aligned, kept = align(grad, kernel, dims, static.recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
+        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
+            aligned = aligned * kept.scale.reshape(())
+    axes = dims.lhs_contract, dims.lhs_batch
+    backward, _ = static.measure("output_grad", aligned, axes, state, original=grad)
+    return grad, jnp.concatenate([forward, backward]), None, None
 
 
 _tap.defvjp(_tap_fwd, _tap_bwd)
-
-
-# -- records -----------------------------------------------------------------------------------------------------------
-
-
-def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: Mapping[str, Any]):
-    """Record activation and weight; also return what the output gradient's quantization reads."""
-    specs, recipe, dims = _specs_of(static.recipe), static.recipe, static.dims
-    q_lhs = q_rhs = None
-    if dims is not None:
-        q_lhs = _quantize(recipe, "input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
-        q_rhs = _quantize(recipe, "kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)
-    records = jnp.concatenate([record(lhs, specs["input"], q_lhs), record(rhs, specs["kernel"], q_rhs)])
-    reuses = recipe is not None and recipe.dlhs.rhs == FORWARD
-    # The qvalues are kept for their scale; what is not read of them, XLA drops.
-    return records, (q_rhs if reuses else None, {name: state[name] for name in state if name == "output_grad"})
-
-
-def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, state: Mapping[str, Any]) -> Array:
-    recipe, spec = static.recipe, _specs_of(static.recipe)["output_grad"]
-    if recipe is None or static.dims is None or spec is None:
-        return record(grad, None, None)
-    dims, _ = static.dims.for_dlhs()
-    aligned = grad
-    if kernel is not None:
-        aligned, kept = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
-        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
-            aligned = aligned * kept.scale.reshape(())
-    tensor = _quantize(recipe, "output_grad", aligned, (dims.lhs_contract, dims.lhs_batch), state)
-    return record(aligned, spec, tensor, original=grad)
-
-
-def _quantize(
-    recipe: Recipe | None, name: str, x: Array, axes: tuple[tuple[int, ...], tuple[int, ...]], state: Mapping[str, Any]
-) -> QTensor | None:
-    """Quantize as the recipe says, with the delayed scale of this step where there is one.
-
-    Args:
-      recipe: of the layer; None leaves it in float, as it may the tensor.
-      name: of the tensor.
-      x: the tensor.
-      axes: its contraction and batch axes.
-      state: quant state of the layer.
-    """
-    spec = _specs_of(recipe)[name]
-    if recipe is None or spec is None:
-        return None
-    read = {field: value for field, value in state.get(name, {}).items() if field in _READ}
-    tensor, _ = quantize_operand(
-        x,
-        spec,
-        axes[0],
-        recipe=recipe,
-        batch=axes[1],
-        state=read if spec.scaling == "delayed" else None,
-        key=content_key(x) if spec.rounding == "stochastic" else None,
-        floor=SMALLEST_GRADIENT_SCALE if name == "output_grad" else SMALLEST_SCALE,
-    )
-    return tensor
