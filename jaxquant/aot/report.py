@@ -141,12 +141,11 @@ def _matmul_rows(program: Program) -> list[Row]:
 
 def _added_up(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
     """Add up (what, times, size of one) by what it is."""
-    found: dict[Any, list[int]] = {}
-    for what, times, size in runs:
-        total = found.setdefault(what, [0, 0])
-        total[0] += times
-        total[1] += times * size
-    return ((what, times, size) for what, (times, size) in found.items())
+    times, sizes = collections.Counter[Any](), collections.Counter[Any]()
+    for what, n, size in runs:
+        times[what] += n
+        sizes[what] += n * size
+    return ((what, times[what], sizes[what]) for what in times)
 
 
 def _kernel_rows(program: Program) -> list[Row]:
@@ -187,19 +186,16 @@ def _largest_moves(program: Program) -> list[Row]:
 
 def layer_rows(audit: Audit) -> list[Row]:
     """List for each layer the dtypes in which its matmuls run, by pass."""
-    found: dict[str, dict[str, collections.Counter[str]]] = {}
+    found = collections.defaultdict[str, Any](lambda: collections.defaultdict(collections.Counter))
     for row in audit.matmuls:
-        passes = found.setdefault(row["layer"], {})
-        passes.setdefault(row["pass"], collections.Counter())[row["dtypes"]] += 1
-    merged = {tuple(each.split(" → ")) for each in audit.outcome.merged}
-    for path, host in merged:
+        found[row["layer"]][row["pass"]][row["dtypes"]] += 1
+    for path, host in {tuple(each.split(" → ")) for each in audit.outcome.merged}:
         name, phase = layer(path)
-        found.setdefault(name, {}).setdefault(phase, collections.Counter())[f"in {host}"] += 1
-    rows = []
-    for name, passes in sorted(found.items()):
-        cells = {phase: _counted(passes.get(phase, {})) for phase in ("forward", "recomputed", "backward")}
-        rows.append({"layer": name} | cells)
-    return rows
+        found[name][phase][f"in {host}"] += 1
+    phases = ("forward", "recomputed", "backward")
+    return [
+        {"layer": name} | {phase: _counted(passes[phase]) for phase in phases} for name, passes in sorted(found.items())
+    ]
 
 
 def _counted(counts: Any) -> str:
