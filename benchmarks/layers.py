@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ import jax.numpy as jnp
 
 from benchmarks.schemes import UNQUANTIZED, Row, Scheme
 from jaxquant import state as quantization_state
-from jaxquant.audit.cost import inlined_lines, program_lines, saved_for_backward
+from jaxquant.audit.cost import program_lines, saved_for_backward
 from jaxquant.inject.model import maybe_quantize_model
+
+_FUNCTION = re.compile(r"""\s*func\.func (?:public |private )?@("[^"]+"|[\w.$-]+)\(""")
+_CALL = re.compile(r"""\b(?:func\.)?call @("[^"]+"|[\w.$-]+)\(""")
 
 
 class _Stack(nn.Module):
@@ -40,6 +44,36 @@ def stack_loss(scheme: Scheme, widths: tuple[int, ...]) -> tuple[Callable[..., A
         return out.astype(jnp.float32).sum()
 
     return loss, (params, state, x)
+
+
+def inlined_lines(text: str) -> int:
+    """Count the operations' lines of a StableHLO module as if every call were replaced by the body of its function.
+
+    Args:
+      text: of the module, as ``lowered.as_text()`` returns it.
+
+    Raises:
+      ValueError: there is no function ``main``.
+    """
+    bodies: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if found := _FUNCTION.match(line):
+            name = found[1]
+            bodies[name] = []
+        elif name and line.strip() not in ("", "}") and not line.strip().startswith("return "):
+            bodies[name].append(line)
+    if "main" not in bodies:
+        raise ValueError(f"StableHLO module has no function @main, only {sorted(bodies)}")
+    counts: dict[str, int] = {}
+
+    def count(function: str) -> int:
+        if function not in counts:
+            calls = [_CALL.search(line) for line in bodies[function]]
+            counts[function] = sum(count(call[1]) if call else 1 for call in calls)
+        return counts[function]
+
+    return count("main")
 
 
 def measure_trace(chosen: Sequence[Scheme], layers: int = 4) -> list[Row]:

@@ -69,11 +69,7 @@ def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
             return max([_print_largest(*step, options) for step in _steps(options)])
         return max(_print_audit(found, options) for found in audits(options))  # every one is printed
 
-    return terminal.run(
-        run,
-        also=(ModuleNotFoundError, RuntimeError),
-        interrupted="interrupted",
-    )
+    return terminal.run(run, also=(ModuleNotFoundError, RuntimeError), interrupted="interrupted")
 
 
 def audits(options: argparse.Namespace) -> Iterator[report.Audit]:

@@ -58,7 +58,7 @@ class Chip:
       clock: cycles a second of a TPU.
       domain: chips that NVLink connects, 0 where all links are of one kind.
       network: bytes/s that a chip sends one way beyond its domain.
-      shares: of peak rates (``memory``: of the bandwidth) that programs achieve.
+      shares: of peak rates (``memory``: of the bandwidth) that programs achieve; 1 where there is none.
     """
 
     platform: Platform
@@ -73,10 +73,6 @@ class Chip:
     domain: int = 0
     network: float = 0.0
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def achieved(self, kind: str) -> float:
-        """Return the share of a peak rate, or of the bandwidth of ``memory``, that is achieved."""
-        return self.shares.get(kind, 1.0)
 
 
 def _peak(bf16: float, fp8: float, int8: float, f32: float, fp4: float | None = None) -> dict[str, float]:

@@ -21,7 +21,6 @@ from jaxquant.aot.report import Audit, from_json
 from jaxquant.aot.topology import environment, require_compiler
 
 _RAISED = (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError)
-_ERRORS = {error.__name__: error for error in _RAISED}
 
 
 def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = "") -> Audit:
@@ -57,8 +56,7 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
     def flat(*leaves: Any) -> Any:
         return jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves)))  # export knows no node types of others
 
-    custom_calls = jax.export.DisabledSafetyCheck.custom_call
-    kernel_calls = [custom_calls(each) for each in _KERNEL_CALLS]
+    kernel_calls = [jax.export.DisabledSafetyCheck.custom_call(each) for each in _KERNEL_CALLS]
     meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     if len(meshes) > 1:
         raise ValueError(f"the shapes lie on {len(meshes)} different meshes; give them shardings over one AbstractMesh")
@@ -68,12 +66,8 @@ def audit(step: Any, *shapes: Any, target: str, topology: str = "", name: str = 
         for (name, size), kind in zip(each.shape.items(), each.axis_types, strict=True)
     ]
     exported = jax.export.export(jax.jit(flat), platforms=[described.platform], disabled_checks=kernel_calls)(*leaves)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step"
-        path.write_bytes(bytes(exported.serialize()))
-        label = name or getattr(step, "__name__", "step")
-        request = {"exported": str(path), "donated": donated, "mesh": mesh, "name": label, "parts": names}
-        return _run_worker(request | {"target": target, "topology": topology}, folder)
+    request = {"donated": donated, "mesh": mesh, "name": name or getattr(step, "__name__", "step"), "parts": names}
+    return _run_worker(request | {"target": target, "topology": topology}, bytes(exported.serialize()))
 
 
 _KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "LayoutConstraint", BLOCK_CALLS[0])
@@ -103,24 +97,25 @@ def audit_program(
     """
     require_compiler(chip(target))
     request = {"program": program, "config": config, "overrides": list(overrides), "name": name or Path(config).stem}
+    return _run_worker(request | {"target": target, "topology": topology})
+
+
+def _run_worker(request: dict[str, Any], exported: bytes = b"") -> Audit:
+    """Run a worker process on a request, with the exported step that it is about, and read its answer."""
     with tempfile.TemporaryDirectory() as folder:
-        return _run_worker(request | {"target": target, "topology": topology}, folder)
-
-
-def _run_worker(request: dict[str, Any], folder: str) -> Audit:
-    """Run a worker process and read its answer."""
-    asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
-    asked.write_text(json.dumps(request))
-    command = [sys.executable, "-m", "jaxquant.aot.worker", str(asked), str(answered)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    if done.returncode or not answered.is_file():
+        asked, answered, step = (Path(folder) / name for name in ("request.json", "answer.json", "step"))
+        asked.write_text(json.dumps(request | {"exported": str(step)}))
+        step.write_bytes(exported)
+        command = [sys.executable, "-m", "jaxquant.aot.worker", str(asked), str(answered)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        answer = json.loads(answered.read_text()) if answered.is_file() else None
+    if done.returncode or answer is None:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]+Error\b", line)]  # XLA's own trace is behind it
         raise RuntimeError(
             f"compiling {request['name']!r} for {request['target']} ended with status {done.returncode}: "
             f"{(errors or lines or ['no message'])[-1]}"
         )
-    answer = json.loads(answered.read_text())
     if "error" in answer:
-        raise _ERRORS.get(answer["error"], ValueError)(answer["text"])
+        raise {error.__name__: error for error in _RAISED}.get(answer["error"], ValueError)(answer["text"])
     return from_json(answer["audit"])

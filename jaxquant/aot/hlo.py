@@ -82,8 +82,7 @@ class Instruction:
     @property
     def cycles(self) -> int:
         """The TPU compiler's own estimate of one run, 0 where it makes none."""
-        found = _CYCLES.search(self.rest)
-        cycles = int(found[1]) if found else 0
+        cycles = int(self._attribute(_CYCLES) or 0)
         return cycles if cycles < _NO_ESTIMATE else 0
 
     @property
@@ -93,12 +92,14 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        found = _TARGET.search(self.rest)
-        return found[1] if found else ""
+        return self._attribute(_TARGET)
 
     @property
     def op_name(self) -> str:
-        found = _OP_NAME.search(self.rest)
+        return self._attribute(_OP_NAME)
+
+    def _attribute(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.search(self.rest)
         return found[1] if found else ""
 
 

@@ -63,10 +63,12 @@ def estimate(chip: Chip, program: Program, at_peak: bool = False, devices: int =
       devices: of the program.
     """
 
-    def rate(*kinds: str) -> float:
-        return min(chip.peak[each] * (1.0 if at_peak else chip.achieved(each)) for each in kinds)
+    shares = {} if at_peak else chip.shares
 
-    bandwidth = chip.bandwidth * (1.0 if at_peak else chip.achieved("memory"))
+    def rate(*kinds: str) -> float:
+        return min(chip.peak[each] * shares.get(each, 1.0) for each in kinds)
+
+    bandwidth = chip.bandwidth * shares.get("memory", 1.0)
     is_clocked = chip.clock > 0 and not at_peak
     seconds, bf16, memory = 0.0, 0.0, program.prefetched / bandwidth
     for matmul in program.matmuls:

@@ -24,22 +24,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _PREFETCHES = ("copy-start", "slice-start", "async-start")
 _FREE = frozenset(
-    [
-        "parameter",
-        "constant",
-        "iota",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "opt-barrier",
-        "optimization-barrier",
-        "after-all",
-        "add-dependency",
-        "domain",
-        "partition-id",
-        "replica-id",
-        "rng-get-and-update-state",
-    ]
+    {"parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier"}
+    | {"after-all", "add-dependency", "domain", "partition-id", "replica-id", "rng-get-and-update-state"}
 )
 """Instructions that move nothing: names for what is there, or the end of a move already counted."""
 
@@ -205,26 +191,25 @@ def _trips(module: Module, instruction: Instruction) -> int:
 def _walk(module: Module, name: str, times: int, prefix: str | None, program: Program) -> None:
     computation = module.computations[name]
     for instruction in computation.values():
-        opcode = instruction.opcode.removesuffix("-start")
+        opcode = _kind(instruction)
         path = _join(prefix, instruction.op_name)
         if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             continue
-        if opcode in ("while", "call", "conditional", "async"):
-            trips = _trips(module, instruction) if opcode == "while" else 1
-            inner = path if prefix is not None and opcode == "call" else prefix
-            roles = CALLED.findall(instruction.rest)
-            is_loop = opcode == "while"  # its condition, a comparison of scalars, is not counted
-            for called in [name for role, name in roles if role == "body"] if is_loop else instruction.called:
-                _walk(module, called, times * trips, inner, program)
+        if opcode == "while":  # its condition, a comparison of scalars, is not counted
+            body = next(name for role, name in CALLED.findall(instruction.rest) if role == "body")
+            _walk(module, body, times * _trips(module, instruction), prefix, program)
             continue
-        if opcode in COLLECTIVES:
-            program.collectives.append(_collective(computation, instruction, opcode, path, times))
+        if opcode in ("call", "conditional", "async"):
+            for called in instruction.called:
+                _walk(module, called, times, path if prefix is not None and opcode == "call" else prefix, program)
             continue
         if instruction.opcode in _PREFETCHES:
             program.prefetched += times * _prefetched(computation, instruction)
             continue
-        matmuls = _matmuls(module, computation, instruction, path, times)
-        collectives = _fused_collectives(module, instruction, path, times)
+        opened = list(_opened(module, computation, instruction, path))
+        matmuls = [_matmul(*each, times) for each in opened if _is_matmul(*each[1:])]
+        sent = [each for each in opened if _kind(each[1]) in COLLECTIVES]
+        collectives = [_collective(*each, times, is_fused=each[1] is not instruction) for each in sent]
         program.collectives += collectives
         target = instruction.target
         if (collectives and not matmuls) or kernels.is_nothing(target):
@@ -255,20 +240,20 @@ def _join(prefix: str | None, name: str) -> str:
     return "/".join(filter(None, (prefix, name)))
 
 
-def _matmuls(module: Module, computation: Computation, instruction: Instruction, path: str, times: int) -> list[Matmul]:
-    """List the matmuls that an instruction is or holds."""
-    if instruction.opcode in ("dot", "convolution", "ragged-dot") or kernels.product(instruction.target, path):
-        return [_matmul(computation, instruction, path, times)]
-    inside = _inside(module, instruction, path)
-    return [matmul for inner, each, name in inside for matmul in _matmuls(module, inner, each, name, times)]
-
-
-def _inside(module: Module, instruction: Instruction, path: str) -> Iterator[tuple[Computation, Instruction, str]]:
-    """Yield the instructions of a fusion, each with its computation and path; none for another instruction."""
+def _opened(
+    module: Module, computation: Computation, instruction: Instruction, path: str
+) -> Iterator[tuple[Computation, Instruction, str]]:
+    """Yield an instruction with its computation and path, and where it is a fusion all that it holds."""
+    yield computation, instruction, path
     for called in instruction.called if instruction.opcode == "fusion" else ():
         inner = module.computations[called]
         for each in inner.values():
-            yield inner, each, each.op_name or path
+            yield from _opened(module, inner, each, each.op_name or path)
+
+
+def _is_matmul(instruction: Instruction, path: str) -> bool:
+    is_product = instruction.opcode in ("dot", "convolution", "ragged-dot")
+    return is_product or bool(kernels.product(instruction.target, path))
 
 
 def _matmul(computation: Computation, instruction: Instruction, path: str, times: int) -> Matmul:
@@ -339,16 +324,8 @@ def _part_written(inner: Computation, result: Instruction) -> int:
     return result.bytes
 
 
-def _fused_collectives(module: Module, instruction: Instruction, path: str, times: int) -> list[Collective]:
-    """List the collectives that a fusion holds."""
-    found = []
-    for inner, each, name in _inside(module, instruction, path):
-        found += _fused_collectives(module, each, name, times)
-        kind = each.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            is_scattered = kind == "all-reduce" and _is_only_sliced(inner, each.name)
-            found.append(_collective(inner, each, "reduce-scatter" if is_scattered else kind, name, times))
-    return found
+def _kind(instruction: Instruction) -> str:
+    return instruction.opcode.removesuffix("-start")
 
 
 def _is_only_sliced(inner: Computation, name: str) -> bool:
@@ -357,13 +334,20 @@ def _is_only_sliced(inner: Computation, name: str) -> bool:
     return bool(users) and all(each.opcode == "dynamic-slice" or _is_only_sliced(inner, each.name) for each in users)
 
 
-def _collective(computation: Computation, instruction: Instruction, kind: str, path: str, times: int) -> Collective:
-    """Describe a communication. The result of an asynchronous one is a tuple, its operands first."""
-    operands = [computation[name] for name in instruction.operands]
-    arrays = [array for operand in operands for array in operand.arrays]
+def _collective(
+    computation: Computation, instruction: Instruction, path: str, times: int, *, is_fused: bool
+) -> Collective:
+    """Describe a communication. The result of an asynchronous one is a tuple, its operands first.
+
+    An all-reduce is a reduce-scatter where slices are all that the fusion around it keeps.
+    """
+    kind = _kind(instruction)
+    arrays = [array for name in instruction.operands for array in computation[name].arrays]
     if kind == "all-gather":
         results = [array for array in instruction.arrays if array.shape]
-        arrays = results[-len(operands) :] if results else arrays
+        arrays = results[-len(instruction.operands) :] if results else arrays
+    if is_fused and kind == "all-reduce" and _is_only_sliced(computation, instruction.name):
+        kind = "reduce-scatter"
     dtypes = sorted({array.dtype for array in arrays})
     size = sum(array.bytes for array in arrays)
     return Collective(kind, "+".join(dtypes), size, path, times, members(instruction.rest))

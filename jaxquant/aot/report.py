@@ -71,19 +71,19 @@ class Audit:
     fits: bool
     refusal: str
     memory: dict[str, int]
-    matmuls: list[Row]
-    counts: dict[str, int] | None
     outcome: Outcome
-    moved: int | None
-    big_moves: int | None
-    moves: int | None
-    largest_moves: list[Row]
-    collectives: list[Row]
-    roofline: Roofline | None
-    bf16_matmul: float | None
     compile_seconds: float
     versions: dict[str, str]
     unquantized: Audit | None = None
+    matmuls: list[Row] = dataclasses.field(default_factory=list)
+    counts: dict[str, int] | None = None
+    moved: int | None = None
+    big_moves: int | None = None
+    moves: int | None = None
+    largest_moves: list[Row] = dataclasses.field(default_factory=list)
+    collectives: list[Row] = dataclasses.field(default_factory=list)
+    roofline: Roofline | None = None
+    bf16_matmul: float | None = None
     at_peak: Roofline | None = None
     kernels: list[Row] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
@@ -112,7 +112,23 @@ def from_json(data: Row) -> Audit:
     return build(Audit, data)
 
 
-def matmul_rows(program: Program) -> list[Row]:
+def figures(program: Program) -> Row:
+    """Return the fields of an audit that say what a compiled step does."""
+    return {
+        "matmuls": _matmul_rows(program),
+        "counts": program.count(),
+        "moved": program.moved,
+        "big_moves": program.big_moves,
+        "moves": sum(move.times for move in program.moves),
+        "largest_moves": _largest_moves(program),
+        "collectives": _collective_rows(program),
+        "kernels": _kernel_rows(program),
+        "unknown": program.unknown,
+        "cycles": list(program.cycles) if any(program.cycles) else None,
+    }
+
+
+def _matmul_rows(program: Program) -> list[Row]:
     """List matmuls with the layer and the pass they belong to."""
     rows: list[Row] = []
     for matmul in program.matmuls:
@@ -125,15 +141,14 @@ def matmul_rows(program: Program) -> list[Row]:
 
 def _added_up(runs: Iterable[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
     """Add up (what, times, size of one) by what it is."""
-    found: dict[Any, list[int]] = {}
-    for what, times, size in runs:
-        total = found.setdefault(what, [0, 0])
-        total[0] += times
-        total[1] += times * size
-    return ((what, times, size) for what, (times, size) in found.items())
+    times, sizes = collections.Counter[Any](), collections.Counter[Any]()
+    for what, n, size in runs:
+        times[what] += n
+        sizes[what] += n * size
+    return ((what, times[what], sizes[what]) for what in times)
 
 
-def kernel_rows(program: Program) -> list[Row]:
+def _kernel_rows(program: Program) -> list[Row]:
     """Add custom calls that multiply up by what they are."""
     found = _added_up((each.name, each.times, each.flops) for each in program.kernels)
     return [{"kernel": name, "times": n, "TFLOP": round(flops / 1e12, 3)} for name, n, flops in found]
@@ -156,14 +171,14 @@ def memory_rows(audit: Audit) -> list[Row]:
     return [row | {"bytes": _gb(row["bytes"])} for row in rows]
 
 
-def collective_rows(program: Program) -> list[Row]:
+def _collective_rows(program: Program) -> list[Row]:
     """Add collectives up by kind and dtype."""
     found = _added_up(((each.kind, each.dtype), each.times, each.bytes) for each in program.collectives)
     rows = ({"kind": kind, "dtype": dtype, "times": n, "bytes": size} for (kind, dtype), n, size in found)
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def largest_moves(program: Program) -> list[Row]:
+def _largest_moves(program: Program) -> list[Row]:
     """List the ten instructions that move most in a step."""
     moves = sorted(program.moves, key=lambda move: -move.bytes * move.times)[:10]
     return [{"kind": m.kind, "times": m.times, "bytes": m.bytes, "types": m.types, "path": m.path} for m in moves]
@@ -171,19 +186,16 @@ def largest_moves(program: Program) -> list[Row]:
 
 def layer_rows(audit: Audit) -> list[Row]:
     """List for each layer the dtypes in which its matmuls run, by pass."""
-    found: dict[str, dict[str, collections.Counter[str]]] = {}
+    found = collections.defaultdict[str, Any](lambda: collections.defaultdict(collections.Counter))
     for row in audit.matmuls:
-        passes = found.setdefault(row["layer"], {})
-        passes.setdefault(row["pass"], collections.Counter())[row["dtypes"]] += 1
-    merged = {tuple(each.split(" → ")) for each in audit.outcome.merged}
-    for path, host in merged:
+        found[row["layer"]][row["pass"]][row["dtypes"]] += 1
+    for path, host in {tuple(each.split(" → ")) for each in audit.outcome.merged}:
         name, phase = layer(path)
-        found.setdefault(name, {}).setdefault(phase, collections.Counter())[f"in {host}"] += 1
-    rows = []
-    for name, passes in sorted(found.items()):
-        cells = {phase: _counted(passes.get(phase, {})) for phase in ("forward", "recomputed", "backward")}
-        rows.append({"layer": name} | cells)
-    return rows
+        found[name][phase][f"in {host}"] += 1
+    phases = ("forward", "recomputed", "backward")
+    return [
+        {"layer": name} | {phase: _counted(passes[phase]) for phase in phases} for name, passes in sorted(found.items())
+    ]
 
 
 def _counted(counts: Any) -> str:
@@ -232,16 +244,12 @@ _KNOWN_OF_REFUSED = ("peak memory", "compiled in")
 
 def summary_rows(audit: Audit) -> list[Row]:
     """List the figures of an audit beside those of the unquantized step; "–" is one that a refused step lacks."""
-    columns = {"quantized" if audit.unquantized else "step": audit}
-    if audit.unquantized:
-        columns["unquantized"] = audit.unquantized
-    rows: list[Row] = []
-    for name, write in _FIGURES.items():
-        is_known = {column: not each.refusal or name in _KNOWN_OF_REFUSED for column, each in columns.items()}
-        rows.append(
-            {"": name} | {column: write(columns[column]) if known else "–" for column, known in is_known.items()}
-        )
-    return rows
+    columns = {"quantized": audit, "unquantized": audit.unquantized} if audit.unquantized else {"step": audit}
+
+    def cell(each: Audit, name: str) -> str:
+        return _FIGURES[name](each) if not each.refusal or name in _KNOWN_OF_REFUSED else "–"
+
+    return [{"": name} | {column: cell(each, name) for column, each in columns.items()} for name in _FIGURES]
 
 
 def memory_text(audit: Audit) -> str:
@@ -301,19 +309,14 @@ def assumptions(target: str) -> list[str]:
     links = f"links {described.link / 2e9:.0f} GB/s one way"
     if described.domain:
         links += f" among {described.domain} chips, {described.network / 1e9:.0f} GB/s beyond"
-    figures = f"{target}, per chip: peak TFLOP/s {rates}; {memory}; {links}."
-    shares = (
-        [f"Shares achieved: {', '.join(f'{n} {s:.1%}' for n, s in described.shares.items())}."]
-        if described.shares
-        else []
-    )
-    clock = [f"The clock is {described.clock / 1e9:.2f} GHz."] if described.clock else []
-    shared = (
-        [f"A device is one of {described.devices} of a chip and has its share of these."]
-        if described.devices > 1
-        else []
-    )
-    return [figures, *shares, *clock, *shared, *ASSUMPTIONS[described.platform], *COMMON_ASSUMPTIONS]
+    lines = [f"{target}, per chip: peak TFLOP/s {rates}; {memory}; {links}."]
+    if described.shares:
+        lines.append(f"Shares achieved: {', '.join(f'{n} {s:.1%}' for n, s in described.shares.items())}.")
+    if described.clock:
+        lines.append(f"The clock is {described.clock / 1e9:.2f} GHz.")
+    if described.devices > 1:
+        lines.append(f"A device is one of {described.devices} of a chip and has its share of these.")
+    return [*lines, *ASSUMPTIONS[described.platform], *COMMON_ASSUMPTIONS]
 
 
 def _markdown(audit: Audit) -> list[str]:

@@ -7,10 +7,12 @@ exported function (``exported``, ``donated``, ``mesh``) or a plug-in that builds
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
 import time
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from jaxquant.aot.memory import part_names, parts
 from jaxquant.aot.outcome import compare
 from jaxquant.aot.plugin import load_program
 from jaxquant.aot.price import estimate
-from jaxquant.aot.program import Program, read_program
+from jaxquant.aot.program import read_program
 from jaxquant.aot.topology import devices
 from jaxquant.core.sharding import on_device_of
 
@@ -40,14 +42,14 @@ def main(request_path: str, answer_path: str) -> int:
     """
     request = json.loads(Path(request_path).read_text())
     try:
-        answer: dict[str, Any] = {"audit": _answer(request)}
+        answer: dict[str, Any] = {"audit": dataclasses.asdict(_answer(request))}
     except (ValueError, TypeError, NotImplementedError, OSError, ModuleNotFoundError) as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     Path(answer_path).write_text(json.dumps(answer))
     return 0
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def _answer(request: dict[str, Any]) -> report.Audit:
     target = chip(request["target"])
     given = devices(target, request["topology"])
     if "program" in request:
@@ -55,8 +57,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         request["parts"] = part_names(step, shapes)
     else:
         step, shapes, given = _exported(request, given)
-    found = compile_step(step, shapes, target, len(given), request)
-    return json.loads(found.to_json())
+    return compile_step(step, shapes, target, len(given), request)
 
 
 def _exported(request: dict[str, Any], given: list[Any]) -> tuple[Any, Any, list[Any]]:
@@ -97,7 +98,7 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
     with on_device_of(shapes):
         lowered = step.lower(*shapes)
     asked = read_program(lowered.compiler_ir("hlo").as_hlo_module().to_string(), is_optimized=False)
-    program, memory, refusal = None, {}, ""
+    made, memory, figures, refusal = asked, {}, {}, ""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -107,11 +108,10 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
             raise
         refusal = " ".join(str(error).split())
     else:
-        program = read_program(compiled.as_text())
-        memory = _memory(compiled.memory_analysis(), target)
-    roofline, bf16 = (None, None) if program is None else estimate(target, program, devices=count)
-    at_peak = None if program is None else estimate(target, program, at_peak=True, devices=count)[0]
-    made = program or Program()
+        made = read_program(compiled.as_text())
+        memory, figures = _memory(compiled.memory_analysis(), target), report.figures(made)
+        figures["roofline"], figures["bf16_matmul"] = estimate(target, made, devices=count)
+        figures["at_peak"], _ = estimate(target, made, at_peak=True, devices=count)
     return report.Audit(
         name=request["name"],
         target=request["target"],
@@ -120,23 +120,11 @@ def compile_step(step: Any, shapes: Any, target: Chip, count: int, request: dict
         fits=not refusal and memory["peak"] <= memory["capacity"],
         refusal=refusal,
         memory=memory,
-        matmuls=report.matmul_rows(made),
-        counts=None if program is None else program.count(),
-        outcome=compare(asked, asked, 1) if program is None else compare(asked, program, count),
-        moved=None if program is None else program.moved,
-        big_moves=None if program is None else program.big_moves,
-        moves=None if program is None else sum(move.times for move in program.moves),
-        largest_moves=report.largest_moves(made),
-        collectives=report.collective_rows(made),
-        roofline=roofline,
-        bf16_matmul=bf16,
+        outcome=compare(asked, made, 1 if refusal else count),
         compile_seconds=round(time.perf_counter() - began, 1),
-        at_peak=at_peak,
-        kernels=report.kernel_rows(made),
-        unknown=made.unknown,
-        cycles=list(made.cycles) if any(made.cycles) else None,
         parts=parts(request["parts"], shapes, count) if "parts" in request else [],
-        versions={name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
+        versions={name: found.version for name in PACKAGES for found in Distribution.discover(name=name)},
+        **figures,
     )
 
 
@@ -148,10 +136,6 @@ def _unreadable(target: str) -> str:
         f"target {target!r}: jax {jax_version} cannot read the program that libtpu {libtpu} compiled, it is made for "
         f"{wanted or 'another'}; pip install 'jax[tpu]=={jax_version}'"
     )
-
-
-def _is_installed(package: str) -> bool:
-    return any(True for _ in importlib.metadata.Distribution.discover(name=package))
 
 
 def _memory(stats: Any, target: Chip) -> dict[str, int]:

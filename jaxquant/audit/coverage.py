@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxquant.audit import whole
-from jaxquant.audit.dataflow import Value, ancestors, graph
+from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction, label_contractions
 from jaxquant.audit.parameters import Reading, input_names
 from jaxquant.audit.rows import MATMULS, Coverage, Row
@@ -18,6 +17,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.dtypes import element
 from jaxquant.core.matmul_dtypes import MatmulDtypes, matmul_dtypes
+from jaxquant.core.recipe import Recipe
 from jaxquant.trace.decisions import structural_exclusion, unsupported_reason
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
@@ -68,12 +68,14 @@ def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerRow] | None 
 
 def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerRow] | None) -> Coverage:
     reports = {report.path: report for report in layers or ()}
-    program = graph(closed, names)
-    labeled, reading = label_contractions(closed, names, program.contractions, reports, program.unread)
+    program = Graph(closed, names)
+    labeled, reading = label_contractions(closed, names, program.contractions, reports)
     asked = QuantConfig() if config is None else QuantConfig.from_any(config)
     has_config = config is not None or layers is not None
     backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
-    decide = _Decider(reports, asked.resolver(), has_config, reading, _sites(labeled), backend)
+    resolver, sites = asked.resolver(), _sites(labeled)
+    floats = {} if resolver is None or reports else resolver.float_blocks(sites, must_have=False)
+    decide = _Decider(reports, resolver, has_config, reading, sites, floats, backend)
     layers_found = _layers(labeled, decide)
     lent = _lend(layers_found, labeled, decide)
     rows = tuple(_row(each, decide, is_lent=each in lent) for each in labeled)
@@ -114,10 +116,7 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
 def _missing(
     layers: _Layers, labeled: Sequence[LabeledContraction], lent: Mapping[LabeledContraction, _Gap]
 ) -> Iterator[str]:
-    """List the layers to quantize that are not there, and of those that are there the backward matmuls that are not.
-
-    The gradient of a layer's input is wanted only where another trained layer comes before that layer.
-    """
+    """List the layers to quantize that are not there, and of those that are there the backward matmuls that are not."""
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
     has_backward = any(each.is_backward for each in labeled)
@@ -126,12 +125,18 @@ def _missing(
         if not own:
             yield name
         elif has_backward:
-            found = Counter(each.matmul for each in own if each.is_backward)
-            found.update(gap.matmul for gap in lent.values() if gap.path == path)
-            wanted = ("drhs",) if found["dlhs"] or not _comes_after(own, results) else ("dlhs", "drhs")
-            lacking = [matmul for matmul in wanted if not found[matmul]]
-            if len(lacking) > found["bwd"]:
+            found = [each.matmul for each in own if each.is_backward]
+            found += [gap.matmul for gap in lent.values() if gap.path == path]
+            lacking = [matmul for matmul in _gradients(own, results) if matmul not in found]
+            if len(lacking) > found.count("bwd"):
                 yield from (f"{name} {matmul}" for matmul in lacking)
+
+
+def _gradients(layer: Sequence[LabeledContraction], results: set[Value]) -> tuple[str, ...]:
+    """Return the gradients that are wanted of a layer: that of its input where it is computed from some of these."""
+    forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
+    is_wanted = not results.isdisjoint(ancestors(each.operands[0][0] for each in forward))
+    return ("dlhs", "drhs") if is_wanted else ("drhs",)
 
 
 # -- gradients of which nothing says whose -----------------------------------------------------------------------------
@@ -144,26 +149,24 @@ class _Gap:
     Attributes:
       path: of the layer.
       matmul: "dlhs" or "drhs".
-      out: size of its result.
-      operands: sizes of its operands, in ascending order.
-      elements: that the config wants of them.
+      use: the forward contraction.
+      elements: that the config wants of the gradient's operands.
       is_only: whether the layer has no such gradient at all.
     """
 
     path: str
     matmul: str
-    out: int
-    operands: tuple[int, ...]
+    use: LabeledContraction
     elements: tuple[str, ...]
     is_only: bool
 
     def takes(self, each: LabeledContraction) -> bool:
         """Check that a gradient can be this one: by what its scopes say, its sizes and its dtypes."""
-        contraction, found = each.contraction, _dtypes(each).elements
-        sizes = tuple(sorted((contraction.lhs.size, contraction.rhs.size)))
+        kept, grown = [value.size for value, _ in self.use.operands][:: 1 if self.matmul == "drhs" else -1]
+        sizes, found = sorted(value.size for value, _ in each.operands), each.dtypes.elements
         return (
             (each.path in ("", self.path) and each.op_label in ("", self.matmul))
-            and (contraction.out.size, sizes) == (self.out, self.operands)
+            and (each.contraction.out.size, sizes) == (grown, sorted((kept, self.use.contraction.out.size)))
             and any(_fits(order, self.elements) for order in (found, found[::-1]))
         )
 
@@ -174,16 +177,10 @@ def _lend(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decid
     A rematerialized op of another library, or of the user, has such gradients: its activations are computed again, and
     no scope names its layer.
     """
-    unnamed = [
-        each
-        for each in labeled
-        if each.is_backward and each.forward is None and _dtypes(each).is_low and decide(each) is None
-    ]
-    gaps: list[_Gap] = []
-    if unnamed:
-        results = {each.contraction.out for each in labeled if not each.is_backward and each.site is not None}
-        gaps = [gap for path, own in layers.items() for gap in _gaps(path, own, results, decide)]
-        gaps.sort(key=lambda gap: not gap.is_only)
+    unnamed = [each for each in labeled if each.forward is None and each.dtypes.is_low and decide(each) is None]
+    results = {each.contraction.out for each in labeled if not each.is_backward and each.site is not None}
+    gaps = [gap for path, own in layers.items() for gap in _gaps(path, own, results, decide)] if unnamed else []
+    gaps.sort(key=lambda gap: not gap.is_only)
     lent: dict[LabeledContraction, _Gap] = {}
     for each in sorted(unnamed, key=lambda each: sum(gap.takes(each) for gap in gaps)):
         if gap := next((gap for gap in gaps if gap.takes(each)), None):
@@ -195,26 +192,15 @@ def _lend(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decid
 def _gaps(path: str, own: Sequence[LabeledContraction], results: set[Value], decide: _Decider) -> Iterator[_Gap]:
     """Yield the gradients that a layer lacks, one for every use of it and matmul."""
     uses = [each for each in own if not each.is_backward and not each.is_recomputed and each.weight_side is not None]
-    for matmul in ("dlhs", "drhs") if _comes_after(own, results) else ("drhs",):
+    for matmul in _gradients(own, results):
         found = [each.forward for each in own if each.matmul == matmul]
         rest = [use for use in uses if use not in found]
         for use in rest[: max(len(uses) - len(found), 0)]:
-            contraction, side, decision = use.contraction, use.weight_side, decide(use)
-            if side is not None and decision is not None:
-                weight, activation = (contraction.lhs, contraction.rhs)[:: 1 if side == 0 else -1]
-                out, other = (weight, activation) if matmul == "drhs" else (activation, weight)
-                operands = tuple(sorted((other.size, contraction.out.size)))
-                yield _Gap(path, matmul, out.size, operands, decision.wanted[matmul], not found)
+            if (decision := decide(use)) is not None:
+                yield _Gap(path, matmul, use, decision.wanted[matmul], not found)
 
 
-def _comes_after(layer: Sequence[LabeledContraction], results: set[Value]) -> bool:
-    """Whether the activation of a layer is computed from some of these results."""
-    activations = [
-        (each.contraction.lhs, each.contraction.rhs)[1 - side]
-        for each in layer
-        if not each.is_backward and (side := each.weight_side) is not None
-    ]
-    return not results.isdisjoint(ancestors(activations))
+# -- what a config makes of a contraction ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +218,7 @@ class _Decider:
     has_config: bool
     reading: Reading
     sites: dict[str, list[Site]]
+    floats: dict[str, str]
     backend: Backend
 
     @property
@@ -249,17 +236,22 @@ class _Decider:
             return None
         assert forward.site is not None
         decision = self.resolver(each.path, forward.site.out_features)
-        recipe = decision.recipe
-        if recipe is None:
-            return _Decision(dict.fromkeys(MATMULS, ()), decision.reason)
-        sites = self.sites[forward.path]
-        excluded = _complex(forward) or structural_exclusion(self.reading.analysis, sites)
-        excluded = excluded or unsupported_reason(sites, recipe, self.backend)
-        if decision.rule is None and excluded and not _dtypes(forward).is_low:
-            # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
-            return _Decision(dict.fromkeys(MATMULS, ()), excluded)
+        recipe, reason = decision.recipe, decision.reason
+        if recipe is not None and decision.rule is None:
+            excluded = self.floats.get(each.path, "")
+            if not excluded and not forward.dtypes.is_low:
+                # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
+                excluded = self._exclusion(forward, recipe)
+            recipe, reason = (None, excluded) if excluded else (recipe, reason)
         wanted = {name: dtypes.elements for name, dtypes in matmul_dtypes(recipe).items()}
-        return _Decision(wanted, _reason(recipe.name, decision.reason))
+        return _Decision(wanted, _reason(recipe and recipe.name, reason))
+
+    def _exclusion(self, forward: LabeledContraction, recipe: Recipe) -> str:
+        """Return why a layer stays in float for what it is, "" where it does not."""
+        if any(value.dtype.startswith("complex") for value, _ in forward.operands):
+            return NOT_FLOAT
+        sites = self.sites[forward.path]
+        return structural_exclusion(self.reading, sites) or unsupported_reason(sites, recipe, self.backend)
 
 
 def _reason(recipe: str | None, reason: str) -> str:
@@ -268,52 +260,17 @@ def _reason(recipe: str | None, reason: str) -> str:
 
 def _is_layer(forward: LabeledContraction) -> bool:
     """Whether rules decide over a forward contraction: floats, contracted with what parameters are made of."""
-    site, numbers = forward.site, forward.contraction.dimension_numbers
-    if site is None or site.side is None or (numbers is not None and not numbers[0][0]):
+    if forward.site is None or forward.site.side is None or forward.contraction.is_outer:
         return False
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
 
 
-def _complex(forward: LabeledContraction) -> str:
-    """Return why a contraction of complex numbers stays in float, "" for any other."""
-    operands = (forward.contraction.lhs, forward.contraction.rhs)
-    return NOT_FLOAT if any(operand.dtype.startswith("complex") for operand in operands) else ""
-
-
-def _dtypes(each: LabeledContraction) -> MatmulDtypes:
-    left, right = (found.dtype for found in (each.origins[::-1] if each.swapped else each.origins))
-    return MatmulDtypes(left, right)
-
-
 def _row(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> Row:
-    contraction = each.contraction
-    sides = [(contraction.lhs, each.origins[0]), (contraction.rhs, each.origins[1])]
-    if each.swapped:
-        sides.reverse()
-    (lhs, left), (rhs, right) = sides
-    dtypes = _dtypes(each)
-    widened, why = _widened(each, dtypes)
-    decision = decide(each)
-    wanted: tuple[str, ...] = ()
-    fault = ""
-    if decision is not None:
-        wanted = decision.wanted["dlhs" if each.matmul == "bwd" else each.matmul]
-        choices = [decision.wanted["dlhs"], decision.wanted["drhs"]] if each.matmul == "bwd" else [wanted]
-        found = dtypes.elements or widened
-        if not any(_fits(found, choice) for choice in choices):
-            wish = " × ".join(wanted) or "float"
-            fault = f"{wish} is wanted ({decision.reason}) and {left.dtype} × {right.dtype} is there"
-        reason = decision.reason
-        if not dtypes.is_low and not wanted and any(decision.wanted.values()):
-            reason = f"{each.matmul} stays float in {decision.reason}"
-        elif widened:
-            reason = why
-    elif dtypes.is_low:
-        reason = "" if not decide.has_config else "no layer that the config knows"
-        if decide.has_config and not is_lent:
-            fault = f"float is wanted (no linear layer of the model) and {left.dtype} × {right.dtype} is there"
-    else:
-        reason = why or _float_reason(each, decide)
+    contraction, dtypes = each.contraction, each.dtypes
+    (lhs, left), (rhs, right) = each.operands
+    wanted, reason, fault = _judge(each, decide, is_lent=is_lent)
+    if fault:
+        reason = fault = f"{fault} and {left.dtype} × {right.dtype} is there"
     return Row(
         path=each.path,
         matmul=each.matmul,
@@ -324,15 +281,34 @@ def _row(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> Row:
         result_dtype=contraction.out.dtype,
         lhs_scale=left.scale,
         rhs_scale=right.scale,
-        times=contraction.times,
+        times=contraction.place.times,
         flops=contraction.flops,
         is_recomputed=each.is_recomputed,
         wanted=wanted,
-        reason=fault or reason,
+        reason=reason,
         fault=fault,
         source=contraction.source,
         has_parameter=(each.forward or each).site is not None,
     )
+
+
+def _judge(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> tuple[tuple[str, ...], str, str]:
+    """Return the operand dtypes that are wanted, the reason for those that are there, and a fault, "" for none."""
+    dtypes, decision = each.dtypes, decide(each)
+    widened, why = _widened(each, dtypes)
+    if decision is not None:
+        choices = [decision.wanted[name] for name in (("dlhs", "drhs") if each.matmul == "bwd" else (each.matmul,))]
+        wanted, found = choices[0], dtypes.elements or widened
+        is_right = any(_fits(found, choice) for choice in choices)
+        fault = "" if is_right else f"{' × '.join(wanted) or 'float'} is wanted ({decision.reason})"
+        if not dtypes.is_low and not wanted and any(decision.wanted.values()):
+            return wanted, f"{each.matmul} stays float in {decision.reason}", fault
+        return wanted, why or decision.reason, fault
+    if not dtypes.is_low:
+        return (), why or _float_reason(each, decide), ""
+    if not decide.has_config:
+        return (), "", ""
+    return (), "no layer that the config knows", "" if is_lent else "float is wanted (no linear layer of the model)"
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:

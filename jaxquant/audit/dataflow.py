@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Literal
@@ -19,13 +19,11 @@ from jax.extend.core import Literal
 from jaxquant.core.delayed import OBSERVE
 from jaxquant.kernels import KERNEL_PREFIX
 from jaxquant.ops.gradients import REVERSE_ONLY
-from jaxquant.trace.analysis import open_jaxpr, programs, scan_counts
+from jaxquant.trace.analysis import JITS, REMATS, open_jaxpr, programs, scan_counts
 from jaxquant.trace.plan import OPERATIONS
+from jaxquant.trace.registry import CUSTOM
 
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"}
-    | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-)
+_CALLS = JITS | REMATS | CUSTOM | {"composite"}
 """Primitives whose one inner program takes their operands and gives their results, in order."""
 
 _HIDDEN = tuple(os.path.dirname(folder) + os.sep for folder in (jax.__file__, os.path.dirname(__file__)))
@@ -45,6 +43,8 @@ class Value:
       position: which of the primitive's results it is, or which argument.
       name: of an argument, its path in the arguments' tree.
       params: of the primitive.
+      conditions: what decides over it, a branch's index or a loop's test, and the contractions inside of what made it
+        where how they do is not known. No operand comes from these, so they are no ``inputs``.
     """
 
     operation: str
@@ -54,10 +54,46 @@ class Value:
     position: int = 0
     name: tuple[str, ...] = ()
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    conditions: tuple[Value, ...] = ()
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a program occurs.
+
+    Attributes:
+      scopes: parts of the name scopes from the outside in.
+      is_backward: whether it is part of a backward pass.
+      times: how often one call of the function runs it, over all shards of a ``shard_map`` and programs of a kernel;
+        the body of a ``while`` counts once and so does every branch of a ``cond``.
+      context: index of the equation at each level of nesting, as ``trace.analysis`` counts.
+      kernel: the primitive of the kernel that it is in, or "".
+    """
+
+    scopes: tuple[str, ...] = ()
+    is_backward: bool = False
+    times: int = 1
+    context: tuple[int, ...] = ()
+    kernel: str = ""
+
+    def at(self, index: int, eqn: Any) -> Place:
+        scopes, is_backward = list(self.scopes), self.is_backward
+        for each in eqn.source_info.name_stack.stack:
+            if type(each).__name__ == "Scope":
+                scopes += each.name.split("/")
+            is_backward |= type(each).__name__ == "Transform" and each.name == "transpose"
+        context = (*self.context, index)
+        return dataclasses.replace(self, scopes=tuple(scopes), is_backward=is_backward, context=context)
+
+    def repeated(self, times: int, kernel: str = "") -> Place:
+        return dataclasses.replace(self, times=self.times * times, kernel=kernel or self.kernel)
+
+    def branch(self, number: int) -> Place:
+        return dataclasses.replace(self, context=(*self.context, number))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -67,109 +103,47 @@ class Contraction:
     Attributes:
       operation: primitive, one of ``CONTRACTIONS``, or "pallas_call" for one inside a kernel.
       lhs, rhs, out: operands and result; inside a kernel these are of one block.
-      dimension_numbers: as ``lax.dot_general`` takes them, None for a convolution or a kernel.
-      stack: name scopes from the outside in, as jax spells them.
-      times: how often one call of the function runs it, over all shards of a ``shard_map`` and programs of a kernel;
-        the body of a ``while`` counts once and so does every branch of a ``cond``.
+      place: where it occurs.
       flops: multiplications and additions of one time.
-      context: index of the equation at each level of nesting, as ``trace.analysis`` counts.
+      is_outer: whether it contracts no axis.
       source: file, line and function that asked for it.
+      is_read: whether an output or a side effect needs it. A function that returns gradients alone may want no result
+        of a forward matmul.
     """
 
     operation: str
     lhs: Value
     rhs: Value
     out: Value
-    dimension_numbers: Any
-    stack: tuple[str, ...]
-    times: int
+    place: Place
     flops: int
-    context: tuple[int, ...] = ()
-    source: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a program occurs: name scopes, how often it runs, indices of the equations around it."""
-
-    stack: tuple[str, ...] = ()
-    times: int = 1
-    context: tuple[int, ...] = ()
-
-    def at(self, index: int, scope: str) -> _Place:
-        return _Place((*self.stack, scope) if scope else self.stack, self.times, (*self.context, index))
-
-    def repeated(self, times: int) -> _Place:
-        return dataclasses.replace(self, times=self.times * times)
-
-    def branch(self, number: int) -> _Place:
-        return dataclasses.replace(self, context=(*self.context, number))
-
-
-class Graph(NamedTuple):
-    """A program as values.
-
-    Attributes:
-      contractions: those that its outputs or side effects need, in the order of the program.
-      unread: those that they do not need: a forward matmul, say, of which a function that returns gradients alone
-        wants no result.
-      inputs, outputs: its arguments and results.
-      observed: what uses of quant state observed, the results of ``core.delayed.observe``.
-    """
-
-    contractions: list[Contraction]
-    unread: list[Contraction]
-    inputs: list[Value]
-    outputs: list[Value]
-    observed: frozenset[Value]
-
-
-def graph(jaxpr: Any, names: Sequence[tuple[str, ...]]) -> Graph:
-    """Read a closed jaxpr.
-
-    Args:
-      jaxpr: a ``ClosedJaxpr``.
-      names: a path for every input of it.
-    """
-    walk = _Walk()
-    inputs = [_value("argument", (), var.aval, position) for position, var in enumerate(jaxpr.jaxpr.invars)]
-    for value, name in zip(inputs, names, strict=True):
-        value.name = name
-    outputs = walk.run(jaxpr.jaxpr, inputs, _Place())
-    needed = ancestors([*outputs, *walk.read_by_effects], walk.conditions)
-    read, unread = ([each for each in walk.found if (each.out in needed) == is_read] for is_read in (True, False))
-    return Graph(read, unread, inputs, outputs, frozenset(walk.observed))
+    is_outer: bool
+    source: str
+    is_read: bool = True
 
 
 def ancestors(
-    values: Iterable[Value],
-    conditions: Mapping[Value, Sequence[Value]] | None = None,
-    stop: Callable[[Value], bool] | None = None,
-) -> set[Value]:
+    values: Iterable[Value], stop: Callable[[Value], bool] = lambda _: False, *, with_conditions: bool = False
+) -> dict[Value, None]:
     """Collect values and all that they were computed from.
 
     Args:
       values: where to start.
-      conditions: values that one depends on beside its inputs.
       stop: whether to look no further than a value.
+      with_conditions: whether what decides over a value counts, too.
 
     Returns:
-      The values that were reached, those given included.
+      The values that were reached, those given included, in the order of the search.
     """
-    visited: set[Value] = set()
+    visited: dict[Value, None] = {}
     queue = list(values)
     while queue:
         value = queue.pop()
         if value in visited:
             continue
-        visited.add(value)
-        if stop is not None and stop(value):
-            continue
-        if value.operation == "optimization_barrier":
-            queue.append(value.inputs[value.position])
-        else:
-            queue += value.inputs
-        queue += (conditions or {}).get(value, ())
+        visited[value] = None
+        if not stop(value):
+            queue += (*value.inputs, *value.conditions) if with_conditions else value.inputs
     return visited
 
 
@@ -184,24 +158,33 @@ def _moved(operation: str, values: Sequence[Value], variables: Sequence[Any]) ->
     return [_value(operation, (value,), var.aval) for value, var in zip(values, variables, strict=True)]
 
 
-class _Walk:
-    """Run a program on ``Value`` in place of arrays, and note its contractions.
+class Graph:
+    """A program as values: run on ``Value`` in place of arrays.
+
+    Args:
+      closed: a ``ClosedJaxpr``.
+      names: a path for every input of it.
 
     Attributes:
-      found: contractions.
-      conditions: what decides over a value, a branch's index or a loop's test, and the contractions inside of what made
-        it where how they do is not known. No operand comes from these, so they are no ``inputs``.
-      read_by_effects: what equations with side effects read and make.
-      observed: see ``Graph``.
+      contractions: in the order of the program.
+      inputs, outputs: its arguments and results.
+      observed: what uses of quant state observed, the results of ``core.delayed.observe``.
     """
 
-    def __init__(self) -> None:
-        self.found: list[Contraction] = []
-        self.conditions: dict[Value, list[Value]] = {}
-        self.read_by_effects: list[Value] = []
+    def __init__(self, closed: Any, names: Sequence[tuple[str, ...]]) -> None:
+        self.contractions: list[Contraction] = []
         self.observed: set[Value] = set()
+        self._read_by_effects: list[Value] = []  # what equations with side effects read and make
+        self.inputs = [_value("argument", (), var.aval, i) for i, var in enumerate(closed.jaxpr.invars)]
+        for value, name in zip(self.inputs, names, strict=True):
+            value.name = name
+        self.outputs = self._run(closed, self.inputs, Place())
+        needed = ancestors([*self.outputs, *self._read_by_effects], with_conditions=True)
+        for each in self.contractions:
+            each.is_read = each.out in needed
 
-    def run(self, jaxpr: Any, inputs: Sequence[Value], place: _Place) -> list[Value]:
+    def _run(self, jaxpr: Any, inputs: Sequence[Value], place: Place) -> list[Value]:
+        jaxpr = open_jaxpr(jaxpr)
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         known.update({var: _value("constant", (), var.aval) for var in jaxpr.constvars})
 
@@ -209,70 +192,67 @@ class _Walk:
             return _value("constant", (), atom.aval) if isinstance(atom, Literal) else known[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
-            within = place.at(index, str(eqn.source_info.name_stack))
-            outs = self._apply(eqn, [read(atom) for atom in eqn.invars], within)
+            outs = self._apply(eqn, [read(atom) for atom in eqn.invars], place.at(index, eqn))
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _apply(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
-        name = eqn.primitive.name
+    def _apply(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
+        name, inner = eqn.primitive.name, list(programs(eqn.params))
         if name == REVERSE_ONLY:
             return list(inputs)
-        special: Callable[..., list[Value]] | None = {
-            "scan": self._scan,
-            "while": self._while,
-            "cond": self._cond,
-            "pallas_call": self._kernel,
-        }.get(name)
-        if special is not None:
+        if name == "optimization_barrier":
+            return _moved(name, inputs, eqn.outvars)
+        if special := {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name):
             return special(eqn, inputs, place)
-        inner = list(programs(eqn.params))
         if name == "shard_map":
             parts = _moved("shard", inputs, inner[0].invars)
-            return _moved("unshard", self.run(inner[0], parts, place.repeated(_shards(eqn))), eqn.outvars)
+            return _moved("unshard", self._run(inner[0], parts, place.repeated(_shards(eqn))), eqn.outvars)
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
-            outs = self.run(inner[0], inputs, place)
+            outs = self._run(inner[0], inputs, place)
             if eqn.params.get("name") == OBSERVE:
                 self.observed.update(set(outs) - set(inputs))
             return outs
-        before = len(self.found)
-        for program in inner:  # of an unknown primitive: its contractions are found, their operands' origin is not
-            self.run(program, [_value("unknown", (), var.aval) for var in program.invars], place)
         outs = [_value(name, tuple(inputs), var.aval, i, params=eqn.params) for i, var in enumerate(eqn.outvars)]
-        if (operation := OPERATIONS.get(name)) is not None:
-            self._note(eqn, operation, inputs, outs[0], place)
+        if name in OPERATIONS:
+            self._note(eqn, inputs, outs[0], place)
         elif inner:
-            self._condition(outs, [each.out for each in self.found[before:]])
-        self._keep(eqn, inputs, outs)
+            self._read_unknown(eqn, inner, outs, place)
+        if eqn.effects:
+            self._read_by_effects += [*inputs, *outs]
         return outs
 
-    def _condition(self, values: Sequence[Value], others: Sequence[Value]) -> None:
-        for value in values:
-            self.conditions.setdefault(value, []).extend(others)
+    def _read_unknown(self, eqn: Any, inner: list[Any], outs: list[Value], place: Place) -> None:
+        """Note the contractions of programs of which is not known where their operands come from, as in a kernel.
 
-    def _keep(self, eqn: Any, inputs: Sequence[Value], outs: Sequence[Value]) -> None:
-        if eqn.effects:
-            self.read_by_effects += [*inputs, *outs]
+        They are needed where the results are. What a kernel multiplies, it multiplies block by block.
+        """
+        if eqn.primitive.name == "pallas_call":
+            place = place.repeated(_programs_of(eqn), "pallas_call")
+        count, effects = len(self.contractions), len(self._read_by_effects)
+        for program in inner:
+            avals = (getattr(var.aval, "inner_aval", var.aval) for var in program.invars)
+            self._run(program, [_value("unknown", (), aval) for aval in avals], place)
+        del self._read_by_effects[effects:]  # those of the equation itself tell
+        for out in outs:
+            out.conditions = tuple(each.out for each in self.contractions[count:])
 
-    def _note(self, eqn: Any, name: str, inputs: list[Value], out: Value, place: _Place) -> None:
-        lhs, rhs = inputs[:2]
-        numbers = eqn.params.get("dimension_numbers") if name == "dot_general" else None
-        if name == "conv_general_dilated":
-            depth = rhs.size // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    def _note(self, eqn: Any, inputs: list[Value], out: Value, place: Place) -> None:
+        (lhs, rhs), operation = inputs[:2], OPERATIONS[eqn.primitive.name]
+        if operation == "conv_general_dilated":
+            depth, is_outer = rhs.size // rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]], False
         else:
             ragged = eqn.params.get("ragged_dot_dimension_numbers")
             (contracted, _), _ = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
-            depth = math.prod(lhs.shape[axis] for axis in contracted)
+            depth, is_outer = math.prod(lhs.shape[axis] for axis in contracted), not contracted
         flops, source = 2 * out.size * depth, _asked_at(eqn)
-        found = Contraction(name, lhs, rhs, out, numbers, place.stack, place.times, flops, place.context, source)
-        self.found.append(found)
+        self.contractions.append(Contraction(place.kernel or operation, lhs, rhs, out, place, flops, is_outer, source))
 
-    def _scan(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
+    def _scan(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
         body = open_jaxpr(eqn.params["jaxpr"])
         consts, carries = scan_counts(eqn.params)
         carried = [_value("scan_carry", (value,), value) for value in inputs[consts : consts + carries]]
         slices = _moved("scan_slice", inputs[consts + carries :], body.invars[consts + carries :])
-        results = self.run(body, [*inputs[:consts], *carried, *slices], place.repeated(eqn.params["length"]))
+        results = self._run(body, [*inputs[:consts], *carried, *slices], place.repeated(eqn.params["length"]))
         return self._close(carried, results, eqn.outvars)
 
     def _close(self, carried: list[Value], results: list[Value], outvars: Sequence[Any]) -> list[Value]:
@@ -283,38 +263,26 @@ class _Walk:
         finals = _moved("scan_result", results[:count], outvars[:count])
         return [*finals, *_moved("scan_stack", results[count:], outvars[count:])]
 
-    def _while(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
-        test, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
+    def _while(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts = inputs[first : first + second]
         carried = [_value("scan_carry", (value,), value) for value in inputs[first + second :]]
-        decided = self.run(test, [*inputs[:first], *carried], place.branch(0))
-        outs = self._close(carried, self.run(body, [*consts, *carried], place.branch(1)), eqn.outvars)
-        self._condition(outs, decided)
+        decided = self._run(eqn.params["cond_jaxpr"], [*inputs[:first], *carried], place.branch(0))
+        results = self._run(eqn.params["body_jaxpr"], [*consts, *carried], place.branch(1))
+        outs = self._close(carried, results, eqn.outvars)
+        for out in outs:
+            out.conditions = tuple(decided)
         return outs
 
-    def _cond(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
-        results = [
-            self.run(open_jaxpr(branch), inputs[1:], place.branch(number)) for number, branch in _branches(eqn.params)
-        ]
+    def _cond(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
+        results = [self._run(branch, inputs[1:], place.branch(number)) for number, branch in _branches(eqn.params)]
         if len(results) == 1:
             return results[0]
         outs = zip(zip(*results, strict=True), eqn.outvars, strict=True)
         merged = [_value("branch", values, var.aval) for values, var in outs]
-        self._condition(merged, inputs[:1])
+        for each in merged:
+            each.conditions = tuple(inputs[:1])
         return merged
-
-    def _kernel(self, eqn: Any, inputs: list[Value], place: _Place) -> list[Value]:
-        """Note what a Pallas kernel multiplies, block by block, as contractions of the kernel."""
-        inner = _Walk()
-        for program in programs(eqn.params):
-            opaque = [_value("unknown", (), getattr(var.aval, "inner_aval", var.aval)) for var in program.invars]
-            inner.run(program, opaque, place.repeated(_programs_of(eqn)))
-        self.found += [dataclasses.replace(each, operation="pallas_call") for each in inner.found]
-        outs = [_value("pallas_call", tuple(inputs), var.aval, i) for i, var in enumerate(eqn.outvars)]
-        self._condition(outs, [each.out for each in inner.found])
-        self._keep(eqn, inputs, outs)
-        return outs
 
 
 def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:

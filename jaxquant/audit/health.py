@@ -29,17 +29,17 @@ from jaxtyping import Float
 
 from jaxquant.audit.statistics import WIDTH, read, record
 from jaxquant.backends import Backend
+from jaxquant.backends.base import Given
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, TENSORS, fields_of
+from jaxquant.core.quant_state import HEALTH, HISTORY, PROBE, SCALE, TENSORS, flat, nested
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
-from jaxquant.core.rounding import RandomKey, content_key
+from jaxquant.core.rounding import content_key
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.linen import Face
-from jaxquant.ops.converted import each_element
-from jaxquant.ops.dimensions import Dimensions
+from jaxquant.ops.dimensions import Dimensions, Product
 from jaxquant.ops.gradients import align
 from jaxquant.ops.operand import quantize_operand
 from jaxquant.state import frozen
@@ -48,11 +48,10 @@ from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.decisions import Decisions
 from jaxquant.trace.engine import INSTEAD, Engine
 from jaxquant.trace.plan import Contraction, Key
+from jaxquant.trace.quantize import QuantizedFunction
 from jaxquant.trace.rewrite import Rewriter
 
 Array = jax.Array
-PROBE = "quant_health"
-"""The name of a layer's probe, beside its quant state."""
 _READ = (SCALE, HISTORY)
 """The quant state of a tensor from which its scale is computed."""
 _FLOAT = Recipe("float", fwd=MatmulSpec())
@@ -175,6 +174,43 @@ class HealthMonitor(Monitor):
             raise ValueError(f"{type(model).__name__} has no linear layer, so there is no health to measure")
 
 
+class FunctionHealth(Monitor):
+    """Measure the layers of a quantized function: ``monitor(params, quant_state, *args)`` takes what it takes.
+
+    An NNX model is a function of its parameters: ``graph, params, rest = nnx.split(model, nnx.Param, ...)``, and
+    ``lambda params, rest, x: nnx.merge(graph, params, rest)(x)``.
+
+    Attributes:
+      rows: the layers, in the order of the forward pass.
+    """
+
+    def __init__(self, function: QuantizedFunction, loss: Callable[..., Array], params: Any, *args: Any):
+        """Find the layers; nothing is computed.
+
+        Args:
+          function: made by ``jaxquant.quantize``.
+          loss: (what the function returns, ...) -> scalar; it gets the further arguments of the function, too.
+          params, args: arguments of the function; arrays may be ``jax.ShapeDtypeStruct``.
+
+        Raises:
+          TypeError: not a quantized function.
+          ValueError: the config quantizes nothing of it.
+        """
+        if not isinstance(function, QuantizedFunction):
+            raise TypeError(
+                f"FunctionHealth measures a function of jaxquant.quantize, got {type(function).__name__}; "
+                "HealthMonitor measures Linen models"
+            )
+        engine = function.engine
+        if engine.resolver is None:
+            raise ValueError("quantization is off, so there is no health to measure")
+
+        def run(params: Any, quant_state: Any, *args: Any) -> Array:
+            return loss(function(params, quant_state, *args), *args)
+
+        super().__init__(engine, engine.trace(function.hashable, params, args).analysis, run)
+
+
 def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, ...]]:
     """Order the rows layer by layer where layers are stacked; also return each row's index in stacked order."""
     found, block, previous = [], -1, None
@@ -183,15 +219,11 @@ def _make_rows(sites: list[Contraction]) -> tuple[np.ndarray, tuple[HealthRow, .
         current = (site.path.split("/")[0], stack) if stack else None
         block += current is None or current != previous
         previous = current
-        dtypes = {name: spec and spec.dtype for name, spec in _specs_of(_measured(site)).items()}
+        measured = site.recipe if site.operation == "dot_general" else None
+        dtypes = {name: spec and spec.dtype for name, spec in _specs_of(measured).items()}
         found += [(block, index, position, HealthRow(site.path, index, dtypes)) for index in np.ndindex(stack)]
     order = sorted(range(len(found)), key=lambda i: found[i][:3])
     return np.array(order, int), tuple(found[i][3] for i in order)
-
-
-def _measured(site: Contraction) -> Recipe | None:
-    """Return the recipe whose quantization is measured, None where only magnitudes are."""
-    return site.recipe if site.operation == "dot_general" and site.recipe is not _FLOAT else None
 
 
 def _specs_of(recipe: Recipe | None) -> dict[str, TensorSpec | None]:
@@ -221,65 +253,102 @@ class _Taps:
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
             raise ValueError(f"{layer_name(absent[0])} did not run when the health monitor's example was traced")
         states = decisions.read_states(plan, quant_state, speech.missing, speech.misfit)
-        given = {key: {**state, PROBE: self.probes[key]} for key, state in states.items()}
+        given = {key: state | flat({HEALTH: {PROBE: self.probes[key]}}) for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What of a layer's call is fixed while tracing."""
-
-    recipe: Recipe | None
-    dims: Dimensions
-
-
 def _contract(
-    backend: Backend,
-    site: Contraction,
-    eqn: Any,
-    operands: list[Any],
-    state: Mapping[str, Array],
-    key: RandomKey | None,
-    prepared: None,
+    backend: Backend, site: Contraction, eqn: Any, operands: list[Any], state: Mapping[str, Array], *rest: Any
 ) -> Array:
     """Compute a contraction as the quantized function does, or in float, and tap it."""
-    own, recipe = {name: value for name, value in state.items() if name != PROBE}, _measured(site)
+    if site.operation == "dot_general":
+        return contract.contract(_Tapped(backend), site, eqn, operands, state, *rest)
+    own = nested(state)
+    probe = own.pop(HEALTH)[PROBE]
     if site.recipe is _FLOAT:
         out = eqn.primitive.bind(*operands, **eqn.params)
     else:
-        out = contract.contract(backend, site, eqn, operands, own, key)
-    assert site.side is not None
-    activation, weight = operands[1 - site.side], operands[site.side]
-    if site.operation != "dot_general":
-        return _tap_one(
-            _Static(None, Dimensions.of((((), ()), ((), ())), 0, 0)), out, state[PROBE], activation, weight, {}
+        out = contract.contract(backend, site, eqn, operands, flat(own), *rest)
+    # Magnitudes alone, in which all groups have the record of the whole.
+    return _tap_all(_Tap(_FLOAT), out, probe.sum(tuple(range(probe.ndim - 1))), {}, *operands[:2])
+
+
+class _Tapped(Backend):
+    """A backend whose matmuls are tapped, each expert's by itself where it has scales of its own."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend.name)
+        self._backend = backend
+
+    def runner(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> Backend:
+        """Return what computes a contraction, tapped; see ``Backend.runner``."""
+        return _Tapped(self._backend.runner(operation, recipe, dtype, is_split))
+
+    def contract(self, lhs: Array, rhs: Any, product: Product, given: Given, group_sizes: Array | None = None) -> Array:
+        """Compute a contraction and tap it; see ``Backend.contract``."""
+        state: dict[str, Any] = dict(given.state or {})
+        probe = state.pop(HEALTH)[PROBE]
+        if given.recipe.name == _FLOAT.name:
+            dtypes, place = (product.precision, product.dtype), given.how.out_sharding
+            out = jax.lax.dot_general(lhs, rhs, product.numbers, *dtypes, out_sharding=place)
+        else:
+            out = self._backend.contract(lhs, rhs, product, dataclasses.replace(given, state=state))
+        return _tap_all(
+            _Tap(given.recipe, Dimensions.of(product.numbers, lhs.ndim, rhs.ndim)), out, probe, state, lhs, rhs
         )
-    contracted, batch = eqn.params["dimension_numbers"]
-    if site.side == 0:
-        contracted, batch = contracted[::-1], batch[::-1]
-    dims = Dimensions.of((contracted, batch), activation.ndim, weight.ndim)
-    groups, free = len(dims.lhs_batch), (len(dims.lhs_free), len(dims.rhs_free))
-    is_one = recipe is not None and recipe.shares_experts
-    static = _Static(recipe, dims if is_one else dims.of_element())
-
-    def tap(lhs: Array, rhs: Array, _: None, out: Array, probe: Array, state: dict[str, Array]) -> Array:
-        return _tap_one(static, out, probe, lhs, rhs, state)
-
-    order = tuple(range(groups + sum(free)))
-    if site.side == 0:  # the equation has the weight's axes first
-        order = (*order[:groups], *order[groups + free[1] :], *order[groups : groups + free[1]])
-    rest = None, jnp.transpose(out, order), state[PROBE], own
-    out = tap(activation, weight, *rest) if is_one else each_element(tap, activation, weight, dims, *rest)
-    return jnp.transpose(out, tuple(map(int, np.argsort(order))))
 
 
-def _tap_one(static: _Static, out: Array, probe: Array, lhs: Array, rhs: Array, state: dict[str, Array]) -> Array:
-    forward, backward = _observe_forward(static, jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), state)
-    return _tap(static, out, probe, forward, backward)
+@dataclasses.dataclass(frozen=True)
+class _Tap:
+    """What of a layer's call is fixed while tracing: its recipe, and its axes where tensors are quantized."""
+
+    recipe: Recipe
+    dims: Dimensions = Dimensions((), (), (), (), 0, 0)
+
+    def measure(
+        self, name: str, x: Array, axes: tuple[Any, Any], state: Mapping[str, Any], original: Array | None = None
+    ) -> tuple[Array, QTensor | None]:
+        """Quantize a tensor as the recipe says, with the delayed scale of this step where there is one, and record it.
+
+        Args:
+          name: of the tensor.
+          x: the tensor.
+          axes: its contraction and batch axes.
+          state: quant state of the layer.
+          original: the tensor whose amax is meant, where that is not ``x``.
+
+        Returns:
+          The record, and the quantized tensor, None where the recipe leaves it in float.
+        """
+        spec = _specs_of(self.recipe)[name]
+        if spec is None:
+            return record(x, None, None, original), None
+        read = {field: value for field, value in state.get(name, {}).items() if field in _READ}
+        tensor, _ = quantize_operand(
+            x,
+            spec,
+            axes[0],
+            recipe=self.recipe,
+            batch=axes[1],
+            state=read if spec.scaling == "delayed" else None,
+            key=content_key(x) if spec.rounding == "stochastic" else None,
+            floor=SMALLEST_GRADIENT_SCALE if name == "output_grad" else SMALLEST_SCALE,
+        )
+        return record(x, spec, tensor, original), tensor
+
+
+def _tap_all(static: _Tap, out: Array, probe: Array, state: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    """Record activation and weight, and hand on what the output gradient's quantization reads."""
+    dims, (lhs, rhs) = static.dims, jax.lax.stop_gradient((lhs, rhs))
+    left, _ = static.measure("input", lhs, (dims.lhs_contract, dims.lhs_batch), state)
+    right, kernel = static.measure("kernel", rhs, (dims.rhs_contract, dims.rhs_batch), state)
+    kept = kernel if static.recipe.dlhs.rhs == FORWARD else None  # for its scale: what is not read of it, XLA drops
+    state = {name: state[name] for name in state if name == "output_grad"}
+    return _tap(static, out, probe, jnp.concatenate([left, right]), (kept, state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tap(static: _Static, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
+def _tap(static: _Tap, out: Array, probe: Array, forward: Array, backward: Any) -> Array:
     """Return ``out``. The cotangent of ``probe`` is the layer's three records."""
     return out
 
@@ -289,69 +358,15 @@ def _tap_fwd(static, out, probe, forward, backward):
 
 
 def _tap_bwd(static, residuals, grad):
-    forward, backward = residuals
-    return grad, jnp.concatenate([forward, _observe_gradient(static, grad, *backward)]), None, None
+    forward, (kernel, state) = residuals
+    spec, (dims, _), aligned = _specs_of(static.recipe)["output_grad"], static.dims.for_dlhs(), grad
+    if kernel is not None and spec is not None:
+        aligned, kept = align(grad, kernel, dims, static.recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
+        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
+            aligned = aligned * kept.scale.reshape(())
+    axes = dims.lhs_contract, dims.lhs_batch
+    backward, _ = static.measure("output_grad", aligned, axes, state, original=grad)
+    return grad, jnp.concatenate([forward, backward]), None, None
 
 
 _tap.defvjp(_tap_fwd, _tap_bwd)
-
-
-# -- records -----------------------------------------------------------------------------------------------------------
-
-
-def _observe_forward(static: _Static, lhs: Array, rhs: Array, state: dict[str, Array]):
-    """Record input and kernel; also return what the output gradient's quantization reads."""
-    specs = _specs_of(static.recipe)
-    if (mask := fields_of(state, SPARSITY).get(MASK)) is not None:
-        rhs = jnp.where(mask > 0, rhs, 0)
-    q_lhs = _quantize(static, "input", lhs, (static.dims.lhs_contract, static.dims.lhs_batch), state)
-    q_rhs = _quantize(static, "kernel", rhs, (static.dims.rhs_contract, static.dims.rhs_batch), state)
-    records = jnp.concatenate([record(lhs, specs["input"], q_lhs), record(rhs, specs["kernel"], q_rhs)])
-    reuses = static.recipe is not None and static.recipe.dlhs.rhs == FORWARD
-    # The qvalues are kept for their scale; what is not read of them, XLA drops.
-    return records, (q_rhs if reuses else None, {k: v for k, v in state.items() if k.startswith("output_grad")})
-
-
-def _observe_gradient(static: _Static, grad: Array, kernel: QTensor | None, state: dict[str, Array]) -> Array:
-    recipe, spec = static.recipe, _specs_of(static.recipe)["output_grad"]
-    if recipe is None or spec is None:
-        return record(grad, None, None)
-    dims, _ = static.dims.for_dlhs()
-    aligned = grad
-    if kernel is not None:
-        aligned, kept = align(grad, kernel, dims, recipe.fwd.rhs, is_delayed=spec.scaling == "delayed")
-        if kept is not kernel and kept.scale.size == 1:  # of the product, not of its part above a power of two
-            aligned = aligned * kept.scale.reshape(())
-    tensor = _quantize(static, "output_grad", aligned, (dims.lhs_contract, dims.lhs_batch), state)
-    return record(aligned, spec, tensor, original=grad)
-
-
-def _quantize(
-    static: _Static, name: str, x: Array, dims: tuple[tuple[int, ...], tuple[int, ...]], state: dict[str, Array]
-) -> QTensor | None:
-    """Quantize as the recipe says, with the delayed scale of this step where there is one.
-
-    Args:
-      static: of the layer's call.
-      name: of the tensor.
-      x: the tensor.
-      dims: its contraction and batch axes.
-      state: quant state of the layer.
-    """
-    recipe, spec = static.recipe, _specs_of(static.recipe)[name]
-    if recipe is None or spec is None:
-        return None
-    own = None
-    if spec.scaling == "delayed":
-        own = {field: value for field, value in fields_of(state, name).items() if field in _READ}
-    tensor, _ = quantize_operand(
-        x,
-        spec,
-        dims[0],
-        recipe=recipe,
-        batch=dims[1],
-        state=own,
-        key=content_key(x) if spec.rounding == "stochastic" else None,
-        floor=SMALLEST_GRADIENT_SCALE if name == "output_grad" else SMALLEST_SCALE,
-    )
-    return tensor

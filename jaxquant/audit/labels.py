@@ -8,17 +8,17 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxquant.audit.dataflow import Contraction
-from jaxquant.audit.parameters import Reading, contains, read
+from jaxquant.audit.dataflow import Contraction, Value
+from jaxquant.audit.parameters import Reading, contains
 from jaxquant.audit.scales import Origin, origin
 from jaxquant.core.hadamard import SCOPE
+from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
 
-_SLASH = re.compile(r"/(?![^()]*\))")  # outside parentheses
-_TRANSFORM = re.compile(r"(\w+)\((.*)\)")
 _OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
-_NO_MODULE = frozenset({"rematted_computation", "checkpoint", "remat"})
+_RECOMPUTED = "rematted_computation"
+_NO_MODULE = frozenset({_RECOMPUTED, "checkpoint", "remat", ""})
 _ROOT = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 
@@ -64,42 +64,47 @@ class LabeledContraction:
         return self.given[-1] if self.given else None
 
     @property
+    def operands(self) -> tuple[tuple[Value, Origin], ...]:
+        """Both operands, in the order of a recipe."""
+        pairs = tuple(zip((self.contraction.lhs, self.contraction.rhs), self.origins, strict=True))
+        return pairs[::-1] if self.swapped else pairs
+
+    @property
+    def dtypes(self) -> MatmulDtypes:
+        return MatmulDtypes(*(found.dtype for _, found in self.operands))
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Scopes that are modules: without einsum equations, and methods without their names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
 def label_contractions(
-    closed: Any,
-    names: Sequence[Name],
-    found: Iterable[Contraction],
-    layers: Iterable[str],
-    unread: Iterable[Contraction] = (),
+    closed: Any, names: Sequence[Name], found: Iterable[Contraction], layers: Iterable[str]
 ) -> tuple[list[LabeledContraction], Reading]:
-    """Label contractions with the path of their layer and with their matmul.
+    """Label the contractions that are read with the path of their layer and with their matmul.
 
     What multiplies a parameter has the parameter's path, as ``jaxquant.quantize`` spells it, or that of the known layer
     that it belongs to. Another forward contraction has the path of its name scopes, another backward one that of the
     forward contraction that it is a gradient of. Which gradient it is, the scopes of the op say, else the operand that
+    both share.
 
     Args:
       closed: jaxpr of a program.
       names: of its inputs.
-      found: its contractions.
+      found: its contractions; a gradient may be that of a forward one that nobody reads.
       layers: paths of the layers that are known.
-      unread: contractions that nobody reads; a gradient may be that of a forward one, and none of them is returned.
     """
-    labeled = [_open(each) for each in found if not _rotates(each)]
+    labeled = [_open(each) for each in found if SCOPE not in each.place.scopes]  # a rotation is no layer
     known = [tuple(path.split("/")) for path in layers]
-    forward = [each for each in labeled if not each.is_backward]
-    backward = [each for each in labeled if each.is_backward]
-    reading = read(closed, names, [each.contraction for each in forward], known)
-    skipped = [each for each in map(_open, unread) if not each.is_backward and not _rotates(each.contraction)]
-    forward += skipped
-    for each in [*labeled, *skipped]:
-        each.site = reading.site(each.contraction.context)
+    read = [each for each in labeled if each.contraction.is_read]
+    forward = [each for each in sorted(labeled, key=lambda each: not each.contraction.is_read) if not each.is_backward]
+    backward = [each for each in read if each.is_backward]
+    reading = Reading(closed, names, [each.origins for each in read if not each.is_backward], known)
+    for each in (*forward, *backward):
+        each.site = reading.site(each.contraction.place.context)
         if each.site is not None or not each.is_backward:
-            each.path = _path(each, reading.path(each.site), known)
+            each.path = _path(each, reading.layer(each.site), known)
     for each in forward:
         each.swapped, each.forward = each.weight_side == 0, each
     _find_forward(forward, backward)
@@ -111,11 +116,7 @@ def label_contractions(
         else:
             each.path = each.path or _path(each, "", known)
             each.matmul = each.op_label or "bwd"
-    return labeled, reading
-
-
-def _rotates(contraction: Contraction) -> bool:
-    return any(part == SCOPE for part in "/".join(contraction.stack).split("/"))
+    return read, reading
 
 
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
@@ -166,21 +167,13 @@ def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:
 
 
 def _open(contraction: Contraction) -> LabeledContraction:
-    scopes: list[str] = []
-    is_backward = is_recomputed = False
-    label = ""
-    for part in (part for text in contraction.stack for part in _SLASH.split(text)):
-        while match := _TRANSFORM.fullmatch(part):
-            is_backward |= match[1] == "transpose"
-            part = match[2]
-        is_recomputed |= part == "rematted_computation"
-        if part.endswith(("dlhs", "drhs")) and _OP_MODULE.fullmatch(part):
-            label = part[-4:]
-        if part and part not in _NO_MODULE and not _OP_MODULE.fullmatch(part):
-            scopes.append(part)
-    origins = (origin(contraction.lhs), origin(contraction.rhs))
-    is_backward &= not is_recomputed
-    return LabeledContraction(contraction, origins, _without_repeats(tuple(scopes)), label, is_backward, is_recomputed)
+    place = contraction.place
+    ops = [part for part in place.scopes if _OP_MODULE.fullmatch(part)]
+    label = next((part[-4:] for part in reversed(ops) if part.endswith(("dlhs", "drhs"))), "")
+    scopes = _without_repeats(tuple(part for part in place.scopes if part not in _NO_MODULE and part not in ops))
+    origins, is_recomputed = (origin(contraction.lhs), origin(contraction.rhs)), _RECOMPUTED in place.scopes
+    is_backward = place.is_backward and not is_recomputed
+    return LabeledContraction(contraction, origins, scopes, label, is_backward, is_recomputed)
 
 
 def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:

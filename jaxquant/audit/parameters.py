@@ -6,7 +6,6 @@ state, quant state and a batch; which they are follows from what is multiplied w
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxquant.audit.dataflow import Contraction
-from jaxquant.audit.scales import argument, origin
+from jaxquant.audit.scales import Origin, argument
 from jaxquant.core.quant_state import NAMES
 from jaxquant.state import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.analysis import Analysis
@@ -25,34 +23,47 @@ from jaxquant.trace.plan import Contraction as Site
 
 COLLECTIONS = frozenset({"params", "state", "model"})
 """Names of trees that hold a model's parameters; none of them is a part of a path."""
+_Operands = Iterable[tuple[Origin, Origin]]
+"""Where the operands of contractions come from."""
 _QVALUE = "qvalue"
 _OF_QTENSOR = frozenset({_QVALUE, "scale", "zero_point"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """What the analysis of a whole function found.
+class Reading(Analysis):
+    """What the analysis of a whole function finds.
 
-    Attributes:
-      analysis: of the function.
-      is_state: inputs that are quant state, which say nothing of a layer.
+    Args:
+      closed: its jaxpr.
+      names: of its inputs.
+      forward: of its forward contractions, where their operands come from.
+      known: paths of layers that are known.
     """
 
-    analysis: Analysis
-    is_state: frozenset[int]
+    def __init__(self, closed: Any, names: Sequence[Name], forward: _Operands, known: list[Name]) -> None:
+        avals = [var.aval for var in closed.jaxpr.invars]
+        self._state = frozenset(i for i, name in enumerate(names) if _is_state(name))
+        chosen, prefixes = _choose(names, avals, self._state, forward, known)
+
+        def flow(index: int) -> Flow:
+            if index in chosen:
+                return Flow(frozenset({Leaf(index)}))
+            return CONSTANT if index in self._state or _is_key(avals[index]) else DATA
+
+        own = [_without(name, prefixes.get(name[0], 1)) for name in names]
+        super().__init__(closed, own, [tuple(aval.shape) for aval in avals], [flow(i) for i in range(len(names))])
 
     def site(self, context: tuple[int, ...]) -> Site | None:
         """Return the contraction of an equation, None for one that multiplies no parameter."""
-        site = self.analysis.found.get(context)
+        site = self.found.get(context)
         return site if site is not None and site.leaves else None
 
-    def path(self, site: Site | None) -> str:
+    def layer(self, site: Site | None) -> str:
         """Return the path of a contraction's layer, as ``jaxquant.quantize`` spells it; "" for none."""
         if site is None:
             return ""
-        leaves = sorted({leaf.index for leaf in site.leaves} - self.is_state)
+        leaves = sorted({leaf.index for leaf in site.leaves} - self._state)  # which says nothing of a layer
         size = -1 if site.side is None else math.prod(site.shapes[site.side])
-        return self.analysis.weight_path(leaves, size * math.prod(length for _, length in site.stack))
+        return self.weight_path(leaves, size * math.prod(length for _, length in site.stack))
 
 
 def input_names(args_info: Any) -> list[Name]:
@@ -60,29 +71,6 @@ def input_names(args_info: Any) -> list[Name]:
     names = [name[1:] for name in leaf_names(args_info)]  # the first key tells args from kwargs
     whole = {name[:-1] for name in names if name[-1:] == (_QVALUE,)}
     return [name[:-1] if name[:-1] in whole and name[-1] in _OF_QTENSOR else name for name in names]
-
-
-def read(closed: Any, names: Sequence[Name], forward: Iterable[Contraction], known: Iterable[Name]) -> Reading:
-    """Analyze a whole function.
-
-    Args:
-      closed: its jaxpr.
-      names: of its inputs.
-      forward: its forward contractions.
-      known: paths of layers that are known.
-    """
-    avals = [var.aval for var in closed.jaxpr.invars]
-    state = frozenset(i for i, name in enumerate(names) if _is_state(name))
-    chosen, prefixes = _choose(names, avals, state, forward, list(known))
-
-    def flow(index: int) -> Flow:
-        if index in chosen:
-            return Flow(frozenset({Leaf(index)}))
-        return CONSTANT if index in state or _is_key(avals[index]) else DATA
-
-    own = [_without(name, prefixes.get(name[0], 1)) for name in names]
-    analysis = Analysis(closed, own, [tuple(aval.shape) for aval in avals], [flow(i) for i in range(len(names))])
-    return Reading(analysis, state)
 
 
 def _is_state(name: Name) -> bool:
@@ -103,7 +91,7 @@ def _choose(
     names: Sequence[Name],
     avals: Sequence[Any],
     state: frozenset[int],
-    forward: Iterable[Contraction],
+    forward: _Operands,
     known: list[Name],
 ) -> tuple[set[int], dict[str, int]]:
     """Separate parameters from data among the inputs, argument by argument.
@@ -139,11 +127,11 @@ def _choose(
     return chosen, {root: _prefix(root, names, [names[i] for i in sure if names[i][0] == root]) for root in roots}
 
 
-def _meetings(names: Sequence[Name], forward: Iterable[Contraction]) -> tuple[set[int], list[list[int]]]:
+def _meetings(names: Sequence[Name], forward: _Operands) -> tuple[set[int], list[list[int]]]:
     """Return the inputs that meet what is computed, or a leaf beside them (factors of a low-rank update); and pairs."""
     sure, pairs = set[int](), []
     for each in forward:
-        sources = [argument(origin(operand).source) for operand in (each.lhs, each.rhs)]
+        sources = [argument(operand.source) for operand in each]
         given = [value.position for value in sources if value is not None and value.operation == "argument"]
         given = [index for index in given if not _is_cache(names[index])]
         if sum(value is not None for value in sources) > len(given):  # beside an array of the function's own
@@ -165,15 +153,13 @@ def _can_be(dtype: Any, is_sure: bool) -> bool:
 def _prefix(root: str, names: Sequence[Name], here: Sequence[Name]) -> int:
     """Count the leading names of an argument that say where in it the parameters ``here`` stand, as in a tuple."""
     prefix = 1
-    while True:
-        leads = {name[prefix] for name in here if len(name) > prefix + 1}
+    for lead, *others in zip(*(name[1:-1] for name in here), strict=False):
         beside = {name[prefix] for name in names if name[0] == root and len(name) > prefix}
-        lead = next(iter(leads), "")
-        if len(leads) != 1 or not all(len(name) > prefix + 1 for name in here):
-            return prefix
-        if lead not in COLLECTIONS and not (lead.isdigit() and len(beside) > 1):
-            return prefix
+        is_known = lead in COLLECTIONS or (lead.isdigit() and len(beside) > 1)
+        if not is_known or set(others) - {lead}:
+            break
         prefix += 1
+    return prefix
 
 
 def _is_cache(name: Name) -> bool:

@@ -172,7 +172,6 @@ class Coverage:
 
     def to_json(self) -> str:
         """Write everything as JSON: ``summary``, ``missing``, ``layers`` (one a path) and ``rows``."""
-        rows = [dataclasses.asdict(row) for row in self.rows]
         shares = {"forward": self.share("fwd"), "backward": self.share(*_BACKWARD)}
         return json.dumps(
             {
@@ -182,7 +181,7 @@ class Coverage:
                 "state_faults": self.state_faults,
                 "frozen": self.frozen,
                 "layers": self.layers(),
-                "rows": rows,
+                "rows": self.rows,
             },
             indent=1,
             default=dataclasses.asdict,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jaxquant.audit.dataflow import Value, ancestors
 from jaxquant.core.dtypes import ELEMENTS
@@ -33,29 +33,30 @@ class Origin:
       source: the value before quantization, casts and changes of shape.
       dtype: of the operand, and of the elements that a float operand was dequantized from.
       scale: such as "per tensor, delayed"; "" for a float operand that was never quantized.
+      divisor: the scale itself, None where none was found.
       is_emulated: whether the op says that no matmul has its scales, and multiplies what they make of it.
     """
 
     source: Value
     dtype: OperandDtype
-    scale: str
+    scale: str = ""
+    divisor: Value | None = None
     is_emulated: bool = False
 
 
 def origin(value: Value) -> Origin:
     """Follow an operand back to what it was made from."""
     if value.dtype in ELEMENTS:
-        element, source, scale = _quantized(value)
-        return Origin(source, OperandDtype(element), scale)
+        return _quantized(value)
     plain = _moved(value, through_casts=True)
     if (codec := _codec(plain)) is not None:
         source, scale = _encoded(plain, codec)
         return Origin(source, OperandDtype(value.dtype, codec), scale)
-    low = _dequantized(plain)
-    if low is not None:
-        element, source, scale = _quantized(low)
-        return Origin(source, OperandDtype(value.dtype, element), scale, _is_emulated(value))
-    return Origin(plain, OperandDtype(value.dtype), "")
+    if (low := _dequantized(plain)) is not None:
+        found = _quantized(low)
+        dtype = OperandDtype(value.dtype, found.dtype.dtype)
+        return dataclasses.replace(found, dtype=dtype, is_emulated=_is_emulated(value))
+    return Origin(plain, OperandDtype(value.dtype))
 
 
 def argument(value: Value) -> Value | None:
@@ -83,16 +84,10 @@ def argument(value: Value) -> Value | None:
 def _moved(value: Value, through_casts: bool = False) -> Value:
     """Go back through changes of place and shape, and through casts between float types."""
     while value.inputs:
-        if value.operation == "optimization_barrier":
-            value = value.inputs[value.position]
-        elif _codec(value) is not None:
+        is_cast = value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
+        if _codec(value) is not None or not (value.operation in _MOVES or (through_casts and is_cast)):
             break
-        elif value.operation in _MOVES or (
-            through_casts and value.operation == "convert_element_type" and value.inputs[0].dtype not in ELEMENTS
-        ):
-            value = value.inputs[0]
-        else:
-            break
+        value = value.inputs[0]
     return value
 
 
@@ -112,22 +107,14 @@ def _codec(value: Value) -> str | None:
 
 def _encoded(value: Value, codec: str) -> tuple[Value, str]:
     """Return (source, scale) of a value that was decoded from a tensor format."""
-    visited, queue, stored = {id(value)}, list(value.inputs), value
-    while queue:
-        value = queue.pop()
-        if _codec(value) == codec:
-            return _moved(value.inputs[0], through_casts=True), f"per block of {codec}, dynamic"
-        if not value.inputs and value.dtype == "uint8" and value.operation == "argument":
-            stored = value
-        for each in value.inputs:
-            if id(each) not in visited:
-                visited.add(id(each))
-                queue.append(each)
-    return stored, "stored"
+    reached = ancestors(value.inputs, lambda each: _codec(each) == codec)
+    if (encoded := next((each for each in reached if _codec(each) == codec), None)) is not None:
+        return _moved(encoded.inputs[0], through_casts=True), f"per block of {codec}, dynamic"
+    return next((each for each in reached if each.operation == "argument" and each.dtype == "uint8"), value), "stored"
 
 
-def _quantized(value: Value) -> tuple[str, Value, str]:
-    """Return (element, source, scale) of a low-precision value."""
+def _quantized(value: Value) -> Origin:
+    """Follow a low-precision value back through its cast and the division by its scale."""
     element = value.dtype
     while True:
         value = _moved(value)
@@ -138,22 +125,18 @@ def _quantized(value: Value) -> tuple[str, Value, str]:
             value = value.inputs[1]
         else:
             break
+    dtype = OperandDtype(element)
     if value.operation != "convert_element_type":
-        return element, value, "stored" if value.operation in ("argument", "constant") else "unknown scale"
+        return Origin(value, dtype, "stored" if value.operation in ("argument", "constant") else "unknown scale")
     found = next(_divisions(value.inputs[0]), None)
     if found is None:
-        return element, _moved(value.inputs[0], through_casts=True), "no scale"
+        return Origin(_moved(value.inputs[0], through_casts=True), dtype, "no scale")
     x, scale = found
     source = _moved(x, through_casts=True)
-    if (again := _same_again(source, element)) is not None and _made(scale, source) == "static":
-        return _quantized(again)  # qvalues that went through a float and are rounded to what they were
-    return element, source, f"{_sharing(x, scale)}, {_made(scale, source)}"
-
-
-def _same_again(source: Value, element: str) -> Value | None:
-    if source.operation == "convert_element_type" and source.inputs[0].dtype == element:
-        return source.inputs[0]
-    return None
+    made = _made(scale, source)
+    if made == "static" and source.operation == "convert_element_type" and source.inputs[0].dtype == element:
+        return _quantized(source.inputs[0])  # qvalues that went through a float and are rounded to what they were
+    return Origin(source, dtype, f"{_sharing(x, scale)}, {made}", scale)
 
 
 def _dequantized(value: Value) -> Value | None:
@@ -247,38 +230,9 @@ def _cuts(x: Value) -> Iterator[tuple[int, int]]:
             axis += 1
 
 
-def delayed_by(value: Value, is_end: Callable[[Value], bool]) -> set[Value]:
-    """Collect the values that the scale of an operand was computed from, as far back as the operand before its cast.
-
-    Args:
-      value: an operand.
-      is_end: whether the search stops at a value.
-    """
-    low = value if value.dtype in ELEMENTS else _dequantized(_moved(value, through_casts=True))
-    if low is None:
-        return set()
-    low = _moved(low)
-    while low.operation == "convert_element_type" and low.inputs[0].dtype in ELEMENTS:
-        low = _moved(low.inputs[0])
-    found = next(_divisions(low.inputs[0]), None) if low.operation == "convert_element_type" else None
-    if found is None:
-        return set()
-    x, scale = found
-    source = _moved(x, through_casts=True)
-    return ancestors([scale], stop=lambda value: value is source or is_end(value))
-
-
 def _made(scale: Value, source: Value) -> str:
     """Describe what a scale is computed from: an argument (delayed), else the tensor itself (dynamic), else static."""
-    visited: set[int] = set()
-    queue, is_dynamic = [scale], False
-    while queue:
-        value = queue.pop()
-        if value is source:
-            is_dynamic = True
-        elif value.operation == "argument":
-            return "delayed"
-        elif id(value) not in visited:
-            visited.add(id(value))
-            queue += value.inputs
-    return "dynamic" if is_dynamic else "static"
+    reached = ancestors([scale], lambda value: value is source or value.operation == "argument")
+    if any(value.operation == "argument" and value is not source for value in reached):
+        return "delayed"
+    return "dynamic" if source in reached else "static"

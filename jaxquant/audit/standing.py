@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction
-from jaxquant.audit.scales import delayed_by
+from jaxquant.audit.scales import Origin
 from jaxquant.core.quant_state import HISTORY, is_named
 from jaxquant.state.watch import FROZEN_MARK
 from jaxquant.trace.plan import CONTRACTIONS
@@ -81,8 +81,8 @@ def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, 
     frozen: dict[str, None] = {}
     with_backward = {each.forward for each in labeled if each.is_backward}
     for forward in labeled:
-        for operand in (forward.contraction.lhs, forward.contraction.rhs) if forward in with_backward else ():
-            made = delayed_by(operand, lambda value: value.operation in CONTRACTIONS)
+        for operand in forward.origins if forward in with_backward else ():
+            made = _made_of(operand)
             if any(value.operation == "name" and value.params.get("name") == FROZEN_MARK for value in made):
                 frozen[forward.path] = None
                 continue
@@ -91,7 +91,13 @@ def _differentiated(labeled: Sequence[LabeledContraction]) -> tuple[dict[Value, 
     return layers, list(frozen)
 
 
-def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: frozenset[Value]) -> Iterator[Value]:
+def _made_of(operand: Origin) -> Iterable[Value]:
+    """Return what the scale of an operand was computed from, as far back as the operand and other contractions."""
+    scales = [] if operand.divisor is None else [operand.divisor]
+    return ancestors(scales, lambda value: value is operand.source or value.operation in CONTRACTIONS)
+
+
+def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[Value]) -> Iterator[Value]:
     """Yield the histories that sums or multiples of their shape are made of, other than in what was observed."""
     shapes = {each.shape for each in histories}
     sums = [each for each in reached if each.operation in _SUMS and each.shape in shapes and each.dtype == "float32"]
@@ -99,13 +105,13 @@ def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: froz
     yield from (each for each in histories if each in made)
 
 
-def _raised(needed: set[Value], observed: frozenset[Value]) -> Iterator[Value]:
+def _raised(needed: Iterable[Value], observed: set[Value]) -> Iterator[Value]:
     """Yield what is squared, divided by or the like of what was observed, sums of it included."""
     readers: dict[Value, list[Value]] = {}
     for value in needed:
         for each in value.inputs:
             readers.setdefault(each, []).append(value)
-    known, queue = set(observed), list(observed & needed)
+    known, queue = set(observed), [each for each in needed if each in observed]
     while queue:
         for value in readers.get(queue.pop(), ()):
             both = value.operation in ("mul", "div") and all(each in known for each in value.inputs)

@@ -14,7 +14,8 @@ import jax
 from flax import nnx
 
 from jaxquant.audit.parameters import input_names
-from jaxquant.trace.paths import Name, leaf_names
+from jaxquant.trace.arguments import array_names, split_arrays
+from jaxquant.trace.paths import Name
 
 _JITTED = type(jax.jit(lambda: None))
 _FUNCTION = "model"
@@ -71,20 +72,15 @@ def _trace_with_nodes(fn: Callable[..., Any], given: Mapping[str, Any], position
     """Trace a function of NNX models and optimizers, which it may change."""
     nodes = {name: value for name, value in given.items() if _has_nodes(value)}
     graph, states = nnx.split(nodes)
-    others = {name: value for name, value in given.items() if name not in nodes}
-    leaves, structure = jax.tree.flatten(others)
-    arrays = {
-        str(i): leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype") or isinstance(leaf, (float, complex))
-    }
+    static, (plain, _) = split_arrays({name: given[name] for name in given if name not in nodes}, (), numbers=False)
 
-    def whole(inputs: dict[str, Any]) -> Any:
-        merged = nnx.merge(graph, nnx.State({name: inputs[name] for name in nodes}))
-        filled = [inputs[""].get(str(i), leaf) for i, leaf in enumerate(leaves)]
-        values = jax.tree.unflatten(structure, filled) | merged
+    def whole(states: dict[str, Any], plain: list[Any]) -> Any:
+        merged = nnx.merge(graph, nnx.State(states))
+        values = static.rebuild((plain, ()))[0] | merged
         ordered = [values[name] for name in given]
         out = fn(*ordered[:positional], **dict(zip(list(given)[positional:], ordered[positional:], strict=True)))
         return out, nnx.split(merged)[1]
 
-    traced = jax.jit(whole).trace({name: states[name] for name in nodes} | {"": arrays})
-    names, plain = [name[1:] for name in input_names(traced.args_info)], leaf_names(others)
-    return traced, [plain[int(name[1])] if name[0] == "" else name for name in names]
+    traced = jax.jit(whole).trace({name: states[name] for name in nodes}, plain)
+    names, others = input_names(traced.args_info), array_names(static)
+    return traced, [name[1:] if name[0] == "0" else others[int(name[1])] for name in names]

@@ -20,6 +20,8 @@ SCALE, HISTORY, BINS = FIELDS = ("scale", "amax_history", "amax_bins")
 SPARSITY = "sparsity"
 SPARSITY_FIELDS = STEP, MASK, USES = ("step", "mask", "uses")
 """Fields of a sparse weight; ``ops.sparsity`` has their meaning."""
+# Beside the tensors of a layer, while ``audit.health`` measures it, and its one field.
+HEALTH, PROBE = "health", "probe"
 PACKED = "packed"
 """Stands for a tensor's name where the state of many tensors is stacked (``state.packed``)."""
 NAMES = frozenset(f"{tensor}_{field}" for tensor in (*TENSORS, PACKED) for field in FIELDS)
@@ -32,12 +34,12 @@ def flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def nested(variables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return flat quant state by tensor and field."""
-    return {each: fields_of(variables, each) for each in (*TENSORS, SPARSITY) if fields_of(variables, each)}
+    return {each: fields_of(variables, each) for each in (*TENSORS, SPARSITY, HEALTH) if fields_of(variables, each)}
 
 
 def fields_of(variables: Mapping[str, Any], tensor: str) -> dict[str, Any]:
     """Return the fields of one tensor of flat quant state."""
-    names = SPARSITY_FIELDS if tensor == SPARSITY else FIELDS
+    names = {SPARSITY: SPARSITY_FIELDS, HEALTH: (PROBE,)}.get(tensor, FIELDS)
     return {name: variables[f"{tensor}_{name}"] for name in names if f"{tensor}_{name}" in variables}
 
 

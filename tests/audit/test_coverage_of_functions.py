@@ -266,6 +266,22 @@ def test_a_float_layer_that_is_not_left_out_by_structure_is_a_fault():
     jaxquant.coverage(step, *args, config=left_out).check()
 
 
+def test_float_blocks_are_left_out_as_the_config_says():
+    def fn(params, x):
+        for name in ("layers_0", "layers_1", "layers_2"):
+            x = jnp.tanh(x @ params[name]["mlp"]["w"])
+        return x
+
+    params = {f"layers_{i}": {"mlp": {"w": array(32, 32)}} for i in range(3)}
+    config = CURRENT | {"float_first_blocks": 1}
+    step, args, report, _ = gradient(fn, config, params, array(8, 32))
+    found = jaxquant.coverage(step, *args, config=config)
+    found.check()
+    assert {row.reason for row in found.rows if row.path == "layers_0/mlp"} == {next(iter(report)).reason}
+    with pytest.raises(ValueError, match=r"strict: layers_0/mlp fwd: float is wanted \(block layers_0, left in float"):
+        jaxquant.coverage(gradient(fn, CURRENT, params, array(8, 32))[0], *args, config=config).check()
+
+
 @pytest.mark.parametrize("left_out", ["a", "b", "c"])
 @pytest.mark.parametrize("argnums", [(0, 1), (0, 1, 2)])
 def test_a_float_layer_among_equal_ones_that_read_the_same_has_its_own_gradients(left_out, argnums):
