@@ -230,9 +230,8 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
 
 
 def _differences(stored: Leaf, expected: Leaf) -> list[str]:
-    names = ["role"] if stored.role != expected.role else []
-    names += [name for name in ("shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
-    if not stored.role == expected.role == "array" and "role" not in names:
+    names = [name for name in ("role", "shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
+    if "role" not in names:
         more = ("scale_shape", "scale_dtype", "zero_point", "outer_shape", "block", "codec")
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [
