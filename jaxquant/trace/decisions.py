@@ -35,10 +35,6 @@ class Decisions:
     unsupported: frozenset[tuple[str, ...]] = frozenset()
     paths: Mapping[str, Decision] = dataclasses.field(default_factory=dict)
 
-    def by_path(self, path: str) -> Decision | None:
-        """Find the decision on a layer by its path, None where no trace has shown it."""
-        return self.paths.get(path)
-
     def apply(self, plan: Plan) -> None:
         """Set the recipe and the reason of every layer.
 
