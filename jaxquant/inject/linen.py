@@ -35,7 +35,8 @@ from jaxquant.inject.stored import is_tensor, read_kernels
 from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.arguments import mark_static, restore_static
-from jaxquant.trace.engine import Dialect, Engine, Traced
+from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.trace.plan import Contraction
 

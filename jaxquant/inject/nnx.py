@@ -45,7 +45,8 @@ from jaxquant.inject.nnx_layers import (
 )
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
-from jaxquant.trace.engine import Dialect, Engine, Traced
+from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.report import Row
 

@@ -24,13 +24,12 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quant_state import nested
 from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
-from jaxquant.state import watch
 from jaxquant.state.packed import State, unpack
 from jaxquant.state.tree import refuse_trained
 from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
-from jaxquant.trace.decisions import Decisions, decide
+from jaxquant.trace.decisions import Decisions, Dialect, decide
 from jaxquant.trace.plan import Contraction, mark_readings
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Report, Row, layer_rows, row_of
@@ -45,37 +44,6 @@ INSTEAD = jax.make_user_context(None)
 
 _SKIPPED = Static.of(object())
 """What an engine returns where its trace found nothing to quantize, and its caller computes it otherwise."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Dialect:
-    """How a face speaks.
-
-    Attributes:
-      is_model: whether modules with layers are quantized, not a function with matmuls. A parameter ``kernel`` at the
-        root is a layer of the path "" then, Python's numbers are static, and a layer that no trace has shown so far is
-        decided when one does; of a function that is an error, and numbers are traced as under ``jax.jit``.
-      operation: name below the layer's path under which the state of a contraction stands; "" for none.
-      owner: path of what holds the state of a contraction, where that is not the layer's.
-      missing: the sentence about state that is missing, of (recipe's name, path, field).
-      misfit: the sentence about state of another shape, of (path of the layer, field, shape, shape that is needed).
-      has_scopes: whether the layers' calls are in name scopes already; else each gets that of its path.
-      watch: reads the state of a contraction, of (path, operands, state).
-    """
-
-    is_model: bool = False
-    operation: Callable[[Contraction], str] = lambda _: ""
-    owner: Callable[[Contraction], str] | None = None
-    missing: Callable[[str, str, str], str] = lambda recipe, path, field: (
-        f"recipe {recipe!r} at {path!r} keeps state, and quant_state has no {field!r} there; make it with the "
-        "quantized function's init(params, *args)"
-    )
-    misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str] = lambda path, field, has, wanted: (
-        f"quant_state {path!r} has {field!r} of shape {has}, and this call needs {wanted}; make it with init on the "
-        "same model and config"
-    )
-    has_scopes: bool = False
-    watch: watch.Watch = watch.FUNCTION
 
 
 class Traced(NamedTuple):
@@ -200,8 +168,8 @@ class Engine:
             return {}, {}
         decisions = self.decide(analysis)
         served = converted.check_served(analysis, leaves, self.backend)
-        sentences = self.dialect.missing, self.dialect.misfit
-        states = decisions.read_states(analysis.plan, unpack(quant_state), *sentences, served, contract.kernel_fields)
+        fields = contract.kernel_fields
+        states = decisions.read_states(analysis.plan, unpack(quant_state), self.dialect, served, fields_of=fields)
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
         self._left_float = reasons
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
@@ -253,8 +221,7 @@ class Engine:
         assert self.resolver is not None
         if known is not None and not self.dialect.is_model:
             return known
-        names: dict[str, Any] = {"operation": self.dialect.operation, "owner": self.dialect.owner}
-        return decide(analysis, self.resolver, self.backend, known, check=check, **names)
+        return decide(analysis, self.resolver, self.backend, self.dialect, known, check=check)
 
     def _check(self, analysis: Analysis, is_first: bool) -> None:
         assert self.resolver is not None
@@ -340,8 +307,8 @@ class Engine:
             return _SKIPPED
         must = self.config.checkpoint_is_quantized
         served = converted.check_served(analysis, traced.leaves, self.backend, must_be_converted=must)
-        missing = functools.partial(self._missing, bool(served))
-        states = decisions.read_states(analysis.plan, whole_state, missing, self.dialect.misfit, served)
+        speech = dataclasses.replace(self.dialect, missing=functools.partial(self._missing, bool(served)))
+        states = decisions.read_states(analysis.plan, whole_state, speech, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)

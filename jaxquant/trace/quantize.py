@@ -13,7 +13,8 @@ import jax
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.state.packed import PackedState, State
 from jaxquant.trace.arguments import is_quantized
-from jaxquant.trace.engine import Dialect, Engine
+from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.engine import Engine
 from jaxquant.trace.paths import replace_leaves
 from jaxquant.trace.report import Report
 
