@@ -102,21 +102,18 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a path that only one of them has; nothing is put in.
     """
-    kept, given = _kept(model), leaves_by_path(params, is_tensor)
+    given, lacks = leaves_by_path(params, is_tensor), list[str]()
 
     def take(path: str, own: Any) -> Any:
-        if not isinstance(own, ConvertedKernel):
-            return None if is_tensor(given.get(path)) else given.pop(path, None)
-        tensor, scale = given.pop(path, None), given.pop("/".join(scale_path(tuple(path.split("/")))), None)
-        parts = {name: given.pop(f"{path}/{name}") for name in PARTS if f"{path}/{name}" in given}
-        if parts:  # as models held a kernel before
-            tensor = QTensor.of_parts(parts, own.tensor.block, own.tensor.codec)
-            scale = given.pop(f"{path}/{INPUT_SCALE}", None)
-        return dataclasses.replace(own, tensor=tensor, input_scale=scale) if is_tensor(tensor) else None
+        if isinstance(own, ConvertedKernel):
+            made = _take_kernel(given, path, own)
+        else:
+            made = None if is_tensor(given.get(path)) else given.pop(path, None)
+        if made is None:
+            lacks.append(path)
+        return made
 
-    new = map_by_path(take, kept, _is_kernel)
-    taken = leaves_by_path(new, lambda node: node is None or _is_kernel(node))
-    lacks = [path for path, leaf in taken.items() if leaf is None]
+    new = map_by_path(take, _kept(model), lambda node: isinstance(node, ConvertedKernel))
     if lacks or given:
         raise ValueError(
             f"the model has {', '.join(sorted(lacks)) or 'nothing'} that the parameters do not, and they have "
@@ -125,5 +122,11 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     nnx.update(model, new)
 
 
-def _is_kernel(node: Any) -> bool:
-    return isinstance(node, ConvertedKernel)
+def _take_kernel(given: dict[str, Any], path: str, own: ConvertedKernel) -> ConvertedKernel | None:
+    """Take a kernel and its scale out of parameters by path, None where it is not there."""
+    tensor, scale = given.pop(path, None), given.pop("/".join(scale_path(tuple(path.split("/")))), None)
+    parts = {name: given.pop(f"{path}/{name}") for name in PARTS if f"{path}/{name}" in given}
+    if parts:  # as models held a kernel before
+        tensor = QTensor.of_parts(parts, own.tensor.block, own.tensor.codec)
+        scale = given.pop(f"{path}/{INPUT_SCALE}", None)
+    return dataclasses.replace(own, tensor=tensor, input_scale=scale) if isinstance(tensor, QTensor) else None
