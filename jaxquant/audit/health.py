@@ -243,7 +243,7 @@ class _Taps:
     probes: Mapping[Key, Array]
 
     def __call__(self, analysis: Analysis, consts: Any, args: list[Array], quant_state: Mapping[str, Any]) -> list[Any]:
-        plan, speech = analysis.plan, self.engine.dialect
+        plan = analysis.plan
         decisions = self.engine.decisions or Decisions({}, {})
         if self.engine.resolver is not None:
             decisions.apply(plan)
@@ -252,7 +252,7 @@ class _Taps:
                 site.recipe = _FLOAT
         if absent := [site.path for site in plan.chosen if site.key not in self.probes]:
             raise ValueError(f"{layer_name(absent[0])} did not run when the health monitor's example was traced")
-        states = decisions.read_states(plan, quant_state, speech.missing, speech.misfit)
+        states = decisions.read_states(plan, quant_state, self.engine.dialect)
         given = {key: state | flat({HEALTH: {PROBE: self.probes[key]}}) for key, state in states.items()}
         return Rewriter(functools.partial(_contract, self.engine.backend)).evaluate(plan, consts, args, given, None)
 

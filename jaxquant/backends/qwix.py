@@ -88,17 +88,30 @@ class _Contraction(nn.Module):
     """One matmul by the parameter ``kernel``, for Qwix to quantize.
 
     Attributes:
-      dimension_numbers: of the matmul.
-      shape: of the kernel, which is stored with more axes.
+      shape: of the kernel, which may be stored with more axes.
+      numbers: dimension numbers of the matmul; None for a ragged one.
     """
 
-    dimension_numbers: Any
     shape: tuple[int, ...]
+    numbers: Any = None
 
-    def __call__(self, lhs: jax.Array) -> jax.Array:
+    def __call__(self, lhs: jax.Array, group_sizes: jax.Array | None = None) -> jax.Array:
         kernel = self.get_variable("params", "kernel")
         assert kernel is not None
-        return jax.lax.dot_general(lhs, kernel.reshape(self.shape), self.dimension_numbers)
+        if group_sizes is not None:
+            return jax.lax.ragged_dot(lhs, kernel, group_sizes)
+        return jax.lax.dot_general(lhs, kernel.reshape(self.shape), self.numbers)
+
+
+def _run(contraction: _Contraction, provider: qwix.QtProvider, *operands: Array) -> Array:
+    """Compute a contraction of (lhs, kernel, *rest) as Qwix trains, in a jit of its own."""
+    quantized = qwix.quantize_model(contraction, provider)
+
+    @jax.jit
+    def run(lhs: Array, kernel: Array, *rest: Array) -> Array:
+        return quantized.apply({"params": {"kernel": kernel}}, lhs, *rest)  # pyright: ignore[reportReturnType]
+
+    return run(*operands)
 
 
 def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey | None) -> Array:
@@ -108,33 +121,13 @@ def _train(recipe: Recipe, lhs: Array, rhs: Array, numbers: Any, key: RandomKey 
     its way from a parameter or by a parameter's shape; the parameter has more axes here than any operand, and the
     matmul a jit of its own, in which that way can be followed.
     """
-    provider = _Provider(_rule("", to_qwix(recipe)), key)
-    quantized = qwix.quantize_model(_Contraction(numbers, rhs.shape, parent=None), provider)
-
-    @jax.jit
-    def run(lhs: Array, kernel: Array) -> Array:
-        return quantized.apply({"params": {"kernel": kernel}}, lhs)  # pyright: ignore[reportReturnType]
-
-    return run(lhs, rhs.reshape((1,) * (1 + max(0, lhs.ndim - rhs.ndim)) + rhs.shape))
-
-
-class _Groups(nn.Module):
-    """One ragged matmul by the parameter ``kernel``, for Qwix to quantize."""
-
-    def __call__(self, lhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        kernel = self.get_variable("params", "kernel")
-        assert kernel is not None
-        return jax.lax.ragged_dot(lhs, kernel, group_sizes)
+    kernel = rhs.reshape((1,) * (1 + max(0, lhs.ndim - rhs.ndim)) + rhs.shape)
+    return _run(_Contraction(rhs.shape, numbers, parent=None), _Provider(_rule("", to_qwix(recipe)), key), lhs, kernel)
 
 
 def _train_groups(recipe: Recipe, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    quantized = qwix.quantize_model(_Groups(parent=None), qwix.QtProvider([_rule("", to_qwix(recipe))]))
-
-    @jax.jit
-    def run(lhs: Array, kernel: Array, sizes: Array) -> Array:
-        return quantized.apply({"params": {"kernel": kernel}}, lhs, sizes)  # pyright: ignore[reportReturnType]
-
-    return run(lhs, rhs, group_sizes)
+    provider = qwix.QtProvider([_rule("", to_qwix(recipe))])
+    return _run(_Contraction(rhs.shape, parent=None), provider, lhs, rhs, group_sizes)
 
 
 # -- converted kernels -------------------------------------------------------------------------------------------------

@@ -162,21 +162,15 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
     rule["bwd_qtype"] = _dtype(first)
     extra["use_original_residuals"] = not reuses["dlhs"]
     for name, grad in grads.items():
-        residual = residuals[name]
-        if isinstance(grad, TensorSpec):
-            extra |= {
-                f"{name}_grad_qtype": _dtype(grad),
-                f"{name}_grad_calibration_method": str(grad.calibration),
-                f"{name}_grad_disable_channelwise_axes": grad.granularity == "per_tensor",
-            }
-        else:
+        for operand, spec in (("grad", grad), ("residual", residuals[name])):
+            if isinstance(spec, TensorSpec):
+                extra |= {
+                    f"{name}_{operand}_qtype": _dtype(spec),
+                    f"{name}_{operand}_calibration_method": str(spec.calibration),
+                    f"{name}_{operand}_disable_channelwise_axes": spec.granularity == "per_tensor",
+                }
+        if not isinstance(grad, TensorSpec):
             extra[f"{name}_grad_qtype"] = None
-        if isinstance(residual, TensorSpec):
-            extra |= {
-                f"{name}_residual_qtype": _dtype(residual),
-                f"{name}_residual_calibration_method": str(residual.calibration),
-                f"{name}_residual_disable_channelwise_axes": residual.granularity == "per_tensor",
-            }
     if recipe.drhs.shards != 1:
         rule["bwd_weight_grad_tile_size"] = _Share(recipe.drhs.shards, recipe.name)
     if recipe.is_stochastic:

@@ -21,9 +21,8 @@ from jaxquant.config.quant_config import QuantConfig, is_program_config
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import at_layer, join_path
 from jaxquant.core.recipe import Recipe
-from jaxquant.inject.faces import at_work
+from jaxquant.inject.faces import at_work, einsum_out_features
 from jaxquant.inject.layer_op import LayerOp
-from jaxquant.inject.layers import einsum_out_features
 from jaxquant.ops.einsum import plan_einsum
 from jaxquant.state.watch import require_hand
 
@@ -174,9 +173,7 @@ class _ByPath(nn.Module):
                 f"quantization_share_expert_scales true at {at_layer(path)}: an op of configure_quantization does not "
                 "see the experts that a vmap around it maps over; use jaxquant.maybe_quantize_model"
             )
-        quant = self.quantization
-        options = (quant.quant_mode.value, self.mesh_axes, quant.replicate_scale, quant.resolver.implementation)
-        op = LayerOp(quant.made_by, recipe, path, *options, name=name or None)
+        op = LayerOp(self.quantization, recipe, path, self.mesh_axes, name=name or None)
         if not name:
             nn.share_scope(self, op)  # the op's variables lie where this module's would
         return op

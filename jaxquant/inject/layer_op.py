@@ -10,7 +10,7 @@ its checkpoints runs on any backend.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,9 +20,10 @@ from jax.core import Tracer
 from jaxquant.backends import RANDOM_STREAM, Backend
 from jaxquant.backends._weights import check_converted, never_seen
 from jaxquant.backends.base import Given
-from jaxquant.core.paths import at_layer, layer_name
+from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
 from jaxquant.core.recipe import Recipe
+from jaxquant.inject.linen import missing_state
 from jaxquant.ops import sparsity
 from jaxquant.ops.dimensions import Dimensions, How, Product
 from jaxquant.ops.dot_general import initial_state
@@ -36,22 +37,20 @@ class LayerOp(nn.Module):
     """Contract an activation and a weight by a recipe; quant state lies in ``_overwrite_with_gradient``.
 
     Attributes:
-      backend: what computes it.
+      quantization: the ``Quantization`` handle: its backend, mode, and how stored scales are named.
       recipe: all numbers.
       layer: path of the layer.
-      mode: whether the model trains, or writes or reads converted kernels.
       mesh_axes: logical axis names of the kernel; what is stored in serve mode is named after them.
-      replicate_scale: leave every axis of stored scales unnamed, so that they are replicated.
-      implementation: what computes the matmuls; None picks.
     """
 
-    backend: Backend
+    quantization: Any
     recipe: Recipe
     layer: str
-    mode: Literal["train", "convert", "serve"] = "train"
     mesh_axes: tuple[str | None, ...] = ()
-    replicate_scale: bool = False
-    implementation: str | None = None
+
+    @property
+    def backend(self) -> Backend:
+        return self.quantization.made_by
 
     @nn.compact
     def __call__(
@@ -59,9 +58,10 @@ class LayerOp(nn.Module):
     ) -> Array:
         """Compute ``jax.lax.dot_general`` of an activation and a weight."""
         dims, recipe = Dimensions.of(dimension_numbers, lhs.ndim, rhs.ndim), self.recipe
+        mode = self.quantization.quant_mode.value
         weight: Any = rhs
         state, masks = {}, {}
-        if self.mode == "serve" and recipe.fwd.rhs is not None:
+        if mode == "serve" and recipe.fwd.rhs is not None:
             weight = self._read(rhs, dims)
         else:
             if recipe.sparsity is not None:
@@ -70,9 +70,9 @@ class LayerOp(nn.Module):
             state = {tensor: self._quant_state(tensor, values) for tensor, values in initial_state(recipe).items()}
         # Without a stream the op makes a key of what it rounds.
         key = self.make_rng(RANDOM_STREAM) if recipe.is_stochastic and self.has_rng(RANDOM_STREAM) else None
-        given = Given(recipe, self._watched((lhs, weight), state), key, How(self.implementation))
+        given = Given(recipe, self._watched((lhs, weight), state), key, How(self.quantization.resolver.implementation))
         out = self.backend.contract(lhs, weight, Product(dims.numbers, precision, preferred_element_type), given)
-        if self.mode == "convert" and recipe.fwd.rhs is not None:
+        if mode == "convert" and recipe.fwd.rhs is not None:
             self._write(rhs, dims, {**state, "sparsity": masks})
         return out
 
@@ -82,11 +82,8 @@ class LayerOp(nn.Module):
         missing = [name for name in names if not self.has_variable(OVERWRITE_WITH_GRADIENT, name)]
         if missing and not (self.is_initializing() and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             raise ValueError(
-                f"recipe {self.recipe.name!r} at {at_layer(self.layer)} keeps state in the collection "
-                f"'{OVERWRITE_WITH_GRADIENT}', and this call has no {missing[0]!r} there: pass the collection to apply "
-                f"beside 'params', and where the layer is under nn.scan, give it "
-                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}; state that was stored, or of flax's "
-                "own ops, goes through jaxquant.state.with_bins"
+                f"{missing_state(self.recipe.name, self.layer, missing[0])}; where the layer is under nn.scan, give it "
+                f"variable_axes={{'{OVERWRITE_WITH_GRADIENT}': 0}}"
             )
         return {
             name: self.variable(OVERWRITE_WITH_GRADIENT, full, lambda value=value: value).value
@@ -126,7 +123,7 @@ class LayerOp(nn.Module):
             values = {} if scale is None else {INPUT_SCALE: jnp.zeros(scale.shape, scale.dtype)}
             as_stored = ConvertedKernel(zeros, kernel.dtype.name)
             frozen, names = self.backend.freeze(self.recipe, as_stored, axes, self.mesh_axes)
-            frozen = _named(frozen, names, self.replicate_scale) if names else frozen
+            frozen = _named(frozen, names, self.quantization.replicate_scale) if names else frozen
             self.put_variable(COLLECTION, STORED, {"frozen": frozen, **values})
         stored: Any = nn.meta.unbox(self.get_variable(COLLECTION, STORED, {}))
         if "frozen" not in stored:

@@ -15,7 +15,7 @@ model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -28,14 +28,16 @@ from jax.extend.core import Literal
 from jaxquant.backends import load
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
-from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
-from jaxquant.core.trees import leaves_by_path
+from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import STREAMS, at_work, quantized_with, refuse_twice
-from jaxquant.inject.layers import trace_init
 from jaxquant.inject.linen_classes import Use, asked, make_class, own
+from jaxquant.inject.stored import is_tensor, read_kernels
 from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
-from jaxquant.trace.engine import Dialect, Engine, Traced
+from jaxquant.trace.arguments import mark_static, restore_static
+from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.engine import Engine, Traced
+from jaxquant.trace.kernels import LayerKernel
 from jaxquant.trace.plan import Contraction
 
 
@@ -53,15 +55,16 @@ def quantize_linen(model: nn.Module, config: QuantConfig, *example_inputs: Any, 
     refuse_twice(model)
     face = Face(config)
     if example_inputs or example_kwargs:
-        face.decide(model, *example_inputs, **example_kwargs)
+        face.engine.decide(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
     return face.of(model)
 
 
-def _missing(recipe: str, path: str, field: str) -> str:
+def missing_state(recipe: str, path: str, field: str) -> str:
+    """Return the sentence about quant state that a call of a Linen model lacks."""
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps state in the collection '{OVERWRITE_WITH_GRADIENT}', and this "
-        f"call has no {field!r} there: pass the collection to apply beside 'params'; state that was stored, or of "
-        "flax's own ops, goes through jaxquant.state.with_bins"
+        f"call has no {field!r} there: pass the collection beside 'params', all that training keeps of it, or make it "
+        "with jaxquant.calibrate; state that was stored, or of flax's own ops, goes through jaxquant.state.with_bins"
     )
 
 
@@ -71,17 +74,7 @@ def operation_name(site: Contraction) -> str:
     return f"{load('native').op_name('einsum' if site.is_einsum else 'dot_general', site.recipe)}_0"
 
 
-DIALECT = Dialect(
-    what="this model",
-    layers="layer",
-    root_is_layer=True,
-    may_extend=True,
-    numbers=False,
-    operation=operation_name,
-    missing=_missing,
-    has_scopes=True,
-    watch=watch.LINEN,
-)
+DIALECT = Dialect(is_model=True, operation=operation_name, missing=missing_state, has_scopes=True, watch=watch.LINEN)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,15 +144,11 @@ class Face:
     """
 
     def __init__(self, config: QuantConfig) -> None:
-        self.engine = Engine(config, DIALECT, config.resolved_backend)
+        self.engine = Engine(config, DIALECT)
         self._classes: dict[tuple[type, bool], type] = {}
         self._dtypes: dict[str, str] = {}
 
     # -- decisions ---------------------------------------------------------------------------------------------------
-
-    def decide(self, model: nn.Module, *inputs: Any, **kwargs: Any) -> None:
-        """Decide on the trace of a call with example inputs, arrays or shapes."""
-        self.engine.decide(self.trace_example(model, *inputs, **kwargs).analysis)
 
     def trace_example(self, model: nn.Module, *inputs: Any, **kwargs: Any) -> Traced:
         """Trace a call of the float model on parameters that are shapes only."""
@@ -224,20 +213,20 @@ class Face:
 
     def _with_dtypes(self, params: Any, use: Use) -> Any:
         """Return parameters whose converted kernels say the float dtype that they stand for, and their static scale."""
-        leaves = leaves_by_path(params, _is_tensor)
-        converted = [path for path, leaf in leaves.items() if isinstance(leaf, QTensor)]
+        leaves = leaves_by_path(params, is_tensor)
+        converted = {"/".join((*use.prefix, path)): leaf for path, leaf in leaves.items() if is_tensor(leaf)}
         if not converted:
             return params
-        names = {path: "/".join((*use.prefix, path)) for path in converted}
         if not self.engine.config.checkpoint_is_quantized:
-            layer, dtype = names[converted[0]].rpartition("/")[0], leaves[converted[0]].qvalue.dtype.name
+            name, tensor = next(iter(converted.items()))
             raise ValueError(
-                f"{layer_name(layer)} has a converted kernel ({dtype}) and checkpoint_is_quantized is false"
+                f"{layer_name(name.rpartition('/')[0])} has a converted kernel ({tensor.qvalue.dtype.name}) and "
+                "checkpoint_is_quantized is false"
             )
-        if any(name not in self._dtypes for name in names.values()):
+        if not converted.keys() <= self._dtypes.keys():
             shapes = leaves_by_path(self._shapes_of(use))
             self._dtypes |= {"/".join((*use.prefix, path)): leaf.dtype.name for path, leaf in shapes.items()}
-        return _named_kernels(params, lambda path: self._dtypes["/".join((*use.prefix, *path))])
+        return read_kernels(params, lambda path: self._dtypes["/".join((*use.prefix, *path))])
 
     def _shapes_of(self, use: Use) -> Any:
         """Trace the initialization of the float model that a call runs; returns its parameters' shapes."""
@@ -278,27 +267,91 @@ def collections_of(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return variables.get("params"), rest
 
 
-def scale_name(leaf: str) -> str:
-    """Return the name of the static scale of the activation that meets a converted parameter, which lies beside it."""
-    return INPUT_SCALE if leaf == "kernel" else f"{leaf}_{INPUT_SCALE}"
+def trace_init(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Any:
+    """Trace a model's initialization and return the shapes of its variables."""
+
+    def initialize(key: jax.Array, inputs: Any) -> Any:
+        args, kwargs = restore_static(inputs)
+        return model.init(dict.fromkeys(STREAMS, key), *args, **kwargs)
+
+    return jax.eval_shape(initialize, jax.random.key(0), mark_static((example_inputs, example_kwargs), numbers=False))
 
 
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, QTensor)
+def find_kernels(
+    model: nn.Module, config: QuantConfig, variables: Mapping[str, Any], *inputs: Any, **kwargs: Any
+) -> dict[str, LayerKernel]:
+    """Find every kernel that a call with example inputs runs quantized, without computing anything.
+
+    Args:
+      model: the float model.
+      config: what is asked.
+      variables: its parameters, and the quant state of training; anything with a shape and a dtype.
+      inputs, kwargs: of the call.
+
+    Returns:
+      The kernels by "/"-joined path of the parameter.
+
+    Raises:
+      ValueError: variables without parameters; a parameter that is converted already; a kernel that is missing, of
+        another shape, or read in a dtype that its converted one does not tell; quant state that is missing.
+    """
+    if "params" not in variables:
+        raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
+    if config.resolver() is None:
+        return {}
+    params, rest = collections_of(variables)
+    given = leaves_by_path(params, is_tensor)
+    for path, leaf in given.items():
+        if is_tensor(leaf):
+            raise ValueError(f"parameter {path!r} is converted already ({leaf.qvalue.dtype.name})")
+    made = nn.meta.unbox(unfreeze(trace_init(model, *inputs, **kwargs))).get("params", {})
+
+    def as_stored(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, given.get(path, leaf).dtype)
+
+    face = Face(config)
+    call = Call(face, model, None, tuple(rest) or False, False)
+    args = rest, dict.fromkeys(STREAMS, jax.random.key(0)), inputs, kwargs
+    state = variables.get(OVERWRITE_WITH_GRADIENT, {})
+
+    def find(params: Any) -> dict[str, LayerKernel]:
+        found, _ = face.engine.find_kernels(call, params, args, state)
+        return {"/".join(name): kernel for name, kernel in found.items()}
+
+    stored = map_by_path(as_stored, made)
+    kernels = find(stored)
+    served = kernels if jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, stored, made)) else find(made)
+    made = leaves_by_path(made)
+    for path, kernel in kernels.items():
+        _check_stored(path, kernel, given.get(path), made[path], served[path].dtype)
+    return kernels
 
 
-def _named_kernels(tree: Any, dtype: Callable[[tuple[str, ...]], str], path: tuple[str, ...] = ()) -> Any:
-    """Join each converted kernel of a tree of dicts with its float dtype and the scale that lies beside it."""
-    if not isinstance(tree, Mapping):
-        return tree
-    scales = {scale_name(name) for name, value in tree.items() if isinstance(value, QTensor)}
-    return {
-        name: ConvertedKernel(value, dtype((*path, name)), tree.get(scale_name(name)))
-        if isinstance(value, QTensor)
-        else _named_kernels(value, dtype, (*path, name))
-        for name, value in tree.items()
-        if name not in scales
-    }
+def _check_stored(path: str, kernel: LayerKernel, given: Any, made: Any, served_dtype: str) -> None:
+    """Refuse a parameter that is not the one of the model.
+
+    Args:
+      path: of the parameter.
+      kernel: what is converted.
+      given: the parameter, None where there is none.
+      made: that of a new model.
+      served_dtype: name of the dtype in which a new model's op reads its own.
+    """
+    if given is None:
+        raise ValueError(
+            f"the variables have no parameter {path!r}, the kernel that {kernel.recipe.name!r} converts; pass all "
+            "parameters of the model"
+        )
+    if tuple(given.shape) != tuple(made.shape):
+        raise ValueError(
+            f"parameter {path!r} of {at_layer(kernel.path)} has shape {tuple(given.shape)}, its layer reads "
+            f"{tuple(made.shape)}"
+        )
+    if kernel.dtype != served_dtype:
+        raise ValueError(
+            f"{layer_name(kernel.path)} has a kernel of {given.dtype.name}, param_dtype {made.dtype.name} and no dtype "
+            "of its own, so the kernel's decides what it computes in; give the layer that dtype or param_dtype"
+        )
 
 
 def _hashable_filter(mutable: Any) -> Any:

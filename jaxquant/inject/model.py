@@ -15,6 +15,7 @@ from jaxquant.inject import nnx as nnx_face
 from jaxquant.inject.handle import QuantMode, refuse_accumulation
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
+from jaxquant.trace.quantize import refuse_fields
 from jaxquant.trace.report import Row
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
@@ -62,7 +63,7 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
             refuse_accumulation(program, resolver)
     else:
         config = QuantConfig.from_any(config)
-        _refuse_what_is_not_the_models(config)
+        refuse_fields(config, _NOT_OF_MODELS)
     resolver = config.resolver()
     if resolver is None:
         return model
@@ -78,17 +79,12 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     return quantize_linen(model, config, *example_inputs, **example_kwargs)
 
 
-def _refuse_what_is_not_the_models(config: QuantConfig) -> None:
-    if config.save_quantized_params_path:
-        raise NotImplementedError(
-            f"save_quantized_params_path {config.save_quantized_params_path!r} is not written while a model is "
-            "quantized; convert its parameters with jaxquant.convert and write them with jaxquant.serving.save"
-        )
-    if config.quantize_kvcache:
-        raise NotImplementedError(
-            "quantize_kvcache true is not a property of linear layers; give the model's attention a cache of "
-            "jaxquant.serving.kv_cache"
-        )
+_NOT_OF_MODELS = {
+    "save_quantized_params_path": "is not written while a model is quantized; convert its parameters with "
+    "jaxquant.convert and write them with jaxquant.serving.save",
+    "quantize_kvcache": "is not a property of linear layers; give the model's attention a cache of "
+    "jaxquant.serving.kv_cache",
+}
 
 
 def choose_recipes(model: Any, config: QuantConfig, *example_inputs: Any, **example_kwargs: Any) -> dict[str, Recipe]:

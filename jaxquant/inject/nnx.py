@@ -26,24 +26,27 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision
 from jaxquant.core.paths import at_layer, layer_name
 from jaxquant.core.qtensor import ConvertedKernel
-from jaxquant.core.trees import leaves_by_path
 from jaxquant.inject.faces import at_work, quantized_with, refuse_twice, subclass, wrap_methods
 from jaxquant.inject.nnx_call import Call
-from jaxquant.inject.nnx_held import CONTAINERS, StateHolder, holders, takes_attributes
 from jaxquant.inject.nnx_layers import (
+    CONTAINERS,
     PLAIN_OPS,
+    StateHolder,
     call_layers,
     check_alone,
     copy_model,
     has_plain_op,
+    holders,
     linear_modules,
     op_name,
     out_features,
     row_alone,
+    takes_attributes,
 )
 from jaxquant.state import watch
 from jaxquant.state.nnx import QuantState
-from jaxquant.trace.engine import Dialect, Engine, Traced
+from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.engine import Engine, Traced
 from jaxquant.trace.plan import Contraction
 from jaxquant.trace.report import Row
 
@@ -120,14 +123,8 @@ def plain_model(model: nnx.Module) -> nnx.Module:
 def _missing(recipe: str, path: str, field: str) -> str:
     return (
         f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the model has no {field!r} there; give "
-        "maybe_quantize_model example inputs whose call runs that layer"
-    )
-
-
-def _missing_for_kernels(recipe: str, path: str, field: str) -> str:
-    return (
-        f"recipe {recipe!r} at {at_layer(path)} keeps quant state, and the layer has no {field!r}; convert the model "
-        "that was trained, or calibrate it with jaxquant.calibrate"
+        "maybe_quantize_model example inputs whose call runs that layer, and convert what was trained or calibrated "
+        "(jaxquant.calibrate)"
     )
 
 
@@ -152,18 +149,14 @@ class Face:
     def __init__(self, config: QuantConfig, operations: Mapping[str, str], modules: Collection[str]) -> None:
         self._operations, self._modules = operations, modules
         dialect = Dialect(
-            what="this model",
-            layers="layer",
-            root_is_layer=True,
-            may_extend=True,
-            numbers=False,
+            is_model=True,
             operation=self._operation,
             owner=self._owner,
             missing=_missing,
             misfit=_misfit,
             watch=watch.NNX,
         )
-        self.engine = Engine(config, dialect, config.resolved_backend)
+        self.engine = Engine(config, dialect)
         self._classes: dict[tuple[type, str], type] = {}
 
     @classmethod
@@ -196,15 +189,9 @@ class Face:
 
     # -- decisions and state -----------------------------------------------------------------------------------------
 
-    def init(self, model: nnx.Module, *args: Any, is_whole: bool = True, **kwargs: Any) -> dict[str, Any]:
-        """Decide on the trace of a call with example inputs, and make the quant state of its layers.
-
-        Args:
-          model: the model.
-          args, kwargs: the example inputs.
-          is_whole: whether a rule that matches nothing, or a config that quantizes nothing, is an error.
-        """
-        return self.engine.init(*self._example(model, args, kwargs), is_whole=is_whole)
+    def init(self, model: nnx.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Decide on the trace of a call with example inputs, and make the quant state of its layers."""
+        return self.engine.init(*self._example(model, args, kwargs))
 
     def trace_example(self, model: nnx.Module, *args: Any, **kwargs: Any) -> Traced:
         """Trace a call with example inputs, arrays or shapes, of a model whose classes are its own."""
@@ -237,10 +224,8 @@ class Face:
             check_alone(model, [path for path in paths if self.engine.resolver(path, 0).recipe is not None])
             call, params, rest = call_layers(model, paths)
         state = _named(nnx.to_pure_dict(nnx.state(model, QuantState)))
-        found, reasons = self.engine.convert(call, params, rest, state, _missing_for_kernels)
-        tree = nnx.to_pure_dict(found) if isinstance(found, nnx.State) else found
-        leaves = leaves_by_path(tree, lambda leaf: isinstance(leaf, ConvertedKernel))
-        return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ConvertedKernel)}, bool(reasons)
+        found, reasons = self.engine.convert(call, params, rest, state)
+        return {"/".join(name): kernel for name, kernel in found.items()}, bool(reasons)
 
     def check_rules(self, model: nnx.Module) -> None:
         """Check the rules on flax's linear layers, where nothing was traced that could show the others."""
@@ -263,12 +248,12 @@ class Face:
         for path, module in linear_modules(model):
             if path not in self._operations or getattr(module, op_name(module), None) not in (None, *PLAIN_OPS):
                 continue
-            decided = self.engine.decisions.by_path(path) if self.engine.decisions is not None else None
-            decision = decided or resolver(path, out_features(module))
+            known = {} if self.engine.decisions is None else self.engine.decisions.paths
+            decision = known.get(path) or resolver(path, out_features(module))
             if decision.recipe is not None and decision.recipe.is_stateful:
                 left.append(path)
         if left:  # by an engine of its own: what no call ran is not decided yet
-            alone = Engine(self.engine.config, self.engine.dialect, self.engine.config.resolved_backend)
+            alone = Engine(self.engine.config, self.engine.dialect)
             self._hold(model, alone.init(*call_layers(model, left), is_whole=False))
 
     def _hold(self, model: nnx.Module, states: Mapping[str, Any]) -> None:

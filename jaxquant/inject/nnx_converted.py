@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision
 from jaxquant.core.paths import join_path
-from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
-from jaxquant.core.trees import leaves_by_path
+from jaxquant.core.qtensor import INPUT_SCALE, PARTS, ConvertedKernel, QTensor
+from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import quantized_with
-from jaxquant.inject.linen import scale_name
 from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
-from jaxquant.inject.nnx_held import StateHolder
-from jaxquant.inject.nnx_layers import Linear, linear_modules
+from jaxquant.inject.nnx_layers import Linear, StateHolder, linear_modules
+from jaxquant.inject.stored import is_tensor, scale_path, store_kernels
 from jaxquant.state.nnx import QuantState
 
 
@@ -84,7 +83,7 @@ def nnx_params(model: nnx.Module) -> dict[str, Any]:
     Args:
       model: from ``jaxquant.convert``.
     """
-    return _as_in_linen(_kept(model))
+    return store_kernels(_kept(model))
 
 
 def _kept(model: nnx.Module) -> dict[Any, Any]:
@@ -103,46 +102,31 @@ def update_nnx(model: nnx.Module, params: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a path that only one of them has; nothing is put in.
     """
-    kept = _kept(model)
-    given = _as_in_nnx(params, kept)
-    here, there = (set(leaves_by_path(tree, _is_kernel)) for tree in (kept, given))
-    if here != there:
-        raise ValueError(
-            f"the model has {', '.join(sorted(here - there)) or 'nothing'} that the parameters do not, and they have "
-            f"{', '.join(sorted(there - here)) or 'nothing'} that it does not; give what nnx_params gave for this model"
-        )
-    nnx.update(model, given)
+    given, lacks = leaves_by_path(params, is_tensor), list[str]()
 
-
-def _as_in_linen(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    new: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, ConvertedKernel):
-            scale = value.input_scale
-            new |= {str(name): value.tensor} | ({} if scale is None else {scale_name(str(name)): scale})
+    def take(path: str, own: Any) -> Any:
+        if isinstance(own, ConvertedKernel):
+            made = _take_kernel(given, path, own)
         else:
-            new[str(name)] = _as_in_linen(value) if isinstance(value, Mapping) else value
-    return new
+            made = None if is_tensor(given.get(path)) else given.pop(path, None)
+        if made is None:
+            lacks.append(path)
+        return made
+
+    new = map_by_path(take, _kept(model), lambda node: isinstance(node, ConvertedKernel))
+    if lacks or given:
+        raise ValueError(
+            f"the model has {', '.join(sorted(lacks)) or 'nothing'} that the parameters do not, and they have "
+            f"{', '.join(sorted(given)) or 'nothing'} that it does not; give what nnx_params gave for this model"
+        )
+    nnx.update(model, new)
 
 
-def _as_in_nnx(tree: Mapping[str, Any], kept: Any) -> dict[Any, Any]:
-    new: dict[Any, Any] = {}
-    scales = {scale_name(name) for name, value in tree.items() if isinstance(value, QTensor)}
-    for name, value in tree.items():
-        key = int(name) if name.isdigit() else name  # a place in an nnx.List
-        own = kept.get(key) if isinstance(kept, Mapping) else None
-        if isinstance(own, ConvertedKernel) and isinstance(value, QTensor):
-            new[key] = dataclasses.replace(own, tensor=value, input_scale=tree.get(scale_name(name)))
-        elif isinstance(own, ConvertedKernel) and isinstance(value, Mapping):  # parts, as models held them before
-            parts = {part: array for part, array in value.items() if part != INPUT_SCALE}
-            tensor = QTensor.of_parts(parts, own.tensor.block, own.tensor.codec)
-            new[key] = dataclasses.replace(own, tensor=tensor, input_scale=value.get(INPUT_SCALE))
-        elif isinstance(value, Mapping):
-            new[key] = _as_in_nnx(value, own)
-        elif name not in scales:
-            new[key] = value
-    return new
-
-
-def _is_kernel(node: Any) -> bool:
-    return isinstance(node, ConvertedKernel)
+def _take_kernel(given: dict[str, Any], path: str, own: ConvertedKernel) -> ConvertedKernel | None:
+    """Take a kernel and its scale out of parameters by path, None where it is not there."""
+    tensor, scale = given.pop(path, None), given.pop("/".join(scale_path(tuple(path.split("/")))), None)
+    parts = {name: given.pop(f"{path}/{name}") for name in PARTS if f"{path}/{name}" in given}
+    if parts:  # as models held a kernel before
+        tensor = QTensor.of_parts(parts, own.tensor.block, own.tensor.codec)
+        scale = given.pop(f"{path}/{INPUT_SCALE}", None)
+    return dataclasses.replace(own, tensor=tensor, input_scale=scale) if isinstance(tensor, QTensor) else None

@@ -1,4 +1,4 @@
-"""Flax's NNX layers: which a model has, and their ops.
+"""Flax's NNX layers: which a model has, their ops, and the modules that hold quant state in place of these.
 
 An NNX model carries its layers, so they are found without running it: in lists, inside attention, beneath
 ``nnx.LoRA``. What nnx.vmap made as one layer with a leading axis has quant state with that axis.
@@ -17,8 +17,8 @@ from flax import nnx
 from jaxquant.backends import Backend
 from jaxquant.config.rules import Decision
 from jaxquant.core.paths import float_rule, join_path, layer_name
-from jaxquant.inject.layers import einsum_out_features
-from jaxquant.inject.nnx_held import StateHolder
+from jaxquant.inject.faces import einsum_out_features
+from jaxquant.state.nnx import QuantState
 from jaxquant.trace.paths import get, put
 from jaxquant.trace.report import Row, decision_fields
 
@@ -28,6 +28,48 @@ Linear = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
 PLAIN_OPS = (jax.lax.dot_general, jnp.einsum)
 """What flax's layers compute with unless told otherwise."""
 _KNOWN_CALLS = (nnx.Linear.__call__, nnx.LoRALinear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__)
+
+
+CONTAINERS = (nnx.List, nnx.Dict)
+"""Modules that hold others, and have no methods of an author's."""
+
+
+def takes_attributes(module: nnx.Module) -> bool:
+    """Whether a module may hold quant state: not what holds modules in a list, nor a Linen module's bridge."""
+    return not isinstance(module, (*CONTAINERS, nnx.bridge.ToNNX))
+
+
+def _compute(held: StateHolder, *args: Any, **kwargs: Any) -> Any:
+    """Compute the op in float; no ``self`` here, by which Qwix finds the layer that calls on Python's stack."""
+    if held.operation == "einsum_op":
+        kwargs.pop("out_sharding", None)
+        return jnp.einsum(*args, **kwargs)
+    return jax.lax.dot_general(*args, **kwargs)
+
+
+class StateHolder(nnx.Module):
+    """Quant state of one contraction, in place of a flax layer's op, which it computes in float.
+
+    Args:
+      operation: attribute that it is: "dot_general", "einsum_op" or another name.
+      variables: the state under its flat names.
+    """
+
+    def __init__(self, operation: str, variables: Mapping[str, Any]) -> None:
+        self.operation = operation
+        for name, value in variables.items():
+            setattr(self, name, QuantState(value))
+
+    __call__: Any = _compute
+
+
+def holders(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Return the path of every holder in a tree of quant state, with its flat fields."""
+    if any(not isinstance(value, Mapping) for value in tree.values()):
+        yield "/".join(path), tree
+        return
+    for name, value in tree.items():
+        yield from holders(value, (*path, name))
 
 
 def linear_modules(model: nnx.Module) -> Iterator[tuple[str, Linear]]:

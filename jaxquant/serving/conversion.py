@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -20,18 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
+from flax.traverse_util import flatten_dict
 
 from jaxquant.backends._weights import settle_input_scale
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import join_path
-from jaxquant.core.qtensor import ConvertedKernel, QTensor, stacked_blocks
+from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import map_by_path
-from jaxquant.inject import linen_kernels
+from jaxquant.inject import linen
 from jaxquant.inject.faces import quantized_with
-from jaxquant.inject.linen import scale_name
 from jaxquant.inject.nnx_converted import convert_nnx
+from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, refuse_trained
 from jaxquant.trace.kernels import LayerKernel
+from jaxquant.trace.paths import replace_leaves
+from jaxquant.trace.quantize import refuse_fields
 
 Array = jax.Array
 Tree = Mapping[str, Any]
@@ -80,30 +83,18 @@ def convert(
     if quantized_with(model) is not None:
         raise ValueError(f"{type(model).__name__} is quantized; give convert the float model")
     variables = meta.unbox(dict(model_or_variables))
-    found = find_kernels(model, config, variables, *example_inputs, **example_kwargs)
-    params = variables["params"]
-    for layer in found.values():
-        states = jax.tree.map(lambda leaf: _at(variables, leaf.path), list(layer.states))
-        params = _put(params, layer.name, layer.convert_stacked(_at(variables["params"], layer.name), states))
+    found = linen.find_kernels(model, config, variables, *example_inputs, **example_kwargs)
+    leaves: dict[Any, Any] = flatten_dict(variables["params"])
+    kernels = {layer.name: layer.convert_stacked(leaves[layer.name]) for layer in found.values()}
+    params = store_kernels(replace_leaves(variables["params"], kernels))
     others = {name: value for name, value in variables.items() if name not in ("params", OVERWRITE_WITH_GRADIENT)}
     return {"params": params, **others}
 
 
-def _put(tree: Tree, path: tuple[str, ...], kernel: ConvertedKernel) -> dict[str, Any]:
-    name, *rest = path
-    if rest:
-        return {**tree, name: _put(tree[name], tuple(rest), kernel)}
-    scale = kernel.input_scale
-    return {**tree, name: kernel.tensor} | ({} if scale is None else {scale_name(name): scale})
-
-
 def _config(given: Any) -> QuantConfig:
     config = QuantConfig.from_any(given)
-    if config.save_quantized_params_path:
-        raise ValueError(
-            f"save_quantized_params_path {config.save_quantized_params_path!r} is not written by convert; leave it "
-            "empty and write what convert returns with jaxquant.serving.save"
-        )
+    why = "is not written by convert; leave it empty and write what convert returns with jaxquant.serving.save"
+    refuse_fields(config, {"save_quantized_params_path": why}, ValueError)
     return config
 
 
@@ -129,14 +120,7 @@ def find_kernels(
       variables: arrays or ``jax.ShapeDtypeStruct``.
       example_inputs, example_kwargs: arguments of its ``__call__``.
     """
-    if "params" not in variables:
-        raise ValueError(f"variables have no collection 'params', only {sorted(variables)}")
     config = _config(config)
-    if config.resolver() is None:
-        return {}
-    for path, leaf in _leaves(variables["params"]):
-        if isinstance(leaf, QTensor):
-            raise ValueError(f"parameter {join_path(path)!r} is converted already ({leaf.qvalue.dtype.name})")
     state = variables.get(OVERWRITE_WITH_GRADIENT, {})
     refuse_trained(state)
 
@@ -145,7 +129,7 @@ def find_kernels(
 
     placed = {**variables, OVERWRITE_WITH_GRADIENT: map_by_path(place, state)}
     found: dict[str, LayerKernel] = {}
-    for path, layer in linen_kernels.find_kernels(model, config, placed, *example_inputs, **example_kwargs).items():
+    for path, layer in linen.find_kernels(model, config, placed, *example_inputs, **example_kwargs).items():
         found[path if layer.path in found else layer.path] = layer
     return found
 
@@ -169,56 +153,34 @@ def convert_each(
       converted, numpy arrays of all that stays as it is.
     """
     kernels = {layer.name: layer for layer in layers.values()}
-    for path, leaf in _leaves(shapes["params"]):
+    paths: Iterable[tuple[str, ...]] = flatten_dict(shapes["params"])
+    for path in paths:
         layer = kernels.get(path)
         if layer is None:
             yield path, np.asarray(read(("params", *path), ()))
         else:
-            tensor, scale = _convert_slices(layer, read, leaf.shape)
+            tensor, scale = _convert_slices(layer, read)
             yield path, tensor
             if scale is not None:
-                yield (*path[:-1], scale_name(path[-1])), scale
+                yield scale_path(path), scale
         if progress is not None:
             progress(join_path(path))
 
 
-def _convert_slices(layer: LayerKernel, read: Read, shape: tuple[int, ...]) -> tuple[QTensor, np.ndarray | None]:
+def _convert_slices(layer: LayerKernel, read: Read) -> tuple[QTensor, np.ndarray | None]:
     """Convert a kernel layer by layer into arrays of its whole shape."""
-    whole = None
-    for index in itertools.product(*(range(shape[axis]) for axis in layer.stacked)):
+    made = layer.made.tensor, layer.made.input_scale
+    whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), made) if layer.stacked else None
+    for index in itertools.product(*(range(layer.made.shape[axis]) for axis in layer.stacked)):
         at = dict(zip(layer.stacked, index, strict=True))
-        place = tuple(at.get(axis, slice(None)) for axis in range(len(shape)))
+        place = tuple(at.get(axis, slice(None)) for axis in range(layer.made.ndim))
         kernel = read(("params", *layer.name), place[: max(at, default=-1) + 1])
         states = jax.tree.map(lambda leaf, index=index: jnp.asarray(read(leaf.path, index)), list(layer.states))
         part = jax.tree.map(np.asarray, layer.convert(jnp.asarray(kernel), states))
-        if not at:
-            return part[0], settle_input_scale(layer.path, layer.recipe, part[1], layer.stacked)
         if whole is None:
-            sizes = {axis: shape[axis] for axis in at}
-            whole = jax.tree.map(lambda x, sizes=sizes: np.empty(_stacked_shape(x.shape, sizes), x.dtype), part)
-        jax.tree.map(lambda into, one, place=place: into.__setitem__(place, one), whole, part)
-    assert whole is not None
-    scale = settle_input_scale(layer.path, layer.recipe, whole[1], layer.stacked)
-    return stacked_blocks(whole[0], sorted(layer.stacked)), scale
-
-
-def _stacked_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:
-    full = list(shape)
-    for axis, size in sorted(sizes.items()):
-        full.insert(axis, size)
-    return tuple(full)
-
-
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    """Return what lies at a path, None where there is nothing."""
-    for name in path:
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, name))
+            whole = part
         else:
-            yield (*path, name), value
+            for into, one in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+                into[place] = one
+    assert whole is not None
+    return whole[0], settle_input_scale(layer.path, layer.recipe, whole[1], layer.stacked)

@@ -184,12 +184,16 @@ def read(cache: KVCache, dtype: str, *, layer: int | jax.Array | None = None) ->
     """
     _check_layer(cache, layer)
     at = (lambda x: x) if layer is None else (lambda x: jax.lax.dynamic_index_in_dim(x, layer, 1, keepdims=False))
-    if not cache.kv_quant_dtype:
-        return at(cache.key).astype(dtype), at(cache.value).astype(dtype)
-    key_scale, value_scale = cache.key_scale, cache.value_scale
-    assert key_scale is not None
-    assert value_scale is not None
-    return _decode(cache, at(cache.key), at(key_scale), dtype), _decode(cache, at(cache.value), at(value_scale), dtype)
+
+    def decode(held: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is None:
+            return at(held).astype(dtype)
+        held = at(held)
+        if cache.kv_quant_dtype in PACKED:
+            held = unpack(held, PACKED[cache.kv_quant_dtype], cache.head_dim)
+        return dequantize(QTensor(held, at(scale)), dtype)
+
+    return decode(cache.key, cache.key_scale), decode(cache.value, cache.value_scale)
 
 
 def nbytes(cache: KVCache) -> int:
@@ -208,12 +212,6 @@ def _encode(cache: KVCache, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         return x.astype(cache.key.dtype), None
     tensor = quantize(x, SPECS[cache.kv_quant_dtype], SHARED_AXES[cache.kv_quant_axis])
     return pack(tensor.qvalue) if cache.kv_quant_dtype in PACKED else tensor.qvalue, tensor.scale
-
-
-def _decode(cache: KVCache, held: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
-    if cache.kv_quant_dtype in PACKED:
-        held = unpack(held, PACKED[cache.kv_quant_dtype], cache.head_dim)
-    return dequantize(QTensor(held, scale), dtype)
 
 
 def _places(positions: int | jax.Array, rows: int, tokens: int) -> Any:

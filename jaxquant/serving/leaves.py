@@ -53,8 +53,8 @@ class Leaf:
         """Return the path of each of its arrays with what is stored of it; a ``QTensor`` has two to four."""
         if self.role == "array":
             return {self.path: Stored(self.path, self.shape, self.dtype)}
-        parts = {name: Stored(f"{self.path}/{name}", *of) for name, of in self._parts().items()}
-        return {stored.path: stored for stored in parts.values()}
+        paths = {f"{self.path}/{name}": of for name, of in self._parts().items()}
+        return {path: Stored(path, *of) for path, of in paths.items()}
 
     def as_row(self) -> dict[str, Any]:
         """Return its fields for the manifest; what only some formats have is left out where it is not."""
@@ -162,23 +162,15 @@ def describe(path: str, leaf: Any) -> Leaf:
     is_quantized = isinstance(leaf, QTensor)
     elements = leaf.qvalue if is_quantized else leaf
     dtype, shape = _dtype_name(path, elements), tuple(elements.shape)
-    if not is_quantized:
-        described = Leaf(path, "array", dtype, shape, 0)
-    else:
+    described = Leaf(path, "array", dtype, shape, 0)
+    if is_quantized:
         check(leaf, path)
-        described = Leaf(
-            path,
-            "quantized",
-            dtype,
-            shape,
-            0,
-            None if leaf.codec else tuple(leaf.scale.shape),
-            None if leaf.codec else _dtype_name(path, leaf.scale),
-            leaf.zero_point is not None,
-            None if leaf.outer_scale is None else tuple(leaf.outer_scale.shape),
-            leaf.block,
-            leaf.codec,
-        )
+        outer = None if leaf.outer_scale is None else tuple(leaf.outer_scale.shape)
+        has_zero, rest = leaf.zero_point is not None, {"block": leaf.block, "codec": leaf.codec}
+        described = dataclasses.replace(described, role="quantized", zero_point=has_zero, outer_shape=outer, **rest)
+        if leaf.codec is None:
+            scale_dtype = _dtype_name(path, leaf.scale)
+            described = dataclasses.replace(described, scale_shape=tuple(leaf.scale.shape), scale_dtype=scale_dtype)
     for array in described.arrays().values():
         if array.is_packed and not array.shape:
             raise ValueError(f"{array.path} is a single {array.dtype}, which does not pack; give it an axis")
@@ -230,9 +222,8 @@ def check_like(directory: Any, leaves: Iterable[Leaf], like: Mapping[str, Any]) 
 
 
 def _differences(stored: Leaf, expected: Leaf) -> list[str]:
-    names = ["role"] if stored.role != expected.role else []
-    names += [name for name in ("shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
-    if not stored.role == expected.role == "array" and "role" not in names:
+    names = [name for name in ("role", "shape", "dtype") if getattr(stored, name) != getattr(expected, name)]
+    if "role" not in names:
         more = ("scale_shape", "scale_dtype", "zero_point", "outer_shape", "block", "codec")
         names += [name for name in more if getattr(stored, name) != getattr(expected, name)]
     return [

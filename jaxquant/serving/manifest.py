@@ -10,20 +10,21 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxquant.core.typed import convert, show
 from jaxquant.export.sums import sha256_of
 from jaxquant.serving.leaves import Leaf
-from jaxquant.serving.validation import MAX_MANIFEST_BYTES, REPLACE, check_contents, check_leaves, list_ordinary
+from jaxquant.serving.validation import MAX_MANIFEST_BYTES, REPLACE, check_leaves, list_ordinary, read_row
 
 FORMAT = "jaxquant-quantized"
 VERSION = 1
 NAME = "jaxquant.json"
 ARRAYS = "params"
 
-_SHAPES = ("shape", "scale_shape", "outer_shape", "block")
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is being done."""
 
@@ -151,23 +152,21 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _build(path: Path, contents: Mapping[str, Any]) -> Manifest:
-    check_contents(path, contents, File)
     try:
-        leaves = [
-            row | {name: tuple(row[name]) for name in _SHAPES if row.get(name) is not None}
-            for row in contents["leaves"]
-        ]
+        leaves = convert(list[Any], contents.get("leaves"), "leaves")
+        files = convert(dict[str, Any], contents.get("files"), "files")
         manifest = Manifest(
-            config=contents["config"],
-            extra=contents["extra"],
-            leaves=tuple(Leaf(**row) for row in leaves),
-            files={name: File(**file) for name, file in contents["files"].items()},
+            config=convert(dict[str, Any], contents.get("config"), "config"),
+            extra=convert(dict[str, Any], contents.get("extra"), "extra"),
+            leaves=tuple(read_row(Leaf, row, f"leaves[{index}]") for index, row in enumerate(leaves)),
+            files={name: read_row(File, row, f"files[{show(name)}]") for name, row in files.items()},
             version=contents["version"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} lacks what version {VERSION} has ({type(error).__name__}: {error}); {REPLACE}"
-        ) from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}; {REPLACE}") from None
+    for name, file in manifest.files.items():
+        if file.bytes < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
+            raise ValueError(f"{path}: files[{show(name)}] has no size and SHA-256 of a file, got {file}; {REPLACE}")
     check_leaves(path, manifest.leaves)
     return manifest
 

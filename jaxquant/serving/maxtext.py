@@ -49,13 +49,13 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
         free = [
             (key, _shape_of(value))
             for key, value in sorted(floats, key=lambda item: [_natural(k) for k in item[0]])
-            if tuple(map(_name, key[:-1])) == layer
-            and not _name(key[-1]).endswith("bias")
+            if join_path(key[:-1]) == layer
+            and not join_path(key[-1:]).endswith("bias")
             and math.prod(_shape_of(value)) == math.prod(_shape(tensor))
             and key not in found.values()
         ]
         if not free:
-            raise ValueError(_both_sides(f"{_text(path)} has no float parameter", tensors, floats))
+            raise ValueError(_both_sides(f"{join_path(path)} has no float parameter", tensors, floats))
         # Tiles and scanned layers give the tensor another shape than its kernel has.
         found[i] = min(free, key=lambda item: item[1] != _shape(tensor))[0]
     return jax.tree_util.tree_unflatten(structure, [found.get(i) for i in range(len(tensors))])
@@ -98,27 +98,18 @@ def _shape_of(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))  # a number stands for an array without axes
 
 
-def _name(key: Any) -> str:
-    return str(next(getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)))
-
-
 def _natural(key: Any) -> list[tuple[int, int | str]]:
     """Sort AqtEinsum_10 after AqtEinsum_9."""
-    parts = re.split(r"(\d+)", _name(key))
+    parts = re.split(r"(\d+)", join_path([key]))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
 
 
-def _layer(path: Path) -> tuple[str, ...]:
-    names = [_name(key) for key in path]
-    ops = [index for index, name in enumerate(names) if _OP.search(name)]
-    return tuple(names[: ops[0]] if ops else names[:-1])
-
-
-def _text(path: Path) -> str:
-    return join_path(map(_name, path))
+def _layer(path: Path) -> str:
+    ops = [index for index, key in enumerate(path) if _OP.search(join_path([key]))]
+    return join_path(path[: ops[0]] if ops else path[:-1])
 
 
 def _both_sides(what: str, tensors: Any, floats: Any) -> str:
-    left = "".join(f"\n  {_text(path)} {_shape(tensor)}" for path, tensor in tensors if _is_tensor(tensor))
-    right = "".join(f"\n  {_text(path)} {_shape_of(value)}" for path, value in floats)
+    left = "".join(f"\n  {join_path(path)} {_shape(tensor)}" for path, tensor in tensors if _is_tensor(tensor))
+    right = "".join(f"\n  {join_path(path)} {_shape_of(value)}" for path, value in floats)
     return f"{what}.\nquantized:{left}\nparameters:{right}"

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxquant.core.qtensor import QTensor, check
-from jaxquant.core.typed import convert, nearest, show, type_hints
+from jaxquant.core.typed import build, convert, show
 from jaxquant.serving.leaves import Leaf, Stored
 
+T = TypeVar("T")
 MAX_MANIFEST_BYTES = 256 * 2**20
 MAX_ELEMENTS = 2**48
 MAX_AXES = 32
@@ -31,70 +31,27 @@ _MAX_BYTES = 2**53
 REPLACE = "copy the checkpoint again or convert the run again"
 
 
-def check_contents(path: Path, contents: Mapping[str, Any], file: type) -> None:
-    """Check the kind and range of everything in a manifest; fields that are missing are left to who reads them.
-
-    Args:
-      path: of the manifest, for errors.
-      contents: its JSON.
-      file: dataclass of one entry of ``files``.
+def read_row(cls: type[T], row: Any, place: str) -> T:
+    """Build one entry of a manifest; a leaf that says its path is called by it in errors.
 
     Raises:
-      ValueError: naming the field or leaf.
+      ValueError, TypeError: as ``typed.build``.
     """
-    try:
-        for name in ("config", "extra", "files"):
-            if name in contents:
-                convert(Mapping[str, Any], contents[name], name)
-        rows = convert(list[Any], contents.get("leaves", []), "leaves")
-        for index, row in enumerate(rows):
-            _check_row(Leaf, row, f"leaves[{index}]")
-        for name, row in contents.get("files", {}).items():
-            _check_row(file, row, f"files[{show(name)}]")
-            if row.get("bytes", 0) < 0 or not re.fullmatch("[0-9a-f]{64}", row.get("sha256", "0" * 64)):
-                raise ValueError(f"files[{show(name)}] has no size and SHA-256 of a file, got {show(row)}")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}; {REPLACE}") from None
-
-
-def _check_row(cls: type, row: Any, place: str) -> None:
-    if not isinstance(row, dict):
-        raise TypeError(f"{place} must be a mapping, got {show(row)} ({type(row).__name__})")
-    hints = type_hints(cls)
-    if "path" in row and isinstance(row["path"], str):
+    if isinstance(row, Mapping) and isinstance(row.get("path"), str):
         place = f"leaf {show(row['path'])}"
-    for name, value in row.items():
-        if name not in hints:
-            raise ValueError(f"{place} has no field {show(name)}; {nearest(name, hints)}")
-        convert(hints[name], value, f"{place}.{name}")
-        if name.endswith("shape") and value is not None:
-            _check_shape(value, f"{place}.{name}")
-        if name.endswith("dtype") and value is not None:
-            _check_dtype(value, f"{place}.{name}")
-
-
-def _check_shape(shape: list[int], place: str) -> None:
-    if len(shape) > MAX_AXES or any(size < 1 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
-        raise ValueError(f"{place} {show(shape)} is no shape of an array: at most {MAX_AXES} axes of 1 and more")
-
-
-def _check_dtype(name: str, place: str) -> None:
-    try:
-        dtype = jnp.dtype(name)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype.name != name or not (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)):
-        raise ValueError(f"{place} {show(name)} is no dtype of numbers")
+    return build(cls, row, place)
 
 
 def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
-    """Check that the leaves of a manifest make a tree and are what their role says.
+    """Check that the leaves of a manifest make a tree, of arrays that there can be, and are what their role says.
 
     Raises:
       ValueError: naming the leaf.
     """
     seen: set[str] = set()
     for leaf in leaves:
+        if why := _impossible_array(leaf):
+            raise ValueError(f"{path}: leaf {show(leaf.path)}.{why}; {REPLACE}")
         keys = leaf.path.split("/")
         if len(leaf.path) > _MAX_PATH or not all(keys):
             raise ValueError(f"{path}: leaf {show(leaf.path)} has an empty key or too long a path; {REPLACE}")
@@ -120,6 +77,26 @@ def check_leaves(path: Path, leaves: Iterable[Leaf]) -> None:
         for count in range(1, len(parents) + 1):
             if "/".join(parents[:count]) in seen:
                 raise ValueError(f"{path}: leaf {show('/'.join(parents[:count]))} holds leaf {show(name)}; {REPLACE}")
+
+
+def _impossible_array(leaf: Leaf) -> str:
+    """Return which shape or dtype of a leaf no array has; "" where all are possible."""
+    for name in ("shape", "scale_shape", "outer_shape"):
+        shape = getattr(leaf, name)
+        if shape and (len(shape) > MAX_AXES or min(shape) < 1 or math.prod(shape) > MAX_ELEMENTS):
+            return f"{name} {show(list(shape))} is no shape of an array: at most {MAX_AXES} axes of 1 and more"
+    for name in ("dtype", "scale_dtype"):
+        if (dtype := getattr(leaf, name)) is not None and not _is_number(dtype):
+            return f"{name} {show(dtype)} is no dtype of numbers"
+    return ""
+
+
+def _is_number(name: str) -> bool:
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        return False
+    return dtype.name == name and (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number))
 
 
 def _check_codec(path: Path, leaf: Leaf) -> None:

@@ -15,7 +15,7 @@ from jaxquant.backends import Backend
 from jaxquant.backends.base import Given
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel
-from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, SPARSITY_FIELDS, flat, nested
+from jaxquant.core.quant_state import HISTORY, MASK, SCALE, SPARSITY, flat, nested
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey
 from jaxquant.core.sharding import transposed
@@ -29,14 +29,7 @@ from jaxquant.trace.plan import Contraction
 from jaxquant.trace.structure import MAP, Step, run_steps
 
 Array = jax.Array
-_CONVOLUTION = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "feature_group_count",
-)
+_CONVOLUTION = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -56,21 +49,36 @@ def make_state(site: Contraction, leaves: Sequence[Any]) -> dict[str, Array]:
       TypeError: such a leaf is a shape alone.
     """
     assert site.recipe is not None
-    lead, spec = leading_axes(site), site.recipe.sparsity
-    state: dict[str, dict[str, Any]] = jax.tree.map(
-        lambda value: jnp.broadcast_to(value, (*lead, *value.shape)), initial_state(site.recipe)
-    )
-    if spec is None:
-        return flat(state)
-    axes, batch = site.weight_axes
-    make = functools.partial(sparsity.initial_state, spec=spec, axes=without_batch(axes, batch))
-    if spec.start_step == 0:
+    spec, shape = site.recipe.sparsity, _layout_of(site)
+    state = _blank_state(*shape)
+    if spec is not None and spec.start_step == 0:
         route = _route_of(site, leaves)
-        made = run_steps((*route.steps, *batch_steps(site)), make, leaves[route.leaf])
-    else:
-        made = make(jnp.ones(_inner_shape(site)))
-        made = {field: jnp.broadcast_to(value, (*lead, *value.shape)) for field, value in made.items()}
-    return flat({**state, SPARSITY: made})
+        make = functools.partial(sparsity.initial_state, spec=spec, axes=shape[-1])
+        state |= flat({SPARSITY: run_steps((*route.steps, *batch_steps(site)), make, leaves[route.leaf])})
+    return state
+
+
+def _layout_of(site: Contraction) -> tuple[Recipe, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return what the state depends on: recipe, leading axes, shape of one element of the weight, its contraction."""
+    assert site.recipe is not None
+    return site.recipe, leading_axes(site), _inner_shape(site), without_batch(*site.weight_axes)
+
+
+def _blank_state(
+    recipe: Recipe, lead: tuple[int, ...], inner: tuple[int, ...], axes: tuple[int, ...]
+) -> dict[str, Array]:
+    """Make state that depends on no weight, under its flat names."""
+    state: dict[str, dict[str, Any]] = {**initial_state(recipe)}
+    if recipe.sparsity is not None:
+        dense = dataclasses.replace(recipe.sparsity, start_step=1)
+        state[SPARSITY] = sparsity.initial_state(jnp.ones(inner), dense, axes)
+    return flat(jax.tree.map(lambda value: jnp.broadcast_to(value, (*lead, *value.shape)), state))
+
+
+@functools.lru_cache
+def _blank_shapes(*layout: Any) -> dict[str, tuple[int, ...]]:
+    blank = jax.eval_shape(functools.partial(_blank_state, *layout))
+    return {name: tuple(value.shape) for name, value in blank.items()}
 
 
 def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
@@ -88,15 +96,7 @@ def _route_of(site: Contraction, leaves: Sequence[Any]) -> Route:
 
 def state_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the state of a contraction by name."""
-    assert site.recipe is not None
-    lead = leading_axes(site)
-    fields = {
-        tensor: {field: (*lead, *shape) for field, shape in fields.items()}
-        for tensor, fields in _shapes(site.recipe).items()
-    }
-    if site.recipe.sparsity is not None:
-        fields[SPARSITY] = dict.fromkeys(SPARSITY_FIELDS, lead) | {MASK: (*lead, *_inner_shape(site))}
-    return flat(fields)
+    return dict(_blank_shapes(*_layout_of(site)))
 
 
 def kernel_fields(site: Contraction) -> dict[str, tuple[int, ...]]:
@@ -114,11 +114,6 @@ def leading_axes(site: Contraction) -> tuple[int, ...]:
     """
     is_shared = site.recipe is not None and site.recipe.shares_experts
     return (*(length for _, length in site.stack), *(() if is_shared else site.batch))
-
-
-@functools.lru_cache
-def _shapes(recipe: Recipe) -> dict[str, dict[str, tuple[int, ...]]]:
-    return jax.tree.map(lambda value: value.shape, jax.eval_shape(lambda: initial_state(recipe)))
 
 
 # -- batch axes: each element is a contraction of its own, as under jax.vmap -------------------------------------------

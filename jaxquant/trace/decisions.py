@@ -14,9 +14,41 @@ from jaxquant.core.paths import layer_name
 from jaxquant.core.quant_state import BINS, is_named
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
+from jaxquant.state import watch
 from jaxquant.trace import contract, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.plan import Contraction, Key, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """How a face speaks.
+
+    Attributes:
+      is_model: whether modules with layers are quantized, not a function with matmuls. A parameter ``kernel`` at the
+        root is a layer of the path "" then, Python's numbers are static, and a layer that no trace has shown so far is
+        decided when one does; of a function that is an error, and numbers are traced as under ``jax.jit``.
+      operation: name below the layer's path under which the state of a contraction stands; "" for none.
+      owner: path of what holds the state of a contraction, where that is not the layer's.
+      missing: the sentence about state that is missing, of (recipe's name, path, field).
+      misfit: the sentence about state of another shape, of (path of the layer, field, shape, shape that is needed).
+      has_scopes: whether the layers' calls are in name scopes already; else each gets that of its path.
+      watch: reads the state of a contraction, of (path, operands, state).
+    """
+
+    is_model: bool = False
+    operation: Callable[[Contraction], str] = lambda _: ""
+    owner: Callable[[Contraction], str] | None = None
+    missing: Callable[[str, str, str], str] = lambda recipe, path, field: (
+        f"recipe {recipe!r} at {path!r} keeps state, and quant_state has no {field!r} there; make it with the "
+        "quantized function's init(params, *args)"
+    )
+    misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str] = lambda path, field, has, wanted: (
+        f"quant_state {path!r} has {field!r} of shape {has}, and this call needs {wanted}; make it with init on the "
+        "same model and config"
+    )
+    has_scopes: bool = False
+    watch: watch.Watch = watch.FUNCTION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +66,6 @@ class Decisions:
     states: Mapping[Key, str]
     unsupported: frozenset[tuple[str, ...]] = frozenset()
     paths: Mapping[str, Decision] = dataclasses.field(default_factory=dict)
-
-    def by_path(self, path: str) -> Decision | None:
-        """Find the decision on a layer by its path, None where no trace has shown it."""
-        return self.paths.get(path)
 
     def apply(self, plan: Plan) -> None:
         """Set the recipe and the reason of every layer.
@@ -61,8 +89,7 @@ class Decisions:
         self,
         plan: Plan,
         quant_state: Mapping[str, Any],
-        missing: Callable[[str, str, str], str],
-        misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str],
+        dialect: Dialect,
         served: Collection[Key] = (),
         fields_of: Callable[[Contraction], dict[str, tuple[int, ...]]] = contract.state_fields,
     ) -> dict[Key, dict[str, Any]]:
@@ -71,8 +98,7 @@ class Decisions:
         Args:
           plan: of the program.
           quant_state: of the whole model.
-          missing: the sentence about state that is missing, of (recipe's name, path, field).
-          misfit: the sentence about state of another shape, of (path, field, shape, shape that is needed).
+          dialect: says what is missing, and what does not fit.
           served: what has a converted kernel, and needs no state.
           fields_of: returns the shapes of the fields that are needed.
 
@@ -96,11 +122,11 @@ class Decisions:
                     "function by itself, with a state of its own"
                 )
             if absent:
-                raise ValueError(missing(site.recipe.name, site.path, absent[0]))
+                raise ValueError(dialect.missing(site.recipe.name, site.path, absent[0]))
             for field, shape in fields.items():
                 _check_sharing(site, field, tuple(given[field].shape), shape)
                 if not _has_shape(field, tuple(given[field].shape), shape):
-                    raise ValueError(misfit(site.path, field, tuple(given[field].shape), shape))
+                    raise ValueError(dialect.misfit(site.path, field, tuple(given[field].shape), shape))
             found[site.key] = {field: given[field] for field in fields}
         return found
 
@@ -148,11 +174,9 @@ def decide(
     analysis: Analysis,
     resolver: Resolver,
     backend: Backend,
+    dialect: Dialect,
     known: Decisions | None = None,
-    *,
     check: bool = True,
-    operation: Callable[[Contraction], str] = lambda _: "",
-    owner: Callable[[Contraction], str] | None = None,
 ) -> Decisions:
     """Decide over every layer: rules and ``intmp`` entries, default exclusions by name, float blocks, structure.
 
@@ -160,10 +184,9 @@ def decide(
       analysis: of the traced function.
       resolver: of the config.
       backend: that runs its recipes.
+      dialect: says where state stands.
       known: decisions on other traces of the model, which stay as they are.
       check: whether a rule that matches no layer of this trace is an error.
-      operation: name below the layer's path under which the state of a contraction stands; "" for none.
-      owner: path in place of the layer's.
 
     Raises:
       ValueError: a rule that matches no layer; float blocks where there are none, or none but them.
@@ -201,7 +224,7 @@ def decide(
         _check_sizes(site)
     _check_sparsity(analysis.plan)
     stateful = [site for site in analysis.plan.chosen if contract.state_fields(site)]
-    return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, operation, owner)})
+    return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, dialect)})
 
 
 def _check_sizes(site: Contraction) -> None:
@@ -287,13 +310,9 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction]) -> st
     return "router (its result is ranked), left in float by default" if is_ranked else ""
 
 
-def _state_paths(
-    sites: Sequence[Contraction],
-    taken: Mapping[Key, str],
-    operation: Callable[[Contraction], str],
-    owner: Callable[[Contraction], str] | None,
-) -> dict[Key, str]:
+def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect: Dialect) -> dict[Key, str]:
     """Choose the name of each contraction's state: its layer's, with leaves and layout where several share a path."""
+    operation, owner = dialect.operation, dialect.owner
     by_place: dict[tuple[str, str], dict[Key, Contraction]] = {}
     for site in sites:
         if site.key not in taken:

@@ -10,14 +10,13 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
 from jaxquant.backends import load
-from jaxquant.config.backends import BackendName
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Resolver
 from jaxquant.core.paths import layer_name
@@ -25,13 +24,12 @@ from jaxquant.core.qtensor import ConvertedKernel
 from jaxquant.core.quant_state import nested
 from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
-from jaxquant.state import watch
 from jaxquant.state.packed import State, unpack
 from jaxquant.state.tree import refuse_trained
 from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
-from jaxquant.trace.arguments import Outputs, Split, array_names, split_arrays
-from jaxquant.trace.decisions import Decisions, decide
+from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
+from jaxquant.trace.decisions import Decisions, Dialect, decide
 from jaxquant.trace.plan import Contraction, mark_readings
 from jaxquant.trace.registry import registered
 from jaxquant.trace.report import Report, Row, layer_rows, row_of
@@ -44,49 +42,22 @@ INSTEAD = jax.make_user_context(None)
 """What an engine, ``INSTEAD.value.engine``, evaluates in place of the quantized program; see ``audit.health``."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Dialect:
-    """How a face speaks.
-
-    Attributes:
-      what: the thing that is quantized, in errors.
-      layers: what its layers are called there.
-      root_is_layer: whether a parameter ``kernel`` at the root makes the whole a layer, of the path "".
-      may_extend: whether a layer that no trace has shown so far is decided when one does; else it is an error.
-      numbers: whether Python's numbers are traced, as under ``jax.jit``.
-      operation: name below the layer's path under which the state of a contraction stands; "" for none.
-      owner: path of what holds the state of a contraction, where that is not the layer's.
-      missing: the sentence about state that is missing, of (recipe's name, path, field).
-      misfit: the sentence about state of another shape, of (path of the layer, field, shape, shape that is needed).
-      has_scopes: whether the layers' calls are in name scopes already; else each gets that of its path.
-      watch: reads the state of a contraction, of (path, operands, state).
-    """
-
-    what: str = "this function"
-    layers: str = "matmul"
-    root_is_layer: bool = False
-    may_extend: bool = False
-    numbers: bool = True
-    operation: Callable[[Contraction], str] = lambda _: ""
-    owner: Callable[[Contraction], str] | None = None
-    missing: Callable[[str, str, str], str] = lambda recipe, path, field: (
-        f"recipe {recipe!r} at {path!r} keeps state, and quant_state has no {field!r} there; make it with the "
-        "quantized function's init(params, *args)"
-    )
-    misfit: Callable[[str, str, tuple[int, ...], tuple[int, ...]], str] = lambda path, field, has, wanted: (
-        f"quant_state {path!r} has {field!r} of shape {has}, and this call needs {wanted}; make it with init on the "
-        "same model and config"
-    )
-    has_scopes: bool = False
-    watch: watch.Watch = watch.FUNCTION
+_SKIPPED = Static.of(object())
+"""What an engine returns where its trace found nothing to quantize, and its caller computes it otherwise."""
 
 
 class Traced(NamedTuple):
-    """A traced call: what analysis found, and the program."""
+    """A traced call: what analysis found, the program, its outputs as shapes, and the parameters with their paths."""
 
     analysis: Analysis
     closed: Any
-    outputs: Outputs
+    outputs: Any
+    leaves: list[Any]
+    names: list[paths.Name]
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """Return the outputs of these arrays."""
+        return jax.tree.unflatten(jax.tree.structure(self.outputs), arrays)
 
 
 class Engine:
@@ -95,7 +66,6 @@ class Engine:
     Args:
       config: what is asked.
       dialect: how the face speaks.
-      backend: whose ops run; None where nothing is quantized.
 
     Attributes:
       decisions: what was decided, None before the first trace.
@@ -104,19 +74,19 @@ class Engine:
       NotImplementedError: a recipe that the backend does not honour.
     """
 
-    def __init__(self, config: QuantConfig, dialect: Dialect, backend: BackendName | None) -> None:
+    def __init__(self, config: QuantConfig, dialect: Dialect) -> None:
         self.config, self.dialect = config, dialect
         self.resolver: Resolver | None = config.resolver()
-        self.backend = load(backend or "native", is_completed=config.leaves_backend_open)
+        self.backend = load(config.resolved_backend or "native", is_completed=config.leaves_backend_open)
         for recipe in () if self.resolver is None else self.resolver.recipes:
             self.backend.check(recipe)
         self.decisions: Decisions | None = None
         self._has_seen_all = False
         self._left_float: Mapping[str, str] = {}  # by path, why ``convert`` left a weight in float
         # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
-        self._cached = jax.jit(self._run, static_argnums=(0, 1, 2), inline=True)
+        self._cached = jax.jit(self._run, static_argnums=(0, 1), inline=True)
         # make_jaxpr keeps programs as jit does, so that init, the first step and convert read the same one.
-        self._make_jaxpr = jax.make_jaxpr(_Call(dialect.numbers), static_argnums=(0, 1), return_shape=True)
+        self._make_jaxpr = self._new_make_jaxpr()
         self._analyses: dict[tuple[Any, ...], Analysis] = {}
 
     def run(
@@ -146,78 +116,61 @@ class Engine:
           plain: called for the result where there is nothing to quantize.
         """
         refuse_trained(quant_state)
-        static, arrays = split_arrays(params, args, self.dialect.numbers)
         is_cached = is_cached and self._instead() is None
         run = self._cached if is_cached else functools.partial(self._run, is_kept=False)
-        out = run(fn, static, (prefix, is_whole, plain is not None), arrays, quant_state, key)
-        return plain() if out.is_skipped and plain is not None else out.rebuild()
+        out = run(fn, (prefix, is_whole, plain is not None), *self._marked(params, args), quant_state, key)
+        return plain() if plain is not None and isinstance(out, Static) and out == _SKIPPED else restore_static(out)
 
     def init(
         self, fn: Function, params: Any, args: tuple[Any, ...], *, prefix: paths.Name = (), is_whole: bool = True
     ) -> dict[str, Any]:
         """Make the quant state of a function's layers, at ``prefix``, without computing anything; as ``run``."""
-        static, arrays = split_arrays(params, args, self.dialect.numbers)
-        analysis = self._trace(fn, static, arrays, prefix).analysis
+        traced = self.trace(fn, params, args, prefix)
         state: dict[str, Any] = {}
         if self.resolver is None:
             return state
-        decisions = self.decide(analysis, is_whole)
-        for site in analysis.plan.chosen:
+        decisions = self.decide(traced.analysis, is_whole)
+        for site in traced.analysis.plan.chosen:
             if site.key in decisions.states:
-                paths.put(state, decisions.states[site.key], contract.make_state(site, arrays[0]))
+                paths.put(state, decisions.states[site.key], contract.make_state(site, traced.leaves))
         for part in prefix:
             state = state.get(part, {})
         return state
 
     def convert(
-        self,
-        fn: Function,
-        params: Any,
-        args: tuple[Any, ...],
-        quant_state: State,
-        missing: Callable[[str, str, str], str] | None = None,
-    ) -> tuple[Any, dict[str, str]]:
+        self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: State
+    ) -> tuple[dict[paths.Name, ConvertedKernel], dict[str, str]]:
         """Quantize the weight of every layer as the training forward does; as ``find_kernels``.
 
         Returns:
-          The parameters, with a ``ConvertedKernel`` for the leaf of every layer that is converted, and for each layer
-          whose weight stays float the reason.
+          By path of the parameter, the converted kernel of every layer, and for each layer whose weight stays float the
+          reason.
         """
-        found, reasons = self.find_kernels(fn, params, args, quant_state, missing)
-        leaves, structure = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, ConvertedKernel))
-        for index, name in enumerate(paths.leaf_names(jax.tree.unflatten(structure, range(len(leaves))))):
-            if name in found:
-                leaves[index] = found[name].convert_stacked(leaves[index], found[name].states)
-        return jax.tree.unflatten(structure, leaves), reasons
+        found, reasons = self.find_kernels(fn, params, args, quant_state)
+        arrays, structure = split_arrays(self._marked(params, args)[0])
+        leaves = dict(zip(array_names(structure), arrays, strict=True))
+        return {name: kernel.convert_stacked(leaves[name]) for name, kernel in found.items()}, reasons
 
     def find_kernels(
-        self,
-        fn: Function,
-        params: Any,
-        args: tuple[Any, ...],
-        quant_state: State,
-        missing: Callable[[str, str, str], str] | None = None,
+        self, fn: Function, params: Any, args: tuple[Any, ...], quant_state: State
     ) -> tuple[dict[paths.Name, kernels.LayerKernel], dict[str, str]]:
         """Find the weight of every layer, without computing anything; as ``run``.
 
         Args:
           fn, params, args, quant_state: as for ``run``; arrays may be anything with a shape and a dtype.
-          missing: as in ``Dialect``.
 
         Returns:
           By path of the parameter, its kernel, and for each layer whose weight stays float the reason.
         """
         refuse_trained(quant_state)
-        static, arrays = split_arrays(params, args, self.dialect.numbers)
-        analysis = self._trace(fn, static, arrays).analysis
+        analysis, _, _, leaves, names = self.trace(fn, params, args)
         if self.resolver is None:
             return {}, {}
         decisions = self.decide(analysis)
-        served = converted.check_served(analysis, arrays[0], self.backend)
-        sentences = missing or self.dialect.missing, self.dialect.misfit
-        states = decisions.read_states(analysis.plan, unpack(quant_state), *sentences, served, contract.kernel_fields)
-        names = array_names(static)
-        found, reasons = kernels.find_kernels(analysis, arrays[0], names, states, self.backend)
+        served = converted.check_served(analysis, leaves, self.backend)
+        fields = contract.kernel_fields
+        states = decisions.read_states(analysis.plan, unpack(quant_state), self.dialect, served, fields_of=fields)
+        found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
         self._left_float = reasons
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
         text = f"the weights of {len(reasons)} layers stay in float and need their quant state, if any ({what})"
@@ -225,16 +178,15 @@ class Engine:
             raise NotImplementedError(f"strict true, and {text}")
         if reasons:
             warnings.warn(text, stacklevel=3)
-        return {names[index]: kernel for index, kernel in found.items()}, reasons
+        return found, reasons
 
     def trace(self, fn: Function, params: Any, args: tuple[Any, ...], prefix: paths.Name = ()) -> Traced:
         """Trace a function; arrays may be ``jax.ShapeDtypeStruct``."""
-        return self._trace(fn, *split_arrays(params, args, self.dialect.numbers), prefix)
+        return self._trace(fn, *self._marked(params, args), prefix)
 
     def report(self, fn: Function, params: Any, args: tuple[Any, ...]) -> Report:
         """List every contraction, with its recipe or the reason for which it is in float; binds nothing."""
-        split = split_arrays(params, args, self.dialect.numbers)
-        analysis = self._trace(fn, *split, is_kept=self.decisions is not None).analysis
+        analysis = self._trace(fn, *self._marked(params, args), is_kept=self.decisions is not None).analysis
         if self.resolver is not None and not analysis.is_decided:
             self._extended(analysis, self.decisions).apply(analysis.plan)
         return Report(tuple(row_of(site, self.backend) for site in analysis.plan.contractions()))
@@ -267,20 +219,17 @@ class Engine:
 
     def _extended(self, analysis: Analysis, known: Decisions | None, check: bool = True) -> Decisions:
         assert self.resolver is not None
-        if known is not None and not self.dialect.may_extend:
+        if known is not None and not self.dialect.is_model:
             return known
-        names: dict[str, Any] = {"operation": self.dialect.operation, "owner": self.dialect.owner}
-        return decide(analysis, self.resolver, self.backend, known, check=check, **names)
+        return decide(analysis, self.resolver, self.backend, self.dialect, known, check=check)
 
     def _check(self, analysis: Analysis, is_first: bool) -> None:
         assert self.resolver is not None
         sites = list(analysis.plan.contractions())
         if is_first and not analysis.plan.chosen:
-            kind = f"no {self.dialect.layers}"
+            kind, whole = ("no layer", "this model") if self.dialect.is_model else ("no matmul", "this function")
             what = "; ".join(dict.fromkeys(f"{site.path}: {site.reason}" for site in sites)) or f"it has {kind}"
-            raise ValueError(
-                f"quantization {self.config.quantization!r} would quantize {kind} of {self.dialect.what} ({what})"
-            )
+            raise ValueError(f"quantization {self.config.quantization!r} would quantize {kind} of {whole} ({what})")
         if not self.config.strict:
             return
         lost = [site for site in sites if site.is_out_of_reach and self.resolver(site.path, site.out_features).recipe]
@@ -291,31 +240,33 @@ class Engine:
                 "rule with recipe null, or set strict to false"
             )
 
-    def _trace(
-        self,
-        fn: Function,
-        static: Split,
-        arrays: tuple[list[Any], list[Any]],
-        prefix: paths.Name = (),
-        is_kept: bool = True,
-    ) -> Traced:
-        """Trace and analyse a function; with ``is_kept``, once for arguments of the same shapes."""
-        converted.refuse_bare(arrays[0])
-        seen = [converted.standin(leaf) for leaf in arrays[0]], arrays[1]
-        make = self._make_jaxpr
-        if not is_kept:
-            make = jax.make_jaxpr(_Call(self.dialect.numbers), static_argnums=(0, 1), return_shape=True)
-        closed, outputs = make(fn, static, *seen)
+    def _marked(self, params: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Return the arguments of a call as ``mark_static`` does; those of a function must be hashable."""
+        if self.dialect.is_model:
+            return mark_static(params, numbers=False), mark_static(args, numbers=False)
+        return mark_static(params, what="parameter"), mark_static(args, what="argument")
+
+    def _new_make_jaxpr(self) -> Any:
+        """Return a ``jax.make_jaxpr`` of calls with a cache of its own."""
+        return jax.make_jaxpr(_Call(not self.dialect.is_model), static_argnums=0, return_shape=True)
+
+    def _trace(self, fn: Function, params: Any, args: Any, prefix: paths.Name = (), is_kept: bool = True) -> Traced:
+        """Trace and analyse a function of marked arguments; with ``is_kept``, once for those of the same shapes."""
+        leaves, structure = split_arrays(params)
+        converted.refuse_bare(leaves)
+        seen, own = jax.tree.unflatten(structure, map(converted.standin, leaves)), array_names(structure)
+        make = self._make_jaxpr if is_kept else self._new_make_jaxpr()
+        closed, outputs = make(fn, seen, args)
         place = id(closed.jaxpr), prefix, registered()
         analysis = self._analyses.get(place) if is_kept else None
         if analysis is None:
-            names = [(*prefix, *name) for name in array_names(static)]
-            shapes = [tuple(getattr(leaf, "shape", ())) for leaf in arrays[0]]
-            analysis = Analysis(closed, names, shapes, root_is_layer=self.dialect.root_is_layer)
+            names = [(*prefix, *name) for name in own]
+            shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+            analysis = Analysis(closed, names, shapes, root_is_layer=self.dialect.is_model)
             # One that closes over traced arrays belongs to this trace alone.
             if is_kept and not any(isinstance(each, Tracer) for each in closed.consts):
                 self._analyses[place] = analysis
-        return Traced(analysis, closed, dataclasses.replace(outputs, arrays=[]))
+        return Traced(analysis, closed, outputs, leaves, own)
 
     def _missing(self, is_served: bool, recipe: str, path: str, field: str) -> str:
         """Return the sentence about state that is missing, of a trained model or beside converted kernels."""
@@ -333,38 +284,36 @@ class Engine:
     def _run(
         self,
         fn: Function,
-        static: Split,
         place: tuple[paths.Name, bool, bool],
-        arrays: tuple[list[Any], list[Any]],
+        params: Any,
+        args: Any,
         quant_state: State,
         key: jax.Array | None,
         is_kept: bool = True,
-    ) -> Outputs:
+    ) -> Any:
         instead = self._instead()
         if self.resolver is None and instead is None:
-            return Outputs.of(fn(*static.rebuild(arrays)), self.dialect.numbers)
+            return _Call(not self.dialect.is_model)(fn, params, args)
         prefix, is_whole, skips = place
         whole_state: Any = unpack(quant_state)
         for part in reversed(prefix):
             whole_state = {part: whole_state}
-        analysis, closed, outputs = self._trace(fn, static, arrays, prefix, is_kept)
+        traced = self._trace(fn, params, args, prefix, is_kept)
+        analysis, consts, arrays = traced.analysis, traced.closed.consts, [*traced.leaves, *jax.tree.leaves(args)]
         if instead is not None:
-            return dataclasses.replace(
-                outputs, arrays=instead(analysis, closed.consts, [*arrays[0], *arrays[1]], whole_state)
-            )
+            return traced.rebuild(instead(analysis, consts, arrays, whole_state))
         decisions = self.decide(analysis, is_whole)
         if skips and not analysis.plan.chosen:
-            return dataclasses.replace(outputs, is_skipped=True)
+            return _SKIPPED
         must = self.config.checkpoint_is_quantized
-        served = converted.check_served(analysis, arrays[0], self.backend, must_be_converted=must)
-        missing = functools.partial(self._missing, bool(served))
-        states = decisions.read_states(analysis.plan, whole_state, missing, self.dialect.misfit, served)
+        served = converted.check_served(analysis, traced.leaves, self.backend, must_be_converted=must)
+        speech = dataclasses.replace(self.dialect, missing=functools.partial(self._missing, bool(served)))
+        states = decisions.read_states(analysis.plan, whole_state, speech, served)
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)
         run = Rewriter(self._contract, self._share)
-        outs = run.evaluate(analysis.plan, closed.consts, [*arrays[0], *arrays[1]], states, noise)
-        return dataclasses.replace(outputs, arrays=outs)
+        return traced.rebuild(run.evaluate(analysis.plan, consts, arrays, states, noise))
 
     def _contract(self, site: Contraction, eqn: Any, operands: list[Any], state: Any, *rest: Any) -> Any:
         assert site.side is not None
@@ -391,10 +340,10 @@ class Engine:
 
 
 class _Call:
-    """A call of a function on the arrays of its arguments. Each object has programs of its own in jax's caches."""
+    """A call of a function on marked arguments. Each object has programs of its own in jax's caches."""
 
     def __init__(self, numbers: bool) -> None:
         self._numbers = numbers
 
-    def __call__(self, fn: Function, static: Split, *arrays: Any) -> Outputs:
-        return Outputs.of(fn(*static.rebuild(arrays)), self._numbers)
+    def __call__(self, fn: Function, params: Any, args: Any) -> Any:
+        return mark_static(fn(restore_static(params), *restore_static(args)), self._numbers)

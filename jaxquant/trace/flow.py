@@ -214,21 +214,16 @@ def leave_scan(flow: Flow, level: int) -> Flow:
     )
 
 
-def split_axes(spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the axes that a partition spec splits over the devices of a mesh of these sizes."""
-    names = [(each,) if isinstance(each, str) else each or () for each in spec]
-    return tuple(axis for axis, each in enumerate(names) if math.prod(sizes[name] for name in each) > 1)
-
-
 def enter_shards(flow: Flow, spec: Any, sizes: Mapping[str, int]) -> Flow:
     """Describe one device's part of an operand of a shard_map, on a mesh of these sizes."""
-    axes = split_axes(spec, sizes)
-    flow = obstruct(flow, SHARDED) if axes else flow
-    if isinstance(flow.route, Route):
-        names = [(each,) if isinstance(each, str) else tuple(each or ()) for each in spec]
-        route, parts = flow.route, [math.prod(sizes[name] for name in each) for each in names]
-        new = (Split(len(route.steps), axis, names[axis], parts[axis]) for axis in axes)
+    names = [(each,) if isinstance(each, str) else tuple(each or ()) for each in spec]
+    counts = ((axis, each, math.prod(sizes[name] for name in each)) for axis, each in enumerate(names))
+    cut = [(axis, each, parts) for axis, each, parts in counts if parts > 1]
+    flow = obstruct(flow, SHARDED) if cut else flow
+    if isinstance(route := flow.route, Route):
+        new = (Split(len(route.steps), *each) for each in cut)
         flow = dataclasses.replace(flow, route=dataclasses.replace(route, splits=(*route.splits, *new)))
+    axes = {axis for axis, _, _ in cut}
     return change_leaves(flow, lambda leaf: dataclasses.replace(leaf, split=tuple(sorted({*leaf.split, *axes}))))
 
 

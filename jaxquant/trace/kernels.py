@@ -107,6 +107,7 @@ class LayerKernel:
       axes: its contraction axes, in a parameter without stacked layers.
       stacked: axes of the parameter along which scans stack layers, outermost first.
       shape: of the parameter without those.
+      made: what the whole parameter becomes, as shapes.
     """
 
     path: str
@@ -116,11 +117,14 @@ class LayerKernel:
     axes: tuple[int, ...]
     stacked: tuple[int, ...]
     shape: tuple[int, ...]
+    made: ConvertedKernel
     _whole: _Job
     _one: _Job
 
     @classmethod
-    def of(cls, site: Contraction, job: _Job, leaf: Any, name: tuple[str, ...], states: Any) -> LayerKernel:
+    def of(
+        cls, site: Contraction, job: _Job, leaf: Any, name: tuple[str, ...], states: Any, made: ConvertedKernel
+    ) -> LayerKernel:
         try:
             steps, stacked = sliced(job.steps, len(site.stack))
         except BlocksError:  # the layers lie among each other, and are converted together
@@ -130,7 +134,7 @@ class LayerKernel:
         shape = without_axes(tuple(leaf.shape), stacked)
         dtype = dtype_read(job.steps, jnp.dtype(leaf.dtype).name)
         one = dataclasses.replace(job, steps=steps)
-        return cls(site.path, name, dtype, states, axes, tuple(stacked), shape, job, one)
+        return cls(site.path, name, dtype, states, axes, tuple(stacked), shape, made, job, one)
 
     @property
     def recipe(self) -> Recipe:
@@ -154,14 +158,14 @@ class LayerKernel:
         made = _convert(self._one, kernel, _joined(states))
         return made.tensor, made.input_scale
 
-    def convert_stacked(self, leaf: Array, states: Sequence[Mapping[str, Any]]) -> ConvertedKernel:
-        """Convert the parameter, all its layers at once.
+    def convert_stacked(self, leaf: Array) -> ConvertedKernel:
+        """Convert the parameter, all its layers at once, by ``states``, which must be arrays.
 
         Raises:
           ValueError: the recipe has a static scale for an activation that was never seen; NaN or infinity in the leaf.
         """
         self._check_finite(leaf)
-        kernel = _convert(self._whole, leaf, _joined(states))
+        kernel = _convert(self._whole, leaf, _joined(self.states))
         scale = settle_input_scale(self.path, self.recipe, kernel.input_scale, self.stacked)
         return dataclasses.replace(kernel, input_scale=scale, read_as=self.dtype)
 
@@ -193,7 +197,7 @@ def find_kernels(
     names: Sequence[tuple[str, ...]],
     states: Mapping[Key, Mapping[str, Any]],
     backend: Backend,
-) -> tuple[dict[int, LayerKernel], dict[str, str]]:
+) -> tuple[dict[tuple[str, ...], LayerKernel], dict[str, str]]:
     """Find every leaf that is the weight of a quantized contraction; computes nothing.
 
     Args:
@@ -204,7 +208,7 @@ def find_kernels(
       backend: that quantizes.
 
     Returns:
-      The kernels by the index of their leaf, and for each layer whose weight stays float the reason.
+      The kernels by the path of their leaf, and for each layer whose weight stays float the reason.
     """
     reasons: dict[str, str] = {}
     jobs: dict[int, dict[_Job, Contraction]] = {}
@@ -222,7 +226,7 @@ def find_kernels(
             reasons[site.path] = f"its weight {weight.obstacle}"
         else:
             jobs.setdefault(weight.leaf, {})[_Job.of(backend, site, weight)] = site
-    found: dict[int, LayerKernel] = {}
+    found: dict[tuple[str, ...], LayerKernel] = {}
     for index, ways in jobs.items():
         path = next(iter(ways.values())).path
         stops = [stop.operation for stop in analysis.stops() if stop.leaf == index]
@@ -239,9 +243,9 @@ def find_kernels(
         given = (states[site.key], *(states[key] for key in shared if states[key]))
         shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (leaves[index], given))
         try:
-            jax.eval_shape(_convert, job, shapes[0], jax.eval_shape(_joined, shapes[1]))
+            made = jax.eval_shape(_convert, job, shapes[0], jax.eval_shape(_joined, shapes[1]))
         except BlocksError as error:
             reasons[path] = str(error)
             continue
-        found[index] = LayerKernel.of(site, job, leaves[index], names[index], given)
+        found[names[index]] = LayerKernel.of(site, job, leaves[index], names[index], given, made)
     return found, reasons

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,13 @@ _BOXES = frozenset({"value", "raw_value"})
 def leaf_names(tree: Any) -> list[Name]:
     """Return the path of every leaf, in the order of ``jax.tree.leaves``, without the boxes that hold arrays."""
     return [_leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def replace_leaves(tree: Any, new: Mapping[Name, Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return a tree with other leaves at some paths."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf)
+    names = leaf_names(jax.tree.unflatten(structure, range(len(leaves))))
+    return jax.tree.unflatten(structure, [new.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
 
 
 def _leaf_name(path: Sequence[Any]) -> Name:

@@ -12,7 +12,10 @@ import jax
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.state.packed import PackedState, State
-from jaxquant.trace.engine import Dialect, Engine
+from jaxquant.trace.arguments import is_quantized
+from jaxquant.trace.decisions import Dialect
+from jaxquant.trace.engine import Engine
+from jaxquant.trace.paths import replace_leaves
 from jaxquant.trace.report import Report
 
 
@@ -54,17 +57,29 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     Source: the interpreter pattern of "Writing custom interpreters in JAX"; quax does the same for array types.
     """
     config = QuantConfig.from_any(config)
-    _refuse(config)
+    refuse_fields(config, _NOT_OF_FUNCTIONS)
     return QuantizedFunction(fn, config, like)
 
 
-def _refuse(config: QuantConfig) -> None:
-    for name, advice in (
-        ("save_quantized_params_path", "write converted parameters with jaxquant.serving.save"),
-        ("quantize_kvcache", "give the model's attention a cache of jaxquant.serving.kv_cache"),
-    ):
-        if getattr(config, name):
-            raise NotImplementedError(f"{name} {getattr(config, name)!r} does not run in jaxquant.quantize; {advice}")
+def refuse_fields(config: QuantConfig, whys: Mapping[str, str], kind: type[Exception] = NotImplementedError) -> None:
+    """Refuse the fields of a config that are set and not of what is called.
+
+    Args:
+      config: what is asked.
+      whys: by field, the sentence that goes on after its value.
+      kind: of the error.
+    """
+    for name, why in whys.items():
+        if value := getattr(config, name):
+            raise kind(f"{name} {'true' if value is True else repr(value)} {why}")
+
+
+_NOT_OF_FUNCTIONS = {
+    "save_quantized_params_path": "does not run in jaxquant.quantize; write converted parameters with "
+    "jaxquant.serving.save",
+    "quantize_kvcache": "does not run in jaxquant.quantize; give the model's attention a cache of "
+    "jaxquant.serving.kv_cache",
+}
 
 
 class QuantizedFunction:
@@ -90,7 +105,7 @@ class QuantizedFunction:
             )
         self.config = config
         self.hashable, self._like = _hashable(fn), like
-        self.engine = Engine(config, Dialect(), config.resolved_backend) if like is None else like.engine
+        self.engine = Engine(config, Dialect()) if like is None else like.engine
 
     def __call__(self, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
         """Compute the function in low precision: ``qfn(params, quant_state, *args, key=None)``.
@@ -147,7 +162,8 @@ class QuantizedFunction:
           NotImplementedError: the config is strict, and the weight of a quantized layer stays float.
         """
         fn, (params, quant_state, *rest) = self._bound(self._stateful, args, kwargs)
-        return self.engine.convert(fn, params, tuple(rest), _checked(quant_state))[0]
+        found, _ = self.engine.convert(fn, params, tuple(rest), _checked(quant_state))
+        return replace_leaves(params, found, is_quantized)
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """List every contraction of the function, with its recipe or the reason for which it is in float.

@@ -45,7 +45,7 @@ def test_the_root_layer_has_a_name():
     variables = model.init(jax.random.key(0), X)
     with pytest.raises(ValueError, match="recipe 'fp8' at the root layer keeps state in the collection"):
         model.apply({"params": variables["params"]}, X)
-    with pytest.raises(ValueError, match="recipe 'fp8' at the root layer keeps quant state in '_overwrite_with_gra"):
+    with pytest.raises(ValueError, match="'fp8' at the root layer keeps state in the collection '_overwrite_with_gra"):
         jaxquant.convert({"params": variables["params"]}, fp8, X, model=nn.Dense(4))
     with pytest.raises(ValueError, match="the root layer has no amax history of its input, so 'fp8' has no static"):
         jaxquant.convert(variables, fp8, X, model=nn.Dense(4))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxquant import describe_layers, linear_layers
-from jaxquant.inject.layers import einsum_out_features
+from jaxquant.inject.faces import einsum_out_features
 
 X = jnp.ones((2, 4))
 
