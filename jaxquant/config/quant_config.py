@@ -14,7 +14,7 @@ from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
 from jaxquant.config.recipes import RECIPES, lookup, spell, strings_reading
-from jaxquant.config.rules import Resolver, Rule
+from jaxquant.config.rules import Decision, Entry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
@@ -115,7 +115,7 @@ class QuantConfig(options.Options):
         self._check_options_are_read()
         # Build every recipe and read the intmp file, so that their errors come now; without asking for devices, since
         # a config is often read before jax.distributed is initialized.
-        self._resolver(shards=1)
+        self._resolver(options.resolve(self, devices=1))
 
     # -- what the config means ---------------------------------------------------------------------------------------
 
@@ -155,26 +155,29 @@ class QuantConfig(options.Options):
 
     def recipe(self) -> Recipe | None:
         """Return the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
-        if self.quantization == "intmp":
-            return self._mixed_precision().default
-        return self._numbers(self.quantization, options.resolve_shards(self))
+        return self._resolver(options.resolve(self)).base.recipe
 
     def resolver(self) -> Resolver | None:
         """Return the decision maker for layers; None where the config quantizes nothing."""
-        return self._resolver(options.resolve_shards(self)) if self._quantizes else None
+        return self._resolver(options.resolve(self)) if self._quantizes else None
 
-    def _resolver(self, shards: int) -> Resolver:
-        rules = [(rule, self._numbers(rule.recipe, shards)) for rule in self.rules]
-        mixed = self._mixed_precision() if self.quantization == "intmp" else None
-        base = self._numbers(self.quantization, shards)
+    def _resolver(self, resolved: options.Options) -> Resolver:
+        entries = [
+            Entry(rule.path, self._numbers(rule.recipe, resolved), f"rules[{index}].path", True)
+            for index, rule in enumerate(self.rules)
+        ]
+        recipe, reason = self._numbers(self.quantization, resolved), f"quantization {self.quantization!r}"
+        if self.quantization == "intmp":
+            mixed = self._mixed_precision()
+            recipe, reason = mixed.default, f"default of {mixed.path}"
+            entries += [Entry(pattern, each, f"{mixed.path}: entry", False) for pattern, each in mixed.entries]
+        base = Decision(recipe, reason if recipe else f"left in float by {reason}", None, self.implementation)
         ends = self.float_first_blocks, self.float_last_blocks
-        return Resolver(base, f"quantization {self.quantization!r}", rules, mixed, self.implementation, ends)
+        return Resolver(tuple(entries), base, self.implementation, ends)
 
-    def _numbers(self, recipe: str | Recipe | None, shards: int) -> Recipe | None:
+    def _numbers(self, recipe: str | Recipe | None, resolved: options.Options) -> Recipe | None:
         """Return the recipe of a config string with the options applied; one of the user's own as it is."""
-        if isinstance(recipe, Recipe):
-            return recipe
-        return lookup(recipe or "").numbers(self, shards)
+        return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").numbers(resolved)
 
     @classmethod
     def from_any(cls, obj: Any) -> QuantConfig:

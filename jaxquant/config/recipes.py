@@ -47,14 +47,14 @@ class RecipeRow:
     @property
     def fields(self) -> frozenset[str]:
         """Names of the QuantConfig fields that it reads."""
-        return frozenset(field for name in self.options for field in GROUPS[name].fields)
+        return frozenset(field.name for field in dataclasses.fields(Options) if field.metadata["group"] in self.options)
 
-    def numbers(self, options: Options, shards: int) -> Recipe | None:
+    def numbers(self, options: Options) -> Recipe | None:
         """Return the recipe as the options that it reads make it: ``options.apply``, of a composition on each part."""
         if not self.parts:
-            return apply(self.recipe, self.options, options, shards)
+            return apply(self.recipe, self.options, options)
         assert self.recipe is not None
-        return compose(self.recipe.name, [part and part.numbers(options, shards) for part in self.parts])
+        return compose(self.recipe.name, [part and part.numbers(options) for part in self.parts])
 
 
 def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
@@ -326,7 +326,7 @@ def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> b
     """Return whether a group of options changes a composition, through a row of it that reads the group."""
     if GROUPS[group].change is None:  # stored scales, those of the forward's weight
         return parts[0] is not None and group in parts[0].options
-    probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE, shards=2) for row in parts]
+    probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed
 
 
