@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec
@@ -122,6 +122,11 @@ def listed(
         for key in keys
         for index, name in enumerate(config.texts(key))
     ]
+
+
+def named(names: Collection[str], spec: LayerSpec | None, origin: str) -> list[LayerRule]:
+    """Return the rule of modules by their exact names, none where there are no names."""
+    return [LayerRule("(?!)", spec, origin, frozenset(names))] if names else []
 
 
 def head_and_routers() -> tuple[LayerRule, ...]:
