@@ -8,15 +8,7 @@ import re
 from jaxquant.config.hf.exclusions import ANY_CLASS, REGEX, compressed_tensors_pattern
 from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, named
 from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import (
-    LayerSpec,
-    OperandSpec,
-    ScaleGranularity,
-    ScaleOrigin,
-    block,
-    mx_layer,
-    nvfp4_layer,
-)
+from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer, nvfp4_layer
 
 FORMATS = (
     "dense",
