@@ -57,7 +57,7 @@ class RecipeRow:
         return compose(self.recipe.name, [part and part.numbers(options) for part in self.parts])
 
 
-def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
+def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None, **rest: Any) -> Recipe:
     """Quantize activation and weight once, forward, and the output gradient once for each backward matmul."""
     return Recipe(
         name,
@@ -65,6 +65,7 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
         dlhs=MatmulSpec(grad, FORWARD, accumulator),
         drhs=MatmulSpec(FORWARD, grad, accumulator),
         delayed=DelayedSpec() if spec.scaling == "delayed" else None,
+        **rest,
     )
 
 
@@ -75,7 +76,7 @@ def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
 
 def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynamic", "delayed"]) -> Recipe:
     spec, grad = (TensorSpec(each, "per_tensor", scaling=scaling) for each in (dtype, grad_dtype))
-    return dataclasses.replace(_reusing(name, spec, grad), arithmetic="lean")
+    return _reusing(name, spec, grad, arithmetic="lean")
 
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
@@ -110,13 +111,11 @@ _INT8 = _reusing(
     "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
 )
 # For TPUs: scales that are known before the step, one cast of the gradient for both backward matmuls.
-_INT8_DELAYED = dataclasses.replace(
-    _reusing(
-        "int8_delayed",
-        TensorSpec("int8", "per_tensor", scaling="delayed"),
-        TensorSpec("int8", "per_tensor", rounding="stochastic"),
-        "int32",
-    ),
+_INT8_DELAYED = _reusing(
+    "int8_delayed",
+    TensorSpec("int8", "per_tensor", scaling="delayed"),
+    TensorSpec("int8", "per_tensor", rounding="stochastic"),
+    "int32",
     arithmetic="lean",
 )
 _AQT_E4M3 = TensorSpec("float8_e4m3fn", reciprocal=True)

@@ -59,10 +59,12 @@ def quantize_micro(
     if spec.draws:
         key = needed_key(spec, key)
     amax = reduce_blocks(x, block, largest).astype(jnp.float32)
-    highest = whole(amax) if whole is not None else over_devices(jax.lax.pmax, _whole_amax(amax), x, except_axes)
-    real, outer = _real_scales(
-        amax, highest, element(spec.dtype).bound / micro.headroom, micro.scale_bound, spec.reciprocal
-    )
+    if whole is not None:
+        highest = whole(amax)
+    else:
+        highest = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0), x, except_axes)
+    top = element(spec.dtype).bound / micro.headroom
+    real, outer = _real_scales(amax, highest, top, micro.scale_bound, spec.reciprocal)
     even = None if is_even(x.shape, block) else block
 
     def candidate(factor: float) -> tuple[QTensor, Array]:
@@ -87,10 +89,6 @@ def quantize_micro(
     if micro.eden:
         tensor = _corrected(tensor, scaled, block, micro.eden, fold(needed_key(spec, key), 1))
     return tensor
-
-
-def _whole_amax(amax: Array) -> Array:
-    return jnp.max(amax, keepdims=True, initial=0.0).reshape((1,) * amax.ndim)
 
 
 def _real_scales(amax: Array, whole: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:

@@ -76,8 +76,12 @@ class MatmulSpec:
     def is_late(self) -> bool:
         """Whether the kept operand of a backward matmul is quantized in the backward pass, as fresh signs ask."""
         sides = [side for side in (self.lhs, self.rhs) if isinstance(side, TensorSpec)]
-        is_fresh = self.rotation is not None and self.rotation.signs == "fresh"
-        return is_fresh or any(side.source == "forward" for side in sides)
+        return self.draws_signs or any(side.source == "forward" for side in sides)
+
+    @property
+    def draws_signs(self) -> bool:
+        """Whether both operands are rotated with fresh signs."""
+        return self.rotation is not None and self.rotation.signs == "fresh"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,24 +222,15 @@ class Recipe:
     @property
     def is_stochastic(self) -> bool:
         """Whether an operand is rounded stochastically, or rotated with fresh signs."""
-        is_fresh = any(each.rotation is not None and each.rotation.signs == "fresh" for each in (self.dlhs, self.drhs))
-        return is_fresh or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
+        draws = self.dlhs.draws_signs or self.drhs.draws_signs
+        return draws or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
 
     @property
     def hides_slope(self) -> bool:
         """Whether a forward operand becomes integers or bytes by scales whose slope autodiff cannot follow."""
-        specs = [self.resolve("fwd", side) for side in ("lhs", "rhs")]
-        return any(
-            spec is not None
-            and (
-                spec.codec is not None
-                or (
-                    element(spec.dtype).kind == "int"
-                    and (spec.scaling == "static" or spec.calibration.method == "fixed")
-                )
-            )
-            for spec in specs
-        )
+        specs = [spec for spec in (self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs")) if spec is not None]
+        known = [spec for spec in specs if spec.scaling == "static" or spec.calibration.method == "fixed"]
+        return any(spec.codec is not None for spec in specs) or any(element(spec.dtype).kind == "int" for spec in known)
 
     @property
     def matches_flax(self) -> bool:

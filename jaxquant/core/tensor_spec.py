@@ -87,15 +87,12 @@ class TensorSpec:
     def __post_init__(self) -> None:
         check_fields(self)
         element(self.dtype)
-        for name, size, wanted in (
-            ("tile_size", self.tile_size, self.granularity in ("per_tile", "per_block")),
-            ("free_size", self.free_size, self.granularity == "per_block"),
-        ):
-            if wanted != (size is not None):
-                owners = "per_tile and per_block" if name == "tile_size" else "per_block"
+        for name, owners in _SIZES.items():
+            size = getattr(self, name)
+            if (self.granularity in owners) != (size is not None):
                 raise ValueError(
                     f"TensorSpec granularity {self.granularity!r} with {name} {size!r}: "
-                    f"a {name} belongs to {owners}, which {'need' if ' ' in owners else 'needs'} one"
+                    f"a {name} belongs to {' and '.join(owners)}, which {'need' if len(owners) > 1 else 'needs'} one"
                 )
             if size is not None and size < 1:
                 raise ValueError(f"TensorSpec {name} must be at least 1, got {size}")
@@ -165,6 +162,8 @@ class TensorSpec:
         return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)
 
 
+_SIZES = {"tile_size": ("per_tile", "per_block"), "free_size": ("per_block",)}
+"""The granularities that each size belongs to."""
 _SCALE_ROUNDINGS = {
     "float32": ("exact", "up", "nearest"),
     "float8_e8m0fnu": ("up", "nearest"),

@@ -25,6 +25,19 @@ def formats(config: Section) -> tuple[str, bool]:
     return dtype, config.choice("scale_fmt", ("", "ue8m0", "float"), "") == "ue8m0"
 
 
+def origin_of(config: Section, default: str = "") -> ScaleOrigin:
+    """Return whether ``activation_scheme`` has stored scales of inputs or computes them; errors are in MAX's words."""
+    scheme = config.text("activation_scheme", default)
+    if not scheme:
+        raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(
+            f"Unsupported activation_scheme for tensorwise FP8: {scheme!r} "
+            f"({config.where('activation_scheme')} must be 'dynamic' or 'static', got {scheme!r})"
+        )
+    return ScaleOrigin(scheme)
+
+
 def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
     """Return a layer with a scale for each block of its weight, and for as many neighbours of its input."""
     weight = block(dtype, *size, power_of_two_scale=ue8m0)
@@ -37,15 +50,7 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means scales that are
     powers of two. A config that names a ``moe_quant_algo`` besides has experts of that algorithm.
     """
-    scheme = config.text("activation_scheme", "")
-    if not scheme:
-        raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
-    if scheme not in ("dynamic", "static"):
-        raise ValueError(
-            f"Unsupported activation_scheme for tensorwise FP8: {scheme!r} "
-            f"({config.where('activation_scheme')} must be 'dynamic' or 'static')"
-        )
-    origin = ScaleOrigin(scheme)
+    origin = origin_of(config)
     dtype, ue8m0 = formats(config)
     size = config.pair("weight_block_size")
     spec = tensor_layer(dtype, origin, ue8m0) if size is None else blocks(dtype, size, origin, ue8m0)

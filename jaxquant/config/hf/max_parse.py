@@ -69,7 +69,10 @@ def parse_quant_config(
         )
     if method == "gptq" or not (name in (*_FP8, *_FP4, "int8") or _is_mxfp4(section, method)):
         if method == "gptq" and name in _FP8:
-            raise ValueError(_incompatible(method))
+            raise ValueError(
+                "FP8 dtype specified, but an unsupported or incompatible 'quantization_config' was found. Quant "
+                f"method: '{method}'. Supported methods are {', '.join(METHODS)}"
+            )
         return None
     _check_as_max(section, method, tensors)
     quantization = read_quantization(config, tensors, sidecar)
@@ -113,13 +116,6 @@ def _is_mxfp4(section: Section, method: str) -> bool:
         weight = section.section("global_quant_config").section("weight")
         return weight.data.get("dtype") == "fp4" and weight.data.get("scale_format") == "e8m0"
     return method == "mxfp4" or (method == "compressed-tensors" and "mxfp4" in section.text("format", ""))
-
-
-def _incompatible(method: str) -> str:
-    return (
-        f"FP8 dtype specified, but an unsupported or incompatible 'quantization_config' was found. Quant method: "
-        f"'{method}'. Supported methods are {', '.join(METHODS)}"
-    )
 
 
 def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
