@@ -211,15 +211,16 @@ class QuantConfig(options.Options):
             value = _plain(_attribute(obj, name))
             if value is not _MISSING and value not in none:
                 raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {none[0]!r}")
-        names = [field.name for field in dataclasses.fields(cls) if field.init]
-        if not _plain(_attribute(obj, "quantization")) and _attribute(obj, "rules") in (_MISSING, None, (), []):
+        values = {field.name: _plain(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
+        found = {name: value for name, value in values.items() if value is not _MISSING}
+        string = found.get("quantization")
+        if not string and not found.get("rules"):
             # A program's config carries every option at some value; without quantization nothing could read them.
             unread = {field.name for field in dataclasses.fields(options.Options)}
-            names = [name for name in names if name not in unread]
-        found = {name: value for name in names if (value := _attribute(obj, name)) is not _MISSING}
-        if _plain(found.get("quantization")) in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
+            found = {name: value for name, value in found.items() if name not in unread}
+        if string in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
             found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these, whose numbers it has
-        if _plain(found.get("quantization")) == "fp8" and found.get("use_qwix_quantization"):
+        if string == "fp8" and found.get("use_qwix_quantization"):
             found["quantization"] = "fp8_e4m3"  # what MaxText runs for it on Qwix
         count = found.get("quantization_local_shard_count")
         if isinstance(count, int) and count > 0 and count == jax.local_device_count():

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from jaxquant.core.dtypes import element
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.tensor_spec import TensorSpec
-from jaxquant.core.typed import check_fields, show
+from jaxquant.core.typed import Typed, check_fields, show
 
 Matmul = Literal["fwd", "dlhs", "drhs"]
 Side = Literal["lhs", "rhs"]
@@ -85,7 +85,7 @@ class MatmulSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DelayedSpec:
+class DelayedSpec(Typed):
     """Delayed scaling: see ``core.delayed``.
 
     Attributes:
@@ -99,12 +99,9 @@ class DelayedSpec:
     margin: int = 0
     amax_init: Literal["warmup", "flax"] = "warmup"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SparsitySpec:
+class SparsitySpec(Typed):
     """N:M weight sparsity: ``n`` of every ``m`` weights kept along the contraction axis.
 
     Attributes:
@@ -117,9 +114,6 @@ class SparsitySpec:
     m: int
     start_step: int
     update_step: int
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

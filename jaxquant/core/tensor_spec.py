@@ -7,14 +7,14 @@ from typing import Literal
 
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
-from jaxquant.core.typed import check_fields
+from jaxquant.core.typed import Typed, check_fields
 
 Granularity = Literal["per_tensor", "per_channel", "per_tile", "per_block"]
 ScaleDtype = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Micro:
+class Micro(Typed):
     """How NVFP4 training chooses the e4m3 scales of blocks; see ``core.micro``.
 
     Attributes:
@@ -28,9 +28,6 @@ class Micro:
     scale_bound: float = 448.0
     four_over_six: bool = False
     eden: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
