@@ -135,9 +135,8 @@ class TensorSpec:
             )
         if self.amax_bound is not None and not self.amax_bound > 0:
             raise ValueError(f"TensorSpec amax_bound must be above 0, got {self.amax_bound}")
-        reads = self.scaling == "dynamic" and self.calibration.method != "fixed"
-        has_statistic = reads and self.calibration.is_symmetric
-        if self.amax_bound is not None and not has_statistic:
+        has_statistic = self.calibration.method != "fixed" and self.calibration.is_symmetric
+        if self.amax_bound is not None and not (self.scaling == "dynamic" and has_statistic):
             raise ValueError(
                 f"TensorSpec amax_bound {self.amax_bound:g} bounds this step's statistic; scaling {self.scaling!r} "
                 f"with calibration {self.calibration} has none"

@@ -61,7 +61,7 @@ def read(config: Section) -> CheckpointQuantization:
         )
     config.pass_over("sparsity_config")  # which zeros a dense weight has
     rules = _rules("ignore", config, None)
-    targeted: list[tuple[int, LayerRule]] = []
+    targeted: list[LayerRule] = []
     for key in groups.data:
         if not isinstance(key, str):
             raise TypeError(f"{groups.place} has the key {key!r}, which is not a string")
@@ -69,9 +69,8 @@ def read(config: Section) -> CheckpointQuantization:
         spec = _layer(group, _format(group, whole_format))
         if group.has("targets"):
             _check_targets(group)
-        made = _rules("targets", group, spec) if group.has("targets") else [LayerRule(".*", spec, group.place)]
-        targeted += [(0 if rule.names else 2 if rule.pattern == ".*" else 1, rule) for rule in made]
-    rules += [rule for _, rule in sorted(targeted, key=lambda pair: pair[0])]
+        targeted += _rules("targets", group, spec) if group.has("targets") else [LayerRule(".*", spec, group.place)]
+    rules += sorted(targeted, key=lambda rule: 0 if rule.names else 2 if rule.pattern == ".*" else 1)
     return CheckpointQuantization("compressed-tensors", tuple(rules), kv_cache(config, "kv_cache_scheme"))
 
 

@@ -76,10 +76,8 @@ class CheckpointQuantization:
         """
         stem, _, last = module.rpartition(".")
         shards = [f"{stem}.{part}" if stem else part for part in FUSED.get(last, ())]
-        if not shards:
-            return self._first(module)
         named = self._first(module)
-        if named is not None and (named.names or named.pattern == re.escape(module)):
+        if not shards or (named is not None and (named.names or named.pattern == re.escape(module))):
             return named
         decisions = [self._first(shard) for shard in shards]
         if len({rule and rule.spec for rule in decisions}) > 1:
