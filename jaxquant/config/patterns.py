@@ -24,6 +24,7 @@ _MAX_OPTIONS = 12
 
 _ONE_WAY = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "FAILURE")
 """Parts that end at one place at most: a character, none, or never."""
+_TOO_DEEP = "it is nested too deep"
 _UNREAD = {
     "GROUPREF": "a back-reference",
     "GROUPREF_EXISTS": "a condition",
@@ -47,7 +48,10 @@ class Pattern:
         compiled, parts = _read(pattern)
         if compiled.flags & (re.ASCII | re.LOCALE | re.MULTILINE):
             raise ValueError("it has a flag that is not read; of flags (?i), (?s) and (?x) are")
-        self._step = _in_turn(parts)
+        try:
+            self._step = _in_turn(parts)
+        except RecursionError:
+            raise ValueError(_TOO_DEEP) from None
 
     def fullmatch(self, text: str) -> bool:
         """Whether the pattern matches all of a text."""
@@ -63,7 +67,7 @@ def _read(pattern: str) -> tuple[re.Pattern[str], Any]:
     except (re.error, OverflowError) as error:
         raise ValueError(str(error)) from None
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError(_TOO_DEEP) from None
 
 
 def _in_turn(parts: Any) -> _Step:
