@@ -38,12 +38,7 @@ class BackendRow:
 
 
 BACKENDS: dict[BackendName, BackendRow] = {
-    "aqt": BackendRow(
-        title="AQT",
-        module="jaxquant.backends.aqt",
-        package="aqtp",
-        series="0.9.",
-    ),
+    "aqt": BackendRow(title="AQT", module="jaxquant.backends.aqt", package="aqtp", series="0.9."),
     "qwix": BackendRow(
         title="Qwix",
         module="jaxquant.backends.qwix",

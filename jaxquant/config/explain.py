@@ -11,15 +11,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, RecipeRow, lookup, spell
 from jaxquant.core.calibration import METHODS
 from jaxquant.core.dtypes import Element, element
-from jaxquant.core.recipe import (
-    FORWARD,
-    DelayedSpec,
-    MatmulSpec,
-    Operand,
-    Recipe,
-    Side,
-    SparsitySpec,
-)
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, Side, SparsitySpec
 from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.core.typed import show
 

@@ -16,10 +16,6 @@ import yaml
 
 from jaxquant.core.typed import show
 
-_NULLS = ("", "~", "null", "Null", "NULL")
-_BOOL = re.compile("true|True|TRUE|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -103,10 +99,10 @@ def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
 
 
 for _tag, _pattern, _firsts in (
-    ("null", "|".join(re.escape(word) for word in _NULLS), ["", "~", "n", "N"]),
-    ("bool", _BOOL.pattern, list("tTfF")),
-    ("int", _INT.pattern, list("-+0123456789")),
-    ("float", f"{_FLOAT.pattern}|{_SPECIAL.pattern}", list("-+.0123456789")),
+    ("null", "|~|null|Null|NULL", ["", "~", "n", "N"]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", rf"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|{_SPECIAL.pattern}", list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _firsts)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
@@ -137,15 +133,16 @@ def parse(text: str, place: str) -> Any:
         raise ValueError(f"{place}: {error}") from error
 
 
-def read_text(path: str | os.PathLike[str], what: str = "") -> str:
+def read_text(path: str | os.PathLike[str], what: str = "", most: int = MAX_BYTES) -> str:
     """Read a UTF-8 file.
 
     Args:
       path: the file.
       what: what names the file in an error, such as a field; the path alone if empty.
+      most: bytes that it may have.
 
     Raises:
-      ValueError: the file is missing, unreadable, not UTF-8 or larger than ``MAX_BYTES``; names the path.
+      ValueError: the file is missing, unreadable, not UTF-8 or larger; names the path.
     """
     name = f"{what} {os.fspath(path)!r}" if what else os.fspath(path)
     if "\0" in os.fspath(path):
@@ -153,9 +150,9 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
     try:
         check_ordinary(path, what)
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-            if len(data) > MAX_BYTES:
-                raise ValueError(f"{name} is larger than {MAX_BYTES:,} bytes; a config is smaller")
+            data = file.read(most + 1)
+            if len(data) > most:
+                raise ValueError(f"{name} is larger than {most:,} bytes; a config is smaller")
             return data.decode()
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
@@ -189,11 +186,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.exists() or path.is_dir():
         raise FileNotFoundError(f"{path} does not exist, or is a folder; give a folder of a Hugging Face model")
-    check_ordinary(path)
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any config")
+    text = read_text(path, most=_MAX_JSON_BYTES)
     try:
-        contents = json.loads(path.read_bytes().decode("utf-8"))
+        contents = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({str(error)[:200]}); download it again") from None
     if not isinstance(contents, Mapping):

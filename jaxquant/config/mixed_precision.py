@@ -10,14 +10,14 @@ from typing import Any
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
-from jaxquant.core.typed import build, check_fields, show
+from jaxquant.core.typed import Typed, build, show
 
 DEFAULT = "__default__"
 _DTYPES = {4: "int4", 8: "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixedPrecisionEntry:
+class MixedPrecisionEntry(Typed):
     """One value of an ``intmp`` file, with the hard defaults of the format.
 
     Attributes:
@@ -31,9 +31,6 @@ class MixedPrecisionEntry:
     w_scale: float = 1.0
     a_scale: float = 1.0
     tile_size: int = -1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Options: the table of config fields that change a recipe, in groups, and what each group does to its numbers."""
+"""Options: the config fields that change a recipe, in groups, and what each group does to its numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -22,48 +22,59 @@ is our ``drhs.rhs`` and AQT's drhs_rhs our ``drhs.lhs``.
 """
 _LONGEST_TEXT = 200
 _OURS = (("fwd", "lhs"), ("fwd", "rhs"), ("dlhs", "lhs"), ("dlhs", "rhs"), ("drhs", "rhs"), ("drhs", "lhs"))
-_ACTIVATIONS = (("fwd", "lhs"), ("drhs", "lhs"))
+
+
+def _option(group: str, default: Any, least: float | None = None, most: float = math.inf, wanted: str = "") -> Any:
+    """Declare an option.
+
+    Args:
+      group: name of its group in ``GROUPS``.
+      default: its value where a config has none.
+      least, most: range of a number; None where it is no number.
+      wanted: what an error says in place of the least value, where that says too little.
+    """
+    return dataclasses.field(default=default, metadata={"group": group, "range": (least, most, wanted)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The fields of QuantConfig that change a recipe, with MaxText's defaults; see ``QuantConfig`` for each."""
 
-    quantization_local_shard_count: int = -1
-    constant_bound_config: tuple[float, ...] | str = ()
-    per_tensor_scales: tuple[bool, ...] = ()
-    weight_quantization_calibration_method: str = "absmax"
-    act_quantization_calibration_method: str = "absmax"
-    bwd_quantization_calibration_method: str = "absmax"
-    weight_sparsity_n: int | None = None
-    weight_sparsity_m: int | None = None
-    weight_sparsity_start_step: int = 50
-    weight_sparsity_update_step: int = 10
-    amax_history_length: int = DelayedSpec().amax_history_length
-    amax_margin: int = DelayedSpec().margin
-    amax_init: Literal["warmup", "flax"] = DelayedSpec().amax_init
-    quantization_share_expert_scales: bool = False
-    four_over_six: bool = False
-    scale_fmt: Literal["", "ue8m0"] = ""
-    activation_scale_ub: float | None = None
-    square_weight_blocks: bool = False
-    quant_cfg_path: str = ""
-    replicate_quant_scale: bool = False
+    quantization_local_shard_count: int = _option(
+        "shards", -1, -1, 2**20, "-1 (local device count), 0 (float weight gradient) or more"
+    )
+    constant_bound_config: tuple[float, ...] | str = _option("bounds", ())
+    per_tensor_scales: tuple[bool, ...] = _option("bounds", ())
+    weight_quantization_calibration_method: str = _option("weight_quantization_calibration_method", "absmax")
+    act_quantization_calibration_method: str = _option("act_quantization_calibration_method", "absmax")
+    bwd_quantization_calibration_method: str = _option("bwd_quantization_calibration_method", "absmax")
+    weight_sparsity_n: int | None = _option("sparsity", None)
+    weight_sparsity_m: int | None = _option("sparsity", None, 1, 2**16)
+    weight_sparsity_start_step: int = _option("sparsity", 50, 0, 2**31 - 1)
+    weight_sparsity_update_step: int = _option("sparsity", 10, 1, 2**31 - 1)
+    amax_history_length: int = _option("delayed", DelayedSpec().amax_history_length, 1, 2**20)
+    amax_margin: int = _option("delayed", DelayedSpec().margin, -64, 64)
+    amax_init: Literal["warmup", "flax"] = _option("delayed", DelayedSpec().amax_init)
+    quantization_share_expert_scales: bool = _option("experts", False)
+    four_over_six: bool = _option("four over six", False)
+    scale_fmt: Literal["", "ue8m0"] = _option("scale format", "")
+    activation_scale_ub: float | None = _option("activation bound", None, 1e-30, 1e30)
+    square_weight_blocks: bool = _option("square blocks", False)
+    quant_cfg_path: str = _option("file", "")
+    replicate_quant_scale: bool = _option("stored scales", False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Fields of a config that change a recipe together.
+    """Fields of a config that change a recipe together: those of ``Options`` that name it.
 
     Attributes:
-      fields: names of its fields in ``Options``.
-      change: (recipe, options, shards) -> the recipe that they ask for; None where they change no number. ``shards`` is
-        what ``resolve_shards`` gives.
-      check: refuses values that no recipe could honour; None where the type says all.
+      change: (recipe, options as ``resolve`` gives them) -> the recipe that they ask for; None where they change no
+        number.
+      check: refuses values that no recipe could honour; None where types and ranges say all.
     """
 
-    fields: tuple[str, ...]
-    change: Callable[[Recipe, Options, int], Recipe] | None = None
+    change: Callable[[Recipe, Options], Recipe] | None = None
     check: Callable[[Options], object] | None = None
 
 
@@ -117,60 +128,54 @@ def check(options: Options) -> None:
     Raises:
       ValueError: names the field, the condition and the value.
     """
-    for field, (least, most, wanted) in _RANGES.items():
-        value = getattr(options, field)
-        if value is not None and not least <= value <= most:
+    for field in dataclasses.fields(Options):
+        value, (least, most, wanted) = getattr(options, field.name), field.metadata["range"]
+        if None not in (least, value) and not least <= value <= most:
             bound = f"at most {most}" if value > most else wanted or f"at least {least}"
-            raise ValueError(f"{field} must be {bound}, got {typed.show(value)}")
+            raise ValueError(f"{field.name} must be {bound}, got {typed.show(value)}")
     for group in GROUPS.values():
         if group.check is not None:
             group.check(options)
 
 
-def resolve_shards(options: Options) -> int:
-    """Return ``quantization_local_shard_count`` with -1 resolved to the local device count, which starts JAX."""
-    count = options.quantization_local_shard_count
-    return jax.local_device_count() if count == -1 else count
+def resolve(options: Options, devices: int | None = None) -> Options:
+    """Return the options alone, with a ``quantization_local_shard_count`` of -1 resolved.
+
+    Args:
+      options: the fields of a config.
+      devices: what -1 stands for; None is the local device count, and asking for that starts JAX.
+    """
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
+    if options.quantization_local_shard_count == -1:
+        values["quantization_local_shard_count"] = jax.local_device_count() if devices is None else devices
+    return Options(**values)
 
 
-def apply(recipe: Recipe | None, groups: Collection[str], options: Options, shards: int) -> Recipe | None:
+def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
     """Return a recipe as the options that it reads make it.
 
     Args:
       recipe: of a row, None where that has none.
       groups: names of the groups that the row reads.
-      options: the fields of a config.
-      shards: what ``resolve_shards`` gives; a parameter so that a config can be checked before JAX is started.
+      options: what ``resolve`` gives.
 
     Raises:
       ValueError: a calibration that the dtype cannot have.
     """
     for name, group in GROUPS.items():
         if recipe is not None and name in groups and group.change is not None:
-            recipe = group.change(recipe, options, shards)
+            recipe = group.change(recipe, options)
     return recipe
-
-
-_RANGES = {
-    "quantization_local_shard_count": (-1, 2**20, "-1 (local device count), 0 (float weight gradient) or more"),
-    "amax_history_length": (1, 2**20, ""),
-    "amax_margin": (-64, 64, ""),
-    "weight_sparsity_m": (1, 2**16, ""),
-    "activation_scale_ub": (1e-30, 1e30, "at least 1e-30"),
-    "weight_sparsity_start_step": (0, 2**31 - 1, ""),
-    "weight_sparsity_update_step": (1, 2**31 - 1, ""),
-}
-"""Least and largest value of each number; what an error says in place of the least one, where that says too little."""
 
 
 # -- blocks of the weight gradient -------------------------------------------------------------------------------------
 
 
-def _sharded(recipe: Recipe, options: Options, count: int) -> Recipe:
-    """Cut the weight gradient's contraction in ``count`` blocks; 0 leaves that matmul in float."""
-    if count == 0:
-        return dataclasses.replace(recipe, drhs=MatmulSpec())
-    return dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=count))
+def _sharded(recipe: Recipe, options: Options) -> Recipe:
+    """Cut the weight gradient's contraction in blocks; a count of 0 leaves that matmul in float."""
+    count = options.quantization_local_shard_count
+    drhs = dataclasses.replace(recipe.drhs, shards=count) if count else MatmulSpec()
+    return dataclasses.replace(recipe, drhs=drhs)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
@@ -190,14 +195,14 @@ def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
 
 
 def _calibration(field: str) -> OptionGroup:
-    def calibrated(recipe: Recipe, options: Options, shards: int) -> Recipe:
+    def calibrated(recipe: Recipe, options: Options) -> Recipe:
         change = functools.partial(_with_calibration, calibration=read_calibration(options, field))
         try:
             return _changed(recipe, _CALIBRATED[field], change)
         except ValueError as error:  # an asymmetric range on a float dtype
             raise ValueError(f"{field}: {error}") from None
 
-    return OptionGroup((field,), calibrated, functools.partial(read_calibration, field=field))
+    return OptionGroup(calibrated, functools.partial(read_calibration, field=field))
 
 
 # -- constant bounds ---------------------------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ def _check_bounds(options: Options) -> None:
         raise ValueError("per_tensor_scales has no effect beside constant_bound_config, whose bounds are per tensor")
 
 
-def _bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _bounded(recipe: Recipe, options: Options) -> Recipe:
     bounds, per_tensor = read_bounds(options.constant_bound_config), options.per_tensor_scales
     for place, bound in zip(_OURS, bounds, strict=False):
         fixed = Calibration("fixed", 1.0, -bound, bound)
@@ -235,7 +240,7 @@ def _changed(recipe: Recipe, places: Iterable[tuple[str, str]], change: Callable
 # -- delayed scaling, sparsity -----------------------------------------------------------------------------------------
 
 
-def _delayed(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _delayed(recipe: Recipe, options: Options) -> Recipe:
     delayed = DelayedSpec(options.amax_history_length, options.amax_margin, options.amax_init)
     return dataclasses.replace(recipe, delayed=delayed)
 
@@ -252,7 +257,7 @@ def _check_sparsity(options: Options) -> None:
             raise ValueError(f"{field} {value} has no effect without weight_sparsity_n and weight_sparsity_m")
 
 
-def _sparse(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _sparse(recipe: Recipe, options: Options) -> Recipe:
     n, m = options.weight_sparsity_n, options.weight_sparsity_m
     if n is None or m is None:
         return recipe
@@ -263,14 +268,14 @@ def _sparse(recipe: Recipe, options: Options, shards: int) -> Recipe:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _shared(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _shared(recipe: Recipe, options: Options) -> Recipe:
     return dataclasses.replace(recipe, shares_experts=options.quantization_share_expert_scales)
 
 
 # -- FP4 ---------------------------------------------------------------------------------------------------------------
 
 
-def _four_over_six(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _four_over_six(recipe: Recipe, options: Options) -> Recipe:
     """Let each block of the forward operands, and of what else is rounded to nearest, choose 4 or 6 for its amax."""
 
     def change(spec: TensorSpec) -> TensorSpec:
@@ -284,13 +289,13 @@ def _four_over_six(recipe: Recipe, options: Options, shards: int) -> Recipe:
 # -- tiles and blocks --------------------------------------------------------------------------------------------------
 
 
-def _powers_of_two(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _powers_of_two(recipe: Recipe, options: Options) -> Recipe:
     """Round every scale up to a power of two."""
     places = _OURS if options.scale_fmt == "ue8m0" else ()
     return _changed(recipe, places, lambda spec: dataclasses.replace(spec, scale_rounding="up"))
 
 
-def _activations_bounded(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _activations_bounded(recipe: Recipe, options: Options) -> Recipe:
     """Bound the amax that scales of the activation follow, in both matmuls that read it."""
     bound, method = options.activation_scale_ub, "act_quantization_calibration_method"
     if bound is not None and read_calibration(options, method).method == "fixed":
@@ -298,10 +303,10 @@ def _activations_bounded(recipe: Recipe, options: Options, shards: int) -> Recip
             f"activation_scale_ub {bound:g} has no effect beside {method} {getattr(options, method)!r}, which measures "
             "no amax; leave one of them out"
         )
-    return _changed(recipe, _ACTIVATIONS, lambda spec: dataclasses.replace(spec, amax_bound=bound))
+    return _changed(recipe, _CALIBRATED[method], lambda spec: dataclasses.replace(spec, amax_bound=bound))
 
 
-def _square(recipe: Recipe, options: Options, shards: int) -> Recipe:
+def _square(recipe: Recipe, options: Options) -> Recipe:
     """Return the recipe with weights in blocks as wide as long, whose codes serve the forward matmul and dlhs alike."""
     if not options.square_weight_blocks:
         return recipe
@@ -315,21 +320,19 @@ def _square(recipe: Recipe, options: Options, shards: int) -> Recipe:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-_SPARSITY_FIELDS = tuple(f"weight_sparsity_{part}" for part in ("n", "m", "start_step", "update_step"))
-
 GROUPS: dict[str, OptionGroup] = {
     **{field: _calibration(field) for field in _CALIBRATED},
-    "bounds": OptionGroup(("constant_bound_config", "per_tensor_scales"), _bounded, _check_bounds),
-    "shards": OptionGroup(("quantization_local_shard_count",), _sharded),
-    "delayed": OptionGroup(("amax_history_length", "amax_margin", "amax_init"), _delayed),
-    "sparsity": OptionGroup(_SPARSITY_FIELDS, _sparse, _check_sparsity),
-    "experts": OptionGroup(("quantization_share_expert_scales",), _shared),
-    "four over six": OptionGroup(("four_over_six",), _four_over_six),
-    "scale format": OptionGroup(("scale_fmt",), _powers_of_two),
-    "activation bound": OptionGroup(("activation_scale_ub",), _activations_bounded),
-    "square blocks": OptionGroup(("square_weight_blocks",), _square),
-    "stored scales": OptionGroup(("replicate_quant_scale",)),
-    "file": OptionGroup(("quant_cfg_path",)),
+    "bounds": OptionGroup(_bounded, _check_bounds),
+    "shards": OptionGroup(_sharded),
+    "delayed": OptionGroup(_delayed),
+    "sparsity": OptionGroup(_sparse, _check_sparsity),
+    "experts": OptionGroup(_shared),
+    "four over six": OptionGroup(_four_over_six),
+    "scale format": OptionGroup(_powers_of_two),
+    "activation bound": OptionGroup(_activations_bounded),
+    "square blocks": OptionGroup(_square),
+    "stored scales": OptionGroup(),
+    "file": OptionGroup(),
 }
 """Every group of options, in the order in which they are checked and applied; rows of ``RECIPES`` name them."""
 
@@ -337,6 +340,7 @@ CALIBRATION = tuple(_CALIBRATED)
 """The groups of the three calibration strings."""
 
 PROBE = Options(
+    quantization_local_shard_count=2,
     weight_quantization_calibration_method="absmax,0.5",
     act_quantization_calibration_method="absmax,0.5",
     bwd_quantization_calibration_method="absmax,0.5",
@@ -350,4 +354,4 @@ PROBE = Options(
     activation_scale_ub=1.0,
     square_weight_blocks=True,
 )
-"""Options of which, with two shards, each group changes the recipe of every row that reads it."""
+"""Options of which each group changes the recipe of every row that reads it."""

@@ -14,7 +14,7 @@ from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
 from jaxquant.config.recipes import RECIPES, lookup, spell, strings_reading
-from jaxquant.config.rules import Resolver, Rule
+from jaxquant.config.rules import Decision, Entry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
@@ -115,7 +115,7 @@ class QuantConfig(options.Options):
         self._check_options_are_read()
         # Build every recipe and read the intmp file, so that their errors come now; without asking for devices, since
         # a config is often read before jax.distributed is initialized.
-        self._resolver(shards=1)
+        self._resolver(options.resolve(self, devices=1))
 
     # -- what the config means ---------------------------------------------------------------------------------------
 
@@ -155,26 +155,29 @@ class QuantConfig(options.Options):
 
     def recipe(self) -> Recipe | None:
         """Return the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
-        if self.quantization == "intmp":
-            return self._mixed_precision().default
-        return self._numbers(self.quantization, options.resolve_shards(self))
+        return self._resolver(options.resolve(self)).base.recipe
 
     def resolver(self) -> Resolver | None:
         """Return the decision maker for layers; None where the config quantizes nothing."""
-        return self._resolver(options.resolve_shards(self)) if self._quantizes else None
+        return self._resolver(options.resolve(self)) if self._quantizes else None
 
-    def _resolver(self, shards: int) -> Resolver:
-        rules = [(rule, self._numbers(rule.recipe, shards)) for rule in self.rules]
-        mixed = self._mixed_precision() if self.quantization == "intmp" else None
-        base = self._numbers(self.quantization, shards)
+    def _resolver(self, resolved: options.Options) -> Resolver:
+        entries = [
+            Entry(rule.path, self._numbers(rule.recipe, resolved), f"rules[{index}].path", True)
+            for index, rule in enumerate(self.rules)
+        ]
+        recipe, reason = self._numbers(self.quantization, resolved), f"quantization {self.quantization!r}"
+        if self.quantization == "intmp":
+            mixed = self._mixed_precision()
+            recipe, reason = mixed.default, f"default of {mixed.path}"
+            entries += [Entry(pattern, each, f"{mixed.path}: entry", False) for pattern, each in mixed.entries]
+        base = Decision(recipe, reason if recipe else f"left in float by {reason}", None, self.implementation)
         ends = self.float_first_blocks, self.float_last_blocks
-        return Resolver(base, f"quantization {self.quantization!r}", rules, mixed, self.implementation, ends)
+        return Resolver(tuple(entries), base, self.implementation, ends)
 
-    def _numbers(self, recipe: str | Recipe | None, shards: int) -> Recipe | None:
+    def _numbers(self, recipe: str | Recipe | None, resolved: options.Options) -> Recipe | None:
         """Return the recipe of a config string with the options applied; one of the user's own as it is."""
-        if isinstance(recipe, Recipe):
-            return recipe
-        return lookup(recipe or "").numbers(self, shards)
+        return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").numbers(resolved)
 
     @classmethod
     def from_any(cls, obj: Any) -> QuantConfig:
@@ -208,15 +211,16 @@ class QuantConfig(options.Options):
             value = _plain(_attribute(obj, name))
             if value is not _MISSING and value not in none:
                 raise NotImplementedError(f"{name} {value!r} is not implemented; set it to {none[0]!r}")
-        names = [field.name for field in dataclasses.fields(cls) if field.init]
-        if not _plain(_attribute(obj, "quantization")) and _attribute(obj, "rules") in (_MISSING, None, (), []):
+        values = {field.name: _plain(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
+        found = {name: value for name, value in values.items() if value is not _MISSING}
+        string = found.get("quantization")
+        if not string and not found.get("rules"):
             # A program's config carries every option at some value; without quantization nothing could read them.
             unread = {field.name for field in dataclasses.fields(options.Options)}
-            names = [name for name in names if name not in unread]
-        found = {name: value for name in names if (value := _attribute(obj, name)) is not _MISSING}
-        if _plain(found.get("quantization")) in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
+            found = {name: value for name, value in found.items() if name not in unread}
+        if string in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
             found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these, whose numbers it has
-        if _plain(found.get("quantization")) == "fp8" and found.get("use_qwix_quantization"):
+        if string == "fp8" and found.get("use_qwix_quantization"):
             found["quantization"] = "fp8_e4m3"  # what MaxText runs for it on Qwix
         count = found.get("quantization_local_shard_count")
         if isinstance(count, int) and count > 0 and count == jax.local_device_count():

@@ -47,17 +47,17 @@ class RecipeRow:
     @property
     def fields(self) -> frozenset[str]:
         """Names of the QuantConfig fields that it reads."""
-        return frozenset(field for name in self.options for field in GROUPS[name].fields)
+        return frozenset(field.name for field in dataclasses.fields(Options) if field.metadata["group"] in self.options)
 
-    def numbers(self, options: Options, shards: int) -> Recipe | None:
+    def numbers(self, options: Options) -> Recipe | None:
         """Return the recipe as the options that it reads make it: ``options.apply``, of a composition on each part."""
         if not self.parts:
-            return apply(self.recipe, self.options, options, shards)
+            return apply(self.recipe, self.options, options)
         assert self.recipe is not None
-        return compose(self.recipe.name, [part and part.numbers(options, shards) for part in self.parts])
+        return compose(self.recipe.name, [part and part.numbers(options) for part in self.parts])
 
 
-def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None) -> Recipe:
+def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | None = None, **rest: Any) -> Recipe:
     """Quantize activation and weight once, forward, and the output gradient once for each backward matmul."""
     return Recipe(
         name,
@@ -65,6 +65,7 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
         dlhs=MatmulSpec(grad, FORWARD, accumulator),
         drhs=MatmulSpec(FORWARD, grad, accumulator),
         delayed=DelayedSpec() if spec.scaling == "delayed" else None,
+        **rest,
     )
 
 
@@ -75,7 +76,7 @@ def _same(name: str, dtype: str, accumulator: str | None = None) -> Recipe:
 
 def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynamic", "delayed"]) -> Recipe:
     spec, grad = (TensorSpec(each, "per_tensor", scaling=scaling) for each in (dtype, grad_dtype))
-    return dataclasses.replace(_reusing(name, spec, grad), arithmetic="lean")
+    return _reusing(name, spec, grad, arithmetic="lean")
 
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
@@ -110,13 +111,11 @@ _INT8 = _reusing(
     "int8", TensorSpec("int8", reciprocal=True), TensorSpec("int8", rounding="stochastic", reciprocal=True), "int32"
 )
 # For TPUs: scales that are known before the step, one cast of the gradient for both backward matmuls.
-_INT8_DELAYED = dataclasses.replace(
-    _reusing(
-        "int8_delayed",
-        TensorSpec("int8", "per_tensor", scaling="delayed"),
-        TensorSpec("int8", "per_tensor", rounding="stochastic"),
-        "int32",
-    ),
+_INT8_DELAYED = _reusing(
+    "int8_delayed",
+    TensorSpec("int8", "per_tensor", scaling="delayed"),
+    TensorSpec("int8", "per_tensor", rounding="stochastic"),
+    "int32",
     arithmetic="lean",
 )
 _AQT_E4M3 = TensorSpec("float8_e4m3fn", reciprocal=True)
@@ -326,7 +325,7 @@ def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> b
     """Return whether a group of options changes a composition, through a row of it that reads the group."""
     if GROUPS[group].change is None:  # stored scales, those of the forward's weight
         return parts[0] is not None and group in parts[0].options
-    probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE, shards=2) for row in parts]
+    probed = [row and apply(row.recipe, {group}.intersection(row.options), PROBE) for row in parts]
     return compose(composed.name, probed) != composed
 
 

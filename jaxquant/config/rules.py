@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxquant.config.mixed_precision import MixedPrecision
 from jaxquant.config.patterns import Pattern
 from jaxquant.config.recipes import spell
 from jaxquant.core.recipe import Recipe
@@ -105,76 +104,57 @@ def default_exclusion(path: str, out_features: int) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """A regex that decides by path: a user's rule, or an entry of an ``intmp`` file.
+
+    Attributes:
+      pattern: matched in full against the "/"-joined module path.
+      recipe: of the layers that it matches; None is float.
+      place: where the user wrote it, for errors.
+      is_rule: whether it is a user's rule.
+
+    Raises:
+      ValueError: the pattern is not a regex.
+    """
+
     pattern: str
     recipe: Recipe | None
-    place: str  # as errors name it
+    place: str
     is_rule: bool
+
+    def __post_init__(self) -> None:
+        compile_pattern(self.pattern, self.place)
 
     def matches(self, path: str) -> bool:
         return compile_pattern(self.pattern, self.place).fullmatch(path)
 
 
+@dataclasses.dataclass(frozen=True)
 class Resolver:
     """Decide the recipe of every layer: user rules, ``intmp`` entries, default exclusions, base recipe.
 
-    Within rules and entries the first match wins, with ``re.fullmatch`` on the "/"-joined path.
-
-    Args:
-      base: recipe of the layers that nothing else decides; None is float.
-      base_reason: the reason given for it.
-      rules: user rules with the recipe of each.
-      mixed_precision: an ``intmp`` file; its default takes the place of ``base``.
+    Attributes:
+      entries: the rules and entries; the first that matches decides.
+      base: what the layers get that nothing else decides.
       implementation: of every layer that is quantized.
       float_ends: how many first and last blocks ``float_blocks`` leaves in float.
-
-    Raises:
-      ValueError: a pattern that is not a regex.
     """
 
-    def __init__(
-        self,
-        base: Recipe | None,
-        base_reason: str,
-        rules: Iterable[tuple[Rule, Recipe | None]] = (),
-        mixed_precision: MixedPrecision | None = None,
-        implementation: str | None = None,
-        float_ends: tuple[int, int] = (0, 0),
-    ) -> None:
-        entries = [
-            _Entry(rule.path, recipe, f"rules[{index}].path", True) for index, (rule, recipe) in enumerate(rules)
-        ]
-        if mixed_precision is not None:
-            base, base_reason = mixed_precision.default, f"default of {mixed_precision.path}"
-            place = f"{mixed_precision.path}: entry"
-            entries += [_Entry(pattern, recipe, place, False) for pattern, recipe in mixed_precision.entries]
-        for entry in entries:
-            compile_pattern(entry.pattern, entry.place)
-        self._entries = tuple(entries)
-        reason = base_reason if base is not None else f"left in float by {base_reason}"
-        self._base = Decision(base, reason, implementation=implementation)
-        self.implementation, self.float_ends = implementation, float_ends
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Resolver) and self._facts == other._facts
-
-    def __hash__(self) -> int:
-        return hash(self._facts)
-
-    @property
-    def _facts(self) -> tuple[Any, ...]:
-        return self._entries, self._base, self.float_ends
+    entries: tuple[Entry, ...]
+    base: Decision
+    implementation: str | None = None
+    float_ends: tuple[int, int] = (0, 0)
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
         """Every recipe that a layer can get, each once, the base first."""
-        recipes = (self._base.recipe, *(entry.recipe for entry in self._entries))
+        recipes = (self.base.recipe, *(entry.recipe for entry in self.entries))
         return tuple(dict.fromkeys(recipe for recipe in recipes if recipe is not None))
 
     @property
     def patterns(self) -> tuple[tuple[str, Recipe | None], ...]:
         """The regexes that decide by path, with the recipe of each, first match first."""
-        return tuple((entry.pattern, entry.recipe) for entry in self._entries)
+        return tuple((entry.pattern, entry.recipe) for entry in self.entries)
 
     def __call__(self, path: str, out_features: int) -> Decision:
         """Decide one layer.
@@ -189,7 +169,7 @@ class Resolver:
             reason = f"{verb}{entry.place} {entry.pattern!r}"
             return Decision(entry.recipe, reason, entry.pattern, self.implementation)
         excluded = default_exclusion(path, out_features)
-        return self._base if excluded is None else Decision(None, excluded)
+        return self.base if excluded is None else Decision(None, excluded)
 
     def float_blocks(self, paths: Iterable[str], must_have: bool = True) -> dict[str, str]:
         """Return the layers of the first and last blocks that stay in float where no rule decides, each with a reason.
@@ -242,8 +222,8 @@ class Resolver:
                 "jaxquant.maybe_quantize_model(model, config, *inputs)"
             )
 
-    def _first(self, path: str) -> _Entry | None:
-        return next((entry for entry in self._entries if entry.matches(path)), None)
+    def _first(self, path: str) -> Entry | None:
+        return next((entry for entry in self.entries if entry.matches(path)), None)
 
     def check_used(self, paths: Iterable[str]) -> None:
         """Refuse a rule that does nothing in a model.
@@ -256,7 +236,7 @@ class Resolver:
         """
         paths = list(paths)
         first = {path: self._first(path) for path in paths}
-        for entry in self._entries:
+        for entry in self.entries:
             matched = [path for path in paths if entry.matches(path)]
             if not matched:
                 shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")

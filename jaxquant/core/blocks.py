@@ -7,20 +7,13 @@ be smaller, and has a scale of its own. ``b = n`` shares one scale along an axis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.sharding import (
-    broadcastable,
-    explicit_sharding,
-    merge_axes,
-    over_devices,
-    platform_of,
-    split_axes,
-)
+from jaxquant.core.sharding import broadcastable, explicit_sharding, merge_axes, over_devices, platform_of, split_axes
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -41,21 +34,23 @@ def block_shape(
     Raises:
       ValueError: a tile with ``tiling`` "each_axis", or a number of shards, that does not divide its axis.
     """
-    if spec.granularity == "per_tensor" or spec.calibration.method == "fixed":
-        block = list(shape)
-    else:
-        block = [size if axis in axes else 1 for axis, size in enumerate(shape)]
-    if spec.tile_size is not None and spec.calibration.method != "fixed":
-        if spec.tiling == "each_axis":
-            for axis in axes:
-                _check_tile(spec.tile_size, axis, shape)
-                block[axis] = spec.tile_size
-        else:
-            _nest(block, shape, axes, spec.tile_size)
-    if spec.free_size is not None and spec.calibration.method != "fixed":
+    if spec.calibration.method == "fixed":  # one scale for the tensor
+        return tuple(shape)
+    block = [size if spec.granularity == "per_tensor" or axis in axes else 1 for axis, size in enumerate(shape)]
+    if spec.tile_size is not None and spec.tiling == "each_axis":
+        for axis in axes:
+            if shape[axis] % spec.tile_size:
+                raise ValueError(
+                    f"tile_size {spec.tile_size} does not divide contraction axis {axis} of size {shape[axis]} "
+                    f"(shape {shape}); choose a divisor of {shape[axis]} or -1 for no tiles"
+                )
+            block[axis] = spec.tile_size
+    elif spec.tile_size is not None:
+        _nest(block, shape, axes, spec.tile_size)
+    if spec.free_size is not None:
         free = [axis for axis in range(len(shape)) if axis not in axes and axis not in batch]
         _nest(block, shape, free, spec.free_size)
-    if shards > 1 and axes and spec.calibration.method != "fixed":
+    if shards > 1 and axes:
         first = axes[0]
         if shape[first] % shards:
             raise ValueError(
@@ -64,14 +59,6 @@ def block_shape(
             )
         block[first] = math.gcd(block[first], shape[first] // shards)
     return tuple(block)
-
-
-def _check_tile(size: int, axis: int, shape: Shape) -> None:
-    if shape[axis] % size:
-        raise ValueError(
-            f"tile_size {size} does not divide contraction axis {axis} of size {shape[axis]} "
-            f"(shape {shape}); choose a divisor of {shape[axis]} or -1 for no tiles"
-        )
 
 
 def _nest(block: list[int], shape: Shape, axes: Sequence[int], size: int) -> None:
@@ -92,7 +79,9 @@ def is_even(shape: Shape, block: Shape) -> bool:
     return all(n == 1 or size == n * step for size, n, step in zip(shape, counts, block, strict=True))
 
 
-def reduce_blocks(x: Array, block: Shape, reduction: Callable[..., Array], collective=None) -> Array:
+def reduce_blocks(
+    x: Array, block: Shape, reduction: Callable[..., Array], collective=None, except_axes: Collection[str] = ()
+) -> Array:
     """Reduce each block of x to one element.
 
     Args:
@@ -100,6 +89,7 @@ def reduce_blocks(x: Array, block: Shape, reduction: Callable[..., Array], colle
       block: shape of a block.
       reduction: such as ``jnp.max``.
       collective: ``jax.lax.pmax`` or its like, to reduce also over the devices that hold other parts of x.
+      except_axes: mesh axes along which each device has a tensor of its own.
     """
     counts = scale_shape(x.shape, block)
     tiled = {axis: n for axis, n in enumerate(counts) if n not in (1, x.shape[axis])}
@@ -117,7 +107,7 @@ def reduce_blocks(x: Array, block: Shape, reduction: Callable[..., Array], colle
         axes = [axis for axis in axes if axis < rows] + [rows, rows + 2] * (rows in axes) + [rows + 3]
     statistic = reduction(split, axis=tuple(axes), keepdims=True) if x.size else jnp.zeros(counts, x.dtype)
     statistic = (_rows_together(statistic) if is_turned and x.size else statistic).reshape(counts)
-    return statistic if collective is None else over_devices(collective, statistic, x)
+    return statistic if collective is None else over_devices(collective, statistic, x, except_axes)
 
 
 def pad_blocks(x: Array, steps: dict[int, int]) -> Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.typed import check_fields, nearest
+from jaxquant.core.typed import Typed, nearest
 
 Method = Literal["absmax", "minmax", "rms", "fixed"]
 
@@ -43,7 +43,7 @@ METHODS: dict[Method, Statistic] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(Typed):
     """One statistic. Written ``absmax[,s]``, ``minmax[,s]``, ``rms,s``, ``fixed,max`` or ``fixed,min,max``.
 
     Attributes:
@@ -57,9 +57,6 @@ class Calibration:
     factor: float = 1.0
     minimum: float = 0.0
     maximum: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def is_symmetric(self) -> bool:

@@ -116,12 +116,7 @@ def bin_value(
 
 
 def current_scale(
-    state: TensorState,
-    amax: Float[Array, ""],
-    element: Element,
-    spec: DelayedSpec,
-    *,
-    floor: float = SMALLEST_SCALE,
+    state: TensorState, amax: Float[Array, ""], element: Element, spec: DelayedSpec, *, floor: float = SMALLEST_SCALE
 ) -> Float[Array, " 1"]:
     """Compute the scale to quantize with at this step, in float32: ``max(history) · 2**margin / element.max``.
 

@@ -69,11 +69,9 @@ class MatmulDtypes:
 
 def matmul_dtypes(recipe: Recipe | None) -> dict[str, MatmulDtypes]:
     """Return the operand dtypes that a recipe asks for, by "fwd", "dlhs" and "drhs"; None is a float layer."""
-    if recipe is None:
-        return {name: MatmulDtypes() for name in ("fwd", "dlhs", "drhs")}
 
     def dtype(matmul: Matmul, side: Side) -> str | None:
-        spec = recipe.resolve(matmul, side)
+        spec = recipe and recipe.resolve(matmul, side)
         return None if spec is None else spec.codec or spec.dtype
 
     return {name: MatmulDtypes.of_specs(dtype(name, "lhs"), dtype(name, "rhs")) for name in ("fwd", "dlhs", "drhs")}

@@ -17,7 +17,7 @@ from jaxquant.core.blocks import Shape, apply_blocks, is_even, reduce_blocks
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, fold, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import Part, RandomKey, cast, fold, needed_key, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, floor_scale, largest
 from jaxquant.core.sharding import over_devices
 
@@ -54,13 +54,17 @@ def quantize_micro(
     Raises:
       ValueError: stochastic rounding or EDEN without a key.
     """
-    micro, kind = spec.micro, element(spec.dtype)
+    micro = spec.micro
     assert micro is not None
-    if spec.draws and key is None:
-        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
+    if spec.draws:
+        key = needed_key(spec, key)
     amax = reduce_blocks(x, block, largest).astype(jnp.float32)
-    highest = whole(amax) if whole is not None else over_devices(jax.lax.pmax, _whole_amax(amax), x, except_axes)
-    real, outer = _real_scales(amax, highest, kind.bound / micro.headroom, micro.scale_bound, spec.reciprocal)
+    if whole is not None:
+        highest = whole(amax)
+    else:
+        highest = over_devices(jax.lax.pmax, jnp.max(amax, keepdims=True, initial=0.0), x, except_axes)
+    top = element(spec.dtype).bound / micro.headroom
+    real, outer = _real_scales(amax, highest, top, micro.scale_bound, spec.reciprocal)
     even = None if is_even(x.shape, block) else block
 
     def candidate(factor: float) -> tuple[QTensor, Array]:
@@ -70,9 +74,7 @@ def quantize_micro(
             scaled = apply_blocks(lambda x, s: x.astype(jnp.float32) * s, x, jnp.minimum(1 / step, _LARGEST), even)
         else:
             scaled = apply_blocks(lambda x, s: x.astype(jnp.float32) / s, x, step, even)
-        is_random = spec.rounding == "stochastic"
-        elements = stochastic_cast(scaled, kind, key, part) if is_random else saturating_cast(scaled, kind)  # pyright: ignore[reportArgumentType]
-        return QTensor(elements, code, None, outer, even), scaled
+        return QTensor(cast(scaled, spec, key, part), code, None, outer, even), scaled
 
     tensor, scaled = candidate(1.0)
     if micro.four_over_six:
@@ -85,13 +87,8 @@ def quantize_micro(
         scale = jnp.where(is_better, other.scale.astype(jnp.float32), tensor.scale.astype(jnp.float32))
         tensor = QTensor(elements.astype(spec.dtype), scale.astype(_CODE.name), None, outer, even)
     if micro.eden:
-        assert key is not None
-        tensor = _corrected(tensor, scaled, block, micro.eden, fold(key, 1))
+        tensor = _corrected(tensor, scaled, block, micro.eden, fold(needed_key(spec, key), 1))
     return tensor
-
-
-def _whole_amax(amax: Array) -> Array:
-    return jnp.max(amax, keepdims=True, initial=0.0).reshape((1,) * amax.ndim)
 
 
 def _real_scales(amax: Array, whole: Array, top: float, bound: float, is_reciprocal: bool) -> tuple[Array, Array]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 
 def join_path(keys: Iterable[Any]) -> str:
     """Return the "/"-joined path of names, indices or keys of a jax tree."""
-    return "/".join(str(_name(key)) for key in keys)
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def layer_name(path: str) -> str:
@@ -24,10 +26,3 @@ def at_layer(path: str) -> str:
 def float_rule(path: str) -> str:
     """Return the rule that leaves one layer in float, as errors offer it."""
     return f"add the rule {{path: {path or repr('')}, recipe: null}}"
-
-
-def _name(key: Any) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return key

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxquant.core.blocks import Shape, apply_blocks, block_shape, is_even, reduce_blocks, scale_shape
-from jaxquant.core.calibration import Average
 from jaxquant.core.dtypes import element
 from jaxquant.core.micro import quantize_micro
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, asymmetric_cast, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import Part, RandomKey, asymmetric_cast, cast
 from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, largest, power_of_two_below, scale_of_amax
 
 
@@ -53,27 +52,29 @@ def compute_scale(
     calibration, kind = spec.calibration, element(spec.dtype)
     counts = scale_shape(x.shape, block)
     whole = spec.granularity == "per_tensor" and math.prod(counts) == 1
-    lowest, highest, mean = (
-        _but(each, except_axes) if whole else None for each in (jax.lax.pmin, jax.lax.pmax, jax.lax.pmean)
-    )
-    if calibration.method == "fixed" and calibration.is_symmetric:
-        amax = jnp.full(counts, calibration.maximum, jnp.float32)
-        if spec.scale_rounding != "exact":
-            scale, outer = scale_of_amax(amax, kind.bound, spec, floor)
-            return Scales(scale, None, outer)
+
+    def reduced(values: jax.Array, reduction: Callable[..., jax.Array], collective: Any) -> jax.Array:
+        found = reduce_blocks(values, block, reduction, collective if whole else None, except_axes)
+        return found.astype(jnp.float32)
+
+    low = None
+    if calibration.method == "fixed" and calibration.is_symmetric and spec.scale_rounding == "exact":
         scale = calibration.maximum / kind.bound
         return Scales(jnp.full(counts, 1.0 if scale < floor else scale, jnp.float32))
     if calibration.method == "fixed":
         low, high = (jnp.full(counts, end, jnp.float32) for end in (calibration.minimum, calibration.maximum))
     elif calibration.method == "minmax":
         known = jnp.where(jnp.isnan(x), jnp.inf, x)
-        low = jnp.minimum(reduce_blocks(known, block, jnp.min, lowest).astype(jnp.float32), 0) * calibration.factor
-        high = jnp.maximum(reduce_blocks(known, block, jnp.max, highest).astype(jnp.float32), 0) * calibration.factor
-    elif calibration.average is not None:
-        low, high = None, _average(x, block, calibration.average, highest, mean) * calibration.factor
+        low = jnp.minimum(reduced(known, jnp.min, jax.lax.pmin), 0) * calibration.factor
+        high = jnp.maximum(reduced(known, jnp.max, jax.lax.pmax), 0) * calibration.factor
     else:
-        high = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
-        low, high = None, high if calibration.factor == 1.0 else high * calibration.factor
+        high = reduced(x, largest, jax.lax.pmax)
+        if calibration.average is not None:  # in units of a power of two near the amax: no square overflows
+            transform, undo = calibration.average
+            unit = power_of_two_below(high)  # it costs no bit
+            scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
+            high = undo(reduced(transform(scaled), jnp.mean, jax.lax.pmean) * _fill(x.shape, block)) * unit
+        high = high if calibration.factor == 1.0 else high * calibration.factor
     if calibration.is_symmetric:
         if spec.amax_bound is not None:
             high = jnp.minimum(high, spec.amax_bound)
@@ -83,25 +84,6 @@ def compute_scale(
     # Asymmetric ranges use every code of the integer, -max - 1 included.
     scale = floor_scale((high - low) * (1 / (2 * kind.max + 1)), floor)
     return Scales(scale, asymmetric_cast(-kind.max - 1 - low / scale, kind))
-
-
-def _but(collective: Callable[..., jax.Array], except_axes: Collection[str]) -> Callable[..., jax.Array]:
-    """Return a collective that leaves out mesh axes."""
-
-    def reduce(statistic: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        axes = tuple(axis for axis in axes if axis not in except_axes)
-        return collective(statistic, axes) if axes else statistic
-
-    return reduce
-
-
-def _average(x: jax.Array, block: Shape, average: Average, highest: Any, mean: Any) -> jax.Array:
-    """Compute an average of each block, in units of a power of two near its amax: no square overflows."""
-    amax = reduce_blocks(x, block, largest, highest).astype(jnp.float32)
-    unit = power_of_two_below(amax)  # it costs no bit
-    scaled = apply_blocks(jnp.divide, x.astype(jnp.float32), unit, block)
-    found = reduce_blocks(average[0](scaled), block, jnp.mean, mean)
-    return average[1](found * _fill(x.shape, block)) * unit
 
 
 def _fill(shape: Shape, block: Shape) -> jax.Array | float:
@@ -142,7 +124,6 @@ def quantize_with_scale(
     Raises:
       ValueError: stochastic rounding without a key, or zero points in blocks of different sizes.
     """
-    kind = element(spec.dtype)
     if block is not None and is_even(x.shape, block):
         block = None
     tensor = QTensor(x, scale, zero_point, outer_scale, block)  # for its scales; the elements follow
@@ -161,12 +142,8 @@ def quantize_with_scale(
                 "unevenly; use a symmetric calibration, or a tile_size that divides"
             )
         scaled = apply_blocks(jnp.add, scaled, zero_point.astype(compute_dtype))
-        return QTensor(asymmetric_cast(scaled, kind), scale, zero_point)
-    if spec.rounding == "stochastic":
-        if key is None:
-            raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
-        return QTensor(stochastic_cast(scaled, kind, key, part), scale, None, outer_scale, block)
-    return QTensor(saturating_cast(scaled, kind), scale, None, outer_scale, block)
+        return QTensor(asymmetric_cast(scaled, element(spec.dtype)), scale, zero_point)
+    return QTensor(cast(scaled, spec, key, part), scale, None, outer_scale, block)
 
 
 def quantize(
@@ -204,20 +181,12 @@ def quantize(
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
         return quantize_micro(x, spec, block, key, part, whole, except_axes)
-    scales = compute_scale(x, spec, block, floor, except_axes)
-    if scales.scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
+    scale, zero_point, outer_scale = compute_scale(x, spec, block, floor, except_axes)
+    if scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.
         x = jax.lax.optimization_barrier(x)
     return quantize_with_scale(
-        x,
-        spec,
-        scales.scale,
-        scales.zero_point,
-        key,
-        compute_dtype,
-        outer_scale=scales.outer_scale,
-        block=block,
-        part=part,
+        x, spec, scale, zero_point, key, compute_dtype, outer_scale=outer_scale, block=block, part=part
     )
 
 

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from jaxquant.core.dtypes import element
 from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.tensor_spec import TensorSpec
-from jaxquant.core.typed import check_fields, show
+from jaxquant.core.typed import Typed, check_fields, show
 
 Matmul = Literal["fwd", "dlhs", "drhs"]
 Side = Literal["lhs", "rhs"]
@@ -76,12 +76,16 @@ class MatmulSpec:
     def is_late(self) -> bool:
         """Whether the kept operand of a backward matmul is quantized in the backward pass, as fresh signs ask."""
         sides = [side for side in (self.lhs, self.rhs) if isinstance(side, TensorSpec)]
-        is_fresh = self.rotation is not None and self.rotation.signs == "fresh"
-        return is_fresh or any(side.source == "forward" for side in sides)
+        return self.draws_signs or any(side.source == "forward" for side in sides)
+
+    @property
+    def draws_signs(self) -> bool:
+        """Whether both operands are rotated with fresh signs."""
+        return self.rotation is not None and self.rotation.signs == "fresh"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DelayedSpec:
+class DelayedSpec(Typed):
     """Delayed scaling: see ``core.delayed``.
 
     Attributes:
@@ -95,12 +99,9 @@ class DelayedSpec:
     margin: int = 0
     amax_init: Literal["warmup", "flax"] = "warmup"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SparsitySpec:
+class SparsitySpec(Typed):
     """N:M weight sparsity: ``n`` of every ``m`` weights kept along the contraction axis.
 
     Attributes:
@@ -113,9 +114,6 @@ class SparsitySpec:
     m: int
     start_step: int
     update_step: int
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,24 +216,15 @@ class Recipe:
     @property
     def is_stochastic(self) -> bool:
         """Whether an operand is rounded stochastically, or rotated with fresh signs."""
-        is_fresh = any(each.rotation is not None and each.rotation.signs == "fresh" for each in (self.dlhs, self.drhs))
-        return is_fresh or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
+        draws = self.dlhs.draws_signs or self.drhs.draws_signs
+        return draws or any(isinstance(spec, TensorSpec) and spec.draws for spec in self.specs.values())
 
     @property
     def hides_slope(self) -> bool:
         """Whether a forward operand becomes integers or bytes by scales whose slope autodiff cannot follow."""
-        specs = [self.resolve("fwd", side) for side in ("lhs", "rhs")]
-        return any(
-            spec is not None
-            and (
-                spec.codec is not None
-                or (
-                    element(spec.dtype).kind == "int"
-                    and (spec.scaling == "static" or spec.calibration.method == "fixed")
-                )
-            )
-            for spec in specs
-        )
+        specs = [spec for spec in (self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs")) if spec is not None]
+        known = [spec for spec in specs if spec.scaling == "static" or spec.calibration.method == "fixed"]
+        return any(spec.codec is not None for spec in specs) or any(element(spec.dtype).kind == "int" for spec in known)
 
     @property
     def matches_flax(self) -> bool:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, UInt32
 
-from jaxquant.core.dtypes import Element
+from jaxquant.core.dtypes import Element, element
+from jaxquant.core.tensor_spec import TensorSpec
 
 
 def saturating_cast(x: jax.Array, element: Element) -> jax.Array:
@@ -222,6 +223,34 @@ def stochastic_cast(x: jax.Array, element: Element, key: RandomKey, part: Part |
       part: where x lies in a larger tensor, for the bits that the whole one would get.
     """
     return stochastic_round(x, noise(key, x.shape, part), element)
+
+
+def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None, part: Part | None = None) -> jax.Array:
+    """Round to the element of a spec as it says, to nearest or stochastically, and clip.
+
+    Args:
+      x: real numbers, in units of the scale.
+      spec: element type and rounding.
+      key: random key, for stochastic rounding.
+      part: where x lies in a larger tensor, for stochastic rounding.
+
+    Raises:
+      ValueError: stochastic rounding without a key.
+    """
+    if spec.rounding == "nearest":
+        return saturating_cast(x, element(spec.dtype))
+    return stochastic_cast(x, element(spec.dtype), needed_key(spec, key), part)
+
+
+def needed_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:
+    """Return the random key that a spec with stochastic rounding needs.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if key is None:
+        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
+    return key
 
 
 def stochastic_round(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -104,10 +104,17 @@ def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSha
     """Return the sharding that ``transpose(order)`` turns into ``sharding``."""
     if sharding is None:
         return None
-    spec: list = [None] * len(order)
-    for after, before in enumerate(order):
-        spec[before] = sharding.spec[after] if after < len(sharding.spec) else None
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    entries = _entries(sharding, len(order))
+    return _placed(sharding, (entries[order.index(axis)] for axis in range(len(order))))
+
+
+def _entries(sharding: NamedSharding, ndim: int) -> list[Any]:
+    """Return the mesh axes of each axis of an array."""
+    return [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+
+
+def _placed(sharding: NamedSharding, entries: Iterable[Any]) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
 def fit_varying(x: Array, wanted: frozenset[str]) -> Array:
@@ -155,10 +162,8 @@ def fit_sizes(sharding: NamedSharding | None, shape: Sequence[int]) -> NamedShar
     """Leave axes of size 1 unsharded."""
     if sharding is None:
         return None
-    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*(axis if n > 1 else None for axis, n in zip(spec, shape, strict=True)))
-    )
+    entries = _entries(sharding, len(shape))
+    return _placed(sharding, (entry if size > 1 else None for entry, size in zip(entries, shape, strict=True)))
 
 
 def placed_like(x: Array, like: Array) -> Array:
@@ -172,9 +177,9 @@ def whole_axis(x: Array, axis: int) -> Array:
     sharding = explicit_sharding(x)
     if sharding is None:
         return x
-    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
-    spec[axis] = None
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    entries = _entries(sharding, x.ndim)
+    entries[axis] = None
+    return jax.sharding.reshard(x, _placed(sharding, entries))
 
 
 def split_axes(x: Array, counts: dict[int, int]) -> Array:
@@ -183,20 +188,17 @@ def split_axes(x: Array, counts: dict[int, int]) -> Array:
     A sharded axis leaves its sharding to the tiles, or else to their insides, or else is gathered.
     """
     sharding = explicit_sharding(x)
-    shape: list[int] = []
-    spec: list = []
-    for axis, size in enumerate(x.shape):
-        parts = [counts[axis], size // counts[axis]] if axis in counts else [size]
-        shape += parts
-        if sharding is None:
-            continue
-        entry = sharding.spec[axis] if axis < len(sharding.spec) else None
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        devices = math.prod(sharding.mesh.shape[name] for name in names)
-        holder = next((i for i, part in enumerate(parts) if part % devices == 0), None)
-        spec += [entry if i == holder else None for i in range(len(parts))]
-    place = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    return jax.lax.reshape(x, shape, out_sharding=place)
+    parts = [[counts[axis], size // counts[axis]] if axis in counts else [size] for axis, size in enumerate(x.shape)]
+    place = None
+    if sharding is not None:
+        spec: list = []
+        for entry, sizes in zip(_entries(sharding, x.ndim), parts, strict=True):
+            names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+            devices = math.prod(sharding.mesh.shape[name] for name in names)
+            holder = next((i for i, size in enumerate(sizes) if size % devices == 0), None)
+            spec += [entry if i == holder else None for i in range(len(sizes))]
+        place = _placed(sharding, spec)
+    return jax.lax.reshape(x, [size for sizes in parts for size in sizes], out_sharding=place)
 
 
 def merge_axes(x: Array, like: Array) -> Array:

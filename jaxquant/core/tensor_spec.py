@@ -7,14 +7,14 @@ from typing import Literal
 
 from jaxquant.core.calibration import Calibration
 from jaxquant.core.dtypes import element
-from jaxquant.core.typed import check_fields
+from jaxquant.core.typed import Typed, check_fields
 
 Granularity = Literal["per_tensor", "per_channel", "per_tile", "per_block"]
 ScaleDtype = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Micro:
+class Micro(Typed):
     """How NVFP4 training chooses the e4m3 scales of blocks; see ``core.micro``.
 
     Attributes:
@@ -28,9 +28,6 @@ class Micro:
     scale_bound: float = 448.0
     four_over_six: bool = False
     eden: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,15 +84,12 @@ class TensorSpec:
     def __post_init__(self) -> None:
         check_fields(self)
         element(self.dtype)
-        for name, size, wanted in (
-            ("tile_size", self.tile_size, self.granularity in ("per_tile", "per_block")),
-            ("free_size", self.free_size, self.granularity == "per_block"),
-        ):
-            if wanted != (size is not None):
-                owners = "per_tile and per_block" if name == "tile_size" else "per_block"
+        for name, owners in _SIZES.items():
+            size = getattr(self, name)
+            if (self.granularity in owners) != (size is not None):
                 raise ValueError(
                     f"TensorSpec granularity {self.granularity!r} with {name} {size!r}: "
-                    f"a {name} belongs to {owners}, which {'need' if ' ' in owners else 'needs'} one"
+                    f"a {name} belongs to {' and '.join(owners)}, which {'need' if len(owners) > 1 else 'needs'} one"
                 )
             if size is not None and size < 1:
                 raise ValueError(f"TensorSpec {name} must be at least 1, got {size}")
@@ -141,9 +135,8 @@ class TensorSpec:
             )
         if self.amax_bound is not None and not self.amax_bound > 0:
             raise ValueError(f"TensorSpec amax_bound must be above 0, got {self.amax_bound}")
-        reads = self.scaling == "dynamic" and self.calibration.method != "fixed"
-        has_statistic = reads and self.calibration.is_symmetric
-        if self.amax_bound is not None and not has_statistic:
+        has_statistic = self.calibration.method != "fixed" and self.calibration.is_symmetric
+        if self.amax_bound is not None and not (self.scaling == "dynamic" and has_statistic):
             raise ValueError(
                 f"TensorSpec amax_bound {self.amax_bound:g} bounds this step's statistic; scaling {self.scaling!r} "
                 f"with calibration {self.calibration} has none"
@@ -165,6 +158,8 @@ class TensorSpec:
         return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)
 
 
+_SIZES = {"tile_size": ("per_tile", "per_block"), "free_size": ("per_block",)}
+"""The granularities that each size belongs to."""
 _SCALE_ROUNDINGS = {
     "float32": ("exact", "up", "nearest"),
     "float8_e8m0fnu": ("up", "nearest"),

@@ -94,6 +94,15 @@ def check_fields(obj: Any) -> None:
             object.__setattr__(obj, field.name, convert(type_hints(cls)[field.name], getattr(obj, field.name), place))
 
 
+class Typed:
+    """Base of a frozen dataclass that is checked by ``check_fields`` alone."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 _LISTED = {float: "numbers", bool: "flags", int: "integers", str: "strings"}
 
 

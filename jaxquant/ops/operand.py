@@ -22,7 +22,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, content_key, fold, noise_seeds
+from jaxquant.core.rounding import Part, RandomKey, content_key, fold, needed_key, noise_seeds
 from jaxquant.core.scales import SMALLEST_SCALE, absolute
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
@@ -177,9 +177,7 @@ def _cast(
 
     if settle("quantize", implementation, refused).name == "xla":
         return row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute, part=part)), None
-    if spec.rounding == "stochastic" and key is None:
-        raise ValueError(f"stochastic rounding to {spec.dtype} needs a random key")
-    seeds = noise_seeds(key) if spec.rounding == "stochastic" and key is not None else None
+    seeds = noise_seeds(needed_key(spec, key)) if spec.rounding == "stochastic" else None
     qvalue, amax = kernel.quantize(x, scale, dtype=spec.dtype, seeds=seeds, compute_dtype=compute)
     return QTensor(qvalue, scale), amax.astype(x.dtype)
 

@@ -207,13 +207,14 @@ def test_what_matches_in_full_is_what_re_says():
         ("(?>a)", "it has an atomic group"),
         ("a*+", "it has a possessive repeat"),
         ("(" * 490 + ")" * 490, "it is nested too deep"),
+        ("(" * 400 + ")" * 400, "it is nested too deep"),
         ("a{99999999999999999999}", "repetition number is too large"),
         ("a" * 2000, "it has 2,000 characters, of at most 1,000"),
         ("(?<=a*)b", "fixed-width"),
         ("(?i:a)", "a flag inside a group"),
         ("(?m)a", "a flag that is not read"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_pattern_that_is_not_read_is_refused_with_its_place(pattern: str, message: str):
     text = refused(lambda: build(QuantConfig, {"rules": [{"path": pattern, "recipe": None}], "quantization": "int8"}))

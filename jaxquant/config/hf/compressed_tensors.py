@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from jaxquant.config.hf.exclusions import ANY_CLASS, REGEX, compressed_tensors_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, named
 from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import (
-    LayerSpec,
-    OperandSpec,
-    ScaleGranularity,
-    ScaleOrigin,
-    block,
-    mx_layer,
-    nvfp4_layer,
-)
+from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer, nvfp4_layer
 
 FORMATS = (
     "dense",
@@ -30,7 +23,18 @@ FORMATS = (
     "mixed-precision",
 )
 _ELEMENTS = {("float", 8): "float8_e4m3fn", ("float", 4): "float4_e2m1fn", ("int", 8): "int8", ("int", 4): "int4"}
-_WEIGHTS = {"tensor": ScaleGranularity.TENSOR, "channel": ScaleGranularity.ROWWISE, "token": ScaleGranularity.COLWISE}
+_STRATEGIES = {
+    "tensor": ScaleGranularity.TENSOR,
+    "channel": ScaleGranularity.ROWWISE,
+    "token": ScaleGranularity.COLWISE,
+}
+_TILED = {
+    "nvfp4-pack-quantized": ("NVFP4", 4, 16, functools.partial(nvfp4_layer, "nvfp4-pack")),
+    "mxfp4-pack-quantized": ("MXFP4", 4, 32, functools.partial(mx_layer, _ELEMENTS["float", 4], "mxfp4-pack")),
+    "mxfp8-quantized": ("MXFP8", 8, 32, functools.partial(mx_layer, _ELEMENTS["float", 8], "plain")),
+}
+"""Formats of floats in tiles: what each is called, its bits and group size, and what makes its layer."""
+_KV_CACHES = {"FP8": "float8_e4m3fn", "INT8": "int8", "NVFP4": "float4_e2m1fn"}
 
 
 def read(config: Section) -> CheckpointQuantization:
@@ -57,7 +61,7 @@ def read(config: Section) -> CheckpointQuantization:
         )
     config.pass_over("sparsity_config")  # which zeros a dense weight has
     rules = _rules("ignore", config, None)
-    targeted: list[tuple[int, LayerRule]] = []
+    targeted: list[LayerRule] = []
     for key in groups.data:
         if not isinstance(key, str):
             raise TypeError(f"{groups.place} has the key {key!r}, which is not a string")
@@ -65,9 +69,8 @@ def read(config: Section) -> CheckpointQuantization:
         spec = _layer(group, _format(group, whole_format))
         if group.has("targets"):
             _check_targets(group)
-        made = _rules("targets", group, spec) if group.has("targets") else [LayerRule(".*", spec, group.place)]
-        targeted += [(0 if rule.names else 2 if rule.pattern == ".*" else 1, rule) for rule in made]
-    rules += [rule for _, rule in sorted(targeted, key=lambda pair: pair[0])]
+        targeted += _rules("targets", group, spec) if group.has("targets") else [LayerRule(".*", spec, group.place)]
+    rules += sorted(targeted, key=lambda rule: 0 if rule.names else 2 if rule.pattern == ".*" else 1)
     return CheckpointQuantization("compressed-tensors", tuple(rules), kv_cache(config, "kv_cache_scheme"))
 
 
@@ -75,9 +78,7 @@ def _rules(key: str, section: Section, spec: LayerSpec | None) -> list[LayerRule
     """Return the rules of ``ignore`` or of ``targets``: one of all exact names, and one for each pattern."""
     written, place = section.texts(key), section.where(key)
     patterns = {index: name for index, name in enumerate(written) if name == ANY_CLASS or name.startswith(REGEX)}
-    names = frozenset(written) - set(patterns.values())
-    rules = [LayerRule("(?!)", spec, place, names)] if names else []
-    return rules + [
+    return named(frozenset(written) - set(patterns.values()), spec, place) + [
         LayerRule(compressed_tensors_pattern(name, f"{place}[{index}]"), spec, place)
         for index, name in patterns.items()
     ]
@@ -98,33 +99,21 @@ def _check_targets(group: Section) -> None:
 def kv_cache(config: Section, key: str) -> str | None:
     """Return the dtype of the KV cache under a key (a scheme, or "FP8" as modelopt has it), or None."""
     value = config.get(key)
-    if value is None or isinstance(value, str):
-        return _kv_name(value, config.where(key))
-    return _input(config.section(key)).dtype
-
-
-def _kv_name(value: str | None, place: str) -> str | None:
-    known = {"FP8": "float8_e4m3fn", "INT8": "int8", "NVFP4": "float4_e2m1fn"}
-    if not value:
+    if value in (None, ""):
         return None
-    if value.upper() not in known:
-        raise ValueError(f"{place} {value!r} is not known; known ones are {', '.join(known)}")
-    return known[value.upper()]
+    if not isinstance(value, str):
+        return _input(config.section(key)).dtype
+    if value.upper() not in _KV_CACHES:
+        raise ValueError(f"{config.where(key)} {value!r} is not known; known ones are {', '.join(_KV_CACHES)}")
+    return _KV_CACHES[value.upper()]
 
 
 def _format(section: Section, default: str | None) -> str | None:
-    if not section.has("format"):
-        return default
-    value = section.text("format")
-    if value not in FORMATS:
-        raise ValueError(f"{section.where('format')} {value!r} is not known; known ones are {', '.join(FORMATS)}")
-    return value
+    return section.choice("format", FORMATS) if section.has("format") else default
 
 
 def _element(scheme: Section) -> str:
-    kind, bits = scheme.text("type", "int"), scheme.integer("num_bits", 8)
-    if kind not in ("int", "float"):
-        raise ValueError(f"{scheme.where('type')} must be 'int' or 'float', got {kind!r}")
+    kind, bits = scheme.choice("type", ("int", "float"), "int"), scheme.integer("num_bits", 8)
     if (kind, bits) not in _ELEMENTS:
         raise NotImplementedError(
             f"{scheme.where('num_bits')} {bits} with type {kind!r} is not supported; jaxquant has 4 and 8 bits of both"
@@ -146,29 +135,25 @@ def _layer(group: Section, format: str | None) -> LayerSpec | None:
         raise NotImplementedError(
             f"{weights.where('actorder')} {weights.get('actorder')!r} is not supported; export with actorder 'weight'"
         )
-    input_spec = _input(group.section("input_activations")) if group.has("input_activations") else None
-    element = _element(weights)
-    weight, tile = _weight(weights, element), weights.get("group_size")
-    for name, wanted, kind, size, layer in (
-        ("nvfp4-pack-quantized", "NVFP4", "float4_e2m1fn", 16, nvfp4_layer("nvfp4-pack", input_spec is not None)),
-        ("mxfp4-pack-quantized", "MXFP4", "float4_e2m1fn", 32, mx_layer(element, "mxfp4-pack", input_spec is not None)),
-        ("mxfp8-quantized", "MXFP8", "float8_e4m3fn", 32, mx_layer(element, "plain", input_spec is not None)),
-    ):
-        if format != name and not ((element, tile) == (kind, size) and kind == "float4_e2m1fn"):
+    weight = _operand(weights, "weight")
+    inputs = _input(group.section("input_activations")) if group.has("input_activations") else None
+    for name, (wanted, bits, size, make) in _TILED.items():
+        element = _ELEMENTS["float", bits]
+        fits = (weight.dtype, weights.get("group_size")) == (element, size)
+        if format != name and not (bits == 4 and fits):
             continue
-        if (element, tile, weight.symmetric) != (kind, size, True):
-            bits = 4 if kind == "float4_e2m1fn" else 8
+        if not (fits and weight.symmetric):
             raise ValueError(
                 f"{weights.place} must have type 'float', num_bits {bits}, group_size {size} and be symmetric for "
                 f"{wanted}"
             )
-        if input_spec is not None and (input_spec.dtype, input_spec.block_size) != (kind, (1, size)):
+        if inputs is not None and (inputs.dtype, inputs.block_size) != (element, (1, size)):
             raise NotImplementedError(
                 f"{group.where('input_activations')} must have the type and group_size of the weights for {wanted}"
             )
-        return layer
-    is_packed = format == "pack-quantized" or (element == "int4" and format in (None, "mixed-precision"))
-    return LayerSpec(weight, input_spec, "pack-quantized" if is_packed else "plain")
+        return make(with_input=inputs is not None)
+    is_packed = format == "pack-quantized" or (weight.dtype == "int4" and format in (None, "mixed-precision"))
+    return LayerSpec(weight, inputs, "pack-quantized" if is_packed else "plain")
 
 
 def _strategy(scheme: Section) -> str:
@@ -183,28 +168,21 @@ def _strategy(scheme: Section) -> str:
     return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
-def _weight(scheme: Section, element: str) -> OperandSpec:
-    strategy, symmetric = _strategy(scheme), scheme.boolean("symmetric", True)
-    if strategy in _WEIGHTS:
-        return OperandSpec(element, _WEIGHTS[strategy], symmetric=symmetric)
-    if strategy in ("group", "tensor_group"):
-        return block(element, 1, scheme.integer("group_size"), symmetric=symmetric)
-    if strategy == "block":
-        size = scheme.pair("block_structure")
-        if size is None:
-            raise ValueError(f"{scheme.where('block_structure')} must be specified for strategy 'block'")
-        return block(element, *size, symmetric=symmetric)
-    raise ValueError(f"unsupported FP8 weight strategy: {strategy} ({scheme.where('strategy')})")
-
-
 def _input(scheme: Section) -> OperandSpec:
-    element, strategy, symmetric = _element(scheme), _strategy(scheme), scheme.boolean("symmetric", True)
     dynamic = scheme.get("dynamic") or False
     if dynamic not in (True, False, "local"):
         raise ValueError(f"{scheme.where('dynamic')} must be true, false or 'local', got {dynamic!r}")
-    origin = ScaleOrigin.DYNAMIC if dynamic else ScaleOrigin.STATIC
-    if strategy in _WEIGHTS:
-        return OperandSpec(element, _WEIGHTS[strategy], origin, symmetric=symmetric)
+    return _operand(scheme, "input activation", ScaleOrigin.DYNAMIC if dynamic else ScaleOrigin.STATIC)
+
+
+def _operand(scheme: Section, side: str, origin: ScaleOrigin = ScaleOrigin.STATIC) -> OperandSpec:
+    element, strategy, symmetric = _element(scheme), _strategy(scheme), scheme.boolean("symmetric", True)
+    if strategy in _STRATEGIES:
+        return OperandSpec(element, _STRATEGIES[strategy], origin, symmetric=symmetric)
     if strategy in ("group", "tensor_group"):
-        return block(element, 1, scheme.integer("group_size"), origin, symmetric=symmetric)
-    raise ValueError(f"unsupported FP8 input activation strategy: {strategy} ({scheme.where('strategy')})")
+        size = 1, scheme.integer("group_size")
+    elif strategy != "block" or side != "weight":
+        raise ValueError(f"unsupported FP8 {side} strategy: {strategy} ({scheme.where('strategy')})")
+    elif (size := scheme.pair("block_structure")) is None:
+        raise ValueError(f"{scheme.where('block_structure')} must be specified for strategy 'block'")
+    return block(element, *size, origin, symmetric=symmetric)

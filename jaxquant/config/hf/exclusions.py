@@ -9,7 +9,6 @@ from jaxquant.config.patterns import full_matcher
 REGEX = "re:"
 ANY_CLASS = "Linear"
 _WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-_MLP = "(?:mlp|block_sparse_moe)"
 _ROUTER_GLOB = "gate*"
 
 
@@ -58,14 +57,9 @@ def modelopt_pattern(glob: str, place: str) -> str:
     stripped = glob
     for wrapper in _WRAPPERS:
         stripped = stripped.removeprefix(wrapper)
-    stripped = stripped.removesuffix(".*")
-    parts = stripped.split(".")
-    router = parts[-1] == _ROUTER_GLOB
-    body = r"\.".join(_MLP if part in ("mlp", "block_sparse_moe") else _from_glob(part) for part in parts[:-1])
-    last = parts[-1]
-    end = (
-        _MLP if last in ("mlp", "block_sparse_moe") else r"gate(?!_proj|_up_proj)[^.]*" if router else _from_glob(last)
-    )
+    *above, last = stripped.removesuffix(".*").split(".")
+    body = r"\.".join(map(_from_glob, above))
+    end = r"gate(?!_proj|_up_proj)[^.]*" if last == _ROUTER_GLOB else _from_glob(last)
     wrappers = "".join(f"(?:{re.escape(wrapper)})?" for wrapper in ("model.", "language_model.", "model."))
     if body:
         body += r"\."
@@ -80,16 +74,15 @@ def _group(regex: str) -> str:
 
 def _from_glob(part: str) -> str:
     """Return the regex of one part of a glob; ``*`` crosses dots, as in ``fnmatch``."""
-    pieces = re.split(r"(\*|\?|\[!?[^\]]+\])", part)
+    if part in ("mlp", "block_sparse_moe"):
+        return "(?:mlp|block_sparse_moe)"
     known = {"*": ".*", "?": "."}
-    return "".join(
-        known[piece]
-        if piece in known
-        else piece.replace("[!", "[^")
-        if piece.startswith("[") and len(piece) > 2
-        else re.escape(piece)
+    pieces = re.split(r"(\*|\?|\[!?[^\]]+\])", part)
+    regexes = (
+        piece.replace("[!", "[^") if piece.startswith("[") and len(piece) > 2 else known.get(piece) or re.escape(piece)
         for piece in pieces
     )
+    return "".join(regexes)
 
 
 def checked(pattern: str, written: str, place: str) -> str:

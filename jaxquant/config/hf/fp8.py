@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxquant.config.hf import modelopt
 from jaxquant.config.hf.exclusions import modelopt_pattern, transformers_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
 from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer
+from jaxquant.config.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, tensor_layer
 
 EXCLUSION_KEYS = ("modules_to_not_convert", "ignored_layers")
 EXPERTS = r".*\.experts(?:\..*)?"
-_FMT = {
-    "e4m3": "float8_e4m3fn",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "e5m2": "float8_e5m2",
-    "float8_e5m2": "float8_e5m2",
-}
+_FMT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+_FMT |= {dtype: dtype for dtype in _FMT.values()}
 
 
 def exclusions(config: Section) -> list[LayerRule]:
@@ -27,12 +21,21 @@ def exclusions(config: Section) -> list[LayerRule]:
 
 def formats(config: Section) -> tuple[str, bool]:
     """Return the element type that ``fmt`` names, and whether ``scale_fmt`` asks for powers of two."""
-    fmt, scale_fmt = config.text("fmt", "e4m3"), config.text("scale_fmt", "")
-    if fmt not in _FMT:
-        raise ValueError(f"{config.where('fmt')} {fmt!r} is not known; known ones are {', '.join(_FMT)}")
-    if scale_fmt not in ("", "ue8m0", "float"):
-        raise ValueError(f"{config.where('scale_fmt')} must be 'ue8m0', got {scale_fmt!r}")
-    return _FMT[fmt], scale_fmt == "ue8m0"
+    dtype = _FMT[config.choice("fmt", _FMT, "e4m3")]
+    return dtype, config.choice("scale_fmt", ("", "ue8m0", "float"), "") == "ue8m0"
+
+
+def origin_of(config: Section, default: str = "") -> ScaleOrigin:
+    """Return whether ``activation_scheme`` has stored scales of inputs or computes them; errors are in MAX's words."""
+    scheme = config.text("activation_scheme", default)
+    if not scheme:
+        raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(
+            f"Unsupported activation_scheme for tensorwise FP8: {scheme!r} "
+            f"({config.where('activation_scheme')} must be 'dynamic' or 'static', got {scheme!r})"
+        )
+    return ScaleOrigin(scheme)
 
 
 def blocks(dtype: str, size: tuple[int, int], origin: ScaleOrigin, ue8m0: bool = False) -> LayerSpec:
@@ -47,50 +50,34 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means scales that are
     powers of two. A config that names a ``moe_quant_algo`` besides has experts of that algorithm.
     """
-    scheme = config.text("activation_scheme", "")
-    if not scheme:
-        raise ValueError(f"{config.where('activation_scheme')}: activation_scheme must be specified")
-    if scheme not in ("dynamic", "static"):
-        raise ValueError(
-            f"Unsupported activation_scheme for tensorwise FP8: {scheme!r} "
-            f"({config.where('activation_scheme')} must be 'dynamic' or 'static')"
-        )
-    origin = ScaleOrigin(scheme)
+    origin = origin_of(config)
     dtype, ue8m0 = formats(config)
     size = config.pair("weight_block_size")
-    if size is None:
-        weight = OperandSpec(dtype, ScaleGranularity.TENSOR, power_of_two_scale=ue8m0)
-        spec = LayerSpec(weight, dataclasses.replace(weight, origin=origin))
-    else:
-        spec = blocks(dtype, size, origin, ue8m0)
+    spec = tensor_layer(dtype, origin, ue8m0) if size is None else blocks(dtype, size, origin, ue8m0)
     rules = [*exclusions(config), *head_and_routers()]
     algorithm = config.text("moe_quant_algo", "") or None
     if algorithm is not None:
         config.pass_over("quant_algo")  # mixed, which the two algorithms say by themselves
-        experts = modelopt.layer(algorithm, config, config.where("moe_quant_algo"))
         # ``ignore`` is of the experts' algorithm: what it lists keeps the scheme of the method.
         rules += listed(config, ["ignore"], modelopt_pattern, spec)
-        rules.append(LayerRule(EXPERTS, experts, config.where("moe_quant_algo")))
+        rules.append(LayerRule(EXPERTS, modelopt.layer(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
     return CheckpointQuantization("fp8", tuple(rules), algorithm=algorithm)
 
 
 def read_fbgemm(config: Section) -> CheckpointQuantization:
     """Read the method ``fbgemm_fp8``: weights per row, inputs per token with an upper bound on their scale."""
-    bound = config.number("activation_scale_ub")
-    weight = OperandSpec("float8_e4m3fn", ScaleGranularity.ROWWISE)
-    inputs = OperandSpec("float8_e4m3fn", ScaleGranularity.COLWISE, ScaleOrigin.DYNAMIC, scale_bound=bound)
-    last = LayerRule(".*", LayerSpec(weight, inputs), config.where("quant_method"))
+    spec = channel_layer(config.number("activation_scale_ub"))
+    last = LayerRule(".*", spec, config.where("quant_method"))
     return CheckpointQuantization("fbgemm_fp8", (*exclusions(config), *head_and_routers(), last))
 
 
 def read_mxfp8(config: Section) -> CheckpointQuantization:
     """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` are exact names."""
-    names = frozenset(config.texts("ignored_layers"))
     size = config.pair("weight_block_size")
     if size not in (None, (1, 32)):
         raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")
-    rules = [LayerRule("(?!)", None, config.where("ignored_layers"), names)] if names else []
+    rules = named(config.texts("ignored_layers"), None, config.where("ignored_layers"))
     rules += listed(config, ["modules_to_not_convert"], transformers_pattern)
     last = LayerRule(".*", mx_layer("float8_e4m3fn", "plain"), config.where("quant_method"))
     return CheckpointQuantization("mxfp8", (*rules, *head_and_routers(), last))

@@ -60,24 +60,16 @@ class QuantConfig:
     def quant_method(self) -> str:
         """The method by which 25.6 told checkpoints apart."""
         methods = {
-            QuantFormat.COMPRESSED_TENSORS_FP8: "compressed-tensors",
+            **dict.fromkeys((QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.INT8_W8A8), "compressed-tensors"),
+            **dict.fromkeys((QuantFormat.MODELOPT_FP8, QuantFormat.NVFP4), "modelopt"),
             QuantFormat.FBGEMM_FP8: "fbgemm_fp8",
             QuantFormat.BLOCKSCALED_FP8: "fp8",
-            QuantFormat.INT8_W8A8: "compressed-tensors",
-            QuantFormat.MODELOPT_FP8: "modelopt",
-            QuantFormat.NVFP4: "modelopt",
         }
         return methods.get(self.format, self.format.value)
 
-    @property
-    def is_static(self) -> bool:
-        """Whether input scales are stored."""
-        return self.input_scale is not None and self.input_scale.origin.is_static
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether input scales are computed at run time."""
-        return self.input_scale is not None and self.input_scale.origin.is_dynamic
+    # Whether input scales are stored, and whether they are computed at run time.
+    is_static = property(lambda self: self.input_scale is not None and self.input_scale.origin.is_static)
+    is_dynamic = property(lambda self: self.input_scale is not None and self.input_scale.origin.is_dynamic)
 
     @property
     def scales_granularity_mnk(self) -> tuple[int, int, int]:

@@ -69,7 +69,10 @@ def parse_quant_config(
         )
     if method == "gptq" or not (name in (*_FP8, *_FP4, "int8") or _is_mxfp4(section, method)):
         if method == "gptq" and name in _FP8:
-            raise ValueError(_incompatible(method))
+            raise ValueError(
+                "FP8 dtype specified, but an unsupported or incompatible 'quantization_config' was found. Quant "
+                f"method: '{method}'. Supported methods are {', '.join(METHODS)}"
+            )
         return None
     _check_as_max(section, method, tensors)
     quantization = read_quantization(config, tensors, sidecar)
@@ -115,13 +118,6 @@ def _is_mxfp4(section: Section, method: str) -> bool:
     return method == "mxfp4" or (method == "compressed-tensors" and "mxfp4" in section.text("format", ""))
 
 
-def _incompatible(method: str) -> str:
-    return (
-        f"FP8 dtype specified, but an unsupported or incompatible 'quantization_config' was found. Quant method: "
-        f"'{method}'. Supported methods are {', '.join(METHODS)}"
-    )
-
-
 def _check_as_max(section: Section, method: str, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse what MAX's kernels refuse, though it can be read."""
     if method == "fp8" and section.has("weight_block_size"):
@@ -159,39 +155,38 @@ class _View:
     ignored_prefix: str
 
     def config(self, layers: int, dtype: str) -> QuantConfig:
-        spec, format = self._spec(dtype)
-        experts_only = self.quantization.method == "mxfp4"
+        spec = self._spec(dtype)
+        format, weight = self._format(spec), self._weight_scale(spec)
+        inputs = self._input_scale(spec, format)
         mlp = self._quantized_layers(layers, _MLP, "MLPs")
         attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections")
-        if experts_only:
+        if self.quantization.method == "mxfp4":
             mlp = frozenset(i for i in range(layers) if self._is_quantized(f"layers.{i}.mlp.experts"))
-        config = QuantConfig(
-            input_scale=self._input_scale(spec, format),
-            weight_scale=self._weight_scale(spec),
-            mlp_quantized_layers=mlp,
-            attn_quantized_layers=attention,
-            format=format,
+        widened = inputs is not None and inputs.origin.is_dynamic and weight.is_tensor
+        return QuantConfig(
+            inputs,
+            weight,
+            mlp,
+            attention,
+            format,
             embedding_output_dtype=self._embedding_dtype(format),
             bias_dtype=self._bias_dtype(),
+            can_use_fused_mlp=format is not QuantFormat.MXFP4 and self._can_use_fused_mlp(widened),
             shared_experts_weight_dtype=self._shared_experts_dtype(),
         )
-        fused = format is not QuantFormat.MXFP4 and self._can_use_fused_mlp(config)
-        return dataclasses.replace(config, can_use_fused_mlp=fused)
 
-    def _spec(self, dtype: str) -> tuple[LayerSpec, QuantFormat]:
-        specs = self.quantization.specs
-        if not specs:
+    def _spec(self, dtype: str) -> LayerSpec:
+        fits = self.quantization.specs
+        if not fits:
             raise ValueError(f"the {self.quantization.method} config quantizes no layer")
-        if len(specs) == 1:
-            return specs[0], self._format(specs[0])
-        # Of a checkpoint with two schemes: the one of this dtype, MAX's QuantConfig having room for one.
-        fits = [spec for spec in specs if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
+        if len(fits) > 1:  # of two schemes the one of this dtype, MAX's QuantConfig having room for one
+            fits = [spec for spec in fits if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
         if len(fits) != 1:
             raise ValueError(
-                f"the {self.quantization.method} config has {len(specs)} schemes and a QuantConfig holds one; "
-                "use jaxquant.config.hf.read_quantization, which has a spec for every layer"
+                f"the {self.quantization.method} config has {len(self.quantization.specs)} schemes and a QuantConfig "
+                "holds one; use jaxquant.config.hf.read_quantization, which has a spec for every layer"
             )
-        return fits[0], self._format(fits[0])
+        return fits[0]
 
     def _format(self, spec: LayerSpec) -> QuantFormat:
         weight, method = spec.weight, self.quantization.method
@@ -208,11 +203,8 @@ class _View:
                 f"{weight.dtype} weights have no QuantConfig; use jaxquant.config.hf.read_quantization, "
                 "which reads every scheme"
             )
-        if method == "compressed-tensors":
-            return QuantFormat.COMPRESSED_TENSORS_FP8
-        if method == "modelopt":
-            return QuantFormat.MODELOPT_FP8
-        return QuantFormat.BLOCKSCALED_FP8 if weight.block_size is not None else QuantFormat.FBGEMM_FP8
+        of_methods = {"compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8, "modelopt": QuantFormat.MODELOPT_FP8}
+        return of_methods.get(method, QuantFormat.BLOCKSCALED_FP8 if weight.is_block else QuantFormat.FBGEMM_FP8)
 
     def _weight_scale(self, spec: LayerSpec) -> WeightScaleSpec:
         weight = spec.weight
@@ -299,9 +291,8 @@ class _View:
         excluded = any("shared_expert" in pattern.replace("shared_expert_gate", "") for pattern in patterns)
         return "bfloat16" if excluded else None
 
-    def _can_use_fused_mlp(self, config: QuantConfig) -> bool:
+    def _can_use_fused_mlp(self, widened: bool) -> bool:
         """Whether the scales of gate and up can be joined along rows, scalars being equal or widened to rows."""
-        widened = config.is_dynamic and config.weight_scale.is_tensor
         for name, gate in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             if kind not in _SCALES or not stem.endswith("gate_proj"):

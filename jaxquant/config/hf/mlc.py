@@ -11,7 +11,6 @@ from jaxquant.config.hf import fp8
 from jaxquant.config.hf.exclusions import transformers_pattern
 from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
 from jaxquant.config.hf.read import NO_VALUES, find_section
-from jaxquant.config.hf.spec import ScaleOrigin
 from jaxquant.core.typed import build, check_fields
 
 FINAL = ("head", "lm_head", "lm_head.linear", "embed_out")
@@ -52,11 +51,11 @@ class BlockScaleQuantize:
 
 
 PRESETS = {
-    row.name: row
-    for row in (
-        BlockScaleQuantize("fp8_e4m3fn_bf16_block_scale"),
-        BlockScaleQuantize("fp8_e4m3fn_bf16_block_scale_static_activation", use_activation_scale=True),
-    )
+    name: BlockScaleQuantize(name, use_activation_scale=is_static)
+    for name, is_static in {
+        "fp8_e4m3fn_bf16_block_scale": False,
+        "fp8_e4m3fn_bf16_block_scale_static_activation": True,
+    }.items()
 }
 
 
@@ -98,17 +97,14 @@ def read_mlc_quantization(
         got = "none" if found is None else repr(found[1])
         raise ValueError(f"MLC quantization {scheme.name!r} needs a checkpoint with quant_method 'fp8', got {got}")
     section = found[0]
-    origin = section.text("activation_scheme", "dynamic")
-    if origin not in ("dynamic", "static"):
-        raise ValueError(f"{section.where('activation_scheme')} must be 'dynamic' or 'static', got {origin!r}")
-    is_static = origin == "static"
-    if is_static != scheme.use_activation_scale:
+    origin = fp8.origin_of(section, "dynamic")
+    if origin.is_static != scheme.use_activation_scale:
         raise ValueError(
             f"{section.where('activation_scheme')} is {section.data.get('activation_scheme')!r} and "
             f"use_activation_scale of {scheme.name!r} is {scheme.use_activation_scale}; choose the preset that fits"
         )
     stored = section.pair("weight_block_size")
-    if stored is None and not is_static:
+    if stored is None and origin.is_dynamic:
         raise ValueError(f"{section.where('weight_block_size')} must be specified for {scheme.name!r}")
     size = stored or scheme.weight_block_size or _DEFAULT_BLOCK
     if scheme.weight_block_size not in (None, size):
@@ -118,7 +114,7 @@ def read_mlc_quantization(
     dtype, ue8m0 = fp8.formats(section)
     if section.has("fmt") and dtype != scheme.weight_dtype:
         raise ValueError(f"weight_dtype of {scheme.name!r} is {scheme.weight_dtype} and {section.where('fmt')} {dtype}")
-    spec = fp8.blocks(scheme.weight_dtype, size, ScaleOrigin(origin), ue8m0)
+    spec = fp8.blocks(scheme.weight_dtype, size, origin, ue8m0)
     rules = listed(section, ["modules_to_not_convert"], transformers_pattern)
     heads = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, FINAL))})"
     rules += [LayerRule(heads, None, HEADS), LayerRule(f".*{GATE}", None, GATES)]

@@ -2,54 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxquant.config.hf import compressed_tensors
 from jaxquant.config.hf.exclusions import modelopt_pattern
-from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed
+from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
 from jaxquant.config.hf.section import Section
-from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity, ScaleOrigin, block, mx_layer, nvfp4_layer
+from jaxquant.config.hf.spec import LayerSpec, ScaleOrigin, block, channel_layer, mx_layer, nvfp4_layer, tensor_layer
 
 _E4M3 = "float8_e4m3fn"
 
 
-def _per_tensor() -> LayerSpec:
-    tensor = ScaleGranularity.TENSOR
-    return LayerSpec(OperandSpec(_E4M3, tensor), OperandSpec(_E4M3, tensor, ScaleOrigin.STATIC))
-
-
-def _per_channel() -> LayerSpec:
-    rows, tokens = ScaleGranularity.ROWWISE, ScaleGranularity.COLWISE
-    return LayerSpec(OperandSpec(_E4M3, rows), OperandSpec(_E4M3, tokens, ScaleOrigin.DYNAMIC))
-
-
-ALGORITHMS: dict[str, tuple[Callable[[], LayerSpec], int | None]] = {
-    "FP8": (_per_tensor, None),
-    "FP8_PER_CHANNEL_PER_TOKEN": (_per_channel, None),
-    "FP8_PB_WO": (lambda: LayerSpec(block(_E4M3, 128, 128), None), 128),
-    "NVFP4": (lambda: nvfp4_layer("modelopt"), 16),
-    "W4A16_NVFP4": (lambda: nvfp4_layer("modelopt", with_input=False), 16),
-    "MXFP8": (lambda: mx_layer(_E4M3, "plain"), 32),
+ALGORITHMS: dict[str, LayerSpec] = {
+    "FP8": tensor_layer(_E4M3, ScaleOrigin.STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": channel_layer(),
+    "FP8_PB_WO": LayerSpec(block(_E4M3, 128, 128), None),
+    "NVFP4": nvfp4_layer("modelopt"),
+    "W4A16_NVFP4": nvfp4_layer("modelopt", with_input=False),
+    "MXFP8": mx_layer(_E4M3, "plain"),
 }
-"""Each algorithm's layer, and the ``group_size`` that it has."""
+"""The layer of each algorithm; its ``group_size`` is that of the blocks."""
 MIXED = "MIXED_PRECISION"
 
 
-def layer(algorithm: str, section: Section, place: str) -> LayerSpec:
-    """Return the layer of an algorithm.
+def layer(section: Section, key: str) -> LayerSpec:
+    """Return the layer of the algorithm that a key names.
 
     Raises:
       NotImplementedError: another algorithm; names the key.
       ValueError: a ``group_size`` that the algorithm does not have.
     """
-    name = algorithm.upper()
+    name = section.text(key).upper()
     if name not in ALGORITHMS:
-        raise NotImplementedError(f"{place} {algorithm!r} is not supported; supported ones are {', '.join(ALGORITHMS)}")
-    make, size = ALGORITHMS[name]
-    if size is not None and section.has("group_size") and section.integer("group_size") != size:
-        raise ValueError(f"{section.where('group_size')} must be {size} for {name}, got {section.data['group_size']}")
-    return make()
+        raise NotImplementedError(
+            f"{section.where(key)} {section.get(key)!r} is not supported; supported ones are {', '.join(ALGORITHMS)}"
+        )
+    size = ALGORITHMS[name].weight.block_size
+    if size is not None and section.has("group_size") and section.integer("group_size") != size[1]:
+        raise ValueError(
+            f"{section.where('group_size')} must be {size[1]} for {name}, got {section.data['group_size']}"
+        )
+    return ALGORITHMS[name]
 
 
 def normalize_sidecar(sidecar: Section) -> Section:
@@ -88,8 +81,7 @@ def read(config: Section, is_sniffed: bool = False) -> CheckpointQuantization | 
         groups = compressed_tensors.read(Section({**config.data, "ignore": None}, config.place, config.asked))
         rules += groups.rules
     else:
-        place = config.where("quant_algo")
-        rules.append(LayerRule(".*", layer(algorithm, config, place), place))
+        rules.append(LayerRule(".*", layer(config, "quant_algo"), config.where("quant_algo")))
     return CheckpointQuantization("modelopt", tuple(rules), kv_cache, algorithm.upper() or None)
 
 
@@ -102,6 +94,5 @@ def _mixed(config: Section) -> list[LayerRule]:
         if not isinstance(name, str):
             raise TypeError(f"{layers.place} has the key {name!r}, which is not a string")
         entry = layers.section(name)
-        spec = layer(entry.text("quant_algo"), entry, entry.where("quant_algo"))
-        names.setdefault(spec, []).append(name)
-    return [LayerRule("(?!)", spec, layers.place, frozenset(group)) for spec, group in names.items()]
+        names.setdefault(layer(entry, "quant_algo"), []).append(name)
+    return [rule for spec, group in names.items() for rule in named(group, spec, layers.place)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from jaxquant.config.hf.section import Section
 from jaxquant.config.hf.spec import LayerSpec
@@ -76,10 +76,8 @@ class CheckpointQuantization:
         """
         stem, _, last = module.rpartition(".")
         shards = [f"{stem}.{part}" if stem else part for part in FUSED.get(last, ())]
-        if not shards:
-            return self._first(module)
         named = self._first(module)
-        if named is not None and (named.names or named.pattern == re.escape(module)):
+        if not shards or (named is not None and (named.names or named.pattern == re.escape(module))):
             return named
         decisions = [self._first(shard) for shard in shards]
         if len({rule and rule.spec for rule in decisions}) > 1:
@@ -122,6 +120,11 @@ def listed(
         for key in keys
         for index, name in enumerate(config.texts(key))
     ]
+
+
+def named(names: Collection[str], spec: LayerSpec | None, origin: str) -> list[LayerRule]:
+    """Return the rule of modules by their exact names, none where there are no names."""
+    return [LayerRule("(?!)", spec, origin, frozenset(names))] if names else []
 
 
 def head_and_routers() -> tuple[LayerRule, ...]:

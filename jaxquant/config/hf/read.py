@@ -93,10 +93,8 @@ def read_quantization(
     if method in REFUSED:
         raise NotImplementedError(f"{section.where('quant_method')} {method!r} is not supported: {REFUSED[method]}")
     if method not in METHODS:
-        shown = (
-            f"{section.where('quant_method')} {method!r}" if method else f"{section.where('quant_method')} is missing"
-        )
-        raise ValueError(f"{shown}; known methods are {', '.join(METHODS)}")
+        shown = repr(method) if method else "is missing"
+        raise ValueError(f"{section.where('quant_method')} {shown}; known methods are {', '.join(METHODS)}")
     if section.place == "tensor names":
         return modelopt.read(section, is_sniffed=True)
     section.pass_over(*NO_VALUES)

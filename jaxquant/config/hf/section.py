@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jaxquant.core.typed import show
@@ -63,42 +63,40 @@ class Section:
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string; ``default`` where the key is missing or null, which is an error if there is none."""
         value = self._value(key, default)
-        if not isinstance(value, str):
-            raise TypeError(f"{self.where(key)} must be a string, got {show(value)}")
+        return self._checked(key, value, isinstance(value, str), "a string", TypeError)
+
+    def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
+        """Return a string that is one of the known ones."""
+        value = self.text(key, default)
+        if value not in known:
+            names = ", ".join(filter(None, known))
+            raise ValueError(f"{self.where(key)} {value!r} is not known; known ones are {names}")
         return value
 
     def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         """Return a whole number above 0 and at most ``most``."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise ValueError(f"{self.where(key)} must be a whole number from 1 to {most}, got {show(value)}")
-        return value
+        return self._checked(key, value, type(value) is int and 0 < value <= most, f"a whole number from 1 to {most}")
 
     def number(self, key: str) -> float | None:
         """Return a finite number above 0, or None where it is missing or null."""
         value = self.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise ValueError(f"{self.where(key)} must be a finite number above 0, got {show(value)}")
-        return float(value)
+        fits = value is None or (type(value) in (int, float) and 0 < value < float("inf"))
+        self._checked(key, value, fits, "a finite number above 0")
+        return None if value is None else float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise TypeError(f"{self.where(key)} must be true or false, got {show(value)}")
-        return value
+        return self._checked(key, value, isinstance(value, bool), "true or false", TypeError)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings; empty where the key is missing or null."""
         value = self.get(key)
         if value is None:
             return ()
-        if isinstance(value, str) or not isinstance(value, (list, tuple)):
-            raise TypeError(f"{self.where(key)} must be a list of strings, got {show(value)}")
+        self._checked(key, value, isinstance(value, (list, tuple)), "a list of strings", TypeError)
         for index, item in enumerate(value):
-            if not isinstance(item, str):
-                raise TypeError(f"{self.where(key)}[{index}] must be a string, got {show(item)}")
+            self._checked(f"{key}[{index}]", item, isinstance(item, str), "a string", TypeError)
         return tuple(value)
 
     def pair(self, key: str) -> tuple[int, int] | None:
@@ -107,20 +105,15 @@ class Section:
         if value is None:
             return None
         words = value.split("x") if isinstance(value, str) else value
-        if isinstance(words, (list, tuple)) and len(words) == 2:
-            first, second = (_whole(word) for word in words)
-            if first and second:
-                return first, second
-        raise ValueError(f"{self.where(key)} must be two whole numbers above 0, got {show(value)}")
+        numbers = tuple(map(_whole, words)) if isinstance(words, (list, tuple)) and len(words) == 2 else ()
+        self._checked(key, value, bool(numbers) and all(numbers), "two whole numbers above 0")
+        return numbers  # pyright: ignore[reportReturnType]
 
     def section(self, key: str) -> Section:
         """Return the mapping under a key; an empty one where it is missing or null."""
         value = self.get(key)
-        if value is None:
-            return Section({}, self.where(key), self.asked)
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{self.where(key)} must be a mapping, got {show(value)}")
-        return Section(value, self.where(key), self.asked)
+        self._checked(key, value, isinstance(value, Mapping | None), "a mapping", TypeError)
+        return Section(value or {}, self.where(key), self.asked)
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)
@@ -128,6 +121,12 @@ class Section:
             value = default
         if value is None:
             raise ValueError(f"{self.where(key)} must be specified")
+        return value
+
+    def _checked(self, key: str, value: Any, fits: bool, wanted: str, error: type[Exception] = ValueError) -> Any:
+        """Return a value that fits; else raise the error, which says what is wanted."""
+        if not fits:
+            raise error(f"{self.where(key)} must be {wanted}, got {show(value)}")
         return value
 
 

@@ -49,25 +49,21 @@ class QuantFormat(enum.Enum):
 
 
 class _Granular:
+    """Who shares a scale; block-wise scales without two block sizes are refused, in MAX's words."""
+
     granularity: ScaleGranularity
+    block_size: tuple[int, int] | None
 
     is_tensor = property(lambda self: self.granularity is ScaleGranularity.TENSOR)
     is_rowwise = property(lambda self: self.granularity is ScaleGranularity.ROWWISE)
     is_colwise = property(lambda self: self.granularity is ScaleGranularity.COLWISE)
     is_block = property(lambda self: self.granularity is ScaleGranularity.BLOCK)
 
-
-def check_block_size(granularity: ScaleGranularity, block_size: tuple[int, int] | None) -> None:
-    """Refuse a block-wise scale without two block sizes.
-
-    Raises:
-      ValueError: in MAX's words.
-    """
-    if granularity is ScaleGranularity.BLOCK:
-        if block_size is None:
+    def __post_init__(self) -> None:
+        if self.is_block and self.block_size is None:
             raise ValueError("block_size must be specified for block-wise scaling")
-        if len(block_size) != 2:
-            raise ValueError(f"block_size must be a tuple of two integers, got {block_size}")
+        if self.is_block and len(self.block_size or ()) != 2:
+            raise ValueError(f"block_size must be a tuple of two integers, got {self.block_size}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +79,6 @@ class WeightScaleSpec(_Granular):
     granularity: ScaleGranularity
     dtype: str
     block_size: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        check_block_size(self.granularity, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +99,9 @@ class InputScaleSpec(_Granular):
     activation_scale_ub: float | None = None
     block_size: tuple[int, int] | None = None
 
-    def __post_init__(self) -> None:
-        check_block_size(self.granularity, self.block_size)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OperandSpec:
+class OperandSpec(_Granular):
     """How one operand is quantized.
 
     Attributes:
@@ -135,9 +125,6 @@ class OperandSpec:
     scale_bound: float | None = None
     power_of_two_scale: bool = False
     symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        check_block_size(self.granularity, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,6 +152,19 @@ def block(
 ) -> OperandSpec:
     """Return the spec of an operand with a scale for each ``free × tile`` block; ``fields`` are of ``OperandSpec``."""
     return OperandSpec(dtype, ScaleGranularity.BLOCK, origin, block_size=(free, tile), **fields)  # pyright: ignore[reportArgumentType]
+
+
+def tensor_layer(dtype: str, origin: ScaleOrigin, power_of_two_scale: bool = False) -> LayerSpec:
+    """Return a layer with one scale for its weight, and one for its input."""
+    weight = OperandSpec(dtype, ScaleGranularity.TENSOR, power_of_two_scale=power_of_two_scale)
+    return LayerSpec(weight, dataclasses.replace(weight, origin=origin))
+
+
+def channel_layer(scale_bound: float | None = None) -> LayerSpec:
+    """Return a layer in e4m3 with a scale for each row of its weight, and a dynamic one for each token."""
+    weight = OperandSpec("float8_e4m3fn", ScaleGranularity.ROWWISE)
+    inputs = OperandSpec(weight.dtype, ScaleGranularity.COLWISE, ScaleOrigin.DYNAMIC, scale_bound=scale_bound)
+    return LayerSpec(weight, inputs)
 
 
 def mx_layer(dtype: str, packing: str, with_input: bool = True) -> LayerSpec:
