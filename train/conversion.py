@@ -277,7 +277,7 @@ def convert_run(
     count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
     note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
     found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
-    tree = unflatten({path: _as_read(path, leaf, shape) for path, leaf in found})
+    tree = unflatten({path: as_read(path, leaf, shape) for path, leaf in found})
     served = save_served(out, tree, config, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
@@ -318,20 +318,22 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
       shape: of the decoder.
       tokens: an example input.
     """
-    trained = _as_trained(config)
-    linen = dataclasses.replace(trained, framework="linen")
-    decoder = Decoder(shape)
 
     def make() -> Any:
-        params, quant_state = make_model(linen, shape, tokens).init(jax.random.key(0))
-        variables = quantization_state.merge(params, quant_state)
-        found = serving.convert(variables, trained, tokens, model=decoder)["params"]
-        return map_by_path(lambda path, leaf: _as_read(path, leaf, shape), found, lambda x: isinstance(x, QTensor))
+        variables = initial_variables(config, shape, tokens)
+        found = serving.convert(variables, _as_trained(config), tokens, model=Decoder(shape))["params"]
+        return map_by_path(lambda path, leaf: as_read(path, leaf, shape), found, lambda x: isinstance(x, QTensor))
 
     return jax.eval_shape(make)
 
 
-def _as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
+def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
+    """Return the variables with which a run of the decoder begins, in Linen's form; arguments as above."""
+    model = make_model(dataclasses.replace(_as_trained(config), framework="linen"), shape, tokens)
+    return quantization_state.merge(*model.init(jax.random.key(0)))
+
+
+def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
     """Cast what the decoder reads in its own dtype; the scale of a norm and a router it reads in float32."""
     is_router = path.endswith("gate/kernel")
     if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:
