@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
@@ -28,7 +29,7 @@ from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
-from train.conversion import as_read, initial_variables, of_layers, save_served
+from train.conversion import as_read, initial_variables, new_folder, of_layers, save_served
 from train.data import make_iterators
 from train.exporting import FIELDS, from_hf, places
 from train.model import Decoder
@@ -90,9 +91,7 @@ def import_to_run(
       FileNotFoundError, FileExistsError: no such checkpoint, or the run is there.
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
-    checkpoint, run_dir, changes = Path(checkpoint), Path(run_dir), dict(changes or {})
-    if run_dir.exists():
-        raise FileExistsError(f"{run_dir} exists; choose another folder or remove it")
+    checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
     source, _ = open_checkpoint(checkpoint)
     try:
         run_dir.mkdir(parents=True)
@@ -178,9 +177,7 @@ def import_to_serve(
       FileNotFoundError, FileExistsError: no such checkpoint, or ``out`` is there.
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
-    checkpoint, out, changes = Path(checkpoint), Path(out), dict(changes or {})
-    if out.exists():
-        raise FileExistsError(f"{out} exists; choose another folder or remove it")
+    checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
     source, folder = open_checkpoint(checkpoint)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
@@ -223,18 +220,14 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
     if folder is None and (tensor := source.quantized(names[0])) is not None:
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
+    recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
     if len(specs) == 1 and (spec := specs.pop()) is not None:
-        recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
-        wanted = None
-        try:
+        with contextlib.suppress(NotImplementedError):  # no recipe says it
             weight = _numbers(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
             kept = [name for name, recipe in recipes.items() if _numbers(recipe.fwd)[1] == weight]
             wanted = _numbers(to_recipe(spec, "").fwd)
-        except NotImplementedError:  # no recipe says it
-            pass
-        for name in kept:
-            if _numbers(recipes[name].fwd) == wanted:
-                return name
+            if found := next((name for name in kept if _numbers(recipes[name].fwd) == wanted), None):
+                return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"say how to serve it, as with quantization={kept[0] if kept else 'int8'}"
     raise ValueError(f"{checkpoint} has no quantization that a config string computes; {keeping}{fix}")
