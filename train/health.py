@@ -19,7 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.health import HealthMonitor, HealthRow
@@ -88,10 +88,9 @@ def build_health(program: Program) -> Health:
         # A gradient of the whole batch's mean loss, not of the part's: the output gradients have the step's magnitude.
         return monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
 
-    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-    shardings = of_any_groups(shardings, program.replicated)
-    batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
-    jitted = jax.jit(measure, in_shardings=(shardings, batch_sharding), out_shardings=replicated)
+    state = of_any_groups(jax.tree.map(lambda x: x.sharding, program.abstract_state), program.replicated)
+    given = state, NamedSharding(mesh, BATCH)
+    jitted = jax.jit(measure, in_shardings=given, out_shardings=program.replicated)
     return Health(monitor.rows, sequences, jitted)
 
 
