@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxquant import state as quantization_state
 from train.__main__ import read_config
@@ -34,7 +34,7 @@ def program(path: str, overrides: Sequence[str], devices: Sequence[Any]) -> tupl
     shape = (config.batch_size, config.sequence_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(built.mesh, BATCH))
     batch = {name: tokens for name in ("inputs", "targets", "segment_ids", "positions")}
-    is_healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(built.mesh, PartitionSpec()))
+    is_healthy = jax.ShapeDtypeStruct((), jnp.bool_, sharding=built.replicated)
     state = built.abstract_state
     state = state._replace(quant_state=quantization_state.warm(state.quant_state))  # a step after the first
     return built.step, (state, batch, is_healthy)

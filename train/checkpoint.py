@@ -129,7 +129,9 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             failure = self._damage(step)
             if failure is None:
-                different = self._differences(step)
+                made_with, another = sums.config_of(self._folder / str(step)), "choose another run_dir or undo"
+                message = f"checkpoint {step} in {self._folder} is of another run; {another}"
+                different = sums.compare(made_with, self._config, message, "asked")
                 found, failure = self._load(step, abstract_state)
                 # What one process cannot read no process goes on from.
                 if processes.all_agree(found is not None):
@@ -160,17 +162,6 @@ class Checkpoints:
         if processes.all_agree(damage is None):
             return None
         return damage or "damage found by another process; see its output"
-
-    def _differences(self, step: int) -> dict[str, tuple[Any, Any]]:
-        """Return the fields that are others than those of a whole checkpoint, and may be.
-
-        Raises:
-          ValueError: a field differs that decides the numbers of the run.
-        """
-        different = sums.differing(sums.config_of(self._folder / str(step)), self._config)
-        found = f"checkpoint {step} in {self._folder} is of another run; choose another run_dir or undo"
-        sums.refuse(different, found, "asked")
-        return different
 
     def _load(self, step: int, abstract: TrainState) -> tuple[tuple[TrainState, Any] | None, str | None]:
         """Return the state and data position of a checkpoint, or what is wrong with it."""

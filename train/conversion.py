@@ -53,7 +53,7 @@ class Parameters:
 
     Attributes:
       step: of the checkpoint.
-      config: that made it.
+      config: that made it, but for ``remat_policy``: nothing is trained with what is read here.
       shapes: the trees "params" and "quant_state" of the training state, with a shape and dtype for each array.
       stores: "params/..." or "quant_state/..." -> the array, not read yet.
     """
@@ -121,6 +121,7 @@ def open_parameters(run_dir: str | Path, step: int | None = None, say: Callable[
         else:
             config = config_of(folder / str(number))
             check_config_file(run_dir, number, config)
+            config = dataclasses.replace(config, remat_policy="none")  # one policy is for quantized runs alone
             return Parameters(number, config, shapes, stores, folder / str(number) / "state")
     raise ValueError(f"none of the checkpoints {steps} in {folder} opens; give another run, or train this one again")
 
@@ -186,12 +187,10 @@ def served_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     unknown = sorted(set(changes) - set(fields))
     if unknown:
         raise ValueError(f"{unknown[0]} is no field of the quantization; a conversion changes {', '.join(fields)}")
-    before = fields if "quantization" in changes else {}
     for name in ("checkpoint_is_quantized", "save_quantized_params_path"):
         if name in changes:
             raise ValueError(f"{name} is what a conversion decides; leave it out")
-    # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
-    return build(TrainConfig, to_mapping(config) | before | dict(changes) | {"remat_policy": "none"})
+    return build(TrainConfig, to_mapping(config) | (fields if "quantization" in changes else {}) | dict(changes))
 
 
 def left_out(config: TrainConfig, changes: Mapping[str, Any]) -> list[str]:
@@ -248,10 +247,7 @@ def convert_run(
       FileNotFoundError, FileExistsError: no such run, or ``out`` is there.
       ValueError: nothing to quantize, or a checkpoint or quantization that does not fit.
     """
-    out = Path(out)
-    if out.exists():
-        raise FileExistsError(f"{out} exists; choose another folder or remove it")
-    stored = open_parameters(run, step, say)
+    out, stored = new_folder(out), open_parameters(run, step, say)
     trained = stored.config
     config = served_config(trained, changes or {})
     layers = _as_trained(config)
@@ -277,11 +273,22 @@ def convert_run(
     count, done = len(jax.tree.leaves(shapes["params"])), itertools.count(1)
     note = lambda name: say(f"converted {next(done)} of {count}: {name}")  # noqa: E731
     found = (("/".join(path), leaf) for path, leaf in serving.convert_each(sites, read, shapes, note))
-    tree = unflatten({path: _as_read(path, leaf, shape) for path, leaf in found})
+    tree = unflatten({path: as_read(path, leaf, shape) for path, leaf in found})
     served = save_served(out, tree, config, stored.step)
     floats = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["params"]))
     recipes = {path: site.recipe.name for path, site in sites.items()}
     return Conversion(served, stored.step, 4 * floats, 2 * floats, tree_bytes(tree), recipes)
+
+
+def new_folder(path: str | Path) -> Path:
+    """Return the path of a folder to write, which must not exist.
+
+    Raises:
+      FileExistsError: it does.
+    """
+    if Path(path).exists():
+        raise FileExistsError(f"{path} exists; choose another folder or remove it")
+    return Path(path)
 
 
 def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> TrainConfig:
@@ -318,20 +325,22 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
       shape: of the decoder.
       tokens: an example input.
     """
-    trained = _as_trained(config)
-    linen = dataclasses.replace(trained, framework="linen")
-    decoder = Decoder(shape)
 
     def make() -> Any:
-        params, quant_state = make_model(linen, shape, tokens).init(jax.random.key(0))
-        variables = quantization_state.merge(params, quant_state)
-        found = serving.convert(variables, trained, tokens, model=decoder)["params"]
-        return map_by_path(lambda path, leaf: _as_read(path, leaf, shape), found, lambda x: isinstance(x, QTensor))
+        variables = initial_variables(config, shape, tokens)
+        found = serving.convert(variables, _as_trained(config), tokens, model=Decoder(shape))["params"]
+        return map_by_path(lambda path, leaf: as_read(path, leaf, shape), found, lambda x: isinstance(x, QTensor))
 
     return jax.eval_shape(make)
 
 
-def _as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
+def initial_variables(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> dict[str, Any]:
+    """Return the variables with which a run of the decoder begins, in Linen's form; arguments as above."""
+    model = make_model(dataclasses.replace(_as_trained(config), framework="linen"), shape, tokens)
+    return quantization_state.merge(*model.init(jax.random.key(0)))
+
+
+def as_read(path: str, leaf: Any, shape: DecoderConfig) -> Any:
     """Cast what the decoder reads in its own dtype; the scale of a norm and a router it reads in float32."""
     is_router = path.endswith("gate/kernel")
     if isinstance(leaf, QTensor) or path.rpartition("/")[2] not in ("embedding", "kernel") or is_router:

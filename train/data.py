@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -149,22 +149,16 @@ class Data:
 
     Attributes:
       train: endless batches.
+      held_out: () -> ``eval_batches`` batches of held-out text, the same in each call. Where there are fewer, all of
+        them: each token once, the last batch filled up with rows of padding.
       vocab_size: a multiple of 64, above every token.
       description: one line: source, files, tokens, split.
     """
 
     train: TrainIterator
+    held_out: Callable[[], Iterator[Batch]]
     vocab_size: int
     description: str
-    _held_out: grain.IterDataset = dataclasses.field(repr=False)
-    _eval_batches: int = dataclasses.field(repr=False)
-
-    def held_out(self) -> Iterator[Batch]:
-        """Return ``eval_batches`` batches of held-out text, the same in each call.
-
-        Where there are fewer, all of them: each token once, the last batch filled up with rows of padding.
-        """
-        return itertools.islice(iter(self._held_out), self._eval_batches)
 
 
 def make_iterators(config: TrainConfig, batch_size: int) -> Data:
@@ -204,7 +198,8 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
         batches(grain.MapDataset.source(chunks).shuffle(seed=seed).repeat(), seed), corpus.fingerprint
     )
     tested = batches(grain.MapDataset.source(held_out).shuffle(seed=_HELD_OUT_SEED), None)
-    return Data(train, corpus.vocab_size, corpus.description, tested, config.eval_batches)
+    held_out_batches = lambda: itertools.islice(iter(tested), config.eval_batches)  # noqa: E731
+    return Data(train, held_out_batches, corpus.vocab_size, corpus.description)
 
 
 class Chunks:

@@ -167,7 +167,7 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
         return source
     # The largest magnitude of the input of each linear layer on held-out text, the parameters in float.
     plain = quantization_of(QuantConfig(quantization="fp8", quant_backend="native"))
-    fields = to_mapping(stored.config) | plain | {"framework": "linen", "remat_policy": "none"}
+    fields = to_mapping(stored.config) | plain | {"framework": "linen"}
     calibrated: TrainConfig = build(TrainConfig, fields)
     state = leaves_by_path(calibrate_run(stored, calibrated, decoder_of(calibrated)[1], batches, say))
     amax = {}

@@ -74,13 +74,13 @@ def make_model(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array) -> 
     if config.framework == "linen":
         layers = jaxquant.describe_layers(linen_model.Decoder(shape), config, tokens)
         return Model(init, apply, linen, apply, layers)
-    return _make_nnx(config, shape, tokens, linen, apply)
-
-
-def _make_nnx(
-    config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, linen: nn.Module, apply_linen: Callable[..., Any]
-) -> Model:
     plain = nnx.eval_shape(lambda: model_nnx.Decoder(shape, nnx.Rngs(0)))
+    layers = jaxquant.describe_layers(plain, config, tokens)
+    return Model(init, _nnx_apply(config, shape, tokens, plain), linen, apply, layers)
+
+
+def _nnx_apply(config: TrainConfig, shape: DecoderConfig, tokens: jax.Array, plain: nnx.Module) -> Callable[..., Any]:
+    """Return the forward pass of the NNX decoder; ``plain`` is the float one, as shapes."""
     trained = dataclasses.replace(config, checkpoint_is_quantized=False)
 
     def quantized(params: Any) -> Any:
@@ -89,30 +89,15 @@ def _make_nnx(
         model = jaxquant.maybe_quantize_model(model, trained, tokens)
         return jaxquant.convert(model, trained, tokens) if config.checkpoint_is_quantized else model
 
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        params = linen_model.Decoder(shape).init(key, tokens)["params"]
-        model = quantized(params)
-        _, linen_state = jax.eval_shape(lambda: quantization_state.split(linen.init(jax.random.key(0), tokens)))
-        return params, _as_in_linen(nnx.to_pure_dict(nnx.state(model, quantization_state.QuantState)), linen_state)
-
     structure, blank = nnx.split(nnx.eval_shape(quantized, nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
 
     def apply(params: Any, quant_state: Any, *inputs: jax.Array, rngs: Rngs, **given: Any) -> Any:
         model = nnx.merge(structure, blank, copy=True)
         serving.update_nnx(model, params)
-        nnx.update(model, _as_in_nnx(quantization_state.unpack(quant_state)))
+        # Checkpoints are the same: Linen's quant state, whose ops have other names.
+        state = flatten_dict(quantization_state.unpack(quant_state))
+        nnx.update(model, unflatten_dict({(*path[:-2], _NNX_OP, path[-1]): x for path, x in state.items()}))
         with quantization_state.by_hand():  # the step differentiates both arguments and updates both
             return model(*inputs, **given)  # pyright: ignore[reportCallIssue]
 
-    return Model(init, apply, linen, apply_linen, jaxquant.describe_layers(plain, config, tokens))
-
-
-def _as_in_linen(tree: Mapping[str, Any], linen: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the ops in a tree of NNX quant state as in Linen: checkpoints are the same."""
-    names = {path[:-2]: path[-2] for path in flatten_dict(linen)}
-    return unflatten_dict({(*path[:-2], names[path[:-2]], path[-1]): x for path, x in flatten_dict(tree).items()})
-
-
-def _as_in_nnx(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo ``_as_in_linen``."""
-    return unflatten_dict({(*path[:-2], _NNX_OP, path[-1]): x for path, x in flatten_dict(tree).items()})
+    return apply

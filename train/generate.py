@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant.core.typed import check_fields
-from jaxquant.serving.kv_cache import KVCache, KVQuantAxis, KVQuantDtype
+from jaxquant.serving.kv_cache import KVCache
 from train.frameworks import Model
 from train.model import DecoderConfig, empty_cache
 
@@ -121,9 +121,9 @@ class Engine:
       max_length: positions of a text, prompt and completion together.
       slots: texts that are decoded together.
       prefill_chunk: tokens of a prompt that are run at once.
-      kv_quant_dtype, kv_quant_axis: of the cache, see ``jaxquant.serving.kv_cache``.
       sampling: how tokens are chosen.
       end_token: a token that ends a text, or None.
+      quantization: ``kv_quant_dtype`` and ``kv_quant_axis`` of the cache, see ``jaxquant.serving.kv_cache``.
 
     Raises:
       ValueError: a size out of range, or an unknown quantization of the cache.
@@ -139,10 +139,9 @@ class Engine:
         max_length: int,
         slots: int = 8,
         prefill_chunk: int = 64,
-        kv_quant_dtype: KVQuantDtype = "",
-        kv_quant_axis: KVQuantAxis = "heads_and_dkv",
         sampling: Sampling | None = None,
         end_token: int | None = None,
+        **quantization: Any,
     ):
         sizes = (("max_length", max_length, 2), ("slots", slots, 1), ("prefill_chunk", prefill_chunk, 1))
         for name, value, least in sizes:
@@ -151,9 +150,7 @@ class Engine:
         self.max_length, self.slots, self.prefill_chunk = max_length, slots, prefill_chunk
         self._model, self._variables = model, (params, quant_state)
         self._sampling, self._end, self._has_experts = sampling or Sampling(), end_token, shape.num_experts > 0
-        self._empty = lambda rows: empty_cache(
-            shape, rows, max_length, kv_quant_dtype=kv_quant_dtype, kv_quant_axis=kv_quant_axis
-        )
+        self._empty = lambda rows: empty_cache(shape, rows, max_length, **quantization)
         jax.eval_shape(lambda: self._empty(1))  # an unknown quantization is an error now
         self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1)
         self._decode = jax.jit(self._decode_slots, donate_argnums=1)

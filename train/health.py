@@ -19,7 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxquant import state as quantization_state
 from jaxquant.audit.health import HealthMonitor, HealthRow
@@ -31,7 +31,6 @@ from jaxquant.optim import moment_health
 from train import processes
 from train.config import TrainConfig
 from train.metrics import Metrics
-from train.model import EXECUTION_ORDER
 from train.sharding import BATCH, of_any_groups
 from train.step import Batch, Program, TrainState, example_inputs
 
@@ -92,10 +91,9 @@ def build_health(program: Program) -> Health:
         found = monitor(state.params, state.quant_state, part, key, tokens / jnp.maximum(all_tokens, 1))
         return found, moment_health(state.opt_state)
 
-    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-    shardings = of_any_groups(shardings, program.replicated)
-    batch_sharding, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec())
-    jitted = jax.jit(measure, in_shardings=(shardings, batch_sharding), out_shardings=replicated)
+    state = of_any_groups(jax.tree.map(lambda x: x.sharding, program.abstract_state), program.replicated)
+    given = state, NamedSharding(mesh, BATCH)
+    jitted = jax.jit(measure, in_shardings=given, out_shardings=program.replicated)
     return Health(monitor.rows, sequences, jitted)
 
 
@@ -222,6 +220,8 @@ Finding = tuple[str, int | None, float]
 
 STACK = "layers"
 """The module whose arrays hold all layers, one behind the other."""
+LOGITS = "logits"
+"""What the decoder itself returns."""
 
 
 class FiniteCheck:
@@ -251,11 +251,16 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
       batch: of the failing step.
       key: of the failing step's random streams.
     """
+    finished: dict[str, None] = {}  # paths of modules, in the order in which they finish
+
+    def keeps(module: nn.Module, method: str) -> bool:
+        if is_forward := method == "__call__":
+            finished.setdefault("/".join(module.path) or LOGITS)
+        return is_forward
 
     def outputs(state: TrainState, batch: Batch) -> Any:
         variables = quantization_state.merge(state.params, state.quant_state)
         inputs = [batch[name] for name in ("inputs", "segment_ids", "positions")]
-        keeps = lambda module, method: isinstance(module, nn.Module) and method == "__call__"  # noqa: E731
         options = {"rngs": {"quant": key}, "capture_intermediates": keeps, "mutable": ["intermediates"]}
         return program.model.linen.apply(variables, *inputs, **options)[1]["intermediates"]
 
@@ -263,13 +268,16 @@ def explain_non_finite(program: Program, state: TrainState, batch: Batch, key: j
         with quantization_state.frozen():  # nothing is trained any more
             return jax.grad(program.loss)(state.params, state.quant_state, batch, key)
 
-    def sorted_amaxes(function: Callable[..., Any], backwards: bool) -> list[Finding]:
-        run = jax.jit(lambda *inputs: _amaxes(function(*inputs)), out_shardings=program.replicated)
-        return sorted(_findings(run(state, dict(batch))), key=_rank, reverse=backwards)
+    def rank(finding: Finding) -> tuple[int, int, int, str]:
+        path, layer, _ = finding
+        order = [*finished]
+        place = order.index(max((name for name in order if f"{path}/".startswith(f"{name}/")), key=len))
+        # Layers of a stack finish one after the other, between the modules before and behind the stack.
+        return order.index(STACK) if path.partition("/")[0] == STACK else place, layer or 0, place, path
 
-    # Modules that quantization puts inside a layer are left out: the layer is what is asked for.
-    modules = [each for each in sorted_amaxes(outputs, False) if (_inside(each) or STACK) in EXECUTION_ORDER]
-    for what, found in (("output", modules), ("gradient", sorted_amaxes(gradients, True))):
+    for what, function, backwards in (("output", outputs, False), ("gradient", gradients, True)):
+        run = jax.jit(lambda *inputs, function=function: _amaxes(function(*inputs)), out_shardings=program.replicated)
+        found = sorted(_findings(run(state, dict(batch))), key=rank, reverse=backwards)
         for index, each in enumerate(found):
             if not np.isfinite(each[2]):
                 before = f" (before it {_place(found[index - 1])}, amax {found[index - 1][2]:.4g})" if index else ""
@@ -292,28 +300,12 @@ def _amaxes(tree: Any) -> dict[str, jax.Array]:
 
 def _findings(amaxes: dict[str, jax.Array], prefix: str = "") -> Iterable[Finding]:
     for path, amax in jax.device_get(processes.in_order(amaxes)).items():
-        name = prefix + (re.sub(r"/?__call__(/[0-9]+)*$", "", path) or "logits")
+        name = prefix + (re.sub(r"/?__call__(/[0-9]+)*$", "", path) or LOGITS)
         if amax.ndim:
             yield from ((name, layer, float(each)) for layer, each in enumerate(amax))
         else:
             number = re.match(r"layers_(\d+)", name)
             yield name, int(number[1]) if number else None, float(amax)
-
-
-def _inside(finding: Finding) -> str:
-    """Return the path inside its layer, or of what is in none."""
-    path, layer, _ = finding
-    return path if layer is None else path.partition("/")[2]
-
-
-def _rank(finding: Finding) -> tuple[int, int, int]:
-    """Place a path in execution order: before the layers, layer by layer, after them."""
-    known = [name for name in EXECUTION_ORDER if f"{_inside(finding)}/".startswith(f"{name}/")]
-    # The longest match is the module itself; a path that nothing matches is the layer's own output.
-    place = EXECUTION_ORDER.index(max(known, key=len, default=STACK))
-    if finding[1] is None:
-        return (0 if place == 0 else 2), 0, place
-    return 1, finding[1], place
 
 
 def _place(finding: Finding) -> str:

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from jaxquant import serving
 from jaxquant.config.hf import to_recipe
 from jaxquant.config.recipes import RECIPES
-from jaxquant.core.blocks import block_shape, scale_shape
+from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, dequantize, make_qtensor
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, make_qtensor, stacked_blocks
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
 from jaxquant.export.layouts import check_finite
 from jaxquant.serving.leaves import unflatten
-from jaxquant.state import merge
 from jaxquant.trace.kernels import LayerKernel
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
-from train.conversion import of_layers, save_served
+from train.conversion import as_read, initial_variables, new_folder, of_layers, save_served
 from train.data import make_iterators
 from train.exporting import FIELDS, from_hf, places
-from train.frameworks import make_model
 from train.model import Decoder
 from train.step import build, decoder_of
 
@@ -76,14 +74,6 @@ def imported_config(
     return build_dataclass(TrainConfig, fields | ({"tokenizer_path": str(tokenizer)} if tokenizer else {}) | changes)
 
 
-def _modules_by_path(config: TrainConfig, shape: LlamaShape) -> dict[str, list[str]]:
-    """Return the modules of a Llama that make up each parameter, layer by layer where layers are stacked."""
-    found: dict[str, list[str]] = {}
-    for module, place in places(config, shape).items():
-        found.setdefault(place.path, []).append(module)
-    return found
-
-
 def import_to_run(
     checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
@@ -101,9 +91,7 @@ def import_to_run(
       FileNotFoundError, FileExistsError: no such checkpoint, or the run is there.
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
-    checkpoint, run_dir, changes = Path(checkpoint), Path(run_dir), dict(changes or {})
-    if run_dir.exists():
-        raise FileExistsError(f"{run_dir} exists; choose another folder or remove it")
+    checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
     source, _ = open_checkpoint(checkpoint)
     try:
         run_dir.mkdir(parents=True)
@@ -129,6 +117,25 @@ def _tokenizer_of(checkpoint: Path) -> Path | None:
     return beside if beside.is_file() else None
 
 
+def _each_parameter(source: Source, config: TrainConfig, make: Callable[[str, str], Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter by its path: what ``make`` returns for (path, module), stacked where layers are stacked."""
+    modules: dict[str, list[str]] = {}
+    for module, place in places(config, source.shape).items():
+        modules.setdefault(place.path, []).append(module)
+    for path, names in modules.items():
+        parts = [make(path, module) for module in names]
+        yield path, jax.tree.map(lambda *arrays: np.stack(arrays), *parts) if _is_stacked(path) else parts[0]
+
+
+def _is_stacked(path: str) -> bool:
+    return path.startswith("layers/")
+
+
+def _read(source: Source, module: str, leaf: Any, path: str) -> np.ndarray:
+    """Return the part of a float parameter that a module is; ``leaf`` has the shape of the whole."""
+    return from_hf(source.read(f"{module}.weight"), module, leaf.shape[_is_stacked(path) :])
+
+
 def float_parameters(
     source: Source, config: TrainConfig, shapes: Any, progress: Progress = lambda row: None
 ) -> dict[str, Any]:
@@ -139,23 +146,16 @@ def float_parameters(
       config: of the decoder.
       shapes: of its parameters.
       progress: called with each tensor.
-
-    Raises:
-      ValueError: a parameter that the model has nothing for.
     """
-    wanted, leaves = leaves_by_path(shapes), {}
-    for path, modules in _modules_by_path(config, source.shape).items():
-        leaf = wanted[path]
-        array = np.empty(leaf.shape, leaf.dtype)
-        for index, module in enumerate(modules):
-            at = index if path.startswith("layers/") else ...
-            value = source.read(f"{module}.weight")
-            array[at] = from_hf(value, module, array[at].shape)
-            progress(Row(f"{module}.weight", "float32", value.shape, value.nbytes, math.inf))
-        leaves[path] = jax.device_put(array, leaf.sharding)
-    if missing := sorted(wanted.keys() - leaves.keys()):
-        raise ValueError(f"the checkpoint has nothing for the parameter {missing[0]}")
-    return unflatten(leaves)
+    wanted = leaves_by_path(shapes)
+
+    def make(path: str, module: str) -> np.ndarray:
+        value, name = _read(source, module, wanted[path], path), f"{module}.weight"
+        progress(Row(name, "float32", source.shape.tensors()[name], value.nbytes, math.inf))
+        return value.astype(wanted[path].dtype, copy=False)
+
+    made = _each_parameter(source, config, make)
+    return unflatten({path: jax.device_put(array, wanted[path].sharding) for path, array in made})
 
 
 def import_to_serve(
@@ -177,37 +177,36 @@ def import_to_serve(
       FileNotFoundError, FileExistsError: no such checkpoint, or ``out`` is there.
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
-    checkpoint, out, changes = Path(checkpoint), Path(out), dict(changes or {})
-    if out.exists():
-        raise FileExistsError(f"{out} exists; choose another folder or remove it")
+    checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
     source, folder = open_checkpoint(checkpoint)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
     config = imported_config(source.shape, checkpoint, _tokenizer_of(checkpoint), changes | {"remat_policy": "none"})
     _, decoder, tokens = decoder_of(config)
-    layers = of_layers(config)
-    linen = make_model(dataclasses.replace(layers, framework="linen", checkpoint_is_quantized=False), decoder, tokens)
-    shapes = jax.eval_shape(lambda: merge(*linen.init(jax.random.key(0))))
-    sites = serving.find_kernels(Decoder(decoder), layers, shapes, tokens)
-    by_path, tree = _modules_by_path(config, source.shape), {}
-    for path, leaf in leaves_by_path(shapes["params"]).items():
-        layer = sites.get(path.removesuffix("/kernel")) if path.endswith("/kernel") else None
-        is_stacked = path.startswith("layers/")
-        parts, scales = [], []
-        for module in by_path[path]:
-            own = leaf.shape[1:] if is_stacked else leaf.shape
-            scales.append(None if layer is None else _input_scale(source, module, layer))  # or an error of its own
-            part, kind, sqnr = _served(source, folder, module, layer, own, decoder.dtype)
-            parts.append(part)
-            name, size = f"{module}.weight", sum(each.nbytes for each in jax.tree.leaves(part))
-            progress(Row(name, kind, source.shape.tensors()[name], size, sqnr))
-        for place, each in ((path, parts), (f"{path.rpartition('/')[0]}/{INPUT_SCALE}", scales)):
-            if each[0] is not None:
-                whole = jax.tree.map(lambda *arrays: np.stack(arrays), *each) if is_stacked else each[0]
-                if is_stacked and isinstance(whole, QTensor):  # which knows of the axis
-                    block = None if whole.block is None else (0, *whole.block)
-                    whole = QTensor.of_parts(whole.parts, block, whole.codec)
-                tree[place] = whole
+    shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
+    sites = serving.find_kernels(Decoder(decoder), of_layers(config), shapes, tokens)
+    leaves, sizes = leaves_by_path(shapes["params"]), source.shape.tensors()
+
+    def make(path: str, module: str) -> tuple[Any, np.ndarray | None]:
+        layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
+        scale = None if layer is None else _input_scale(source, module, layer)
+        if layer is None:
+            part = as_read(path, _read(source, module, leaves[path], path), decoder)
+            kind, sqnr = part.dtype.name, math.inf
+        elif (part := _kept(source, folder, module, layer)) is not None:
+            kind, sqnr = f"{part.codec or part.qvalue.dtype.name}, kept", math.inf
+        else:
+            array = jnp.asarray(_read(source, module, leaves[path], path))
+            part, kind, sqnr = jax.tree.map(np.asarray, layer.convert(array)[0]), layer.recipe.name, math.nan
+        progress(Row(name, kind, sizes[name], sum(each.nbytes for each in jax.tree.leaves(part)), sqnr))
+        return part, scale
+
+    tree = {}
+    for path, (whole, scale) in _each_parameter(source, config, make):
+        is_stack = _is_stacked(path) and isinstance(whole, QTensor)
+        tree[path] = stacked_blocks(whole, [0]) if is_stack else whole
+        if scale is not None:
+            tree[f"{path.rpartition('/')[0]}/{INPUT_SCALE}"] = scale
     return save_served(out, unflatten(tree), config, step=0)
 
 
@@ -221,18 +220,14 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
     if folder is None and (tensor := source.quantized(names[0])) is not None:
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
+    recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
     if len(specs) == 1 and (spec := specs.pop()) is not None:
-        recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}
-        wanted = None
-        try:
+        with contextlib.suppress(NotImplementedError):  # no recipe says it
             weight = _numbers(to_recipe(dataclasses.replace(spec, input=None), "").fwd)[1]
             kept = [name for name, recipe in recipes.items() if _numbers(recipe.fwd)[1] == weight]
             wanted = _numbers(to_recipe(spec, "").fwd)
-        except NotImplementedError:  # no recipe says it
-            pass
-        for name in kept:
-            if _numbers(recipes[name].fwd) == wanted:
-                return name
+            if found := next((name for name in kept if _numbers(recipes[name].fwd) == wanted), None):
+                return found
     keeping = f"{', '.join(kept)} would keep its weights; " if kept else ""
     fix = f"say how to serve it, as with quantization={kept[0] if kept else 'int8'}"
     raise ValueError(f"{checkpoint} has no quantization that a config string computes; {keeping}{fix}")
@@ -250,23 +245,6 @@ def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
     return plain(forward.lhs, True), plain(forward.rhs, False)
 
 
-def _served(
-    source: Source, folder: HfFolder | None, module: str, layer: LayerKernel | None, shape: tuple[int, ...], dtype: str
-) -> tuple[Any, str, float]:
-    """Return a parameter of one layer as it is served, in host memory, what it is in, and its SQNR."""
-    if layer is None:
-        array = from_hf(source.read(f"{module}.weight"), module, shape)
-        kind = "float32" if array.ndim == 1 or dtype == "float32" else dtype
-        return array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32), kind, math.inf
-    spec = layer.recipe.resolve("fwd", "rhs")
-    assert spec is not None
-    kept = _kept(source, folder, module, spec, shape, layer.axes)
-    if kept is not None:
-        return kept, f"{spec.codec or spec.dtype}, kept", math.inf
-    array = from_hf(source.read(f"{module}.weight"), module, shape)
-    return jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name, math.nan
-
-
 def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray | None:
     """Return the static scale of a layer's input, None where the recipe's is dynamic."""
     spec = layer.recipe.resolve("fwd", "lhs")
@@ -280,10 +258,14 @@ def _input_scale(source: Source, module: str, layer: LayerKernel) -> np.ndarray 
     return np.full((1,) * len(layer.shape), scale)
 
 
-def _kept(
-    source: Source, folder: HfFolder | None, module: str, spec: TensorSpec, shape: tuple[int, ...], axes: Any
-) -> QTensor | None:
-    """Return a layer's weight with the checkpoint's own values, None where the recipe has another format."""
+def _kept(source: Source, folder: HfFolder | None, module: str, kernel: LayerKernel) -> QTensor | None:
+    """Return a layer's weight with the checkpoint's own values, None where the recipe has another format.
+
+    Raises:
+      ValueError: scales that belong to parts of several heads; values that are not finite.
+    """
+    spec, shape, axes = kernel.recipe.resolve("fwd", "rhs"), kernel.shape, kernel.axes
+    assert spec is not None
     if spec.codec is not None:
         tensor = source.quantized(module)
         if tensor is None or tensor.codec != spec.codec:
@@ -298,38 +280,26 @@ def _kept(
         return None
     layer = folder.layer(module)
     assert layer is not None
-    blocks = {"per_tile": (1, spec.tile_size), "per_block": (spec.free_size, spec.tile_size), "per_channel": (1, None)}
-    wanted = _clipped(blocks.get(spec.granularity, (None, None)), layer.elements.shape)
-    grid = tuple(-(-size // step) for size, step in zip(layer.elements.shape, wanted, strict=True))
+    size, block = layer.elements.shape, block_shape(shape, spec, axes)
+    wanted = block_shape(size, spec, (1,))
+    grid = scale_shape(size, wanted)
     # One scale of the whole tensor may stand for each of its blocks.
-    fits = layer.scale.size == 1 or _clipped(layer.block, layer.elements.shape) == wanted
-    block = block_shape(shape, spec, axes, 1, ())
-    counts, scale = scale_shape(shape, block), layer.scale.astype(spec.scale_dtype)
-    if layer.zero_point is not None or not fits or math.prod(counts) != math.prod(grid):
+    fits = layer.scale.size == 1 or tuple(map(min, layer.block, size)) == wanted
+    scale, outer = layer.levels or (layer.scale, None)
+    own = scale.astype(spec.scale_dtype)
+    is_kept = layer.zero_point is None and (outer is not None) == spec.outer_scale
+    is_kept &= fits and np.array_equal(own.astype(np.float32), scale.astype(np.float32))
+    if not is_kept or math.prod(scale_shape(shape, block)) != math.prod(grid):
         return None
-    outer = None
-    if layer.levels is not None:  # a product of both, where the checkpoint may divide by a reciprocal
-        scale, outer = layer.levels
-        layer = dataclasses.replace(layer, scale=scale.astype(np.float32) * outer)
-    elif not np.array_equal(scale.astype(np.float32), layer.scale):
-        return None
-    if (outer is not None) != spec.outer_scale:
-        return None
-    tensor = make_qtensor(
-        from_hf(layer.elements.astype(spec.dtype, copy=False), module, shape),  # pyright: ignore[reportArgumentType]
-        np.ascontiguousarray(np.broadcast_to(scale, grid).T).reshape(counts),  # pyright: ignore[reportArgumentType]
-        outer_scale=None if outer is None else outer.reshape((1,) * len(shape)),  # pyright: ignore[reportArgumentType]
-        block=block,
-    )
-    # The scales of several heads have to be where the checkpoint has them.
-    expected = from_hf(check_finite(layer.decode(), f"{module}.weight"), module, shape)
-    if not np.array_equal(np.asarray(dequantize(tensor.replace(lambda _, part: jnp.asarray(part)))), expected):
+    check_finite(layer.decode(), f"{module}.weight")
+    parts: Any = (layer.elements.astype(spec.dtype, copy=False), np.broadcast_to(own, grid))
+    outer_scale: Any = None if outer is None else outer.reshape(1, 1)
+    try:
+        tensor = make_qtensor(*parts, outer_scale=outer_scale, block=wanted).transpose((1, 0)).reshape(shape)
+    except BlocksError:
+        tensor = None
+    if tensor is None or tensor.blocks != block:
         raise ValueError(
             f"{module} does not keep its values over heads of {shape}; import it into a run and convert that"
         )
     return tensor
-
-
-def _clipped(block: tuple[int | None, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a block, all of an axis where it is None or larger."""
-    return tuple(size if step is None else min(step, size) for step, size in zip(block, shape, strict=True))

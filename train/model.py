@@ -35,31 +35,6 @@ REMAT_POLICIES = {
 }
 """What the backward pass keeps, by the name of a ``remat_policy``; "none" keeps everything."""
 
-EXECUTION_ORDER = (
-    "token_embedder",
-    "pre_self_attention_layer_norm",
-    "self_attention/query",
-    "self_attention/key",
-    "self_attention/value",
-    *(f"self_attention/{name}" for name in ("wq_a", "q_norm", "wq_b", "wkv_a", "kv_norm", "wkv_b")),
-    "self_attention/out",
-    "self_attention",
-    "post_self_attention_layer_norm",
-    "mlp/gate",
-    "mlp/wi_0",
-    "mlp/wi_1",
-    "mlp/wo",
-    "mlp",
-    *(f"shared_experts/{name}" for name in ("wi_0", "wi_1", "wo")),
-    "shared_experts",
-    "layers",
-    "decoder_norm",
-    "logits_dense",
-    "logits",
-)
-"""Modules in the order in which their outputs are finished, for naming the first one that overflowed."""
-
-
 SCANNED: Any = {
     "variable_axes": {"params": 0, "_overwrite_with_gradient": 0, "intermediates": 0},
     "split_rngs": {"params": True, "quant": True},

@@ -69,8 +69,7 @@ def place(mesh: Mesh, spec: PartitionSpec, arrays: Mapping[str, np.ndarray]) -> 
     if jax.process_count() == 1:
         return arrays
     sharding = NamedSharding(mesh, spec)
-    make = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])  # noqa: E731
-    return {name: make(x) for name, x in arrays.items()}
+    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in arrays.items()}
 
 
 def in_order(result: T) -> T:

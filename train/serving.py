@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
 from jaxquant.core.trees import map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.serving.kv_cache import quantization_of as cache_of
@@ -27,9 +27,6 @@ from train.model import DecoderConfig
 from train.step import decoder_of, token_losses
 from train.sums import check_files
 from train.tokenizer import Tokenizer
-
-SERVING_FIELDS = ("quantize_kvcache", "checkpoint_is_quantized", "save_quantized_params_path")
-"""Fields of a config that say how a model is served, and that its layers do not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +86,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
             f"{directory} has neither config.yml nor jaxquant.json; give the folder of a run or a converted one"
         )
     stored = open_parameters(folder, say=lambda text: print(text, file=sys.stderr))
-    # What the backward pass keeps is of no matter here, and one policy is for quantized runs alone.
-    fields = to_mapping(stored.config) | {"remat_policy": "none"} | dict(overrides or {})
-    config: TrainConfig = build(TrainConfig, fields)
+    config: TrainConfig = build(TrainConfig, to_mapping(stored.config) | dict(overrides or {}))
     tokenizer, shape, example = decoder_of(config)
     model = make_model(of_layers(config), shape, example)
     params, quant_state = jax.eval_shape(model.init, jax.random.key(0))
@@ -114,7 +109,7 @@ def open_served(directory: str | Path, overrides: Mapping[str, Any] | None = Non
 
 def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     """Open a folder that ``scripts/convert.py`` wrote; nothing but how it is served can be overridden."""
-    others = sorted(set(overrides) - set(SERVING_FIELDS) - {"kv_quant_dtype", "kv_quant_axis"})
+    others = sorted(set(overrides) - {*NO_KV_QUANT, "checkpoint_is_quantized", "save_quantized_params_path"})
     if others:
         raise ValueError(f"{others[0]} cannot be changed in the converted checkpoint {folder}; convert the run anew")
     manifest = serving.read_manifest(folder)
@@ -145,7 +140,7 @@ def contenders(run: str | Path, converted: Sequence[str | Path]) -> dict[str, Se
     trained = open_served(run)
     if trained.config.checkpoint_is_quantized:
         raise ValueError(f"{run} is a converted checkpoint; give the run that it was made of first, and it after that")
-    found = {"float": open_served(run, quantization_of(QuantConfig()) | {"remat_policy": "none"})}
+    found = {"float": open_served(run, quantization_of(QuantConfig()))}
     if trained.config.strings:
         found["trained"] = trained
     return found | {f"served: {folder}": open_served(folder) for folder in converted}

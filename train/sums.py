@@ -191,29 +191,27 @@ def check_config_file(run_dir: Path, step: int, made_with: TrainConfig) -> None:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); put it back") from None
     found = f"checkpoint {step} of {run_dir} is not one of its config.yml; put back the one or the other"
-    refuse(differing(made_with, here), found, "in config.yml")
+    compare(made_with, here, found, "in config.yml")
 
 
-def refuse(different: Mapping[str, tuple[Any, Any]], message: str, other: str) -> None:
-    """Refuse fields that differ from a checkpoint's and decide the numbers of a run.
+def compare(one: TrainConfig, other: TrainConfig, message: str, where: str) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each field in which a configuration differs from a checkpoint's, and may.
 
     Args:
-      different: from ``differing``.
-      message: what is wrong.
-      other: where the second values stand.
+      one: the checkpoint's.
+      other: the configuration; the run's folder is left out.
+      message: what is wrong where a field differs that may not.
+      where: the place of the second values.
 
     Raises:
-      ValueError: the message, and a line for each field.
+      ValueError: a field differs that decides the numbers of a run: the message, and a line for each.
     """
-    fixed = {name: pair for name, pair in different.items() if name not in RUN_CONTROL | ADJUSTABLE}
-    if fixed:
-        lines = [f"\n  {name}: {a!r} in the checkpoint, {b!r} {other}" for name, (a, b) in fixed.items()]
-        raise ValueError(f"{message}:{''.join(lines)}")
-
-
-def differing(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each field that differs between configurations, the run's folder apart."""
     before, after, shards = to_mapping(one), to_mapping(other), "quantization_local_shard_count"
     skipped = {"run_dir", shards} if -1 in (before[shards], after[shards]) else {"run_dir"}  # -1: not resolved
     pairs = {name: (before[name], after[name]) for name in before if name not in skipped}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    fixed = {name: pair for name, pair in different.items() if name not in RUN_CONTROL | ADJUSTABLE}
+    if fixed:
+        lines = [f"\n  {name}: {a!r} in the checkpoint, {b!r} {where}" for name, (a, b) in fixed.items()]
+        raise ValueError(f"{message}:{''.join(lines)}")
+    return different
