@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from jaxquant.audit.parameters import input_names
-from jaxquant.trace.arguments import array_names, split_arrays
+from jaxquant.trace.arguments import array_names, mark_static, restore_static, split_arrays
 from jaxquant.trace.paths import Name
 
 _JITTED = type(jax.jit(lambda: None))
@@ -72,15 +72,16 @@ def _trace_with_nodes(fn: Callable[..., Any], given: Mapping[str, Any], position
     """Trace a function of NNX models and optimizers, which it may change."""
     nodes = {name: value for name, value in given.items() if _has_nodes(value)}
     graph, states = nnx.split(nodes)
-    static, (plain, _) = split_arrays({name: given[name] for name in given if name not in nodes}, (), numbers=False)
+    rest = {name: value for name, value in given.items() if name not in nodes}
+    plain, structure = split_arrays(mark_static(rest, numbers=False))
 
     def whole(states: dict[str, Any], plain: list[Any]) -> Any:
         merged = nnx.merge(graph, nnx.State(states))
-        values = static.rebuild((plain, ()))[0] | merged
+        values = restore_static(jax.tree.unflatten(structure, plain)) | merged
         ordered = [values[name] for name in given]
         out = fn(*ordered[:positional], **dict(zip(list(given)[positional:], ordered[positional:], strict=True)))
         return out, nnx.split(merged)[1]
 
     traced = jax.jit(whole).trace({name: states[name] for name in nodes}, plain)
-    names, others = input_names(traced.args_info), array_names(static)
+    names, others = input_names(traced.args_info), array_names(structure)
     return traced, [name[1:] if name[0] == "0" else others[int(name[1])] for name in names]
