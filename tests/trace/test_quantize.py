@@ -182,7 +182,7 @@ def test_without_quantization_the_function_itself_runs():
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        (CURRENT | {"quantize_kvcache": True}, NotImplementedError, "quantize_kvcache True"),
+        (CURRENT | {"quantize_kvcache": True}, NotImplementedError, "quantize_kvcache true does not run"),
         (CURRENT | {"save_quantized_params_path": "x"}, NotImplementedError, "save_quantized_params_path 'x'"),
         (CURRENT | {"rules": [{"path": "mlp", "recipe": "fp8"}]}, ValueError, "'mlp' matches no layer"),
     ],
