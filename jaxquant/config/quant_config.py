@@ -323,3 +323,16 @@ def _plain(value: Any) -> Any:
 
 def _common_backends(strings: list[str]) -> list[str]:
     return [backend for backend in BACKENDS if all(backend in lookup(s).backends for s in strings)]
+
+
+def refuse_fields(config: QuantConfig, whys: Mapping[str, str], kind: type[Exception] = NotImplementedError) -> None:
+    """Refuse the fields of a config that are set and do not belong to the function that was called.
+
+    Args:
+      config: the config to check.
+      whys: field -> the sentence that follows its value.
+      kind: of the error.
+    """
+    for name, why in whys.items():
+        if value := getattr(config, name):
+            raise kind(f"{name} {'true' if value is True else repr(value)} {why}")

@@ -284,7 +284,7 @@ def find_kernels(
 
     Args:
       model: the float model.
-      config: what is asked.
+      config: the quantization.
       variables: its parameters, and the quant state of training; anything with a shape and a dtype.
       inputs, kwargs: of the call.
 
@@ -333,7 +333,7 @@ def _check_stored(path: str, kernel: LayerKernel, given: Any, made: Any, served_
     Args:
       path: of the parameter.
       kernel: what is converted.
-      given: the parameter, None where there is none.
+      given: the stored parameter, or None if it is missing.
       made: that of a new model.
       served_dtype: name of the dtype in which a new model's op reads its own.
     """

@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 import flax.linen as nn
 from flax import nnx
 
-from jaxquant.config.quant_config import QuantConfig, is_program_config
+from jaxquant.config.quant_config import QuantConfig, is_program_config, refuse_fields
 from jaxquant.core.recipe import Recipe
 from jaxquant.inject import linen, maxtext
 from jaxquant.inject import nnx as nnx_face
 from jaxquant.inject.handle import QuantMode, refuse_accumulation
 from jaxquant.inject.linen import quantize_linen
 from jaxquant.inject.nnx import quantize_nnx
-from jaxquant.trace.quantize import refuse_fields
 from jaxquant.trace.report import Row
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)

@@ -23,7 +23,7 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict
 
 from jaxquant.backends._weights import settle_input_scale
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import QuantConfig, refuse_fields
 from jaxquant.core.paths import join_path
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.trees import map_by_path
@@ -34,7 +34,6 @@ from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, refuse_trained
 from jaxquant.trace.kernels import LayerKernel
 from jaxquant.trace.paths import replace_leaves
-from jaxquant.trace.quantize import refuse_fields
 
 Array = jax.Array
 Tree = Mapping[str, Any]

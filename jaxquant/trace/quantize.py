@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxquant.config.quant_config import QuantConfig
+from jaxquant.config.quant_config import QuantConfig, refuse_fields
 from jaxquant.state.packed import PackedState, State
 from jaxquant.trace.arguments import is_quantized
 from jaxquant.trace.decisions import Dialect
@@ -59,19 +59,6 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     config = QuantConfig.from_any(config)
     refuse_fields(config, _NOT_OF_FUNCTIONS)
     return QuantizedFunction(fn, config, like)
-
-
-def refuse_fields(config: QuantConfig, whys: Mapping[str, str], kind: type[Exception] = NotImplementedError) -> None:
-    """Refuse the fields of a config that are set and not of what is called.
-
-    Args:
-      config: what is asked.
-      whys: by field, the sentence that goes on after its value.
-      kind: of the error.
-    """
-    for name, why in whys.items():
-        if value := getattr(config, name):
-            raise kind(f"{name} {'true' if value is True else repr(value)} {why}")
 
 
 _NOT_OF_FUNCTIONS = {
