@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxquant import serving
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.blocks import BlocksError
 from jaxquant.core.qtensor import QTensor, dequantize
@@ -26,8 +25,8 @@ from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
 from jaxquant.export.vocabulary import byte_vocabulary, of_tokenizer_json
 from train.config import TrainConfig
 from train.conversion import CALIBRATION_BATCHES, calibrate_run, open_parameters, quantization_of, trained_kernels
+from train.serving import open_served
 from train.step import decoder_of
-from train.sums import check_files
 
 _LAYER = {
     "pre_self_attention_layer_norm/scale": "input_layernorm",
@@ -180,8 +179,7 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
 
 
 def _of_converted(folder: Path) -> Source:
-    found = serving.load(folder)
-    check_files(folder, found.extra["train"], found.extra.get("files", {}))
+    found = open_served(folder)
     leaves = leaves_by_path(found.params, is_leaf=lambda node: isinstance(node, QTensor))
     leaves = {path: leaf for path, leaf in leaves.items() if not path.endswith("/input_scale")}
 
@@ -197,7 +195,7 @@ def _of_converted(folder: Path) -> Source:
         leaf = at(path, index)
         return leaf if isinstance(leaf, QTensor) else None
 
-    return _llama(build(TrainConfig, found.extra["train"]), leaves, read, quantized)
+    return _llama(found.config, leaves, read, quantized)
 
 
 def _llama(config: TrainConfig, leaves: Mapping[str, Any], read: Read, quantized: Read) -> Source:

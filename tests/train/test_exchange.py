@@ -197,6 +197,13 @@ def is_tensor(node):
 def test_what_does_not_map_is_refused(run, tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match="neither the folder of a run nor one that"):
         open_source(tmp_path)
+    for name, extra, message in (
+        ("other", {}, "holds no decoder of a training run"),
+        ("odd", {"train": 3, "step": 1}, "holds no step and config of a training run"),
+    ):
+        serving.save(tmp_path / name, {"kernel": np.ones((4, 4), np.float32)}, {}, extra=extra)
+        with pytest.raises(ValueError, match=message):
+            open_source(tmp_path / name)
     export = importlib.import_module("scripts.export").main
     assert export(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "gguf_q4_k"]) == 2
     assert "q_proj contracts 32 elements, no multiple of the 256 of a block of Q4_K" in capsys.readouterr().err
