@@ -24,7 +24,7 @@ from etils import epath
 from jaxquant import serving
 from jaxquant import state as quantization_state
 from jaxquant.config.quant_config import NO_KV_QUANT, QuantConfig
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path, tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.inject.model import choose_recipes
@@ -329,7 +329,7 @@ def converted_shapes(config: TrainConfig, shape: DecoderConfig, tokens: jax.Arra
     def make() -> Any:
         variables = initial_variables(config, shape, tokens)
         found = serving.convert(variables, _as_trained(config), tokens, model=Decoder(shape))["params"]
-        return map_by_path(lambda path, leaf: as_read(path, leaf, shape), found, lambda x: isinstance(x, QTensor))
+        return map_by_path(lambda path, leaf: as_read(path, leaf, shape), found, is_tensor)
 
     return jax.eval_shape(make)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.blocks import BlocksError
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import QTensor, dequantize, is_tensor
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build, to_mapping
 from jaxquant.export import STATIC_INPUTS, LlamaShape, Row, Source, export
@@ -180,7 +180,7 @@ def _of_run(folder: Path, step: int | None, batches: int, say: Callable[[str], N
 
 def _of_converted(folder: Path) -> Source:
     found = open_served(folder)
-    leaves = leaves_by_path(found.params, is_leaf=lambda node: isinstance(node, QTensor))
+    leaves = leaves_by_path(found.params, is_leaf=is_tensor)
     leaves = {path: leaf for path, leaf in leaves.items() if not path.endswith("/input_scale")}
 
     def at(path: str, index: tuple[int, ...]) -> Any:

@@ -154,6 +154,11 @@ class QTensor:
         return scale if self.outer_scale is None else scale * self.outer_scale
 
 
+def is_tensor(node: Any) -> bool:
+    """Return whether a node of a tree is a ``QTensor``."""
+    return isinstance(node, QTensor)
+
+
 def _even_blocks(shape: Shape, counts: Shape) -> Shape:
     return tuple(max(1, size // n) for size, n in zip(shape, counts, strict=True))
 

@@ -28,10 +28,11 @@ from jax.extend.core import Literal
 from jaxquant.backends import load
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.paths import at_layer, layer_name
+from jaxquant.core.qtensor import is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import STREAMS, at_work, quantized_with, refuse_twice
 from jaxquant.inject.linen_classes import Use, asked, make_class, own
-from jaxquant.inject.stored import is_tensor, read_kernels
+from jaxquant.inject.stored import read_kernels
 from jaxquant.state import watch
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
 from jaxquant.trace.arguments import mark_static, restore_static

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Decision
 from jaxquant.core.paths import join_path
-from jaxquant.core.qtensor import INPUT_SCALE, PARTS, ConvertedKernel, QTensor
+from jaxquant.core.qtensor import INPUT_SCALE, PARTS, ConvertedKernel, QTensor, is_tensor
 from jaxquant.core.trees import leaves_by_path, map_by_path
 from jaxquant.inject.faces import quantized_with
 from jaxquant.inject.nnx import ConvertedParam, Face, plain_model
 from jaxquant.inject.nnx_layers import Linear, StateHolder, linear_modules
-from jaxquant.inject.stored import is_tensor, scale_path, store_kernels
+from jaxquant.inject.stored import scale_path, store_kernels
 from jaxquant.state.nnx import QuantState
 
 

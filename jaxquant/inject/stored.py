@@ -7,13 +7,8 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, QTensor
+from jaxquant.core.qtensor import INPUT_SCALE, ConvertedKernel, is_tensor
 from jaxquant.trace.paths import Name
-
-
-def is_tensor(node: Any) -> bool:
-    """Return whether a node of a tree is a ``QTensor``."""
-    return isinstance(node, QTensor)
 
 
 def scale_path(path: Name) -> Name:
@@ -36,6 +31,6 @@ def store_kernels(params: Mapping[Any, Any]) -> dict[str, Any]:
 def read_kernels(params: Mapping[str, Any], dtype: Callable[[Name], str]) -> dict[str, Any]:
     """Undo ``store_kernels``; ``dtype`` names the float dtype for which the kernel at a path stands."""
     leaves: dict[Name, Any] = flatten_dict(params, keep_empty_nodes=True)
-    for path in [path for path, leaf in leaves.items() if isinstance(leaf, QTensor)]:
+    for path in [path for path, leaf in leaves.items() if is_tensor(leaf)]:
         leaves[path] = ConvertedKernel(leaves[path], dtype(path), leaves.pop(scale_path(path), None))
     return unflatten_dict(leaves)

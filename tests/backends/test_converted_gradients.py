@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import dequantize, is_tensor
 from tests import numerics
 
 
@@ -25,9 +25,9 @@ PAIRS = [("int8", "aqt"), ("int8", "qwix"), ("fp8_full", "qwix")]  # native: ops
 
 def exact_gradient(params):
     floats = jax.tree.map(
-        lambda leaf: dequantize(leaf) if isinstance(leaf, QTensor) else leaf,
+        lambda leaf: dequantize(leaf) if is_tensor(leaf) else leaf,
         params,
-        is_leaf=lambda leaf: isinstance(leaf, QTensor),
+        is_leaf=is_tensor,
     )
     return jax.grad(lambda x: Model().apply({"params": floats}, x).sum())(X)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxquant import remove_quantized_params
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import is_tensor
 from jaxquant.inject.handle import QuantMode, configure_quantization, get_quant_mode, in_convert_mode, in_serve_mode
 from tests.lowering import dot_operand_types
 from tests.numerics import SMALL_SUM_ATOL, SMALL_SUM_RTOL
@@ -141,10 +141,6 @@ def test_native_convert_and_serve_repeat_training_bit_for_bit(case):
 
 def stored_tensors(stored):
     return [leaf for leaf in jax.tree.leaves(stored["aqt"], is_leaf=is_tensor) if is_tensor(leaf)]
-
-
-def is_tensor(node):
-    return isinstance(node, QTensor)
 
 
 class Handing(nn.Module):

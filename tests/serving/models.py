@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 import jaxquant
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import is_tensor
 from tests.gallery.models import D, LinenBlock, NnxBlock
 
 
@@ -65,10 +65,6 @@ def filled(shapes: Any) -> Any:
         return jnp.asarray(values, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
-
-
-def is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, QTensor)
 
 
 def kernels_of(params: Any) -> set[str]:

@@ -15,8 +15,9 @@ import pytest
 from flax import nnx
 
 from jaxquant import calibrate, convert, maybe_quantize_model, serving, state
+from jaxquant.core.qtensor import is_tensor
 from jaxquant.serving import convert_each, find_kernels
-from tests.serving.models import D, Linen, Nnx, convert_linen, convert_nnx, filled, is_tensor
+from tests.serving.models import D, Linen, Nnx, convert_linen, convert_nnx, filled
 from tests.serving.trees import abstract, assert_same
 
 SERVES = {"checkpoint_is_quantized": True}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import is_tensor
 from tests.gallery.rows import schemes
-from tests.serving.models import is_tensor
 from tests.serving.test_convert import KERNELS, at, check_linen
 
 OPTIMIZED = True

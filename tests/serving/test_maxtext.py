@@ -12,7 +12,7 @@ import pytest
 from jax.tree_util import DictKey
 
 from jaxquant import match_aqt_and_unquantized_param, remove_quantized_params
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import QTensor, is_tensor
 
 
 def tensor(*shape: int) -> QTensor:
@@ -37,10 +37,6 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(name, {})
         inner[last] = value
     return tree
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, QTensor)
 
 
 def flat(tree: Any, is_leaf: Any = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import yaml
 import jaxquant
 from jaxquant import serving
 from jaxquant import state as quantization_state
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor
+from jaxquant.core.qtensor import INPUT_SCALE, is_tensor
 from jaxquant.core.trees import tree_bytes
 from jaxquant.core.typed import build, to_mapping
 from scripts import convert as script
@@ -116,10 +116,6 @@ def logits() -> Logits:
         return np.asarray(apply(served.params, served.quant_state))
 
     return run
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, QTensor)
 
 
 def at(tree: Any, path: str) -> Any:

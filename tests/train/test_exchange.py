@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxquant import serving
-from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.qtensor import dequantize, is_tensor
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, open_gguf
 from tests.numerics import RECIPROCAL
@@ -190,20 +190,13 @@ def test_a_run_with_delayed_scales_is_exported_with_them(finished, tmp_path):
         np.testing.assert_array_equal(converted.read(name), expected)
 
 
-def is_tensor(node):
-    return isinstance(node, QTensor)
-
-
 def test_what_does_not_map_is_refused(run, tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match="neither the folder of a run nor one that"):
         open_source(tmp_path)
-    for name, extra, message in (
-        ("other", {}, "holds no decoder of a training run"),
-        ("odd", {"train": 3, "step": 1}, "holds no step and config of a training run"),
-    ):
-        serving.save(tmp_path / name, {"kernel": np.ones((4, 4), np.float32)}, {}, extra=extra)
+    for extra, message in (({}, "holds no decoder of a"), ({"train": 3, "step": 1}, "holds no step and config of a")):
+        serving.save(tmp_path / message, {"kernel": np.ones((4, 4), np.float32)}, {}, extra=extra)
         with pytest.raises(ValueError, match=message):
-            open_source(tmp_path / name)
+            open_source(tmp_path / message)
     export = importlib.import_module("scripts.export").main
     assert export(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "gguf_q4_k"]) == 2
     assert "q_proj contracts 32 elements, no multiple of the 256 of a block of Q4_K" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant.core.qtensor import QTensor
+from jaxquant.core.qtensor import is_tensor
 from tests import numerics
 from tests.conftest import optimize_little
 from tests.train.conftest import train
@@ -86,8 +86,8 @@ def test_what_is_served_is_what_was_trained(style, quantization, dtypes, tiny: T
     train(dataclasses.replace(tiny, **fields, **style, **dtypes), run)
     convert_run(run, out, say=lambda text: None)
     trained, served = open_served(run), open_served(out)
-    kernels = jax.tree.leaves(served.params["layers"]["mlp"], is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    assert sum(isinstance(leaf, QTensor) for leaf in kernels) == len(_NAMES)
+    kernels = jax.tree.leaves(served.params["layers"]["mlp"], is_leaf=is_tensor)
+    assert sum(is_tensor(leaf) for leaf in kernels) == len(_NAMES)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 32)), jnp.int32)
 
     def logits(own: Any) -> jax.Array:
