@@ -23,7 +23,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import Part, RandomKey, content_key, fold, needed_key, noise_seeds
-from jaxquant.core.scales import SMALLEST_SCALE, absolute
+from jaxquant.core.scales import SMALLEST_SCALE, absolute, largest
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
 from jaxquant.kernels.quantize import api as kernel
@@ -110,10 +110,12 @@ def quantize_operand(
     if spec.codec is not None:
         return encode_tensor(x, spec.codec, axes), None
     compute = cast_dtype(recipe, x.dtype.name)
-    if static_scale is not None and static_scale.size > 1:
-        return row_major(_cast_tiles(x, spec, axes, static_scale, compute)), None
     if static_scale is not None:
-        return _cast(x, spec, static_scale, compute, key, part, implementation)[0], None
+        if static_scale.size > 1:
+            tensor = row_major(_cast_tiles(x, spec, axes, static_scale, compute))
+        else:
+            tensor, _ = _cast(x, spec, static_scale, compute, key, part, implementation)
+        return _shown(tensor, x, spec, axes), None  # each row by itself: other requests are served beside it
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
@@ -123,7 +125,8 @@ def quantize_operand(
         settle("quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes")
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute, "part": part}
         more["except_axes"] = recipe.expert_axes
-        return row_major(quantize(x, spec, axes, key=key, **more)), None
+        tensor = row_major(quantize(x, spec, axes, key=key, **more))
+        return (_shown(tensor, x, spec, None) if spec.calibration.method == "fixed" else tensor), None
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
@@ -151,6 +154,13 @@ def quantize_operand(
 def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     """Return a tensor whose scales are NaN where integers stand for NaN or infinity; see ``delayed.show_lost``."""
     return dataclasses.replace(tensor, scale=delayed.show_lost(tensor.scale, amax, element(spec.dtype)))
+
+
+def _shown(tensor: QTensor, x: Array, spec: TensorSpec, axes: Sequence[int] | None) -> QTensor:
+    """Return ``shown`` where the scale does not come from x, by the amax along axes, None for that of all of x."""
+    if element(spec.dtype).kind != "int":
+        return tensor
+    return shown(tensor, largest(x, axis=axes, keepdims=True, initial=0), spec)
 
 
 def _cast(

@@ -33,7 +33,7 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
-from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, largest, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices, platform_of
 from jaxquant.ops import arguments, block_ragged, pieces
 from jaxquant.ops.arguments import QuantState
@@ -235,7 +235,9 @@ class _Ragged(Operation):
         assert isinstance(spec, TensorSpec)
         if spec.scaling == "delayed":
             assert static_scale is not None
-            return self._rows_with_scale(x, spec, groups, static_scale.reshape(-1, 1))
+            rows = self._rows_with_scale(x, spec, groups, static_scale.reshape(-1, 1))
+            tensor = QTensor(rows.qvalue, rows.spread(groups.ids))
+            return shown(tensor, largest(x, axis=1, keepdims=True, initial=0), spec)
         return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
@@ -251,8 +253,7 @@ class _Ragged(Operation):
     def quantize_gradient(self, grad, groups, state, key, part) -> tuple[Rows, Observation]:
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
-        state = with_groups(self.recipe, state)
-        return self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
+        return self._delayed_rows(grad, spec, groups, with_groups(self.recipe, state), SMALLEST_GRADIENT_SCALE)
 
     def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key, part) -> Array:
         if name == "dlhs":
@@ -369,9 +370,8 @@ class _Ragged(Operation):
         amax = over_devices(jax.lax.pmax, amax, x, self.recipe.expert_axes)
         scale = _current_scale(self.recipe, state, amax, spec, floor)
         rows = self._rows_with_scale(x, spec, groups, scale)
-        return rows._replace(scale=delayed.show_lost(scale, amax[:, None], element(spec.dtype))), Observation(
-            scale, amax
-        )
+        lost = delayed.show_lost(scale, amax[:, None], element(spec.dtype))
+        return rows._replace(scale=lost), Observation(scale, amax)
 
     def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = cast_dtype(self.recipe, x.dtype.name)

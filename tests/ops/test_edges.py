@@ -84,11 +84,8 @@ def test_vectors(name, lhs, rhs):
     assert (dx.shape, dw.shape) == (lhs, rhs)
 
 
-FIXED = Recipe(
-    "fixed int8",
-    MatmulSpec(None, TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -4.0, 4.0))),
-    MatmulSpec(None, FORWARD),
-)
+RANGE = TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -4.0, 4.0))
+FIXED = Recipe("fixed int8", MatmulSpec(RANGE, RANGE), MatmulSpec(None, FORWARD), MatmulSpec(FORWARD, None))
 
 
 @pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8", "quartet2", "ggml_q4_0", "fixed int8"])
@@ -106,13 +103,9 @@ def test_second_derivatives_are_refused_by_name(name):
         jax.eval_shape(jax.jit(jax.grad(penalty)), w)
 
 
-def test_a_second_derivative_is_refused_only_where_it_is_used():
+@pytest.mark.parametrize("recipe", [DISTINCT["int8"], DISTINCT["ggml_q4_0"]])
+def test_a_second_derivative_is_refused_only_where_it_is_used(recipe):
     """First-order meta-learning drops it; the value of a vjp would go through the rounding."""
-    for recipe in (DISTINCT["int8"], DISTINCT["ggml_q4_0"]):
-        check_a_dropped_second_derivative(recipe)
-
-
-def check_a_dropped_second_derivative(recipe):
     x, w = normal((4, 32)), normal((32, 16), 1)
     loss = lambda w: jnp.sum(jnp.square(dot_general(x, w, NUMBERS, recipe=recipe)))  # noqa: E731
     adapted = lambda w: loss(w - 0.1 * jax.lax.stop_gradient(jax.grad(loss)(w)))  # noqa: E731
@@ -129,9 +122,8 @@ def converted(recipe, w):
     state = initial_state(recipe)
     for tensor in state.values():
         tensor["amax_history"] = tensor["amax_history"].at[0].set(4.0)
-    return ConvertedKernel(
-        quantize_kernel(w, (0,), recipe=recipe, state=state), w.dtype.name, input_scale(recipe, state)
-    )
+    tensor = quantize_kernel(w, (0,), recipe=recipe, state=state)
+    return ConvertedKernel(tensor, w.dtype.name, input_scale(recipe, state))
 
 
 @pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "fp8_block", "mxfp8", "nvfp4", "int4"])
@@ -231,6 +223,25 @@ def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, 
     if groups:
         assert jnp.isfinite(out[4:]).all()
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(observed))
+
+
+@pytest.mark.parametrize(("bad", "groups"), [(jnp.nan, 0), (jnp.inf, 0), (jnp.nan, 2)])
+def test_integers_of_scales_that_no_tensor_gave_show_what_is_not_finite(bad, groups):
+    """With a served kernel's static scale in its own row, with a fixed range in the whole tensor or its group."""
+    x, w = normal((8, 32)).at[0, 0].set(bad), normal((groups, 32, 16) if groups else (32, 16), 1)
+    static = DISTINCT["int8_delayed"]
+
+    def run(recipe, w):
+        if groups:
+            return ragged.ragged_dot(x, w, jnp.array([4, 4]), recipe=recipe)
+        return dot_general(x, w, NUMBERS, recipe=recipe)
+
+    weight = (jax.vmap if groups else jax.jit)(lambda w: converted(static, w))(w)
+    out, (ranged, pull) = jax.jit(run, static_argnums=0)(static, weight), jax.vjp(lambda w: run(FIXED, w), w)
+    assert not jnp.isfinite(out[0]).any() and jnp.isfinite(out[1:]).all()  # noqa: PT018
+    (dw,), group = pull(jnp.ones_like(ranged)), slice(0, 4) if groups else slice(None)
+    assert not jnp.isfinite(ranged[group]).any() and not jnp.isfinite(dw[0] if groups else dw).any()  # noqa: PT018
+    assert jnp.isfinite(ranged[4:]).all() == bool(groups)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "quartet2", "tetrajet_v2"])

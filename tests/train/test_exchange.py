@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxquant import serving
+from jaxquant.config.loader import load_yaml
 from jaxquant.core.qtensor import dequantize, is_tensor
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.export import STATIC_INPUTS, HfFolder, open_gguf
@@ -38,10 +39,8 @@ def parameters(folder):
 
 
 def data_of(run):
-    from jaxquant.config.loader import load_yaml
-
-    config = load_yaml(Path(run) / "config.yml")
-    return FIELDS | {name: config[name] for name in ("dataset", "dataset_path")}
+    fields = load_yaml(Path(run) / "config.yml").items()
+    return FIELDS | {name: value for name, value in fields if name in ("dataset", "dataset_path")}
 
 
 def test_a_float_run_comes_back_as_it_was(run, tmp_path):
@@ -49,8 +48,7 @@ def test_a_float_run_comes_back_as_it_was(run, tmp_path):
     before = parameters(run)[1]
     made = import_to_run(tmp_path / "hf", tmp_path / "again", data_of(run) | {"quantization": "ggml_q8_0"})
     step, after = parameters(tmp_path / "again")
-    assert step == 0
-    assert (made.quantization, Path(made.tokenizer_path).name) == ("ggml_q8_0", "tokenizer.json")
+    assert (step, made.quantization, Path(made.tokenizer_path).name) == (0, "ggml_q8_0", "tokenizer.json")
     assert set(after) == set(before)
     for path, array in before.items():
         np.testing.assert_array_equal(after[path], array)

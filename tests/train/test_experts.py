@@ -86,8 +86,7 @@ def test_what_is_served_is_what_was_trained(style, quantization, dtypes, tiny: T
     train(dataclasses.replace(tiny, **fields, **style, **dtypes), run)
     convert_run(run, out, say=lambda text: None)
     trained, served = open_served(run), open_served(out)
-    kernels = jax.tree.leaves(served.params["layers"]["mlp"], is_leaf=is_tensor)
-    assert sum(is_tensor(leaf) for leaf in kernels) == len(_NAMES)
+    assert sum(map(is_tensor, jax.tree.leaves(served.params["layers"]["mlp"], is_leaf=is_tensor))) == len(_NAMES)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 32)), jnp.int32)
 
     def logits(own: Any) -> jax.Array:
