@@ -160,7 +160,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def _even_blocks(shape: Shape, counts: Shape) -> Shape:
-    return tuple(max(1, size // n) for size, n in zip(shape, counts, strict=True))
+    return tuple(max(1, size // max(1, n)) for size, n in zip(shape, counts, strict=True))
 
 
 def stacked_blocks(tensor: QTensor, axes: Sequence[int]) -> QTensor:

@@ -166,7 +166,7 @@ def reads_clip(operand: Operand) -> bool:
 
 def clip_mask(x: Array, tensor: QTensor | Array, operand: Operand) -> Array | None:
     """Pack which elements a clipping calibration cut off, eight to a byte along the last axis; None where none are."""
-    if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor)):
+    if not (isinstance(operand, TensorSpec) and operand.clips and isinstance(tensor, QTensor) and x.size):
         return None
     outside = outside_range(x, operand, tensor)
     return checkpoint_name(jnp.packbits(whole_axis(outside, -1), axis=-1), RESIDUAL_NAME)

@@ -33,7 +33,7 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.quantize import quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
 from jaxquant.core.rounding import RandomKey, fold
-from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, largest, power_of_two_below
+from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, SMALLEST_SCALE, absolute, power_of_two_below
 from jaxquant.core.sharding import explicit_sharding, over_devices, platform_of
 from jaxquant.ops import arguments, block_ragged, pieces
 from jaxquant.ops.arguments import QuantState
@@ -61,7 +61,7 @@ from jaxquant.ops.groups import (
     with_groups,
 )
 from jaxquant.ops.implementation import choose_implementation, settle
-from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, shown
+from jaxquant.ops.operand import Observation, cast_dtype, forward_key, input_scale, shown, shown_beside
 from jaxquant.ops.pieces import eight_bits, scaled, shard_size
 from jaxquant.ops.prepared import Kept, Prepared, clip_mask, named
 from jaxquant.ops.quantized import Operation, quantized, serve
@@ -236,8 +236,7 @@ class _Ragged(Operation):
         if spec.scaling == "delayed":
             assert static_scale is not None
             rows = self._rows_with_scale(x, spec, groups, static_scale.reshape(-1, 1))
-            tensor = QTensor(rows.qvalue, rows.spread(groups.ids))
-            return shown(tensor, largest(x, axis=1, keepdims=True, initial=0), spec)
+            return shown_beside(QTensor(rows.qvalue, rows.spread(groups.ids)), x, spec, 1)
         return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
