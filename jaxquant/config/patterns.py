@@ -10,6 +10,7 @@ read: back-references, atomic groups, possessive repeats, conditions.
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -24,7 +25,10 @@ _MAX_OPTIONS = 12
 
 _ONE_WAY = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "FAILURE")
 """Parts that end at one place at most: a character, none, or never."""
-_TOO_DEEP = "it is nested too deep"
+_MAX_DEPTH = 100
+"""Groups within groups; how many more ``re`` reads depends on Python's version."""
+_NO_GROUP = re.compile(r"\\.|\[\^?]?[^]]*]", re.DOTALL)
+"""What may hold a parenthesis that is no group: an escaped one, or one of a class."""
 _UNREAD = {
     "GROUPREF": "a back-reference",
     "GROUPREF_EXISTS": "a condition",
@@ -48,10 +52,7 @@ class Pattern:
         compiled, parts = _read(pattern)
         if compiled.flags & (re.ASCII | re.LOCALE | re.MULTILINE):
             raise ValueError("it has a flag that is not read; of flags (?i), (?s) and (?x) are")
-        try:
-            self._step = _in_turn(parts)
-        except RecursionError:
-            raise ValueError(_TOO_DEEP) from None
+        self._step = _in_turn(parts)
 
     def fullmatch(self, text: str) -> bool:
         """Whether the pattern matches all of a text."""
@@ -60,14 +61,15 @@ class Pattern:
 
 def _read(pattern: str) -> tuple[re.Pattern[str], Any]:
     """Return a pattern as ``re`` compiles it and as its parser gives its parts."""
+    depths = itertools.accumulate((c == "(") - (c == ")") for c in _NO_GROUP.sub("", pattern))
+    if max(depths, default=0) > _MAX_DEPTH:
+        raise ValueError(f"it is nested too deep; groups may be within {_MAX_DEPTH} others")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return re.compile(pattern), _parser.parse(pattern)
     except (re.error, OverflowError) as error:
         raise ValueError(str(error)) from None
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
 
 
 def _in_turn(parts: Any) -> _Step:
