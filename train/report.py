@@ -328,11 +328,12 @@ def moment_maps(run: Run) -> dict[str, go.Figure]:
     for end in ("zero", "smallest") if rows else ():
         names = list(rows[0]["moments"])
         values = np.array([[row["moments"][name][end] for row in rows] for name in names])
+        short = [re.sub(r"^[\d/]+", "", name) for name in names]  # without places in a chain
+        axes = {"x": [str(row["step"]) for row in rows], "y": short if len(set(short)) == len(short) else names}
+        bounds = {"colorscale": "OrRd", "zmin": 0, "zmax": float(values.max()) or 1.0}  # 0 has the palest colour
         hover = "%{y}<br>step %{x}: %{z:.4g}<extra></extra>"
-        map_ = go.Heatmap(
-            x=[str(row["step"]) for row in rows], y=names, z=values, colorscale="OrRd", hovertemplate=hover
-        )
-        figure = go.Figure(map_).update_yaxes(autorange="reversed", automargin=True)
+        figure = go.Figure(go.Heatmap(**axes, z=values, hovertemplate=hover, **bounds))
+        figure.update_yaxes(autorange="reversed", automargin=True)
         found[f"Moments with the {end} code, {run.name}: share of each; bad is a share that grows"] = figure
     return found
 
