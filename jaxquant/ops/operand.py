@@ -23,7 +23,7 @@ from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.core.rounding import Part, RandomKey, content_key, fold, needed_key, noise_seeds
-from jaxquant.core.scales import SMALLEST_SCALE, absolute, largest
+from jaxquant.core.scales import SMALLEST_SCALE, absolute
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
 from jaxquant.kernels.quantize import api as kernel
@@ -115,7 +115,7 @@ def quantize_operand(
             tensor = row_major(_cast_tiles(x, spec, axes, static_scale, compute))
         else:
             tensor, _ = _cast(x, spec, static_scale, compute, key, part, implementation)
-        return shown_beside(tensor, x, spec, axes), None  # each row by itself: other requests are served beside it
+        return _shown_whole(tensor, x, recipe, spec), None
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
@@ -126,7 +126,7 @@ def quantize_operand(
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute, "part": part}
         more["except_axes"] = recipe.expert_axes
         tensor = row_major(quantize(x, spec, axes, key=key, **more))
-        return (shown_beside(tensor, x, spec, None) if spec.calibration.method == "fixed" else tensor), None
+        return (_shown_whole(tensor, x, recipe, spec) if spec.calibration.method == "fixed" else tensor), None
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
@@ -156,11 +156,9 @@ def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     return dataclasses.replace(tensor, scale=delayed.show_lost(tensor.scale, amax, element(spec.dtype)))
 
 
-def shown_beside(tensor: QTensor, x: Array, spec: TensorSpec, axes: Sequence[int] | None) -> QTensor:
-    """Return ``shown`` where the scale does not come from x, by the amax along axes, None for that of all of x."""
-    if element(spec.dtype).kind != "int" or not x.size:
-        return tensor
-    return shown(tensor, largest(x, axis=axes, keepdims=True, initial=0), spec)
+def _shown_whole(tensor: QTensor, x: Array, recipe: Recipe, spec: TensorSpec) -> QTensor:
+    """Return ``shown`` of a tensor whose scale does not come from x; that of integers alone reads x for it."""
+    return shown(tensor, _amax(x, recipe), spec) if element(spec.dtype).kind == "int" else tensor
 
 
 def _cast(
