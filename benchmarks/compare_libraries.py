@@ -80,7 +80,7 @@ def _direct(string: str, **options: Any) -> Entry:
 
 
 def _int8_of_aqt() -> Any:
-    accumulators = {f"{kind}_accumulator_dtype": jnp.int32 for kind in ("fwd", "dlhs", "drhs")}
+    accumulators: dict[str, Any] = {f"{kind}_accumulator_dtype": jnp.int32 for kind in ("fwd", "dlhs", "drhs")}
     return aqt_flax.AqtDotGeneral(aqt_config.config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8, **accumulators))
 
 
