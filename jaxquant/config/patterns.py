@@ -25,9 +25,10 @@ _MAX_OPTIONS = 12
 
 _ONE_WAY = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "FAILURE")
 """Parts that end at one place at most: a character, none, or never."""
-_MAX_DEPTH = 100
-"""Groups within groups; how many more ``re`` reads depends on Python's version."""
-_NO_GROUP = re.compile(r"\\.|\[\^?]?[^]]*]", re.DOTALL)
+_TOO_DEEP = "it is nested too deep"
+_MAX_DEPTH = 40
+"""Groups within each other, about: how many more ``re`` and ``Pattern`` follow depends on Python and on who calls."""
+_NO_GROUP = re.compile(r"\\.|\[\^?]?(?:\\.|[^]\\])*]", re.DOTALL)
 """What may hold a parenthesis that is no group: an escaped one, or one of a class."""
 _UNREAD = {
     "GROUPREF": "a back-reference",
@@ -52,7 +53,10 @@ class Pattern:
         compiled, parts = _read(pattern)
         if compiled.flags & (re.ASCII | re.LOCALE | re.MULTILINE):
             raise ValueError("it has a flag that is not read; of flags (?i), (?s) and (?x) are")
-        self._step = _in_turn(parts)
+        try:
+            self._step = _in_turn(parts)
+        except RecursionError:
+            raise ValueError(_TOO_DEEP) from None
 
     def fullmatch(self, text: str) -> bool:
         """Whether the pattern matches all of a text."""
@@ -63,13 +67,15 @@ def _read(pattern: str) -> tuple[re.Pattern[str], Any]:
     """Return a pattern as ``re`` compiles it and as its parser gives its parts."""
     depths = itertools.accumulate((c == "(") - (c == ")") for c in _NO_GROUP.sub("", pattern))
     if max(depths, default=0) > _MAX_DEPTH:
-        raise ValueError(f"it is nested too deep; groups may be within {_MAX_DEPTH} others")
+        raise ValueError(f"{_TOO_DEEP}, of at most {_MAX_DEPTH} groups within each other")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return re.compile(pattern), _parser.parse(pattern)
     except (re.error, OverflowError) as error:
         raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
 
 
 def _in_turn(parts: Any) -> _Step:

@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxquant.core.delayed import show_lost
-from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import compute_scale, quantize, quantize_with_scale
 from jaxquant.core.recipe import FORWARD, Recipe, TensorSpec
@@ -183,7 +181,6 @@ def quantize_rows(
     # The statistic of one number is that number.
     own = dataclasses.replace(spec, granularity="per_channel", tile_size=None, free_size=None)
     scale = decode_scale(compute_scale(statistic, own, (1, 1), floor).scale)
-    scale = show_lost(scale, statistic, element(spec.dtype))
     return Rows(quantize_with_scale(x, spec, of_rows(scale, ids), None, key, compute).qvalue, scale)
 
 

@@ -110,12 +110,10 @@ def quantize_operand(
     if spec.codec is not None:
         return encode_tensor(x, spec.codec, axes), None
     compute = cast_dtype(recipe, x.dtype.name)
+    if static_scale is not None and static_scale.size > 1:
+        return row_major(_cast_tiles(x, spec, axes, static_scale, compute)), None
     if static_scale is not None:
-        if static_scale.size > 1:
-            tensor = row_major(_cast_tiles(x, spec, axes, static_scale, compute))
-        else:
-            tensor, _ = _cast(x, spec, static_scale, compute, key, part, implementation)
-        return _shown_whole(tensor, x, recipe, spec), None
+        return _cast(x, spec, static_scale, compute, key, part, implementation)[0], None
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
@@ -125,8 +123,7 @@ def quantize_operand(
         settle("quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes")
         more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute, "part": part}
         more["except_axes"] = recipe.expert_axes
-        tensor = row_major(quantize(x, spec, axes, key=key, **more))
-        return (_shown_whole(tensor, x, recipe, spec) if spec.calibration.method == "fixed" else tensor), None
+        return row_major(quantize(x, spec, axes, key=key, **more)), None
     if state is None or recipe.delayed is None:
         raise ValueError(f"recipe {recipe.name!r} scales an operand by past steps, and has no state of it")
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
@@ -154,11 +151,6 @@ def quantize_operand(
 def shown(tensor: QTensor, amax: Array, spec: TensorSpec) -> QTensor:
     """Return a tensor whose scales are NaN where integers stand for NaN or infinity; see ``delayed.show_lost``."""
     return dataclasses.replace(tensor, scale=delayed.show_lost(tensor.scale, amax, element(spec.dtype)))
-
-
-def _shown_whole(tensor: QTensor, x: Array, recipe: Recipe, spec: TensorSpec) -> QTensor:
-    """Return ``shown`` of a tensor whose scale does not come from x; that of integers alone reads x for it."""
-    return shown(tensor, _amax(x, recipe), spec) if element(spec.dtype).kind == "int" else tensor
 
 
 def _cast(

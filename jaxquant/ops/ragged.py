@@ -235,7 +235,7 @@ class _Ragged(Operation):
         assert isinstance(spec, TensorSpec)
         if spec.scaling == "delayed":
             assert static_scale is not None
-            return self._delayed_rows(x, spec, groups, static_scale.reshape(-1, 1))[0]
+            return self._rows_with_scale(x, spec, groups, static_scale.reshape(-1, 1))
         return quantize_rows(self.recipe, x, spec, groups, False, _key(x, spec, groups, key))
 
     def product(self, lhs: Any, rhs: Any, groups: Groups) -> Array:
@@ -251,7 +251,8 @@ class _Ragged(Operation):
     def quantize_gradient(self, grad, groups, state, key, part) -> tuple[Rows, Observation]:
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
-        return self._delayed_rows(grad, spec, groups, with_groups(self.recipe, state), SMALLEST_GRADIENT_SCALE)
+        state = with_groups(self.recipe, state)
+        return self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
 
     def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key, part) -> Array:
         if name == "dlhs":
@@ -361,19 +362,20 @@ class _Ragged(Operation):
         new = jax.tree.map(lambda x: jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, 0), new)
         return jax.tree.map(lambda x: x[0], new) if recipe.shares_experts else new
 
-    def _delayed_rows(
-        self, x: Array, spec: TensorSpec, groups: Groups, state: Any, floor: float = SMALLEST_SCALE
-    ) -> tuple[Rows, Observation]:
-        """Quantize rows with their group's scale, of its history or as given; return scales and amaxes, too."""
-        is_given = isinstance(state, jax.Array)
-        amax = group_amax(x, scaling_groups(self.recipe, groups).ids, len(state if is_given else state["scale"]))
-        amax = amax.max(axis=1)
-        if not is_given:
-            amax = over_devices(jax.lax.pmax, amax, x, self.recipe.expert_axes)
-        scale = state if is_given else _current_scale(self.recipe, state, amax, spec, floor)
+    def _delayed_rows(self, x: Array, spec: TensorSpec, groups: Groups, state, floor: float):
+        """Quantize rows with the scale of their group's history, and return the scale and amax of each group."""
+        own = scaling_groups(self.recipe, groups).ids
+        amax = group_amax(x, own, state["scale"].shape[0]).max(axis=1)
+        amax = over_devices(jax.lax.pmax, amax, x, self.recipe.expert_axes)
+        scale = _current_scale(self.recipe, state, amax, spec, floor)
+        rows = self._rows_with_scale(x, spec, groups, scale)
+        return rows._replace(scale=delayed.show_lost(scale, amax[:, None], element(spec.dtype))), Observation(
+            scale, amax
+        )
+
+    def _rows_with_scale(self, x: Array, spec: TensorSpec, groups: Groups, scale: Array) -> Rows:
         compute = cast_dtype(self.recipe, x.dtype.name)
-        qvalue = quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue
-        return Rows(qvalue, delayed.show_lost(scale, amax[:, None], element(spec.dtype))), Observation(scale, amax)
+        return Rows(quantize_with_scale(x, spec, of_rows(scale, groups.ids), compute_dtype=compute).qvalue, scale)
 
     def _dequantized(self, lhs: Any, rhs: Any, groups: Groups, numbers: Any, out_dtype: str) -> Array:
         """Multiply operands of which one is float or in tiles as floats; outer scales multiply the product.

@@ -207,7 +207,7 @@ def test_what_matches_in_full_is_what_re_says():
         ("(?>a)", "it has an atomic group"),
         ("a*+", "it has a possessive repeat"),
         ("(" * 490 + ")" * 490, "it is nested too deep"),
-        ("(" * 101 + ")" * 101, "it is nested too deep"),
+        ("(" * 41 + ")" * 41, "it is nested too deep, of at most 40 groups within each other"),
         ("a{99999999999999999999}", "repetition number is too large"),
         ("a" * 2000, "it has 2,000 characters, of at most 1,000"),
         ("(?<=a*)b", "fixed-width"),
@@ -220,6 +220,10 @@ def test_a_pattern_that_is_not_read_is_refused_with_its_place(pattern: str, mess
     text = refused(lambda: build(QuantConfig, {"rules": [{"path": pattern, "recipe": None}], "quantization": "int8"}))
     assert text.startswith("rule path '")
     assert message in text
+
+
+def test_forty_groups_within_each_other_are_read():
+    assert Pattern("(" * 40 + "a" + "|b)*" * 40).fullmatch("ab")
 
 
 DEEP = ["[" * 100_000, '{"a": ' * 100_000, '{".*": {"w_bits": ' + "9" * 5000 + "}}"]

@@ -39,8 +39,8 @@ def parameters(folder):
 
 
 def data_of(run):
-    fields = load_yaml(Path(run) / "config.yml").items()
-    return FIELDS | {name: value for name, value in fields if name in ("dataset", "dataset_path")}
+    config = load_yaml(Path(run) / "config.yml")
+    return FIELDS | {name: config[name] for name in ("dataset", "dataset_path")}
 
 
 def test_a_float_run_comes_back_as_it_was(run, tmp_path):
