@@ -2,7 +2,7 @@
 
 All compute causal grouped-query attention in which packed documents do not see each other. XLA's writes the scores of
 every pair of tokens into memory; the kernels never do. What they need to know of documents differs (``visibility``):
-XLA and cuDNN a mask of pairs, splash the segment ids.
+XLA a mask of pairs, cuDNN a bias of them, splash the segment ids.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Kind = Literal["xla", "cudnn", "splash"]
 PLATFORMS: dict[str, tuple[str, ...]] = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}
 """Where a kernel runs, as jax names platforms."""
 
+_UNSEEN = -(2.0**41)  # what jax's own attention adds for cuDNN: with larger ones differences of two overflow there
 _LANES = 128  # of a TPU's vector registers: splash attention takes heads of whole multiples
 _BLOCKS = (512, 256, 128)  # of queries and keys that a splash program loads, the largest that divides
 
@@ -67,8 +68,8 @@ def choose(asked: str, platform: str, head_dim: int, length: int, dtype: str) ->
     return asked  # type: ignore[return-value]
 
 
-def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array:
-    """Return what ``attend`` takes to know who may look at whom.
+def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array | None:
+    """Return what ``attend`` takes to know who may look at whom, made once for all layers.
 
     Args:
       kind: whose attention.
@@ -78,17 +79,19 @@ def visibility(kind: Kind, tokens: Array, segment_ids: Array | None) -> Array:
     length = tokens.shape[1]
     if kind == "splash":
         return jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
+    if kind == "cudnn" and segment_ids is None:
+        return None
     mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return mask
+    return jnp.where(mask, 0, jnp.bfloat16(_UNSEEN)) if kind == "cudnn" else mask
 
 
 def attend(
     query: Array,
     key: Array,
     value: Array,
-    visible: Array,
+    visible: Array | None,
     kind: Kind = "xla",
     sharding: Any = None,
     *,
@@ -107,8 +110,9 @@ def attend(
     if kind == "xla":
         return jax.nn.dot_product_attention(query, key, value, mask=visible, implementation="xla")
     if kind == "cudnn":
-        # The mask holds the documents; that it is causal lets the kernel leave out half of the work.
-        return jax.nn.dot_product_attention(query, key, value, mask=visible, is_causal=True, implementation="cudnn")
+        # The bias holds the documents; that it is causal lets the kernel leave out half of the work.
+        return jax.nn.dot_product_attention(query, key, value, visible, is_causal=True, implementation="cudnn")
+    assert visible is not None
     local = functools.partial(_splash, interpret=interpret)
     if not isinstance(sharding, NamedSharding):
         return local(query, key, value, visible)

@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         self.out = c.dense(c.emb_dim, axis=(-2, -1))
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: Cached | None = None
     ) -> tuple[jax.Array, Any]:
         c = self.config
         still = c.head_dim - c.rope_head_dim

@@ -111,7 +111,7 @@ def masks(
     segment_ids: jax.Array | None,
     positions: jax.Array | None,
     cache: KVCache | None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
     """Return who may look at whom (``visibility``), positions and, with a cache, which tokens are written to it.
 
     Place t of a cache holds the token at position t, and a query looks at its own place and those before it. What an
@@ -169,7 +169,7 @@ class SelfAttention(nn.Module):
         self.out = c.dense(c.emb_dim, axis=(-2, -1))
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: Cached | None = None
     ) -> tuple[jax.Array, Cached | None]:
         c = self.config
         query, key, value = self.query(x), self.key(x), self.value(x)
@@ -209,7 +209,7 @@ class DecoderLayer(nn.Module):
         self.shared_experts = Mlp(c, c.shared_experts) if c.shared_experts else None
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array, positions: jax.Array, cached: Cached | None = None
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array, cached: Cached | None = None
     ) -> tuple[jax.Array, Cached | None]:
         mixed, cached = self.self_attention(self.pre_self_attention_layer_norm(x), mask, positions, cached)
         x = x + mixed

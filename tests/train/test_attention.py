@@ -79,6 +79,15 @@ def test_splash_attention_keeps_documents_apart_and_equals_xlas_with_its_gradien
         np.testing.assert_array_equal(other[:, 50:120], found[kind][0][1][:, 50:120])
 
 
+def test_cudnns_bias_hides_what_xlas_mask_hides_and_one_document_needs_none():
+    segments = jnp.asarray([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+    bias, mask = (visibility(kind, segments, segments) for kind in ("cudnn", "xla"))
+    np.testing.assert_array_equal(bias == 0, mask)
+    assert bias.dtype == jnp.bfloat16
+    assert set(np.unique(np.asarray(bias, np.float32))) == {0.0, -(2.0**41)}
+    assert visibility("cudnn", segments, None) is None
+
+
 @pytest.mark.parametrize(("framework", "tied"), [("linen", True), ("nnx", False)])
 def test_a_head_in_pieces_has_the_loss_and_gradients_of_the_whole(framework, tied):
     found = {}
