@@ -207,10 +207,13 @@ def block_scale_experts(
       TypeError: a weight that is not float8, an indptr that is not of integers.
     """
     _check_shapes(x, weight, "[E, N, K]")
+    if x.ndim != 2:
+        raise ValueError(f"x must be [tokens, K], got shape {x.shape}")
+    indptr = jnp.asarray(indptr)
     if not jnp.issubdtype(indptr.dtype, jnp.integer):
         raise TypeError(f"indptr must hold integers, got {indptr.dtype.name}")
     if indptr.ndim == 2:
-        chosen = indptr.reshape(-1)
+        chosen = indptr.reshape(-1).astype(jnp.int32)  # small integers cannot hold the number of experts
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
             raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # not counted from the end
@@ -278,6 +281,8 @@ def absorb(
     Raises:
       ValueError: a size that its blocks do not divide, or a weight of another shape, by name.
     """
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be [rows, C], got shape {weight.shape}")
     rank, head = weight.shape[1], qk_nope_head_dim + v_head_dim
     if weight.shape[0] != num_heads * head:
         raise ValueError(
@@ -358,6 +363,8 @@ def _kernel(
     """Return a weight and its scales as one converted kernel, checked."""
     if not weight.dtype.name.startswith("float8"):
         raise TypeError(f"weight must be float8, got {weight.dtype.name}")
+    if isinstance(block_size, int):
+        raise TypeError(f"block_size must be (rows, columns) of a block, got {block_size}")
     block = (*(1,) * (weight.ndim - 2), *block_size)
     scale = jnp.broadcast_to(scale, scale_shape(weight.shape, block)) if scale.size == 1 else scale
     tensor = QTensor(weight, scale, block=block)

@@ -21,7 +21,12 @@ def skip_reason(name: str, out_features: int, no_quantization: Iterable[str] = (
       name: dotted name of the layer.
       out_features: number of outputs.
       no_quantization: modules that are marked ``no_quantization``; they and all below them stay in float.
+
+    Raises:
+      TypeError: a name in the place of a list of names.
     """
+    if isinstance(no_quantization, str):
+        raise TypeError(f"no_quantization must be a list of modules, got {no_quantization!r}")
     marked = [module for module in no_quantization if f"{name}.".startswith(f"{module}.")]
     if marked:
         return f"below {marked[0]!r}, which has no_quantization"

@@ -67,9 +67,14 @@ def initial_state(spec: DelayedSpec) -> TensorState:
     return state if spec.amax_init == "flax" else state | {"amax_bins": empty_bins()}
 
 
-def empty_bins(leading: tuple[int, ...] = (), is_warm: bool = False) -> Float[Array, "*leading 3 bins"]:
+def empty_bins(leading: tuple[int, ...] = ()) -> Float[Array, "*leading 3 bins"]:
     """Make the bins of a state, all zeros, with the column of a warm one or without."""
-    return jnp.zeros((*leading, 3, BINS + is_warm), jnp.float32)
+    return jnp.zeros((*leading, 3, BINS), jnp.float32)
+
+
+def fit_bins(bins: Float[Array, "*leading 3 width"], is_warm: bool) -> Float[Array, "*leading 3 bins"]:
+    """Return bins, with what waits in them, as wide as those of a tensor that says that its history has entries."""
+    return jnp.pad(bins[..., :BINS], [(0, 0)] * (bins.ndim - 1) + [(0, int(is_warm))])
 
 
 def is_warm(state: TensorState) -> bool:

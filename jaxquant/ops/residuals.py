@@ -40,24 +40,32 @@ def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int
 
     Raises:
       ValueError: from the call, an argument number that the call does not have.
+      TypeError: from the call, an argument by name.
 
     Source: FP8 activations of COAT (arXiv 2410.19313), section 5.
     """
     places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    name = getattr(function, "__name__", "the function")
 
     @functools.wraps(function)
-    def compressed(*arguments: Any) -> Any:
+    def compressed(*arguments: Any, **named: Any) -> Any:
+        if named:
+            raise TypeError(
+                f"compress_residuals: {name} was called with {', '.join(named)} by name; hand over arguments by place, "
+                "and what is no array by functools.partial"
+            )
         for place in places:
             if not -len(arguments) <= place < len(arguments):
                 raise ValueError(
-                    f"compress_residuals: argnums has {place}, and {getattr(function, '__name__', 'the function')} was "
-                    f"called with {len(arguments)} arguments"
+                    f"compress_residuals: argnums has {place}, and {name} was called with {len(arguments)} arguments"
                 )
         return run(*arguments)
 
-    @jax.custom_vjp
-    def run(*arguments: Any) -> Any:
+    def plain(*arguments: Any) -> Any:
         return function(*arguments)
+
+    plain.__name__ = name
+    run = jax.custom_vjp(plain)
 
     def forward(*arguments: Any) -> Any:
         chosen = {place % len(arguments) for place in places}

@@ -45,12 +45,14 @@ class Codec:
 
     Attributes:
       group: the most neighbours that share a largest magnitude.
+      dtype: of the codes.
       encode: (float32 groups, whether they have signs, axis of a group's elements) -> Coded, exponents in float32.
         Numbers are finite; those that are not 0 are stored as codes that are not 0 where there are no signs.
       decode: (Coded, whether it has signs, axis of a group's elements) -> float32 groups.
     """
 
     group: int
+    dtype: str
     encode: Callable[[Groups, bool, int], Coded]
     decode: Callable[[Coded, bool, int], Groups]
 
@@ -117,7 +119,7 @@ def _encode_dynamic(x: Groups, signed: bool, axis: int) -> Coded:
     y = _relative(jnp.abs(x), largest, axis)
     decade = jnp.zeros(y.shape, jnp.int32)
     for d in range(1, _DECADES):  # begins in the middle between its first number and the last of the one below
-        decade += y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))
+        decade += (y > 10.0 ** (d - _DECADES) * (1 + 0.9 / (first * 2 ** (d - 1)))).astype(jnp.int32)
     n = first * _power_of_two(decade)
     code = n + jnp.clip(jnp.floor((y * _power_of_ten(_DECADES - 1 - decade) - 0.1) * (n / 0.9)), 0, n - 1)
     most = first * 2.0**_DECADES
@@ -181,10 +183,10 @@ class Scheme:
         return self.first if signed else self.second
 
 
-_COAT = Codec(128, _encode_coat, _decode_coat)
-_DYNAMIC = Codec(256, _encode_dynamic, _decode_dynamic)
+_COAT = Codec(128, _E4M3.name, _encode_coat, _decode_coat)
+_DYNAMIC = Codec(256, "uint8", _encode_dynamic, _decode_dynamic)
 # The momentum of Muon needs no more (arXiv 2509.23106); second moments in equal steps would fall to 0, so are not.
-_LINEAR = Codec(2048, _encode_linear, _decode_linear)
+_LINEAR = Codec(2048, "int8", _encode_linear, _decode_linear)
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
     {

@@ -117,8 +117,10 @@ def quantize_state(
 
     Raises:
       ValueError: no such scheme or implementation, or no such axis. From ``init``: a name in
-        ``float32`` that no path has, an array as large as a moment in a state of an unknown class, or a state of
-        ``stochastic_round`` or ``compensated_round``.
+        ``float32`` that no path has, an array as large as a moment in a state of an unknown class, fewer than one
+        shard, or a state of ``stochastic_round``, ``compensated_round`` or ``quantize_state``. From ``update``: codes
+        of another scheme.
+      TypeError: from ``update``, a state that no ``quantize_state`` has made.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_state has no scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
@@ -160,13 +162,22 @@ def quantize_state(
         if apply and params is None:
             raise ValueError("quantize_state(…, apply=True) writes new weights; call update(gradients, state, params)")
 
+        if not isinstance(state, QuantizedState):
+            raise TypeError(f"a state of quantize_state is wanted, got {type(state).__name__}; make one by its init")
+
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
+            codec = row.codec(signed)
+
             def of_leaf(path: str, codes: jax.Array, *rest: Any) -> Any:
-                return (
-                    codes
-                    if rest[0] is None
-                    else Moment(_join(name, path), row.codec(signed), signed, Coded(codes, *rest))
-                )
+                if rest[0] is None:
+                    return codes
+                path = _join(name, path)
+                if codes.dtype.name != codec.dtype:
+                    raise ValueError(
+                        f"the moment {path!r} has codes of {codes.dtype.name}, and scheme {scheme!r} those of "
+                        f"{codec.dtype}: another scheme has made them; go on with that, or make a new state by init"
+                    )
+                return Moment(path, codec, signed, Coded(codes, *rest))
 
             paths = map_by_path(lambda path, _: path, tree)
             return jax.tree.map(of_leaf, paths, tree, state.largest[name], state.exponent[name])
@@ -274,7 +285,7 @@ def describe_state(state: Any) -> dict[str, str]:
                 why = (
                     f"fewer than {_FEWEST} elements"
                     if codes.size < _FEWEST
-                    else "by its name, or no group divides its axis"
+                    else "by its name, or it has no such axis, or none that groups divide"
                 )
                 rows[row] = f"{codes.dtype}: {why}"
     return rows
@@ -307,8 +318,13 @@ def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, sta
 
 def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
     """Check that nothing in an optimizer's state is like a moment and not known as one, and that all names occur."""
-    rounding = (RoundState, CompensatedState)
-    if any(isinstance(node, rounding) for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, rounding))):
+    kinds = (RoundState, CompensatedState, QuantizedState)
+    found = [
+        node for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)) if isinstance(node, kinds)
+    ]
+    if found and isinstance(found[0], QuantizedState):
+        raise ValueError("quantize_state is given an optimizer that has one in it; one of them alone codes the moments")
+    if found:
         raise ValueError(
             "quantize_state hands float32 parameters to its optimizer, and that rounds them to bfloat16; put "
             "stochastic_round or compensated_round behind it: optax.chain(quantize_state(…), stochastic_round())"
@@ -349,6 +365,8 @@ def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | 
     if x.ndim < -axis:
         return None
     size, most = x.shape[axis], shards(path, axis) if callable(shards) else shards
+    if most < 1:
+        raise ValueError(f"quantize_state was given shards of {most} for {path!r}; at least one device has a moment")
     for devices in range(most, 0, -1):
         if most % devices == 0 and size % devices == 0:
             part = size // devices

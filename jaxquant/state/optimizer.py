@@ -12,6 +12,7 @@ import optax
 from flax.training import train_state
 from jaxtyping import Array, Bool, Int
 
+from jaxquant.state.stored import warmed_as
 from jaxquant.state.tree import (
     OVERWRITE_WITH_GRADIENT,
     Tree,
@@ -113,7 +114,7 @@ class Optimizer:
         params = optax.apply_updates(params, updates)
         if state.observation is None:
             return merge(params, update(quant_state, observation)), OptimizerState(inner, None)
-        observation = accumulate(state.observation, observation)
+        observation = accumulate(warmed_as(state.observation, quant_state), observation)
         ended = have_stepped(multi_steps(state.inner), multi_steps(inner))
         quant_state = jax.tree.map(_choose(ended), update(quant_state, observation), quant_state)
         waiting = jax.tree.map(_choose(ended), no_observation(observation), observation)
@@ -148,12 +149,12 @@ def multi_steps(state: Any) -> list[Int[Array, ""]]:
 
 
 def have_stepped(before: list[Int[Array, ""]], after: list[Int[Array, ""]]) -> Bool[Array, ""]:
-    """Return whether the optimizer updated the parameters.
+    """Return whether the optimizer updated parameters: of several ``optax.MultiSteps`` out of step, whether one did.
 
     Args:
       before, after: from ``multi_steps``, of the optimizer's state before a call of its update and after it.
     """
-    return jnp.all(jnp.stack([new != old for old, new in zip(before, after, strict=True)]))
+    return jnp.any(jnp.stack([new != old for old, new in zip(before, after, strict=True)]))
 
 
 class TrainState(train_state.TrainState):

@@ -29,7 +29,7 @@ Row = tuple[tuple[Any, ...], str]
 """The path of a module, and the name of one of its tensors."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("fields",), meta_fields=("rows",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("fields",), meta_fields=("rows", "rank"))
 @dataclasses.dataclass(frozen=True)
 class Group:
     """The state of tensors of one kind, at most ``LARGEST``.
@@ -38,10 +38,12 @@ class Group:
       fields: ``packed_scale``, ``packed_amax_history`` and, except in flax mode, ``packed_amax_bins``, with a leading
         axis of as many rows as there are such tensors.
       rows: what each row is.
+      rank: of the packed scales; an ensemble carried by ``jax.vmap`` has an axis more.
     """
 
     fields: dict[str, Any]
     rows: tuple[Row, ...]
+    rank: int
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("groups", "rest"), meta_fields=())
@@ -99,7 +101,7 @@ def pack(quant_state: State) -> PackedState:
         for start in range(0, len(ordered), LARGEST):
             rows = tuple(ordered[start : start + LARGEST])
             stacks = {field: _stack([kinds[kind][row][field] for row in rows]) for field, *_ in kind}
-            groups.append(Group(flat({PACKED: stacks}), rows))
+            groups.append(Group(flat({PACKED: stacks}), rows, stacks["scale"].ndim))
     return PackedState(tuple(groups), rest)
 
 
@@ -107,12 +109,21 @@ def unpack(quant_state: Any) -> Any:
     """Return quant state nested by module name, as it was before ``pack``. What is nested is returned as it is.
 
     Its derivative is one concatenation for each array.
+
+    Raises:
+      ValueError: arrays of another rank than ``pack`` made.
     """
     if not isinstance(quant_state, PackedState):
         return quant_state
     tree = jax.tree.map(lambda leaf: leaf, quant_state.rest)
     for group in quant_state.groups:
-        parts = {field: _unstack(stack) for field, stack in fields_of(group.fields, PACKED).items()}
+        stacks = fields_of(group.fields, PACKED)
+        if (rank := stacks["scale"].ndim) != group.rank:
+            raise ValueError(
+                f"packed quant state has scales of rank {rank} and was packed with rank {group.rank}, as if it were an "
+                "ensemble's: unpack it inside of jax.vmap"
+            )
+        parts = {field: _unstack(stack) for field, stack in stacks.items()}
         for number, (path, tensor) in enumerate(group.rows):
             module = functools.reduce(lambda inner, name: inner.setdefault(name, {}), path, tree)
             module.update(flat({tensor: {field: part[number] for field, part in parts.items()}}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -76,7 +76,8 @@ def _with_bins(quant_state: Tree, like: Tree | None) -> dict[Any, Any]:
             continue
         fields = {field: _in_float32(value) for field, value in fields_of(new, tensor).items()}
         if BINS not in fields:
-            fields[BINS] = _bins_beside(fields[HISTORY], own and own[BINS])
+            make = functools.partial(delayed.empty_bins, tuple(fields[HISTORY].shape[:-1]))
+            fields[BINS] = _made(make, fields[HISTORY], like=own and own[BINS])
         new |= flat({tensor: fields})
     return new
 
@@ -93,16 +94,27 @@ def _in_float32(value: Any) -> Any:
     return value.astype(jnp.float32)
 
 
-def _bins_beside(history: Any, like: Any, is_warm: bool = False) -> Any:
-    """Make the empty bins of a history, or their shape, where ``like`` lies."""
-    make = functools.partial(delayed.empty_bins, tuple(history.shape[:-1]), is_warm)
+def _made(make: Callable[..., Any], beside: Any, *given: Any, like: Any) -> Any:
+    """Make bins beside an array, or their shape beside a shape, where ``like`` lies."""
     sharding = getattr(like, "sharding", None)
-    if isinstance(history, jax.ShapeDtypeStruct):
-        made = jax.eval_shape(make)
+    if isinstance(beside, jax.ShapeDtypeStruct):
+        made = jax.eval_shape(make, *given)
         return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(history, Tracer):
-        return make()
-    return jax.jit(make, out_shardings=sharding)()
+    if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(beside, Tracer):
+        return make(*given)
+    return jax.jit(make, out_shardings=sharding)(*given)
+
+
+def warmed_as(observation: Tree, quant_state: Tree) -> Any:
+    """Return an observation of quant state before ``warm`` as one of what it has become; any other as it is."""
+    if jax.tree.structure(observation) != jax.tree.structure(quant_state):
+        return observation
+
+    def fit(path: Any, own: Any, now: Any) -> Any:
+        turned = is_named(path[-1].key, BINS) and own.shape[:-1] == now.shape[:-1] and own.shape != now.shape
+        return delayed.fit_bins(own, delayed.is_warm({BINS: now})) if turned else own
+
+    return jax.tree_util.tree_map_with_path(fit, observation, quant_state)
 
 
 def warm(quant_state: State) -> Any:
@@ -112,7 +124,8 @@ def warm(quant_state: State) -> Any:
     history is read from the values, so call it between steps: once after the first, and again after what adds tensors
     without one (resuming, an expert that was never used, a layer unfrozen); a tensor without stays as it is, and the
     step compiles once more where that changes. Layers stacked by ``nn.scan`` are warm where all are. A warm tensor that
-    is all zeros for as long as its history is keeps its last scale until the next call.
+    is all zeros for as long as its history is keeps its last scale until the next call. What micro-batches observed
+    stays.
 
     Args:
       quant_state: arrays, of Linen's collection or, as ``nnx.to_pure_dict``, of NNX's ``QuantState``; or their shapes,
@@ -140,5 +153,6 @@ def _warmed(quant_state: Tree) -> dict[Any, Any]:
             is_shape = isinstance(fields[BINS], jax.ShapeDtypeStruct)
             has_history = is_shape or bool(delayed.has_history(fields).all())
             if has_history != delayed.is_warm(fields):
-                new |= flat({tensor: {BINS: _bins_beside(fields[HISTORY], fields[BINS], has_history)}})
+                fit = functools.partial(delayed.fit_bins, is_warm=has_history)
+                new |= flat({tensor: {BINS: _made(fit, fields[BINS], fields[BINS], like=fields[BINS])}})
     return new

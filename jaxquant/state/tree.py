@@ -16,6 +16,7 @@ of it. What is here takes packed state, too (``state.packed``). What is stored n
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ from jaxquant.core.quant_state import (
     flat,
     is_named,
 )
-from jaxquant.state.packed import Group, PackedState, State, Tree, pack, unpack
+from jaxquant.state.packed import PackedState, State, Tree, pack, unpack
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
@@ -196,7 +197,9 @@ def _in_pairs(
     if not isinstance(second, PackedState) or shapes[0] != shapes[1]:  # by layers, whose names errors have
         return pack(_pairwise(unpack(first), unpack(second), combine, *names))
     pairs = zip(first.groups, second.groups, strict=True)
-    groups = tuple(Group(_pairwise(one.fields, other.fields, combine, *names), one.rows) for one, other in pairs)
+    groups = tuple(
+        dataclasses.replace(one, fields=_pairwise(one.fields, other.fields, combine, *names)) for one, other in pairs
+    )
     return PackedState(groups, _pairwise(first.rest, second.rest, combine, *names))
 
 

@@ -262,6 +262,10 @@ def test_what_does_not_fit_a_linear_layer_is_refused_by_name(change, error, mess
         (lambda x, w, s: mlc.block_scale_experts(x, w[0], s[0], np.array([4])), ValueError, r"must be \[E, N, K\]"),
         (lambda x, w, s: mlc.block_scale_experts(x, w, s, np.array([1.0, 4.0])), TypeError, "must hold integers"),
         (lambda x, w, s: mlc.block_scale_experts(x[:, :9], w, s, np.array([1, 4])), ValueError, "end in the K of"),
+        (lambda x, w, s: mlc.block_scale_experts(x[None], w, s, [1, 4]), ValueError, r"x must be \[tokens, K\]"),
+        (lambda x, w, s: mlc.block_scale_linear(x, w[0], s[0], block_size=32), TypeError, r"must be \(rows, columns\)"),
+        (lambda x, w, s: mlc.absorb(w[0, 0], s[0], 2, 128, 128), ValueError, r"weight must be \[rows, C\], got"),
+        (lambda x, w, s: mlc.skip_reason("mlp.up", 8, "mlp"), TypeError, "must be a list of modules, got 'mlp'"),
         (lambda x, w, s: mlc.block_scale_bmm(x[None], w, s), ValueError, r"\(1, 4, 96\) must be \[H, M, K\] with as"),
         (lambda x, w, s: mlc.rowwise_group_quant_fp8(x, 32, "int8"), TypeError, "dtype must be float8_e4m3fn or"),
         (lambda x, w, s: mlc.rowwise_group_quant_fp8(x.astype("int32"), 32), TypeError, "x has dtype int32"),
@@ -307,6 +311,9 @@ def test_a_single_token_goes_to_its_experts():
             close(y[i], left[i % len(left)], dense[expert])
     out = run(x, w, scale, np.array([[-1, 2, 5]], np.int32), quantizes_row=False)  # there is no -1 nor 5
     np.testing.assert_array_equal(np.isnan(out).any(axis=1), [True, False, True])
+    many = [np.repeat(part[:1], 128, axis=0) for part in (w, scale)]  # as many experts as int8 cannot count
+    out = run(x[:1], *many, np.array([[-1, 2]], np.int8))
+    np.testing.assert_array_equal(np.isnan(out).any(axis=1), [True, False])
     for scales in (scale[:2], np.concatenate([scale, scale])):
         with pytest.raises(ValueError, match=r"has scales of shape .*, not \(5, 2, 5\)"):
             mlc.block_scale_experts(*map(jnp.asarray, (x, w, scales, chosen)))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
-from jaxquant.core.delayed import empty_bins
+from jaxquant.core.delayed import empty_bins, fit_bins
 from jaxquant.core.qtensor import ConvertedKernel, dequantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, TensorSpec
 from jaxquant.ops import choose_implementation, dot_general, initial_state, ragged
@@ -207,7 +207,10 @@ def test_integers_of_delayed_scales_show_what_is_not_finite(is_warm, bad, side, 
     if is_warm and not groups:
         lead = state["input"]["scale"].shape[:-1]
         for tensor in state.values():
-            tensor |= {"amax_history": tensor["amax_history"].at[..., 0].set(4.0), "amax_bins": empty_bins(lead, True)}
+            tensor |= {
+                "amax_history": tensor["amax_history"].at[..., 0].set(4.0),
+                "amax_bins": fit_bins(empty_bins(lead), True),
+            }
 
     def run(x, w, state):
         if groups:

@@ -91,9 +91,9 @@ def test_what_is_said_of_each_moment():
     assert {path.removeprefix("a/0/"): row for path, row in rows.items() if "mu" in path} == {
         "mu/layer/kernel": "float8_e4m3fn, groups of 128, 1.039 bytes an element",
         "mu/layer/bias": "float32: fewer than 4096 elements",
-        "mu/flat": "float32: by its name, or no group divides its axis",
+        "mu/flat": "float32: by its name, or it has no such axis, or none that groups divide",
         "mu/odd": "float8_e4m3fn, groups of 127, 1.039 bytes an element",
-        "mu/prime": "float32: by its name, or no group divides its axis",
+        "mu/prime": "float32: by its name, or it has no such axis, or none that groups divide",
         "mu/empty": "float32: fewer than 4096 elements",
         "mu/scalar": "float32: fewer than 4096 elements",
     }
@@ -107,7 +107,7 @@ GROUPS |= {(8192, 256, 16): 256, (4099, 128, 1): None, (50257, 128, 8): 29, (8, 
 
 def test_groups_divide_what_a_device_has():
     for (size, most, devices), group in GROUPS.items():
-        codec = Codec(most, *[lambda *_: None] * 2)  # pyright: ignore[reportArgumentType]
+        codec = Codec(most, "int8", *[lambda *_: None] * 2)  # pyright: ignore[reportArgumentType]
         x = jnp.zeros((4096, size))
         found = _groups("w", codec, x, (), lambda path, axis, n=devices: n, None)
         assert (found and (found[0], size // found[1])) == (group and (-1, group)), (size, most, devices)
@@ -213,6 +213,10 @@ REFUSED = {
     "put stochastic_round or compensated_round behind it": lambda: quantize_state(
         optax.chain(optax.adam(1e-3), stochastic_round()), "fp8_coat"
     ).init(PARAMS),
+    "one of them alone codes the moments": lambda: quantize_state(
+        quantize_state(optax.adam(1e-3), "fp8_coat"), "fp8_coat"
+    ).init(PARAMS),
+    "was given shards of 0 for '0/mu/": lambda: quantize_state(optax.adam(1e-3), "fp8_coat", shards=0).init(PARAMS),
 }
 
 
@@ -220,6 +224,24 @@ REFUSED = {
 def test_refusals(message: str):
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
+
+
+def test_a_state_of_another_scheme_is_refused():
+    tx = quantize_state(optax.adam(1e-3), "int8_dynamic")
+    for scheme, made in (("int8_linear", "int8"), ("fp8_coat", "float8_e4m3fn")):
+        other = quantize_state(optax.adam(1e-3), scheme).init(PARAMS)
+        with pytest.raises(ValueError, match=f"codes of {made}, and scheme 'int8_dynamic' those of uint8: another"):
+            tx.update(PARAMS, other, PARAMS)
+    with pytest.raises(TypeError, match="a state of quantize_state is wanted, got tuple"):
+        tx.update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_types_are_promoted_by_nobody(scheme: str):
+    tx, params = quantize_state(optax.lion(1e-3), scheme), {"w": jnp.ones((64, 128))}
+    with jax.numpy_dtype_promotion("strict"):
+        updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float32
 
 
 def test_a_class_of_ones_own_and_a_name():

@@ -230,6 +230,10 @@ def test_what_is_wrong_with_packed_state_is_said_of_the_layer():
     warm = state.warm(loop.step(PARAMS, packed, X, False)[1])
     with pytest.raises(ValueError, match=r"has shape \(3, 2049\) at 'last/input_amax_bins' and .* shape \(3, 2048\)"):
         state.update(warm, state.no_observation(packed))
+    two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
+    with pytest.raises(ValueError, match=r"scales of rank \d and was packed with rank \d, as if .* an ensemble's"):
+        state.unpack(two)
+    assert_same(jax.tree.map(lambda leaf: leaf[1], jax.vmap(state.unpack)(two)), state.unpack(packed))
     with pytest.raises(ValueError, match="quant state has 'last' and the model's has stack; restore it"):
         state.with_bins(state.strip_bins(other), like=state.pack({"stack": loop.start["stack"]}))
     variables = {"params": PARAMS, state.OVERWRITE_WITH_GRADIENT: packed}

@@ -7,8 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 
+import jaxquant
 from jaxquant import state as quant_state
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core import delayed
@@ -98,7 +102,7 @@ def reductions(state):
 
 def test_the_cast_of_a_warm_tensor_does_not_wait_for_its_amax():
     cold = delayed.initial_state(RECIPE.delayed)
-    warm = cold | {"amax_bins": delayed.empty_bins((), is_warm=True)}
+    warm = cold | {"amax_bins": delayed.fit_bins(delayed.empty_bins(), True)}
     assert reductions(cold) > reductions(warm) == 1  # that over the history
 
 
@@ -112,3 +116,40 @@ def test_warm_reads_values_and_says_so_where_there_are_none():
     stacked = {"layers": {name: jnp.stack([x, x]) for name, x in fresh()["first"].items()}}
     stacked["layers"]["input_amax_history"] = stacked["layers"]["input_amax_history"].at[0, 0].set(1.0)
     assert set(widths(quant_state.warm(stacked)).values()) == {0}  # a layer of the two has none
+
+
+def linen_accumulates(turns):
+    model = jaxquant.maybe_quantize_model(nn.Dense(16), ACCUMULATED, X)
+    tx = optax.MultiSteps(optax.sgd(1e-3), 2)
+    train = quant_state.TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), X), tx=tx)
+    for index, size in enumerate(SIZES):
+        if index == turns:
+            params, quant = quant_state.split(train.params)
+            train = train.replace(params=quant_state.merge(params, quant_state.warm(quant)))
+        grads = jax.grad(lambda v, x: (model.apply(v, x) ** 2).mean())(train.params, size * X)
+        train = train.apply_gradients(grads=grads)
+    return quant_state.strip_bins(quant_state.split(train.params)[1])
+
+
+def nnx_accumulates(turns):
+    model = jaxquant.maybe_quantize_model(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), ACCUMULATED, X)
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(1e-3), 2), wrt=nnx.Param)
+    for index, size in enumerate(SIZES):
+        if index == turns:
+            nnx.update(model, quant_state.warm(nnx.to_pure_dict(nnx.state(model, quant_state.QuantState))))
+        _, grads = quant_state.value_and_grad(lambda m, x: (m(x) ** 2).mean())(model, size * X)
+        quant_state.apply_gradients(model, optimizer, grads)
+    return quant_state.strip_bins(nnx.to_pure_dict(nnx.state(model, quant_state.QuantState)))
+
+
+ACCUMULATED = {"quantization": "fp8", "amax_history_length": 4}
+SIZES = (1.0, 1.0, 50.0, 2.0)
+
+
+@pytest.mark.parametrize("run", [linen_accumulates, nnx_accumulates])
+def test_a_state_that_turns_warm_amid_micro_batches_loses_none(run):
+    """Before micro-batch 2 it is between two steps of the optimizer, before 3 within one."""
+    expected = run(None)
+    assert max(map(float, map(jnp.max, jax.tree.leaves(expected)))) > 50
+    for turns in (2, 3):
+        jax.tree.map(np.testing.assert_array_equal, run(turns), expected)
