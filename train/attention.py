@@ -102,17 +102,18 @@ def attend(
     Args:
       query: [batch, sequence, query heads, head_dim].
       key, value: [batch, places, key heads, head_dim].
-      visible: from ``visibility``; of XLA's any mask [batch or 1, 1, sequence, places].
+      visible: from ``visibility``; of XLA's any mask [batch or 1, 1, sequence, places]; of cuDNN's None where a row is
+        one document.
       kind: whose attention.
       sharding: of the model's activations, None on one device. A splash kernel runs in each device's own part.
       interpret: run a splash kernel in the interpreter, where there is no TPU.
     """
-    if kind == "xla":
-        return jax.nn.dot_product_attention(query, key, value, mask=visible, implementation="xla")
     if kind == "cudnn":
         # The bias holds the documents; that it is causal lets the kernel leave out half of the work.
         return jax.nn.dot_product_attention(query, key, value, visible, is_causal=True, implementation="cudnn")
     assert visible is not None
+    if kind == "xla":
+        return jax.nn.dot_product_attention(query, key, value, mask=visible, implementation="xla")
     local = functools.partial(_splash, interpret=interpret)
     if not isinstance(sharding, NamedSharding):
         return local(query, key, value, visible)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -213,7 +214,8 @@ def block_scale_experts(
     if not jnp.issubdtype(indptr.dtype, jnp.integer):
         raise TypeError(f"indptr must hold integers, got {indptr.dtype.name}")
     if indptr.ndim == 2:
-        chosen = indptr.reshape(-1).astype(jnp.int32)  # small integers cannot hold the number of experts
+        # Small integers cannot hold the number of experts.
+        chosen = indptr.reshape(-1).astype(jnp.promote_types(indptr.dtype, jnp.int32))
         if indptr.shape[0] != 1 or x.shape[0] not in (1, chosen.size):
             raise ValueError(f"indptr {indptr.shape} is of one token: x has 1 or {chosen.size} rows, got {x.shape[0]}")
         chosen = jnp.where(chosen < 0, weight.shape[0], chosen)  # not counted from the end
@@ -281,6 +283,7 @@ def absorb(
     Raises:
       ValueError: a size that its blocks do not divide, or a weight of another shape, by name.
     """
+    _check_block(block_size)
     if weight.ndim != 2:
         raise ValueError(f"weight must be [rows, C], got shape {weight.shape}")
     rank, head = weight.shape[1], qk_nope_head_dim + v_head_dim
@@ -349,6 +352,11 @@ def _check_shapes(x: Array, weight: Array, axes: str, bias: Array | None = None)
         raise ValueError(f"bias must have shape {weight.shape[:1]}, got {bias.shape}")
 
 
+def _check_block(block_size: Block) -> None:
+    if not isinstance(block_size, Sequence) or len(block_size) != 2:
+        raise TypeError(f"block_size must be (rows, columns) of a block, got {block_size}")
+
+
 @functools.cache
 def _recipe(how: Activation, dtype: str, block_size: Block) -> Recipe:
     """Return the numbers of a scheme, as a checkpoint's config gives them."""
@@ -361,10 +369,9 @@ def _kernel(
     weight: Array, scale: Array, block_size: Block, dtype: str, activation_scale: Array | None = None
 ) -> ConvertedKernel:
     """Return a weight and its scales as one converted kernel, checked."""
+    _check_block(block_size)
     if not weight.dtype.name.startswith("float8"):
         raise TypeError(f"weight must be float8, got {weight.dtype.name}")
-    if isinstance(block_size, int):
-        raise TypeError(f"block_size must be (rows, columns) of a block, got {block_size}")
     block = (*(1,) * (weight.ndim - 2), *block_size)
     scale = jnp.broadcast_to(scale, scale_shape(weight.shape, block)) if scale.size == 1 else scale
     tensor = QTensor(weight, scale, block=block)

@@ -73,7 +73,7 @@ def empty_bins(leading: tuple[int, ...] = ()) -> Float[Array, "*leading 3 bins"]
 
 
 def fit_bins(bins: Float[Array, "*leading 3 width"], is_warm: bool) -> Float[Array, "*leading 3 bins"]:
-    """Return bins, with what waits in them, as wide as those of a tensor that says that its history has entries."""
+    """Return bins as wide as a warm tensor's, or a cold one's; what waits in them stays."""
     return jnp.pad(bins[..., :BINS], [(0, 0)] * (bins.ndim - 1) + [(0, int(is_warm))])
 
 

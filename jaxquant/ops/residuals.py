@@ -51,8 +51,8 @@ def compress_residuals(function: Callable[..., Any], argnums: int | Sequence[int
     def compressed(*arguments: Any, **named: Any) -> Any:
         if named:
             raise TypeError(
-                f"compress_residuals: {name} was called with {', '.join(named)} by name; hand over arguments by place, "
-                "and what is no array by functools.partial"
+                f"compress_residuals: {name} was called with {', '.join(named)} by name; pass arguments by position, "
+                "and bind what is not an array with functools.partial"
             )
         for place in places:
             if not -len(arguments) <= place < len(arguments):

@@ -134,6 +134,8 @@ def quantize_state(
         raise ValueError(
             f"quantize_state counts the axis of groups from the end, as -1 or -2, or has 'rows'; got {axis!r}"
         )
+    if not callable(shards) and shards < 1:
+        raise ValueError(f"quantize_state takes shards of at least 1, got {shards}")
     inner_update = optax.with_extra_args_support(tx).update
     if axis is None and implementation == "xla":
         axis = -1
@@ -163,7 +165,7 @@ def quantize_state(
             raise ValueError("quantize_state(…, apply=True) writes new weights; call update(gradients, state, params)")
 
         if not isinstance(state, QuantizedState):
-            raise TypeError(f"a state of quantize_state is wanted, got {type(state).__name__}; make one by its init")
+            raise TypeError(f"update of quantize_state takes the state that its init made, got {type(state).__name__}")
 
         def of_moment(name: str, signed: bool, tree: Any) -> Any:
             codec = row.codec(signed)
@@ -175,7 +177,7 @@ def quantize_state(
                 if codes.dtype.name != codec.dtype:
                     raise ValueError(
                         f"the moment {path!r} has codes of {codes.dtype.name}, and scheme {scheme!r} those of "
-                        f"{codec.dtype}: another scheme has made them; go on with that, or make a new state by init"
+                        f"{codec.dtype}: another scheme made them, or they were cast; make a new state by init"
                     )
                 return Moment(path, codec, signed, Coded(codes, *rest))
 
@@ -285,7 +287,7 @@ def describe_state(state: Any) -> dict[str, str]:
                 why = (
                     f"fewer than {_FEWEST} elements"
                     if codes.size < _FEWEST
-                    else "by its name, or it has no such axis, or none that groups divide"
+                    else "named in float32, or no axis that groups divide"
                 )
                 rows[row] = f"{codes.dtype}: {why}"
     return rows
@@ -323,7 +325,7 @@ def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
         node for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)) if isinstance(node, kinds)
     ]
     if found and isinstance(found[0], QuantizedState):
-        raise ValueError("quantize_state is given an optimizer that has one in it; one of them alone codes the moments")
+        raise ValueError("quantize_state(tx, …): tx has a quantize_state in it already; leave one of the two out")
     if found:
         raise ValueError(
             "quantize_state hands float32 parameters to its optimizer, and that rounds them to bfloat16; put "
@@ -366,7 +368,7 @@ def _group(path: str, largest: int, x: Any, shards: Shards, axis: int) -> int | 
         return None
     size, most = x.shape[axis], shards(path, axis) if callable(shards) else shards
     if most < 1:
-        raise ValueError(f"quantize_state was given shards of {most} for {path!r}; at least one device has a moment")
+        raise ValueError(f"shards(path, axis) of quantize_state must be at least 1, got {most} for {path!r}")
     for devices in range(most, 0, -1):
         if most % devices == 0 and size % devices == 0:
             part = size // devices

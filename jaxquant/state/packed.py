@@ -119,9 +119,11 @@ def unpack(quant_state: Any) -> Any:
     for group in quant_state.groups:
         stacks = fields_of(group.fields, PACKED)
         if (rank := stacks["scale"].ndim) != group.rank:
+            way = (
+                "unpack an ensemble inside of jax.vmap" if rank > group.rank else "pack each member inside of jax.vmap"
+            )
             raise ValueError(
-                f"packed quant state has scales of rank {rank} and was packed with rank {group.rank}, as if it were an "
-                "ensemble's: unpack it inside of jax.vmap"
+                f"packed quant state has scales of rank {rank} and was packed with rank {group.rank}; {way}"
             )
         parts = {field: _unstack(stack) for field, stack in stacks.items()}
         for number, (path, tensor) in enumerate(group.rows):

@@ -76,8 +76,7 @@ def _with_bins(quant_state: Tree, like: Tree | None) -> dict[Any, Any]:
             continue
         fields = {field: _in_float32(value) for field, value in fields_of(new, tensor).items()}
         if BINS not in fields:
-            make = functools.partial(delayed.empty_bins, tuple(fields[HISTORY].shape[:-1]))
-            fields[BINS] = _made(make, fields[HISTORY], like=own and own[BINS])
+            fields[BINS] = _made(lambda x: delayed.empty_bins(x.shape[:-1]), fields[HISTORY], own and own[BINS])
         new |= flat({tensor: fields})
     return new
 
@@ -94,15 +93,15 @@ def _in_float32(value: Any) -> Any:
     return value.astype(jnp.float32)
 
 
-def _made(make: Callable[..., Any], beside: Any, *given: Any, like: Any) -> Any:
-    """Make bins beside an array, or their shape beside a shape, where ``like`` lies."""
+def _made(make: Callable[[Any], Any], source: Any, like: Any) -> Any:
+    """Make an array of another one, or a shape of a shape, placed as ``like`` is, where that is known."""
     sharding = getattr(like, "sharding", None)
-    if isinstance(beside, jax.ShapeDtypeStruct):
-        made = jax.eval_shape(make, *given)
+    if isinstance(source, jax.ShapeDtypeStruct):
+        made = jax.eval_shape(make, source)
         return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(beside, Tracer):
-        return make(*given)
-    return jax.jit(make, out_shardings=sharding)(*given)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(source, Tracer):
+        return make(source)
+    return jax.jit(make, out_shardings=sharding)(source)
 
 
 def warmed_as(observation: Tree, quant_state: Tree) -> Any:
@@ -154,5 +153,5 @@ def _warmed(quant_state: Tree) -> dict[Any, Any]:
             has_history = is_shape or bool(delayed.has_history(fields).all())
             if has_history != delayed.is_warm(fields):
                 fit = functools.partial(delayed.fit_bins, is_warm=has_history)
-                new |= flat({tensor: {BINS: _made(fit, fields[BINS], fields[BINS], like=fields[BINS])}})
+                new |= flat({tensor: {BINS: _made(fit, fields[BINS], fields[BINS])}})
     return new

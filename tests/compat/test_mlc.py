@@ -264,6 +264,7 @@ def test_what_does_not_fit_a_linear_layer_is_refused_by_name(change, error, mess
         (lambda x, w, s: mlc.block_scale_experts(x[:, :9], w, s, np.array([1, 4])), ValueError, "end in the K of"),
         (lambda x, w, s: mlc.block_scale_experts(x[None], w, s, [1, 4]), ValueError, r"x must be \[tokens, K\]"),
         (lambda x, w, s: mlc.block_scale_linear(x, w[0], s[0], block_size=32), TypeError, r"must be \(rows, columns\)"),
+        (lambda x, w, s: mlc.absorb(w[0], s[0], 2, 16, 16, np.int64(16)), TypeError, "rows, columns"),
         (lambda x, w, s: mlc.absorb(w[0, 0], s[0], 2, 128, 128), ValueError, r"weight must be \[rows, C\], got"),
         (lambda x, w, s: mlc.skip_reason("mlp.up", 8, "mlp"), TypeError, "must be a list of modules, got 'mlp'"),
         (lambda x, w, s: mlc.block_scale_bmm(x[None], w, s), ValueError, r"\(1, 4, 96\) must be \[H, M, K\] with as"),

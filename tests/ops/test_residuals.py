@@ -106,7 +106,7 @@ def test_save_quantized_keeps_it():
 def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="argnums has 2, and gate was called with 2 arguments"):
         jaxquant.compress_residuals(gate, (0, 2))(jnp.ones(16), jnp.ones(16))
-    with pytest.raises(TypeError, match="gate was called with b by name; hand over arguments by place"):
+    with pytest.raises(TypeError, match="gate was called with b by name; pass arguments by position"):
         jaxquant.compress_residuals(gate)(jnp.ones(16), b=jnp.ones(16))
     compressed = jaxquant.compress_residuals(lambda x: x**3)
     with pytest.raises(NotImplementedError, match=r"second derivatives through .*compress_residuals"):

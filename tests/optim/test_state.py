@@ -91,9 +91,9 @@ def test_what_is_said_of_each_moment():
     assert {path.removeprefix("a/0/"): row for path, row in rows.items() if "mu" in path} == {
         "mu/layer/kernel": "float8_e4m3fn, groups of 128, 1.039 bytes an element",
         "mu/layer/bias": "float32: fewer than 4096 elements",
-        "mu/flat": "float32: by its name, or it has no such axis, or none that groups divide",
+        "mu/flat": "float32: named in float32, or no axis that groups divide",
         "mu/odd": "float8_e4m3fn, groups of 127, 1.039 bytes an element",
-        "mu/prime": "float32: by its name, or it has no such axis, or none that groups divide",
+        "mu/prime": "float32: named in float32, or no axis that groups divide",
         "mu/empty": "float32: fewer than 4096 elements",
         "mu/scalar": "float32: fewer than 4096 elements",
     }
@@ -213,10 +213,13 @@ REFUSED = {
     "put stochastic_round or compensated_round behind it": lambda: quantize_state(
         optax.chain(optax.adam(1e-3), stochastic_round()), "fp8_coat"
     ).init(PARAMS),
-    "one of them alone codes the moments": lambda: quantize_state(
+    "has a quantize_state in it already; leave one of the two out": lambda: quantize_state(
         quantize_state(optax.adam(1e-3), "fp8_coat"), "fp8_coat"
     ).init(PARAMS),
-    "was given shards of 0 for '0/mu/": lambda: quantize_state(optax.adam(1e-3), "fp8_coat", shards=0).init(PARAMS),
+    "takes shards of at least 1, got 0": lambda: quantize_state(optax.adam(1e-3), "fp8_coat", shards=0),
+    "must be at least 1, got 0 for '0/mu/": lambda: quantize_state(
+        optax.adam(1e-3), "fp8_coat", shards=lambda path, axis: 0
+    ).init(PARAMS),
 }
 
 
@@ -232,7 +235,7 @@ def test_a_state_of_another_scheme_is_refused():
         other = quantize_state(optax.adam(1e-3), scheme).init(PARAMS)
         with pytest.raises(ValueError, match=f"codes of {made}, and scheme 'int8_dynamic' those of uint8: another"):
             tx.update(PARAMS, other, PARAMS)
-    with pytest.raises(TypeError, match="a state of quantize_state is wanted, got tuple"):
+    with pytest.raises(TypeError, match="takes the state that its init made, got tuple"):
         tx.update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
 
 

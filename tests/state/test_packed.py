@@ -231,9 +231,12 @@ def test_what_is_wrong_with_packed_state_is_said_of_the_layer():
     with pytest.raises(ValueError, match=r"has shape \(3, 2049\) at 'last/input_amax_bins' and .* shape \(3, 2048\)"):
         state.update(warm, state.no_observation(packed))
     two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
-    with pytest.raises(ValueError, match=r"scales of rank \d and was packed with rank \d, as if .* an ensemble's"):
+    with pytest.raises(ValueError, match=r"scales of rank \d and was .* rank \d; unpack an ensemble inside"):
         state.unpack(two)
     assert_same(jax.tree.map(lambda leaf: leaf[1], jax.vmap(state.unpack)(two)), state.unpack(packed))
+    whole = state.pack(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), loop.start))
+    with pytest.raises(ValueError, match=r"pack each member inside of jax\.vmap"):
+        jax.vmap(state.unpack, in_axes=1)(whole)
     with pytest.raises(ValueError, match="quant state has 'last' and the model's has stack; restore it"):
         state.with_bins(state.strip_bins(other), like=state.pack({"stack": loop.start["stack"]}))
     variables = {"params": PARAMS, state.OVERWRITE_WITH_GRADIENT: packed}
