@@ -3,7 +3,7 @@
 
 scripts/lines.py           the rooms of the working tree, beside their budgets in pyproject.toml
 scripts/lines.py FOLDER    of another checkout
-scripts/lines.py --files   the files of package and program with what each is for, as docs/about/house.md lists them
+scripts/lines.py --files   the files of package, program and commands, as docs/about/house.md lists them
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def count(root: Path = ROOT) -> dict[str, int]:
 
 
 def describe_files(root: Path = ROOT) -> str:
-    """List the files of package and training program with the first sentence of their docstrings, as Markdown."""
-    listed = ["git", "ls-files", "jaxquant/*.py", "train/*.py"]
+    """List the files of package, program and commands with the first sentence of their docstrings, as Markdown."""
+    listed = ["git", "ls-files", "jaxquant/*.py", "train/*.py", "scripts/*.py"]
     tracked = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
     lines = []
     for path in tracked.stdout.splitlines():
@@ -69,7 +69,7 @@ def budgets(root: Path = ROOT) -> dict[str, int]:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Count the lines of code of every room.")
-    parser.add_argument("--files", action="store_true", help="list the files of the package instead")
+    parser.add_argument("--files", action="store_true", help="list the files instead")
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, metavar="FOLDER", help="a checkout; default: this")
     options = parser.parse_args(words)
     root = options.root

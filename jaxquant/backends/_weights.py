@@ -1,4 +1,4 @@
-"""Shared by ops on converted kernels: the static scale of their activation, and errors about such kernels."""
+"""The static scale of a converted kernel's activation, also of experts without tokens; errors about such kernels."""
 
 from __future__ import annotations
 

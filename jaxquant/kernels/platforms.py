@@ -1,4 +1,4 @@
-"""Where a kernel runs: compiled on TPUs and GPUs, interpreted on CPUs, never where a compiler may cut its operands."""
+"""Where a kernel runs: on TPUs, on GPUs by their names, interpreted on CPUs, never where compilers may cut operands."""
 
 from __future__ import annotations
 
