@@ -108,7 +108,8 @@ _Layers = dict[str, list[LabeledContraction]]
 def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
     layers: _Layers = {path: [] for path, report in decide.reports.items() if report.recipe}
     for each in labeled:
-        if each.path in layers or ((decision := decide(each)) is not None and any(decision.wanted.values())):
+        is_own = each.path in layers and each.matmul != "update"
+        if is_own or ((decision := decide(each)) is not None and any(decision.wanted.values())):
             layers.setdefault(each.path, []).append(each)
     return layers
 
@@ -227,6 +228,8 @@ class _Decider:
 
     def __call__(self, each: LabeledContraction) -> _Decision | None:
         """Decide about a contraction; None for what is no linear layer."""
+        if each.matmul == "update":
+            return None
         if each.path in self.reports:
             report = self.reports[each.path]
             wanted = {name: report.dtypes[name].elements for name in MATMULS}
@@ -239,7 +242,8 @@ class _Decider:
         recipe, reason = decision.recipe, decision.reason
         if recipe is not None and decision.rule is None:
             excluded = self.floats.get(each.path, "")
-            if not excluded and not forward.dtypes.is_low:
+            dtypes = forward.dtypes
+            if not excluded and not (dtypes.is_low or dtypes.lhs.rounded_to or dtypes.rhs.rounded_to):
                 # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
                 excluded = self._exclusion(forward, recipe)
             recipe, reason = (None, excluded) if excluded else (recipe, reason)
@@ -344,6 +348,8 @@ def _holds(found: str, wanted: str) -> bool:
 
 
 def _float_reason(each: LabeledContraction, decide: _Decider) -> str:
+    if each.matmul == "update":
+        return "computed from gradients: of the optimizer"
     forward = each.forward or each
     site = forward.site
     if site is not None and any(name.rpartition("/")[2] == "embedding" for name in site.names):

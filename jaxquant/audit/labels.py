@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxquant.audit.dataflow import Contraction, Value
+from jaxquant.audit.dataflow import Contraction, Value, ancestors
 from jaxquant.audit.parameters import Reading, contains
 from jaxquant.audit.scales import Origin, origin
 from jaxquant.core.hadamard import SCOPE
@@ -34,7 +34,7 @@ class LabeledContraction:
       op_label: "dlhs" or "drhs" where the quantized op's own scopes say so.
       is_backward, is_recomputed: within the backward pass; a forward matmul done again there.
       path: "/"-joined module path.
-      matmul: "fwd", "dlhs", "drhs", or "bwd" where it cannot be told which of the two.
+      matmul: "fwd", "dlhs", "drhs", "bwd" where it cannot be told which of the two, or "update", of an optimizer.
       swapped: its operands stand in another order than activation · weight, grad · weight, activation · grad.
       forward: the forward contraction that a backward one belongs to, where it was found; itself for a forward one.
     """
@@ -62,6 +62,14 @@ class LabeledContraction:
         if self.site is not None and self.site.side is not None:
             return self.site.side
         return self.given[-1] if self.given else None
+
+    @property
+    def kept_side(self) -> int:
+        """Which operand of a backward contraction the forward one kept, where nothing shows it.
+
+        jax and the quantization libraries put the gradient first, but not in a grouped matmul's gradient of the weight.
+        """
+        return 0 if self.op_label == "drhs" and self.contraction.operation == "ragged_dot_general" else 1
 
     @property
     def operands(self) -> tuple[tuple[Value, Origin], ...]:
@@ -116,7 +124,19 @@ def label_contractions(
         else:
             each.path = each.path or _path(each, "", known)
             each.matmul = each.op_label or "bwd"
+            each.swapped = each.op_label == "drhs" and each.kept_side == 1
+    _mark_updates(forward, backward)
     return read, reading
+
+
+def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
+    """Mark what an optimizer multiplies, as Muon does: what is computed from gradients and has none of its own."""
+    used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
+    for each in forward:
+        if gradients and each.site is None and not each.is_recomputed and each not in used:
+            operands = each.contraction.lhs, each.contraction.rhs
+            if not gradients.isdisjoint(ancestors(operands, stop=gradients.__contains__)):
+                each.matmul = "update"
 
 
 def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
@@ -134,8 +154,9 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
         has_grads_path = each.site is not None and each.op_label == "drhs"
         if (each.scopes or not each.path) and (has_grads_path or not of_path):
             near = [other for other in forward if not each.scopes or other.scopes == each.scopes]
+            near = near or [other for other in forward if _collapsed(other.scopes) == _collapsed(each.scopes)]
             close = [other for other in near if _distance(each, other) < 2]
-            alike = [other for other in near if each.scopes and _distance(each, other) == 2]
+            alike = [other for other in near if each.scopes and 1 < _distance(each, other) < 4]
             choice = close or alike or of_path
         if choice:
             each.forward = min(choice, key=lambda other: (_distance(each, other), each.site is None and other in taken))
@@ -146,12 +167,14 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
     """Return 0 where one can be a gradient of the other, and what they share has the same dtype; 1 where it has not.
 
-    Else 2 where the gradient is as large as one of the operands, and 3 where it is not.
+    Else 2 where the gradient is as large as one of the operands, and what was kept as the other; 3 where only the
+    gradient is, and 4 where it is not.
     """
     sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size
+    kept = (backward.contraction.lhs.size, backward.contraction.rhs.size)[backward.kept_side]
     shared = [pair for pair in _same_source(backward, forward) if sizes[1 - pair[1]] == out]
     dtypes = (int(backward.origins[mine].dtype != forward.origins[theirs].dtype) for mine, theirs in shared)
-    return min(dtypes, default=2 if out in sizes else 3)
+    return min(dtypes, default=2 if (out, kept) in (sizes, sizes[::-1]) else 3 if out in sizes else 4)
 
 
 def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:
@@ -184,6 +207,11 @@ def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
     return scopes
 
 
+def _collapsed(scopes: Sequence[str]) -> list[str]:
+    """Drop what follows its like: a lifted rematerialization repeats the name of what it lifts in the backward pass."""
+    return [scope for scope, _ in itertools.groupby(scopes)]
+
+
 def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[tuple[int, int]]:
     sides = [(mine, theirs) for mine in (0, 1) for theirs in (0, 1)]
     mine, theirs = ([found.source for found in both.origins] for both in (each, forward))
@@ -193,11 +221,11 @@ def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[
 def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
     """Return the matmul and which of its operands is the forward's, activation being lhs and weight rhs.
 
-    Where the side cannot be told it is the second: jax and the quantization libraries put the gradient first.
+    Where the side cannot be told it is ``kept_side``.
     """
     names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
     shared = _same_source(each, forward)
-    side, operand = shared[0] if len(shared) == 1 else (1, None)
+    side, operand = shared[0] if len(shared) == 1 else (each.kept_side, None)
     if each.op_label:  # the op's own lhs and rhs are those of the executed forward matmul
         return names[0 if each.op_label == "drhs" else 1], side
     if operand is not None:

@@ -30,7 +30,8 @@ class Row:
     Attributes:
       path: "/"-joined path of the parameter, as rules spell it, or of the name scopes around it; "" for a contraction
         that has neither, and for a parameter that is a whole argument.
-      matmul: "fwd", "dlhs", "drhs", or "bwd" for a backward matmul of which it cannot be told.
+      matmul: "fwd", "dlhs", "drhs", "bwd" for a backward matmul of which it cannot be told, or "update" for one of an
+        optimizer, as Muon's.
       operation: "dot_general", "ragged_dot_general", "conv_general_dilated", or "pallas_call" for one in a kernel.
       lhs_shape, rhs_shape: shapes of the operands; of one block in a kernel, of one shard under ``shard_map``.
       dtypes: of both operands; ``str`` of it spells them as ``trace.report.Row`` does.

@@ -6,6 +6,7 @@ loop's body is read until what is known of its carry no longer changes.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Hashable, Iterator, Sequence
@@ -25,11 +26,14 @@ from jaxquant.trace.structure import steps_of
 JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
-_PICKING = frozenset({"gather", "dynamic_slice"})
+PICKING = frozenset({"gather", "dynamic_slice"})
+"""Operations that take a part of an array by indices."""
 _ALIKE = frozenset({"convert_element_type", "sharding_constraint"})
 """What each layer does to a tensor before it contracts it; with equal parameters it makes equal tensors of one."""
 _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
+_ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice", "scatter", "scatter-add"})
+"""Others, of which the reason of a contraction tells where the matrix is as large as what was made of it."""
 _OF_PARAMETERS = "both operands are made of parameters alone"
 _WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
 
@@ -77,6 +81,9 @@ class Analysis:
         *,
         root_is_layer: bool = False,
     ) -> None:
+        paths = collections.Counter("/".join(name) for name in names)
+        if inputs is None and (twice := next((path for path, count in paths.items() if count > 1), None)) is not None:
+            raise ValueError(f"two parameters have the path {twice!r}; rename one of them")
         self._names, self._layers, self._shapes = names, layer_names(names, root_is_layer), shapes
         self._is_step = inputs is not None
         self.found: dict[tuple[int, ...], Contraction] = {}
@@ -216,7 +223,11 @@ class Analysis:
         self, jaxpr: Any, consts: list[Flow], carry: list[Flow], slices: list[Flow], place: Place
     ) -> tuple[Plan, list[Flow]]:
         """Read a loop's body until what is known of its carry stays. Returns the carry and what it stacks."""
+        noted = len(self._readers), set(self.looked_up), set(self.mixed)
         while True:
+            # What was noted with less known of the carry, as zeros that it begins with, is taken back.
+            del self._readers[noted[0] :]
+            self.looked_up, self.mixed = set(noted[1]), set(noted[2])
             body, outs = self._run(jaxpr, [*consts, *carry, *slices], place)
             new = [
                 each if self._is_trained(each, var.aval) else flows.either((each, out), "is carried by a loop")
@@ -298,7 +309,12 @@ class Analysis:
                 site.is_normalized = True
         if out.is_data and name in _MIXING:
             return self._met_data(out, ins)
-        if out.is_data and name in _PICKING and ins[0].leaves:
+        if out.is_data and name in _ADDING and not self._is_step:
+            leaves = {leaf for each in ins for leaf in each.leaves or ()}
+            shape = tuple(eqn.outvars[0].aval.shape)
+            added = {(leaf.index, -1) for leaf in leaves if self._shapes[leaf.index][len(leaf.stack) :] == shape}
+            return dataclasses.replace(out, picked=out.picked | added) if len(shape) > 1 else out
+        if out.is_data and name in PICKING and ins[0].leaves:
             rank = sum(size > 1 for size in eqn.params["slice_sizes"])
             if rank <= 1:
                 self.looked_up |= {leaf.index for leaf in ins[0].leaves}
@@ -379,7 +395,7 @@ class Analysis:
     def _explain_no_weight(self, site: Contraction, operands: Sequence[Flow], place: Place) -> None:
         met = [index for each in operands for index, rank in each.picked if rank > 1]
         if met:
-            self.mixed.update(() if place.closed else met)
+            self.mixed.update(() if place.closed or place.is_backward else met)
             site.names = tuple(sorted({"/".join(self._names[index]) for index in met}))
             site.path = self.path(sorted(set(met)))
             site.is_out_of_reach = True
@@ -388,6 +404,8 @@ class Analysis:
             site.path = site.scope
             is_product = any(each.is_product for each in operands)
             site.reason = _WITH_PRODUCT if is_product else "no operand is made of parameters alone"
+            if added := {"/".join(self._names[index]) for each in operands for index, rank in each.picked if rank < 0}:
+                site.reason += f" (data was added to {', '.join(map(repr, sorted(added)))})"
 
     def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
         """Set the batch axes and the number of outputs."""

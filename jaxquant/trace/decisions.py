@@ -16,7 +16,8 @@ from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
 from jaxquant.state import watch
 from jaxquant.trace import contract, paths
-from jaxquant.trace.analysis import Analysis
+from jaxquant.trace.analysis import PICKING, Analysis
+from jaxquant.trace.flow import Lost
 from jaxquant.trace.plan import Contraction, Key, Plan
 
 
@@ -248,7 +249,7 @@ def _check_sizes(site: Contraction) -> None:
 
 
 def _check_sparsity(plan: Plan) -> None:
-    """Refuse N:M sparsity of a weight that is read in two layouts: it has one mask.
+    """Refuse N:M sparsity of a weight that is read in two layouts, or in parts: it has one mask.
 
     Raises:
       NotImplementedError: names the layer.
@@ -256,12 +257,16 @@ def _check_sparsity(plan: Plan) -> None:
     layouts: dict[Key, Any] = {}
     for site in plan.chosen:
         layout = site.route, site.weight_axes
-        is_sparse = site.recipe is not None and site.recipe.sparsity is not None and site.route is not None
-        if is_sparse and layouts.setdefault(site.key, layout) != layout:
+        if site.recipe is None or site.recipe.sparsity is None or site.route is None:
+            continue
+        why = "" if layouts.get(site.key, layout) == layout else "is read in two layouts"
+        if isinstance(site.route, Lost) and (site.key in layouts or site.route.why in PICKING):
+            why = f"is made by {site.route.why}, so that it may be read in parts,"
+        if why:
             raise NotImplementedError(
-                f"weight_sparsity at {site.path!r}, whose weight is read in two layouts and has one mask; leave it "
-                "dense by a rule"
+                f"weight_sparsity at {site.path!r}, whose weight {why} and has one mask; leave it dense by a rule"
             )
+        layouts[site.key] = layout
 
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:

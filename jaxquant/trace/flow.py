@@ -111,7 +111,8 @@ class Flow:
       is_closure: whether an array that the function closes over is in it.
       after: parameter contractions that it comes from with no other of these between.
       marks: of the contractions that it comes from with no contraction of any kind between, how it depends on them.
-      picked: leaves that data was mixed into, or picked from, with the number of their axes that are left.
+      picked: leaves that data was mixed into, or picked from, with the number of their axes that are left; -1 where
+        data was added.
       is_product: whether it is made of a product of parameters, such as learned queries times their kernel: no weight.
       route: how it is made of leaves, None where no leaf is in it or a contraction is between.
     """

@@ -162,7 +162,8 @@ def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend) 
             row = dataclasses.replace(row, reason="quantization is off")
         elif _is_lost_kernel(site) and path not in mixed:
             decision = resolver(path, site.out_features)
-            asked = decision_fields(decision.recipe, decision.reason, backend, site.operation, site.dtype)
+            why = f"{decision.reason}; out of reach: {site.reason}"
+            asked = decision_fields(decision.recipe, why, backend, site.operation, site.dtype)
             row = dataclasses.replace(row, **asked)
         inputs = tuple(each.shapes[1 - each.side] for each in sites if each.side is not None)
         beside = analysis.shapes_beside(min(site.leaves, key=lambda leaf: leaf.index)) if site.leaves else {}

@@ -201,6 +201,36 @@ def test_layers_of_a_scan_are_counted(string, backend, remat):
     assert times == expected
 
 
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(32, name="wo")(nn.silu(nn.Dense(16, name="wi")(x)))
+
+
+class Lifted(nn.Module):
+    """A scan of a rematerialized function of a block, whose backward scopes repeat the function's name."""
+
+    policy: object
+
+    def setup(self):
+        self.layers = Residual()
+
+    def __call__(self, x):
+        block = nn.remat(lambda m, x, _: m(x), policy=self.policy, prevent_cse=False)
+        axes = {"params": 0, "_overwrite_with_gradient": 0}
+        scan = nn.scan(lambda *args: (block(*args), None), length=2, variable_axes=axes, split_rngs={"params": True})
+        return scan(self.layers, x, jnp.arange(2))[0].sum()
+
+
+@pytest.mark.parametrize("policy", [None, jaxquant.save_matmuls, jaxquant.save_quantized])
+def test_a_gradient_of_a_lifted_rematerialization_has_its_layer_and_its_order(policy):
+    step, args, layers = gradient(Lifted(policy), {"quantization": "fp8", "quant_backend": "native"})
+    found = jaxquant.coverage(step, *args, layers=layers)
+    found.check()
+    drhs = {row.path: str(row.dtypes) for row in found.rows if row.matmul == "drhs"}
+    assert drhs == dict.fromkeys(("layers/wi", "layers/wo"), "float8_e4m3fn × float8_e5m2")
+
+
 SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)
 
 

@@ -42,6 +42,20 @@ def test_a_layer_tells_its_options_and_the_shapes_that_meet_in_it():
     assert layer.precision == (jax.lax.Precision.HIGH, jax.lax.Precision.HIGH)
 
 
+def test_a_kernel_out_of_reach_says_so_beside_what_was_asked():
+    class Clipped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            forward = lambda layer, x: nn.vjp(lambda layer, x: layer(x), layer, x)  # noqa: E731
+            clipped = nn.custom_vjp(lambda layer, x: layer(x), forward, lambda vjp, g: vjp(jnp.clip(g, -1, 1)))
+            return clipped(nn.Dense(4, name="inner"), x) + nn.Dense(4, name="other")(x)
+
+    inner, other = describe_layers(Clipped(), {"quantization": "fp8", "quant_backend": "native"}, X)
+    assert inner.recipe == other.recipe == "fp8"
+    assert inner.reason.startswith("quantization 'fp8'; out of reach: inside custom_vjp_call of ")
+    assert other.reason == "quantization 'fp8'"
+
+
 @pytest.mark.parametrize(
     ("equation", "lhs", "rhs"),
     [

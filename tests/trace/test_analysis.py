@@ -171,6 +171,23 @@ def test_scales_and_biases_give_no_reasons():
     assert layers(fn, p, X) == {"l": QUANTIZED}
 
 
+@pytest.mark.parametrize(
+    "change", [lambda w, z: w + z, lambda w, z: jnp.maximum(w, z), lambda w, z: w.at[1:3].add(z[1:3])]
+)
+def test_a_weight_that_data_was_added_to_is_named(change):
+    fn = lambda p, x, z: x @ change(p["w"], z) + x @ p["v"]  # noqa: E731
+    rows = jaxquant.quantize(fn, FP8).report({"w": SQUARE, "v": SQUARE}, X, SQUARE)
+    assert {row.reason for row in rows if row.recipe is None} == {
+        "no operand is made of parameters alone (data was added to 'w')"
+    }
+
+
+def test_two_parameters_of_one_path_are_refused():
+    fn = lambda p, x: x @ p["a/b"]["w"] + x @ p["a"]["b"]["w"]  # noqa: E731
+    with pytest.raises(ValueError, match="two parameters have the path 'a/b/w'; rename one"):
+        jaxquant.quantize(fn, FP8).init({"a/b": {"w": SQUARE}, "a": {"b": {"w": SQUARE}}}, X)
+
+
 HEAD, ROUTER = "output head", "router"
 
 

@@ -201,6 +201,21 @@ def test_a_kernel_of_another_recipe_is_refused_whose_elements_are_the_same(made,
         second(first.convert(p, {}, x), {}, x)
 
 
+@pytest.mark.parametrize(
+    "begin", [lambda p: jnp.zeros((4, 16)), lambda p: jnp.broadcast_to(p["h"], (4, 16))], ids=["zeros", "learned"]
+)
+def test_a_recurrent_weight_is_converted_whatever_its_state_begins_with(begin):
+    def fn(p, xs):
+        return jax.lax.scan(lambda h, x: (jnp.tanh(x @ p["wx"] + h @ p["wh"]), None), begin(p), xs)[0]
+
+    p = {"wx": normal(0, 16, 16), "wh": normal(1, 16, 16), "h": normal(2, 16)}
+    q = jaxquant.quantize(fn, {"quantization": "mxfp8", "quant_backend": "native", "strict": True})
+    served = q.convert(p, {}, normal(3, 5, 4, 16))
+    assert {name for name, leaf in served.items() if isinstance(leaf, ConvertedKernel)} == {"wx", "wh"}
+    xs = normal(3, 5, 4, 16)
+    np.testing.assert_array_equal(jax.jit(q)(served, {}, xs), jax.jit(q)(p, {}, xs))
+
+
 def test_shapes_alone():
     q = jaxquant.quantize(lambda p, x: x @ p["w"], FP8)
     p, x = {"w": shape(8, 4)}, shape(2, 8)

@@ -63,6 +63,21 @@ def test_one_weight_in_two_layouts_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("fn", "w"),
+    [
+        (lambda p, x: x @ p["w"][:, :8] + x @ p["w"][:, 8:], (8, 16)),
+        (lambda p, x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["w"][i]), x), (3, 8, 8)),
+    ],
+)
+def test_one_mask_of_several_parts_is_refused(fn, w):
+    q = jaxquant.quantize(fn, SPARSE | {"weight_sparsity_start_step": 1})
+    with pytest.raises(NotImplementedError, match=r"at 'w', whose weight is made by (dynamic_)?slice.* has one mask"):
+        q.init({"w": normal(0, *w)}, normal(2, 2, 8))
+    one = jaxquant.quantize(lambda p, x: x @ p["w"][:, :8], SPARSE | {"weight_sparsity_start_step": 1})
+    assert one.init({"w": normal(0, 8, 16)}, normal(2, 2, 8))["w"]["sparsity_mask"].shape == (8, 8)
+
+
+@pytest.mark.parametrize(
     ("config", "text"),
     [
         (

@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from jaxquant.audit.coverage import of_trace
+from train.data import make_iterators
 from train.loop import prepare
 from train.report import load_runs, render
+from train.step import build, check_step
 
 LAYERS = 2
 LINEAR = ["self_attention/query", "self_attention/key", "self_attention/value", "self_attention/out"] + [
@@ -31,6 +34,37 @@ def test_coverage_json_has_every_matmul_of_the_step(finished):
     assert layers["layers/self_attention"]["times"] == 2 * 3 * LAYERS
     assert layers["token_embedder"]["reason"] == "embeddings stay float"
     assert coverage["missing"] == []
+
+
+def _coverage(config):
+    data = make_iterators(config, config.batch_size)
+    program = build(config, data.vocab_size)
+    traced = check_step(program, next(data.held_out()))
+    of_trace(traced, config={"quantization": config.quantization}).check()
+    return of_trace(traced, layers=program.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("string", "fields"),
+    [
+        *(("fp8", {"remat_policy": policy}) for policy in ("full", "matmuls", "quantized")),
+        ("fp8", {"remat_policy": "quantized", "num_experts": 4}),
+        ("fp8", {"remat_policy": "matmuls", "num_experts": 4, "scan_layers": False}),
+        ("fp8_block", {"remat_policy": "matmuls"}),
+        ("nvfp4", {}),
+    ],
+)
+def test_neither_rematerialization_nor_tiles_are_taken_for_another_recipe(tiny, string, fields):
+    _coverage(dataclasses.replace(tiny, quantization=string, **fields)).check()
+
+
+def test_what_the_optimizer_multiplies_is_no_forward_pass(tiny):
+    plain = _coverage(dataclasses.replace(tiny, quantization="fp8"))
+    muon = _coverage(dataclasses.replace(tiny, quantization="fp8", optimizer="muon"))
+    assert muon.share("fwd") == plain.share("fwd")
+    extra = [row for row in muon.rows if row.matmul == "update"]
+    assert {row.reason for row in extra} == {"computed from gradients: of the optimizer"}
+    assert len(muon.rows) == len(plain.rows) + len(extra) > len(plain.rows)
 
 
 def test_the_report_shows_it(finished):
