@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -104,14 +103,9 @@ def test_sigterm_saves_exits_0_and_resumes_bit_identical(finished, tiny, tmp_pat
     assert read_losses(run) == read_losses(finished(""))
 
 
-def _copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path, capsys):
-    run = _copy(finished(""), tmp_path)
+def test_another_config_is_refused_with_the_differences(copy, tiny, capsys):
     with pytest.raises(ValueError, match="is of another run") as caught:
-        train(tiny, run, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
+        train(tiny, copy, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
     lines = str(caught.value).splitlines()[1:]
     assert lines == [
         "  quantization: '' in the checkpoint, 'int8' asked",
@@ -119,8 +113,7 @@ def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path
     ]
 
 
-def test_a_finished_run_ends_again(finished, tiny, tmp_path):
-    run = _copy(finished(""), tmp_path)
-    before = json.loads((run / "summary.json").read_text())["held_out_loss"]
-    train(tiny, run)
-    assert json.loads((run / "summary.json").read_text())["held_out_loss"] == before
+def test_a_finished_run_ends_again(copy, tiny):
+    before = json.loads((copy / "summary.json").read_text())["held_out_loss"]
+    train(tiny, copy)
+    assert json.loads((copy / "summary.json").read_text())["held_out_loss"] == before
