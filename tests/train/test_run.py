@@ -19,6 +19,7 @@ from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import to_mapping
 from tests.train.conftest import ROOT, STEPS, quantized, read_lines, read_losses, train
 from train.config import TrainConfig
+from train.report import comparison_rows, load_runs
 
 STRINGS = ["", "int8", "fp8"]
 
@@ -117,3 +118,11 @@ def test_a_finished_run_ends_again(copy, tiny):
     before = json.loads((copy / "summary.json").read_text())["held_out_loss"]
     train(tiny, copy)
     assert json.loads((copy / "summary.json").read_text())["held_out_loss"] == before
+
+
+def test_a_finished_run_that_goes_on_is_unfinished_until_it_ends(copy, tiny, monkeypatch):
+    monkeypatch.setattr("train.loop._Run._reason", "a test")  # stops after each step
+    train(tiny, copy, steps=STEPS + 2)
+    assert comparison_rows(load_runs([copy]))[0]["steps"] == f"{STEPS + 1} (unfinished)"
+    train(tiny, copy, steps=STEPS + 2)
+    assert comparison_rows(load_runs([copy]))[0]["steps"] == f"{STEPS + 2}"
