@@ -155,7 +155,7 @@ class _Run:
     agreed: bool = False  # by all processes, to stop
 
     def start(self, say: Callable[[str], None]) -> None:
-        """Go on from the newest checkpoint, or begin, and write config.yml."""
+        """Go on from the newest checkpoint, or begin; write config.yml, and remove the summary where steps are left."""
         restored = self.checkpoints.restore(self.program.abstract_state, say)
         self.state = restored[0] if restored else _initial(self.program)
         if (found := self.check(self.state)) is not None:
@@ -165,6 +165,8 @@ class _Run:
             self.data.train.set_state(restored[1])
             say(f"resumed {self.run_dir} at step {int(self.state.step)}")
         if processes.is_main():
+            if int(self.state.step) < self.program.config.steps:  # a summary is that of a run which ended before
+                (self.run_dir / "summary.json").unlink(missing_ok=True)
             write_config(self.run_dir, self.program.config)
 
     def train(self) -> None:

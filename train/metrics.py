@@ -27,7 +27,8 @@ def warm_median(times: Sequence[float]) -> float | None:
 def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) -> None:
     """Drop the lines after ``step`` and those that are none, so that a resumed run writes no step twice.
 
-    A last line cut short is what a killed run leaves; of other damage ``say`` is told, and the rest is kept.
+    A change that began with the next step goes as well: the run that starts there again writes its own. A last line
+    cut short is what a killed run leaves; of other damage ``say`` is told, and the rest is kept.
     """
     if not path.exists():
         return
@@ -42,10 +43,10 @@ def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) 
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None where it is no line of numbers."""
+    """Return the step of a line, of a change the step after it; None where it is no line of numbers."""
     try:
         row = sums.read_signed(line)
-        return row["step"] if type(row["step"]) is int else None
+        return row["step"] + ("changed" in row) if type(row["step"]) is int else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -63,9 +64,10 @@ class Metrics:
         self._files: dict[str, Any] = {}
         self._events = None
         self.is_unheard = False
-        for name in ("metrics.jsonl", *(["health.jsonl"] if config.health_every else [])) if self._is_main else ():
+        for name in ("metrics.jsonl", "health.jsonl") if self._is_main else ():
             truncate_metrics(run_dir / name, first_step, self.say)
-            self._files[name] = (run_dir / name).open("a")
+            if name == "metrics.jsonl" or config.health_every:
+                self._files[name] = (run_dir / name).open("a")
         if self._is_main and config.tensorboard:
             from tensorboardX import SummaryWriter
 

@@ -146,6 +146,7 @@ def _write_tensors(
             tensors = write_layer(scheme.spec, source, module, weight)
             tensors = {end: part if part.ndim else part.reshape(scheme.scalar) for end, part in tensors.items()}
             format, back, cast = scheme.name, read_layer(scheme.spec, tensors, weight.shape).decode(), None
+        check_fits(name, weight, back, cast, format, "export with dtype float32" if cast else "use another format")
         size = 0
         for end, array in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
             # Cast while it is written: an embedding is not in memory twice.
@@ -156,6 +157,18 @@ def _write_tensors(
             progress(rows[-1])
     shards.finish(places)
     return rows
+
+
+@np.errstate(over="ignore")
+def check_fits(name: str, x: np.ndarray, back: np.ndarray, cast: Any, format: str, way_out: str) -> None:
+    """Refuse a finite tensor that is infinite in its format: ``back``, cast first, as ``sqnr`` takes it.
+
+    Raises:
+      ValueError: names the tensor, its largest magnitude and the format.
+    """
+    ends = np.array([back.min(), back.max()]).astype(cast or back.dtype)
+    if not np.isfinite(ends).all():
+        raise ValueError(f"{name} has the magnitude {max(x.max(), -x.min()):g}, too large for {format}; {way_out}")
 
 
 def sqnr(x: np.ndarray, back: np.ndarray, cast: np.dtype[Any] | None = None) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
-from jaxquant.export.folder import Row, check_divides, sqnr
+from jaxquant.export.folder import Row, check_divides, check_fits, sqnr
 from jaxquant.export.gguf_file import ALIGNMENT, U32, GgufFile, header, padded, row_bytes
 from jaxquant.export.layouts import decode_blocks, encode_blocks
 from jaxquant.export.llama import EMBEDDING, HEAD, NORM, LlamaShape
@@ -142,7 +142,7 @@ def export_gguf(
 
     Raises:
       FileExistsError: ``out`` is there.
-      ValueError: a contraction that does not divide into the format's blocks, or values that are not finite.
+      ValueError: a contraction that does not divide into the format's blocks, or values not finite or too large.
       NotImplementedError: a tokenizer that GGUF has not.
     """
     out = Path(out)
@@ -189,6 +189,8 @@ def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
     if kind == "F32":
         return weight.view(np.uint8), float("inf")
     if kind == "F16":
+        where = "GGUF type F16" if name.removesuffix(".weight") in source.shape.linears() else "every GGUF type"
+        check_fits(name, weight, weight, np.float16, f"the float16 of {where}", "export a Hugging Face folder")
         half = weight.astype(np.float16)
         return half.view(np.uint8), sqnr(weight, half, half.dtype)
     blocks = encode_blocks(kind, weight)["blocks"]

@@ -24,6 +24,7 @@ from jaxquant.optim.weights import CompensatedState, RoundState
 
 Moments = Mapping[type, Mapping[str, bool]]
 Shards = int | Callable[[str, int], int]
+Transformation = optax.GradientTransformation | optax.MultiSteps
 
 MOMENTS: Moments = MappingProxyType(
     {
@@ -213,7 +214,7 @@ class Changes:
 
 
 def update_where(
-    changes: Bool[Array, ""], tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, **extra: Any
+    changes: Bool[Array, ""], tx: Transformation, gradients: Any, state: Any, params: Any, **extra: Any
 ) -> tuple[Any, Any]:
     """Return new weights and a new state, or, where ``changes`` is False, the old ones to the bit.
 
@@ -222,7 +223,7 @@ def update_where(
 
     Args:
       changes: whether the update is made, as "loss and gradients are finite".
-      tx: an optimizer, with ``quantize_state`` in it or without.
+      tx: an optimizer, with ``quantize_state`` in it or without; ``optax.MultiSteps`` itself, too.
       gradients, state, params: of its ``update``.
       extra: further arguments of it.
 
@@ -230,12 +231,13 @@ def update_where(
       ValueError: something around a ``quantize_state`` hands it no extra arguments.
     """
     flag = Changes(changes)
-    updates, new = optax.with_extra_args_support(tx).update(gradients, state, params, changes=flag, **extra)
+    takes = tx if isinstance(tx, optax.MultiSteps) else optax.with_extra_args_support(tx)
+    updates, new = takes.update(gradients, state, params, changes=flag, **extra)
     is_quantized = lambda node: isinstance(node, QuantizedState)  # noqa: E731
     if flag.reads < sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
         raise ValueError(
-            "update_where: what is around a quantize_state hands it no extra arguments, so that it cannot leave its "
-            "state as it is; give it an update that takes and passes on **extra, as optax.chain's does"
+            "update_where: what is around a quantize_state hands it no extra arguments; give it an update that takes "
+            "and passes on **extra: of a MultiSteps m, optax.GradientTransformationExtraArgs(m.init, m.update)"
         )
 
     def choose(new: Any, old: Any) -> Any:
@@ -284,11 +286,9 @@ def describe_state(state: Any) -> dict[str, str]:
                 if part % group:
                     rows[row] += f"; a shard has {part} of {'the last axis' if axis == -1 else 'it'} and cuts them"
             elif any(f"{path}/".startswith(f"{name}/") for name in node.largest):
-                why = (
-                    f"fewer than {_FEWEST} elements"
-                    if codes.size < _FEWEST
-                    else "named in float32, or no axis that groups divide"
-                )
+                why = "named in float32, or no axis that groups divide"
+                if codes.size < _FEWEST:
+                    why = f"fewer than {_FEWEST} elements"
                 rows[row] = f"{codes.dtype}: {why}"
     return rows
 

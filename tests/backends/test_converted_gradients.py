@@ -24,11 +24,7 @@ PAIRS = [("int8", "aqt"), ("int8", "qwix"), ("fp8_full", "qwix")]  # native: ops
 
 
 def exact_gradient(params):
-    floats = jax.tree.map(
-        lambda leaf: dequantize(leaf) if is_tensor(leaf) else leaf,
-        params,
-        is_leaf=is_tensor,
-    )
+    floats = jax.tree.map(lambda leaf: dequantize(leaf) if is_tensor(leaf) else leaf, params, is_leaf=is_tensor)
     return jax.grad(lambda x: Model().apply({"params": floats}, x).sum())(X)
 
 

@@ -64,16 +64,8 @@ def test_the_head_gates_and_excluded_modules_stay_in_float():
         (STATIC, BLOCKS, "activation_scheme is 'dynamic' and use_activation_scale of .* is True"),
         ({"name": "x", "weight_block_size": [64, 64]}, BLOCKS, r"is \(64, 64\) and that of the checkpoint \(128, 64\)"),
         ({"name": "x", "kind": "group"}, BLOCKS, "quantization.kind must be one of 'block-scale', 'block-scale-quant'"),
-        (
-            DYNAMIC,
-            BLOCKS | {"fmt": "e5m2"},
-            "weight_dtype of .* is float8_e4m3fn and .*fmt float8_e5m2",
-        ),
-        (
-            DYNAMIC,
-            BLOCKS | {"activation_scheme": "none"},
-            "must be 'dynamic' or 'static', got 'none'",
-        ),
+        (DYNAMIC, BLOCKS | {"fmt": "e5m2"}, "weight_dtype of .* is float8_e4m3fn and .*fmt float8_e5m2"),
+        (DYNAMIC, BLOCKS | {"activation_scheme": "none"}, "must be 'dynamic' or 'static', got 'none'"),
         ({"name": "x", "weight_dtype": "int8"}, BLOCKS, "quantization.weight_dtype must be one of 'float8_e4m3fn'"),
         ({"name": "x", "dtype": "int8"}, BLOCKS, "quantization has no field 'dtype'"),
         ({"name": "x", "weight_block_size": [128, 0]}, BLOCKS, "weight_block_size of 'x' must be above 0"),

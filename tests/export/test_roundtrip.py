@@ -20,7 +20,7 @@ from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, export, export_experts, open_gguf
 from jaxquant.export.gguf import read_shape, to_halves, to_neighbours
-from jaxquant.export.layouts import decode_blocks, pack_int4, unpack_int
+from jaxquant.export.layouts import decode_blocks, encode_blocks, pack_int4, unpack_int
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import Kept
@@ -237,8 +237,6 @@ def test_rows_of_heads_turn_and_turn_back():
 def test_parts_of_a_large_array_are_encoded_alike():
     x = np.random.default_rng(2).normal(size=(3, 2**20)).astype(np.float32)  # more than one part, the last one short
     whole = np.asarray(codec("q8_0").encode(x)["blocks"])
-    from jaxquant.export.layouts import encode_blocks
-
     found = encode_blocks("q8_0", x)["blocks"]
     np.testing.assert_array_equal(found, whole)
     np.testing.assert_array_equal(decode_blocks("q8_0", found), np.asarray(codec("q8_0").decode({"blocks": whole})))
@@ -257,6 +255,16 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
     for name in ("ct_fp8_dynamic", "gguf_f16"):
         with pytest.raises(ValueError, match=r"q_proj.weight has values that are not finite"):
             export(source(read=broken.__getitem__), tmp_path / "a", name)
+    for tensor, value, name, dtype, message in (
+        ("model.embed_tokens", 1e5, "hf", "float16", "has the magnitude 100000, too large for float16; export with"),
+        ("model.norm", -3.4e38, "ct_int8", "bfloat16", "has the magnitude 3.4e.38, too large for bfloat16; export"),
+        ("lm_head", 65520, "gguf_q8_0", "float32", "has the magnitude 65520, too large for the float16 of every GGUF "),
+        (Q, 1e5, "gguf_f16", "float32", "100000, too large for the float16 of GGUF type F16; export a Hugging Face fo"),
+        (Q, 3e38, "ct_mxfp4", "float32", "has the magnitude 3e.38, too large for ct_mxfp4; use another format"),
+    ):
+        large = tensors() | {f"{tensor}.weight": np.full(SHAPE.tensors()[f"{tensor}.weight"], value, np.float32)}
+        with np.errstate(over="raise"), pytest.raises(ValueError, match=rf"^{tensor}.weight .*{message}"):
+            export(source(read=large.__getitem__), tmp_path / "a", name, dtype=dtype)
     assert not list(tmp_path.iterdir())
     (tmp_path / "a").mkdir()
     for name in ("hf", "gguf_f16"):

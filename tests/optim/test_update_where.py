@@ -27,6 +27,7 @@ WAYS: dict[str, Any] = {
     "updates": lambda: quantize_state(optax.adamw(1e-2), "int8_dynamic", axis=-2, implementation="pallas"),
     "kernel": lambda: quantize_state(optax.adamw(1e-2), "fp8_coat", axis=-2, apply=True, implementation="pallas"),
     "masked": lambda: optax.masked(quantize_state(optax.lion(1e-2), "int8_linear"), {"w": True, "b": False}),
+    "MultiSteps": lambda: optax.MultiSteps(quantize_state(optax.adamw(1e-2), "fp8_coat"), 2),
 }
 
 
@@ -60,5 +61,10 @@ def test_one_that_is_made_is_that_of_update(way: str):
 def test_a_state_that_is_not_told_is_an_error():
     inner = quantize_state(optax.adamw(1e-2), "fp8_coat")
     deaf = optax.GradientTransformation(inner.init, lambda u, s, p=None: inner.update(u, s, p))
-    with pytest.raises(ValueError, match="hands it no extra arguments"):
-        update_where(jnp.bool_(True), deaf, PARAMS, deaf.init(PARAMS), PARAMS)
+    steps = optax.MultiSteps(inner, 2)
+    for tx in (deaf, steps.gradient_transformation()):
+        with pytest.raises(ValueError, match=r"hands it no extra arguments.*ExtraArgs\(m.init, m.update\)$"):
+            update_where(jnp.bool_(True), tx, PARAMS, tx.init(PARAMS), PARAMS)
+    tx = optax.chain(optax.clip(1.0), optax.GradientTransformationExtraArgs(steps.init, steps.update))
+    _, (_, state) = update_where(jnp.bool_(False), tx, PARAMS, tx.init(PARAMS), PARAMS)
+    assert bits(state) == bits(steps.init(PARAMS))

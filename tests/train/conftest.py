@@ -83,6 +83,12 @@ def finished(tiny: TrainConfig, shared: Path) -> Any:
     return get
 
 
+@pytest.fixture
+def copy(finished: Any, tmp_path: Path) -> Path:
+    """Return a copy of the finished unquantized run, to be changed."""
+    return Path(shutil.copytree(finished(""), tmp_path / "run"))
+
+
 def quantized(config: TrainConfig, quantization: str) -> TrainConfig:
     return dataclasses.replace(config, quantization=quantization)
 

@@ -17,10 +17,12 @@ import optax
 import pytest
 
 from jaxquant.core.typed import to_mapping
+from tests.train.conftest import read_lines
 from train import processes, sums
 from train.checkpoint import Checkpoints, write_config
 from train.config import TrainConfig
 from train.conversion import open_parameters
+from train.metrics import Metrics
 from train.report import load_run
 from train.step import TrainState
 from train.sums import config_of
@@ -109,11 +111,8 @@ def test_every_file_has_its_sum_and_what_is_whole_comes_back(written: Path):
     assert found is not None
     assert said == []
     assert found[1] == POSITION
-    for path, leaf in jax.tree_util.tree_leaves_with_path(found[0]):
-        assert (
-            np.asarray(leaf).tobytes()
-            == np.asarray(dict(jax.tree_util.tree_leaves_with_path(make_state(2)))[path]).tobytes()
-        )
+    bits, wanted = (jax.tree.map(lambda x: np.asarray(x).tobytes(), tree) for tree in (found[0], make_state(2)))
+    assert bits == wanted
 
 
 def test_no_flipped_bit_is_silent(run: Path):
@@ -268,6 +267,19 @@ def test_a_learning_rate_changes_with_the_next_checkpoint(tmp_path: Path):
         checkpoints.save(3, make_state(3), POSITION)
     assert resume(run, slower)[0].changes == {}
     assert config_of(run / "checkpoints/3") == slower
+
+
+def test_what_a_branch_that_is_gone_wrote_goes_with_it(tmp_path: Path):
+    with Metrics(tmp_path, TrainConfig(tensorboard=False, health_every=1), 4) as metrics:
+        metrics.changed(2, {"weight_decay": (0.1, 0.2)})
+        metrics.health({"step": 4}, {"lowest": 1.0})
+        metrics.changed(4, {"learning_rate": (1e-3, 5e-4)})
+        metrics.health({"step": 5}, {"lowest": 2.0})
+    with Metrics(tmp_path, TrainConfig(tensorboard=False), 4) as metrics:
+        metrics.changed(4, {})
+    kept = [{"step": 2, "changed": {"weight_decay": [0.1, 0.2]}}, {"step": 4, "health/lowest": 1.0}]
+    assert read_lines(tmp_path) == kept
+    assert [sums.read_signed(line) for line in (tmp_path / "health.jsonl").open("rb")] == [{"step": 4}]
 
 
 def test_a_checkpoint_that_knows_no_config_is_refused(tmp_path: Path):

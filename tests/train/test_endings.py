@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,11 +21,6 @@ from train.config import TrainConfig
 from train.loop import Halted, StopRequest
 from train.metrics import Metrics
 from train.sources import open_source
-
-
-@pytest.fixture
-def copy(finished: Any, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished(""), tmp_path / "run"))
 
 
 class Closing(io.StringIO):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,6 @@ from train.step import Program, TrainState, build
 @pytest.fixture(scope="module")
 def program(tiny: TrainConfig) -> Program:
     return build(dataclasses.replace(tiny, quantization="fp8"), 320)
-
-
-@pytest.fixture
-def copy(finished: Any, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished(""), tmp_path / "run"))
 
 
 def poisoned(state: TrainState, part: str, *keys: Any, layer: int, value: float) -> TrainState:

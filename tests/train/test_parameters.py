@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,10 +66,9 @@ def _cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, Path.unlink, lambda path: os.truncate(path, 0)])
-def test_a_leaf_that_cannot_be_read_is_named(finished: Any, tmp_path: Path, damage: Callable[[Path], Any]):
-    run = Path(shutil.copytree(finished(""), tmp_path / "run"))
-    parameters = open_parameters(run)
-    for file in _data(run / f"checkpoints/{STEPS}/state"):
+def test_a_leaf_that_cannot_be_read_is_named(copy: Path, damage: Callable[[Path], Any]):
+    parameters = open_parameters(copy)
+    for file in _data(copy / f"checkpoints/{STEPS}/state"):
         damage(file)
     messages = []
     for path in parameters.stores:
@@ -78,17 +76,16 @@ def test_a_leaf_that_cannot_be_read_is_named(finished: Any, tmp_path: Path, dama
             parameters.read(path)
         except ValueError as error:
             messages.append(str(error))
-            assert messages[-1].startswith(f"{path} in {run}/checkpoints/{STEPS}/state cannot be read")
+            assert messages[-1].startswith(f"{path} in {copy}/checkpoints/{STEPS}/state cannot be read")
     assert messages
 
 
-def test_reading_changes_nothing_in_the_run(finished: Any, tmp_path: Path):
-    run = Path(shutil.copytree(finished(""), tmp_path / "run"))
-    unfinished = run / "checkpoints/27.orbax-checkpoint-tmp"
+def test_reading_changes_nothing_in_the_run(copy: Path):
+    unfinished = copy / "checkpoints/27.orbax-checkpoint-tmp"
     unfinished.mkdir()
-    before = sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
-    assert open_parameters(run).step == STEPS
-    assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+    before = sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*"))
+    assert open_parameters(copy).step == STEPS
+    assert sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*")) == before
 
 
 # How arrays are cut.

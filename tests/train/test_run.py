@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from jaxquant.config.loader import load_yaml
 from jaxquant.core.typed import to_mapping
 from tests.train.conftest import ROOT, STEPS, quantized, read_lines, read_losses, train
 from train.config import TrainConfig
+from train.report import comparison_rows, load_runs
 
 STRINGS = ["", "int8", "fp8"]
 
@@ -104,14 +104,9 @@ def test_sigterm_saves_exits_0_and_resumes_bit_identical(finished, tiny, tmp_pat
     assert read_losses(run) == read_losses(finished(""))
 
 
-def _copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path, capsys):
-    run = _copy(finished(""), tmp_path)
+def test_another_config_is_refused_with_the_differences(copy, tiny, capsys):
     with pytest.raises(ValueError, match="is of another run") as caught:
-        train(tiny, run, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
+        train(tiny, copy, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
     lines = str(caught.value).splitlines()[1:]
     assert lines == [
         "  quantization: '' in the checkpoint, 'int8' asked",
@@ -119,8 +114,15 @@ def test_another_config_is_refused_with_the_differences(finished, tiny, tmp_path
     ]
 
 
-def test_a_finished_run_ends_again(finished, tiny, tmp_path):
-    run = _copy(finished(""), tmp_path)
-    before = json.loads((run / "summary.json").read_text())["held_out_loss"]
-    train(tiny, run)
-    assert json.loads((run / "summary.json").read_text())["held_out_loss"] == before
+def test_a_finished_run_ends_again(copy, tiny):
+    before = json.loads((copy / "summary.json").read_text())["held_out_loss"]
+    train(tiny, copy)
+    assert json.loads((copy / "summary.json").read_text())["held_out_loss"] == before
+
+
+def test_a_finished_run_that_goes_on_is_unfinished_until_it_ends(copy, tiny, monkeypatch):
+    monkeypatch.setattr("train.loop._Run._reason", "a test")  # stops after each step
+    train(tiny, copy, steps=STEPS + 2)
+    assert comparison_rows(load_runs([copy]))[0]["steps"] == f"{STEPS + 1} (unfinished)"
+    train(tiny, copy, steps=STEPS + 2)
+    assert comparison_rows(load_runs([copy]))[0]["steps"] == f"{STEPS + 2}"
