@@ -73,19 +73,20 @@ def kernels_of(params: Any) -> set[str]:
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if is_tensor(leaf)}
 
 
-def convert_linen(model: nn.Module, config: dict[str, Any], x: Any, variables: Any = None) -> Any:
+def convert_linen(model: nn.Module, config: dict[str, Any], x: Any, variables: Any = None, **options: Any) -> Any:
     """Convert a model's variables, check that they serve the bits that they trained, and return them.
 
     Args:
       variables: those of the quantized model; made of random numbers where none are given.
+      options: of ``jax.jit``, for both forward passes.
     """
     trained = jaxquant.maybe_quantize_model(model, config, x)
     if variables is None:
         variables = filled(jax.eval_shape(trained.init, {"params": jax.random.key(1), "quant": jax.random.key(2)}, x))
-    expected = jax.jit(lambda v: trained.apply(v, x, rngs={"quant": jax.random.key(3)}))(variables)
+    expected = jax.jit(lambda v: trained.apply(v, x, rngs={"quant": jax.random.key(3)}), **options)(variables)
     converted = jaxquant.convert(variables, config, x, model=model)
     serving = jaxquant.maybe_quantize_model(model, {**config, "checkpoint_is_quantized": True}, x)
-    np.testing.assert_array_equal(jax.jit(serving.apply)(converted, x), expected)
+    np.testing.assert_array_equal(jax.jit(serving.apply, **options)(converted, x), expected)
     return converted
 
 

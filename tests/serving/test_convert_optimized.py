@@ -1,16 +1,20 @@
 """The served model to the bits of the trained one as users compile them, one recipe of each kind, in bfloat16.
 
+In float32 too, with a float sum behind a layer, where LLVM keeps its order.
+
 All recipes on all backends, compiled with little optimization: the gallery.
 """
 
 from __future__ import annotations
 
+import flax.linen as nn
 import pytest
 
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import is_tensor
 from tests.gallery.rows import schemes
-from tests.serving.test_convert import KERNELS, at, check_linen
+from tests.serving.models import convert_linen
+from tests.serving.test_convert import KERNELS, X, at, check_linen
 
 OPTIMIZED = True
 STRINGS = ("int8", "fp8", "fp8_current", "int4w", "ggml_q4_0", "aqt_fp8_full")
@@ -29,3 +33,10 @@ def test_linen_serves_what_it_trained(string, backend):
         assert set(layer) - set(before) <= {"input_scale"}
         assert spec.codec or layer["kernel"].scale.size < before["kernel"].size
     assert not is_tensor(converted["params"]["logits"]["kernel"])
+
+
+@pytest.mark.parametrize("backend", RECIPES["int8"].backends)
+def test_a_mean_that_keeps_its_order_serves_its_bits(backend):
+    # By default LLVM vectorizes the mean otherwise in one program than in the other: XLA marks its adds "reassoc".
+    model, options = nn.Sequential([nn.Dense(32), nn.LayerNorm()]), {"xla_backend_optimization_level": 0}
+    convert_linen(model, {"quantization": "int8", "quant_backend": backend}, X, compiler_options=options)
