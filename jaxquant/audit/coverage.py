@@ -96,7 +96,7 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
 def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
     """Report it where the config quantizes and nothing of it can have been seen."""
     wants = any(report.recipe for report in decide.reports.values()) or decide.resolver is not None
-    if wants and not decide.reports and not any(row.wanted or row.is_low for row in rows):
+    if wants and not decide.reports and not any(row.wanted or str(row.dtypes) != "float" for row in rows):
         what = "none of them is of a layer to quantize" if rows else "it has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
 

@@ -145,10 +145,15 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
     What a quantized op says is a weight's gradient multiplies none: a parameter in it made the output's gradient, as
     that of a sum, and the scopes tell before its path does. They tell, too, where no layer has the path.
 
-    Of several it is one that shares an operand with it, in the same dtype, and that has no such gradient yet, in this
-    order.
+    Of several it is one that shares an operand with it, in the same dtype, or has one like it, and that has no such
+    gradient yet, in this order.
     """
-    taken: set[LabeledContraction] = set()
+    taken: set[tuple[LabeledContraction, str]] = set()
+
+    def rank(each: LabeledContraction, other: LabeledContraction) -> tuple[int, int, bool]:
+        distance = _distance(each, other)
+        return distance, _difference(each, other) if distance == 2 else 0, (other, each.op_label) in taken
+
     for each in backward:
         choice = of_path = [other for other in forward if each.path and other.path == each.path]
         has_grads_path = each.site is not None and each.op_label == "drhs"
@@ -156,25 +161,34 @@ def _find_forward(forward: Sequence[LabeledContraction], backward: Sequence[Labe
             near = [other for other in forward if not each.scopes or other.scopes == each.scopes]
             near = near or [other for other in forward if _collapsed(other.scopes) == _collapsed(each.scopes)]
             close = [other for other in near if _distance(each, other) < 2]
-            alike = [other for other in near if each.scopes and 1 < _distance(each, other) < 4]
+            alike = [other for other in near if each.scopes and _distance(each, other) == 2]
             choice = close or alike or of_path
         if choice:
-            each.forward = min(choice, key=lambda other: (_distance(each, other), each.site is None and other in taken))
-            if each.site is None:
-                taken.add(each.forward)
+            each.forward = min(choice, key=lambda other: rank(each, other))
+            if each.site is None or has_grads_path:
+                taken.add((each.forward, each.op_label))
 
 
 def _distance(backward: LabeledContraction, forward: LabeledContraction) -> int:
     """Return 0 where one can be a gradient of the other, and what they share has the same dtype; 1 where it has not.
 
-    Else 2 where the gradient is as large as one of the operands, and what was kept as the other; 3 where only the
-    gradient is, and 4 where it is not.
+    Else 2 where the gradient is as large as one of the operands, and 3 where it is not.
     """
     sizes, out = (forward.contraction.lhs.size, forward.contraction.rhs.size), backward.contraction.out.size
-    kept = (backward.contraction.lhs.size, backward.contraction.rhs.size)[backward.kept_side]
     shared = [pair for pair in _same_source(backward, forward) if sizes[1 - pair[1]] == out]
     dtypes = (int(backward.origins[mine].dtype != forward.origins[theirs].dtype) for mine, theirs in shared)
-    return min(dtypes, default=2 if (out, kept) in (sizes, sizes[::-1]) else 3 if out in sizes else 4)
+    return min(dtypes, default=2 if out in sizes else 3)
+
+
+def _difference(backward: LabeledContraction, forward: LabeledContraction) -> int:
+    """Return 0 where what a backward contraction kept is as large as the operand of a forward one that it may be.
+
+    Else 1 where both have as many columns (rows fill its blocks), and 2 where they have not.
+    """
+    pair, gradient = (forward.contraction.lhs, forward.contraction.rhs), backward.contraction.out
+    kept = (backward.contraction.lhs, backward.contraction.rhs)[backward.kept_side]
+    other = pair[0 if gradient.size == pair[1].size else 1]
+    return 0 if kept.size == other.size else 1 if kept.shape[-1:] == other.shape[-1:] else 2
 
 
 def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:

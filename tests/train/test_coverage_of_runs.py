@@ -52,6 +52,8 @@ def _coverage(config):
         ("fp8", {"remat_policy": "matmuls", "num_experts": 4, "scan_layers": False}),
         ("fp8_block", {"remat_policy": "matmuls"}),
         ("nvfp4", {}),
+        ("quartet2", {"num_experts": 4}),
+        ("int8w", {}),
     ],
 )
 def test_neither_rematerialization_nor_tiles_are_taken_for_another_recipe(tiny, string, fields):
