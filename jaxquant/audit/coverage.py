@@ -96,7 +96,7 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
 def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
     """Report it where the config quantizes and nothing of it can have been seen."""
     wants = any(report.recipe for report in decide.reports.values()) or decide.resolver is not None
-    if wants and not decide.reports and not any(row.wanted or str(row.dtypes) != "float" for row in rows):
+    if wants and not decide.reports and not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
         what = "none of them is of a layer to quantize" if rows else "it has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
 
@@ -242,8 +242,7 @@ class _Decider:
         recipe, reason = decision.recipe, decision.reason
         if recipe is not None and decision.rule is None:
             excluded = self.floats.get(each.path, "")
-            dtypes = forward.dtypes
-            if not excluded and not (dtypes.is_low or dtypes.lhs.rounded_to or dtypes.rhs.rounded_to):
+            if not excluded and not forward.dtypes.rhs.is_quantized:
                 # What it was quantized by may have seen less than the whole step: there it may be a layer like others.
                 excluded = self._exclusion(forward, recipe)
             recipe, reason = (None, excluded) if excluded else (recipe, reason)

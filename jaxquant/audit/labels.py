@@ -64,14 +64,6 @@ class LabeledContraction:
         return self.given[-1] if self.given else None
 
     @property
-    def kept_side(self) -> int:
-        """Which operand of a backward contraction the forward one kept, where nothing shows it.
-
-        jax and the quantization libraries put the gradient first, but not in a grouped matmul's gradient of the weight.
-        """
-        return 0 if self.op_label == "drhs" and self.contraction.operation == "ragged_dot_general" else 1
-
-    @property
     def operands(self) -> tuple[tuple[Value, Origin], ...]:
         """Both operands, in the order of a recipe."""
         pairs = tuple(zip((self.contraction.lhs, self.contraction.rhs), self.origins, strict=True))
@@ -124,16 +116,19 @@ def label_contractions(
         else:
             each.path = each.path or _path(each, "", known)
             each.matmul = each.op_label or "bwd"
-            each.swapped = each.op_label == "drhs" and each.kept_side == 1
-    _mark_updates(forward, backward)
+            each.swapped = each.matmul == "drhs" and _kept_side(each, "drhs") == 1
+    _mark_updates(forward, backward, known)
     return read, reading
 
 
-def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
-    """Mark what an optimizer multiplies, as Muon does: what is computed from gradients and has none of its own."""
+def _mark_updates(
+    forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction], known: Sequence[Name]
+) -> None:
+    """Mark what an optimizer multiplies, as Muon does: floats made of gradients, without gradients of their own."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
-        if gradients and each.site is None and not each.is_recomputed and each not in used:
+        is_layer = each.site is not None or each.dtypes.is_low or tuple(each.path.split("/")) in known
+        if gradients and not is_layer and not each.is_recomputed and each not in used:
             operands = each.contraction.lhs, each.contraction.rhs
             if not gradients.isdisjoint(ancestors(operands, stop=gradients.__contains__)):
                 each.matmul = "update"
@@ -185,9 +180,10 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
 
     Else 1 where both have as many columns (rows fill its blocks), and 2 where they have not.
     """
-    pair, gradient = (forward.contraction.lhs, forward.contraction.rhs), backward.contraction.out
-    kept = (backward.contraction.lhs, backward.contraction.rhs)[backward.kept_side]
-    other = pair[0 if gradient.size == pair[1].size else 1]
+    pair = forward.contraction.lhs, forward.contraction.rhs
+    matmul = "drhs" if backward.contraction.out.size == pair[1].size else "dlhs"
+    kept = (backward.contraction.lhs, backward.contraction.rhs)[_kept_side(backward, matmul)]
+    other = pair[0 if matmul == "drhs" else 1]
     return 0 if kept.size == other.size else 1 if kept.shape[-1:] == other.shape[-1:] else 2
 
 
@@ -232,19 +228,31 @@ def _same_source(each: LabeledContraction, forward: LabeledContraction) -> list[
     return [pair for pair in sides if mine[pair[0]] is theirs[pair[1]]]
 
 
+def _kept_side(each: LabeledContraction, matmul: str) -> int:
+    """Return which operand of a backward contraction the forward one kept, where nothing shows it.
+
+    jax and the quantization libraries put the gradient first, but behind what was kept in the weight's gradient of a
+    grouped matmul or a convolution.
+    """
+    is_first = matmul == "drhs" and each.contraction.operation in ("ragged_dot_general", "conv_general_dilated")
+    return 0 if is_first else 1
+
+
 def _backward_matmul(each: LabeledContraction, forward: LabeledContraction) -> tuple[str, int]:
     """Return the matmul and which of its operands is the forward's, activation being lhs and weight rhs.
 
-    Where the side cannot be told it is ``kept_side``.
+    Where the side cannot be told it is ``_kept_side``.
     """
     names = ("drhs", "dlhs") if not forward.swapped else ("dlhs", "drhs")  # by the forward's operand that is shared
     shared = _same_source(each, forward)
-    side, operand = shared[0] if len(shared) == 1 else (each.kept_side, None)
+    side, operand = shared[0] if len(shared) == 1 else (None, None)
     if each.op_label:  # the op's own lhs and rhs are those of the executed forward matmul
-        return names[0 if each.op_label == "drhs" else 1], side
-    if operand is not None:
-        return names[operand], side
-    if each.site is not None:
-        return ("bwd", side) if each.site.side is None else ("dlhs", each.site.side)
-    is_layer = forward.site is not None and forward.site.side is not None
-    return ("drhs" if is_layer else "bwd"), side  # without the weight it is of the activation
+        matmul = names[0 if each.op_label == "drhs" else 1]
+    elif operand is not None:
+        matmul = names[operand]
+    elif each.site is not None and each.site.side is not None:
+        return "dlhs", each.site.side
+    else:  # without the weight it is of the activation
+        is_layer = each.site is None and forward.site is not None and forward.site.side is not None
+        matmul = "drhs" if is_layer else "bwd"
+    return matmul, _kept_side(each, matmul) if side is None else side

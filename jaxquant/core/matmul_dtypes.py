@@ -25,6 +25,11 @@ class OperandDtype:
         """Whether the elements that are multiplied are of a low-precision dtype."""
         return self.dtype in ELEMENTS
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the elements are of a low-precision dtype, or were rounded to one."""
+        return self.is_low or self.rounded_to is not None
+
     def __str__(self) -> str:
         return f"{self.dtype} ({self.rounded_to} dequantized)" if self.rounded_to else self.dtype
 

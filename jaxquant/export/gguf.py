@@ -194,7 +194,10 @@ def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
         half = weight.astype(np.float16)
         return half.view(np.uint8), sqnr(weight, half, half.dtype)
     blocks = encode_blocks(kind, weight)["blocks"]
-    return blocks, sqnr(weight, decode_blocks(kind, blocks))
+    back = decode_blocks(kind, blocks)
+    if np.abs(weight).max() > 2 * np.abs(back).max() > 0:  # the scale of a block is float16
+        raise ValueError(f"{name} has the magnitude {np.abs(weight).max():g}, too large for {kind}; use another format")
+    return blocks, sqnr(weight, back)
 
 
 def read_shape(file: GgufFile) -> LlamaShape:

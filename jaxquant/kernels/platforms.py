@@ -1,4 +1,4 @@
-"""Where a kernel runs: on TPUs, on GPUs by their names, interpreted on CPUs, never where compilers may cut operands."""
+"""Where a kernel runs: on TPUs, Hopper and other GPUs, interpreted on CPUs, never where a compiler may cut operands."""
 
 from __future__ import annotations
 

@@ -231,13 +231,16 @@ def update_where(
       ValueError: something around a ``quantize_state`` hands it no extra arguments.
     """
     flag = Changes(changes)
-    takes = tx if isinstance(tx, optax.MultiSteps) else optax.with_extra_args_support(tx)
+    is_multi = isinstance(tx, optax.MultiSteps)
+    takes = tx if is_multi else optax.with_extra_args_support(tx)
     updates, new = takes.update(gradients, state, params, changes=flag, **extra)
     is_quantized = lambda node: isinstance(node, QuantizedState)  # noqa: E731
-    if flag.reads < sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
+    states = sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized)))
+    if flag.reads < states * (2 if is_multi else 1):  # MultiSteps has two branches
         raise ValueError(
             "update_where: what is around a quantize_state hands it no extra arguments; give it an update that takes "
-            "and passes on **extra: of a MultiSteps m, optax.GradientTransformationExtraArgs(m.init, m.update)"
+            "and passes on **extra. Of a MultiSteps m that is optax.GradientTransformationExtraArgs(m.init, m.update), "
+            "not m.gradient_transformation()"
         )
 
     def choose(new: Any, old: Any) -> Any:

@@ -26,13 +26,12 @@ from jaxquant.trace.structure import steps_of
 JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _RANKING = frozenset({"top_k", "argmax", "sort", "approx_top_k"})
-PICKING = frozenset({"gather", "dynamic_slice"})
-"""Operations that take a part of an array by indices."""
+_PICKING = frozenset({"gather", "dynamic_slice"})
 _ALIKE = frozenset({"convert_element_type", "sharding_constraint"})
 """What each layer does to a tensor before it contracts it; with equal parameters it makes equal tensors of one."""
 _MIXING = frozenset({"mul", "div", "select_n"})
 """Operations after which a matrix that met data is no weight any more, in a way worth a word; a bias is added."""
-_ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice", "scatter", "scatter-add"})
+_ADDING = frozenset({"add", "sub", "max", "min", "pow", "dynamic_update_slice"})
 """Others, of which the reason of a contraction tells where the matrix is as large as what was made of it."""
 _OF_PARAMETERS = "both operands are made of parameters alone"
 _WITH_PRODUCT = "one operand is a product of parameters (as learned queries are), which is no weight"
@@ -121,6 +120,12 @@ class Analysis:
         """Return the path of a weight of a size, stacks of it included: that of the one leaf of its size, or of all."""
         fits = [index for index in leaves if math.prod(self._shapes[index]) == size]
         return self.path(fits if len(fits) == 1 else leaves)
+
+    def is_part(self, site: Contraction) -> bool:
+        """Whether a weight is smaller than every leaf that it is made of."""
+        assert site.side is not None
+        size = math.prod(site.shapes[site.side]) * math.prod(length for _, length in site.stack)
+        return all(size < math.prod(self._shapes[leaf.index]) for leaf in site.leaves)
 
     def _run(self, jaxpr: Any, given: Sequence[Flow], place: Place) -> tuple[Plan, list[Flow]]:
         jaxpr = open_jaxpr(jaxpr)
@@ -223,7 +228,7 @@ class Analysis:
         self, jaxpr: Any, consts: list[Flow], carry: list[Flow], slices: list[Flow], place: Place
     ) -> tuple[Plan, list[Flow]]:
         """Read a loop's body until what is known of its carry stays. Returns the carry and what it stacks."""
-        noted = len(self._readers), set(self.looked_up), set(self.mixed)
+        noted, first = (len(self._readers), set(self.looked_up), set(self.mixed)), carry
         while True:
             # What was noted with less known of the carry, as zeros that it begins with, is taken back.
             del self._readers[noted[0] :]
@@ -234,8 +239,15 @@ class Analysis:
                 for each, out, var in zip(carry, outs, open_jaxpr(jaxpr).invars[len(consts) :], strict=False)
             ]
             if new == carry:
+                for ways in zip(first, outs, carry, strict=False):
+                    self._lose_unlike(ways, "a loop that changes it")
                 return body, [*carry, *outs[len(carry) :]]
             carry = new
+
+    def _lose_unlike(self, ways: Sequence[Flow], why: str) -> None:
+        """Note that leaves are read whose routes part: the last of ``ways`` is what is known of all others together."""
+        if any(each.route != ways[-1].route for each in ways):
+            self._lose(ways, why)
 
     def _closure(self, aval: Any) -> Flow:
         """Describe an array that the function closes over; integers and scalars are constants like others."""
@@ -250,7 +262,10 @@ class Analysis:
 
     def _cond(self, eqn: Any, ins: list[Flow], place: Place) -> tuple[list[Plan], list[Flow]]:
         runs = [self._run(branch, ins[1:], place.branch(n)) for n, branch in enumerate(eqn.params["branches"])]
-        outs = [flows.either(each, "is chosen by a cond") for each in zip(*(outs for _, outs in runs), strict=True)]
+        outs = []
+        for ways in zip(*(outs for _, outs in runs), strict=True):
+            outs.append(flows.either(ways, "is chosen by a cond"))
+            self._lose_unlike([*ways, outs[-1]], "a cond that chooses it")
         if ins[0].is_data:
             outs = [self._met_data(each, [each]) for each in outs]
         return [plan for plan, _ in runs], outs
@@ -309,12 +324,12 @@ class Analysis:
                 site.is_normalized = True
         if out.is_data and name in _MIXING:
             return self._met_data(out, ins)
-        if out.is_data and name in _ADDING and not self._is_step:
+        if out.is_data and (name in _ADDING or name.startswith("scatter")) and not self._is_step:
             leaves = {leaf for each in ins for leaf in each.leaves or ()}
             shape = tuple(eqn.outvars[0].aval.shape)
             added = {(leaf.index, -1) for leaf in leaves if self._shapes[leaf.index][len(leaf.stack) :] == shape}
             return dataclasses.replace(out, picked=out.picked | added) if len(shape) > 1 else out
-        if out.is_data and name in PICKING and ins[0].leaves:
+        if out.is_data and name in _PICKING and ins[0].leaves:
             rank = sum(size > 1 for size in eqn.params["slice_sizes"])
             if rank <= 1:
                 self.looked_up |= {leaf.index for leaf in ins[0].leaves}
@@ -353,6 +368,7 @@ class Analysis:
         first, second = (atom.aval.dtype for atom in eqn.invars[:2])
         site.dtype = first.name if first == second else ""
         site.side, site.route, site.is_out_of_reach, site.reason = None, None, False, ""
+        site.names, site.leaves, site.stack = (), frozenset(), ()
         result = Flow(out.leaves, out.is_closure, out.after, is_product=out.is_product)
         if not any(each.is_weight for each in operands):
             self._explain_no_weight(site, operands, place)
@@ -405,7 +421,7 @@ class Analysis:
             is_product = any(each.is_product for each in operands)
             site.reason = _WITH_PRODUCT if is_product else "no operand is made of parameters alone"
             if added := {"/".join(self._names[index]) for each in operands for index, rank in each.picked if rank < 0}:
-                site.reason += f" (data was added to {', '.join(map(repr, sorted(added)))})"
+                site.reason += f" (made of {', '.join(map(repr, sorted(added)))} and data)"
 
     def _describe_weight(self, site: Contraction, eqn: Any, side: int) -> None:
         """Set the batch axes and the number of outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from jaxquant.core.recipe import Recipe, TensorSpec
 from jaxquant.ops import sparsity
 from jaxquant.state import watch
 from jaxquant.trace import contract, paths
-from jaxquant.trace.analysis import PICKING, Analysis
+from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.flow import Lost
 from jaxquant.trace.plan import Contraction, Key, Plan
 
@@ -192,7 +193,7 @@ def decide(
     Raises:
       ValueError: a rule that matches no layer; float blocks where there are none, or none but them.
       NotImplementedError: a rule for what is out of reach or for what the backend does not run, or a sparse weight
-        that is read in two layouts.
+        that is read in two layouts, or in parts.
     """
     known = known or Decisions({}, {})
     groups: dict[tuple[str, ...], list[Contraction]] = {}
@@ -223,7 +224,7 @@ def decide(
     bound.apply(analysis.plan)
     for site in analysis.plan.chosen:
         _check_sizes(site)
-    _check_sparsity(analysis.plan)
+    _check_sparsity(analysis)
     stateful = [site for site in analysis.plan.chosen if contract.state_fields(site)]
     return dataclasses.replace(bound, states={**known.states, **_state_paths(stateful, known.states, dialect)})
 
@@ -248,25 +249,26 @@ def _check_sizes(site: Contraction) -> None:
         raise ValueError(f"{layer_name(site.path)}: {error}") from None
 
 
-def _check_sparsity(plan: Plan) -> None:
+def _check_sparsity(analysis: Analysis) -> None:
     """Refuse N:M sparsity of a weight that is read in two layouts, or in parts: it has one mask.
 
     Raises:
       NotImplementedError: names the layer.
     """
     layouts: dict[Key, Any] = {}
-    for site in plan.chosen:
-        layout = site.route, site.weight_axes
-        if site.recipe is None or site.recipe.sparsity is None or site.route is None:
-            continue
-        why = "" if layouts.get(site.key, layout) == layout else "is read in two layouts"
-        if isinstance(site.route, Lost) and (site.key in layouts or site.route.why in PICKING):
-            why = f"is made by {site.route.why}, so that it may be read in parts,"
+    sparse = [site for site in analysis.plan.chosen if site.recipe is not None and site.recipe.sparsity is not None]
+    count = collections.Counter(site.key for site in sparse)
+    for site in sparse:
+        layout, why = (site.route, site.weight_axes), ""
+        if isinstance(site.route, Lost) and analysis.is_part(site):
+            # One slice, always the same, has a mask of its own.
+            why = "is read in parts" if count[site.key] > 1 or site.route.why != "slice" else ""
+        elif site.route is not None and layouts.setdefault(site.key, layout) != layout:
+            why = "is read in two layouts"
         if why:
             raise NotImplementedError(
                 f"weight_sparsity at {site.path!r}, whose weight {why} and has one mask; leave it dense by a rule"
             )
-        layouts[site.key] = layout
 
 
 def unsupported_reason(sites: Sequence[Contraction], recipe: Recipe, backend: Backend) -> str:

@@ -133,10 +133,10 @@ class QuantizedFunction:
     def convert(self, *args: Any, **kwargs: Any) -> Any:
         """Quantize the weight of every layer as the training forward does.
 
-        The function itself runs on what comes back, to the same bits, and needs quant state no more: ``qfn(converted,
-        {}, *args)``. A weight that its layer does not read as it is (sums, fused weights that are split) stays float,
-        with a warning that says why; such a layer is quantized as in training, with the quant state that it has there:
-        ``qfn(converted, quant_state, *args)``.
+        The function itself runs on what comes back, on the same codes and scales, and needs quant state no more:
+        ``qfn(converted, {}, *args)``. A weight that its layer does not read as it is (sums, fused weights that are
+        split) stays float, with a warning that says why; such a layer is quantized as in training, with the quant state
+        that it has there: ``qfn(converted, quant_state, *args)``.
 
         Args:
           args, kwargs: as of a call; the quant state is that of training or calibration, arrays may be as for ``init``.

@@ -231,6 +231,49 @@ def test_a_gradient_of_a_lifted_rematerialization_has_its_layer_and_its_order(po
     assert drhs == dict.fromkeys(("layers/wi", "layers/wo"), "float8_e4m3fn × float8_e5m2")
 
 
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Conv(32, (3,), name="b")(nn.silu(nn.Conv(24, (3,), name="a")(x)))
+
+
+class Grouped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        sizes = jnp.array([1, 0, 2, x.shape[0] - 3])
+        for name, shape in (("a", (4, 32, 64)), ("b", (4, 64, 32))):
+            x = jax.lax.ragged_dot(nn.silu(x), self.param(name, nn.initializers.normal(), shape), sizes)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("block", "x", "config"),
+    [
+        (Convolutions, X, {"quantization": "fp8", "quant_backend": "native"}),
+        (Grouped, jax.ShapeDtypeStruct((64, 32), jnp.float32), {"quantization": "fp8", "quant_backend": "native"}),
+        (Grouped, jax.ShapeDtypeStruct((64, 32), jnp.float32), {"quantization": "fp8_full", "quant_backend": "qwix"}),
+    ],
+)
+def test_a_rematerialized_block_of_convolutions_or_groups_is_read_in_order(block, x, config):
+    step, args, layers = gradient(nn.remat(block)(), config, x)
+    jaxquant.coverage(step, *args, layers=layers).check()
+    jaxquant.coverage(step, *args, config=config).check()
+
+
+def test_a_forward_pass_after_the_update_is_no_update():
+    config = {"quantization": "int8", "quant_backend": "native"}
+    step, (params, state, x), layers = gradient(Model(), config)
+    model = jaxquant.maybe_quantize_model(Model(), config, X)
+
+    def train(params, state, x):
+        _, (grads, *_) = step(params, state, x)
+        new = jax.tree.map(lambda p, g: p - g, params, grads)
+        return new, model.apply({"params": new}, x)
+
+    rows = jaxquant.coverage(train, params, state, x, layers=layers).rows
+    assert not [row for row in rows if row.matmul == "update" and row.path in LINEAR]
+
+
 SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)
 
 

@@ -260,6 +260,8 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
         ("model.norm", -3.4e38, "ct_int8", "bfloat16", "has the magnitude 3.4e.38, too large for bfloat16; export"),
         ("lm_head", 65520, "gguf_q8_0", "float32", "has the magnitude 65520, too large for the float16 of every GGUF "),
         (Q, 1e5, "gguf_f16", "float32", "100000, too large for the float16 of GGUF type F16; export a Hugging Face fo"),
+        (Q, 1e9, "gguf_q8_0", "float32", "has the magnitude 1e.09, too large for Q8_0; use another format"),
+        (Q, -1e9, "gguf_q4_k", "float32", "has the magnitude 1e.09, too large for Q4_K; use another format"),
         (Q, 3e38, "ct_mxfp4", "float32", "has the magnitude 3e.38, too large for ct_mxfp4; use another format"),
     ):
         large = tensors() | {f"{tensor}.weight": np.full(SHAPE.tensors()[f"{tensor}.weight"], value, np.float32)}

@@ -202,6 +202,24 @@ def test_a_kernel_of_another_recipe_is_refused_whose_elements_are_the_same(made,
 
 
 @pytest.mark.parametrize(
+    "other",
+    [
+        lambda p: jax.lax.fori_loop(0, 3, lambda i, w: w * 0.9, p["w"]),
+        lambda p: jax.lax.fori_loop(0, 3, lambda i, ws: ws[::-1], (p["w"], p["v"]))[0],
+        lambda p: jax.lax.cond(p["s"] > 0, lambda: p["w"], lambda: p["v"]),
+    ],
+    ids=["changed", "swapped", "chosen"],
+)
+def test_a_weight_that_a_loop_changes_or_a_cond_chooses_stays_float(other):
+    p = {"w": normal(0, 16, 16), "v": normal(1, 16, 16), "s": jnp.ones(())}
+    q = jaxquant.quantize(lambda p, x: x @ p["w"] + jnp.sum(other(p)), CURRENT)
+    with pytest.warns(UserWarning, match=r"stay in float .*(a loop that changes it|a cond that chooses it|mul)"):
+        served = q.convert(p, {}, normal(2, 4, 16))
+    assert not isinstance(served["w"], ConvertedKernel)
+    np.testing.assert_array_equal(q(served, {}, normal(2, 4, 16)), q(p, {}, normal(2, 4, 16)))
+
+
+@pytest.mark.parametrize(
     "begin", [lambda p: jnp.zeros((4, 16)), lambda p: jnp.broadcast_to(p["h"], (4, 16))], ids=["zeros", "learned"]
 )
 def test_a_recurrent_weight_is_converted_whatever_its_state_begins_with(begin):
