@@ -127,7 +127,8 @@ def _mark_updates(
     """Mark what an optimizer multiplies, as Muon does: floats made of gradients, without gradients of their own."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
-        is_layer = each.site is not None or each.dtypes.is_low or tuple(each.path.split("/")) in known
+        is_known = known != [("",)] and tuple(each.path.split("/")) in known  # of such a model all has its path
+        is_layer = each.site is not None or each.dtypes.is_low or is_known
         if gradients and not is_layer and not each.is_recomputed and each not in used:
             operands = each.contraction.lhs, each.contraction.rhs
             if not gradients.isdisjoint(ancestors(operands, stop=gradients.__contains__)):

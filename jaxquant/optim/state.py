@@ -230,13 +230,15 @@ def update_where(
     Raises:
       ValueError: something around a ``quantize_state`` hands it no extra arguments.
     """
-    flag = Changes(changes)
-    is_multi = isinstance(tx, optax.MultiSteps)
-    takes = tx if is_multi else optax.with_extra_args_support(tx)
+    flag = counted = Changes(changes)
+    if isinstance(tx, optax.MultiSteps):  # it may run its optimizer in several branches: count in one run
+        counted, inner, takes = Changes(changes), tx.inner_opt, tx
+        jax.eval_shape(lambda: inner.update(gradients, state.inner_opt_state, params, changes=counted, **extra))
+    else:
+        takes = optax.with_extra_args_support(tx)
     updates, new = takes.update(gradients, state, params, changes=flag, **extra)
     is_quantized = lambda node: isinstance(node, QuantizedState)  # noqa: E731
-    states = sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized)))
-    if flag.reads < states * (2 if is_multi else 1):  # MultiSteps has two branches
+    if counted.reads < sum(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized))):
         raise ValueError(
             "update_where: what is around a quantize_state hands it no extra arguments; give it an update that takes "
             "and passes on **extra. Of a MultiSteps m that is optax.GradientTransformationExtraArgs(m.init, m.update), "

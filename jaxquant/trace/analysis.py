@@ -122,10 +122,10 @@ class Analysis:
         return self.path(fits if len(fits) == 1 else leaves)
 
     def is_part(self, site: Contraction) -> bool:
-        """Whether a weight is smaller than every leaf that it is made of."""
+        """Whether a weight is smaller than the largest leaf that it is made of."""
         assert site.side is not None
         size = math.prod(site.shapes[site.side]) * math.prod(length for _, length in site.stack)
-        return all(size < math.prod(self._shapes[leaf.index]) for leaf in site.leaves)
+        return any(size < math.prod(self._shapes[leaf.index]) for leaf in site.leaves)
 
     def _run(self, jaxpr: Any, given: Sequence[Flow], place: Place) -> tuple[Plan, list[Flow]]:
         jaxpr = open_jaxpr(jaxpr)

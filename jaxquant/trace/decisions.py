@@ -260,9 +260,8 @@ def _check_sparsity(analysis: Analysis) -> None:
     count = collections.Counter(site.key for site in sparse)
     for site in sparse:
         layout, why = (site.route, site.weight_axes), ""
-        if isinstance(site.route, Lost) and analysis.is_part(site):
-            # One slice, always the same, has a mask of its own.
-            why = "is read in parts" if count[site.key] > 1 or site.route.why != "slice" else ""
+        if isinstance(site.route, Lost) and (count[site.key] > 1 or analysis.is_part(site)):
+            why = f"is not one parameter ({site.route.why}), is read in parts or more than once,"
         elif site.route is not None and layouts.setdefault(site.key, layout) != layout:
             why = "is read in two layouts"
         if why:

@@ -260,6 +260,18 @@ def test_a_rematerialized_block_of_convolutions_or_groups_is_read_in_order(block
     jaxquant.coverage(step, *args, config=config).check()
 
 
+def test_what_an_optimizer_multiplies_of_a_model_that_is_a_layer_itself_is_its_own():
+    step, args, layers = gradient(nn.Dense(32), {"quantization": "int8", "quant_backend": "native"}, SQUARE)
+
+    def train(params, state, x):
+        _, (grads, *_) = step(params, state, x)
+        return jax.tree.map(lambda p, g: p - g @ g.T @ g if g.ndim > 1 else p, params, grads)
+
+    found = jaxquant.coverage(train, *args, layers=layers)
+    assert [row.matmul for row in found.rows if not row.is_low] == ["update", "update"]
+    assert not [row for row in found.rows if row.fault]
+
+
 def test_a_forward_pass_after_the_update_is_no_update():
     config = {"quantization": "int8", "quant_backend": "native"}
     step, (params, state, x), layers = gradient(Model(), config)

@@ -65,6 +65,8 @@ def test_a_state_that_is_not_told_is_an_error():
     for tx in (deaf, steps.gradient_transformation(), optax.MultiSteps(optax.chain(inner, deaf), 2)):
         with pytest.raises(ValueError, match=r"hands it no extra arguments.*ExtraArgs\(m.init, m.update\), not m.gra"):
             update_where(jnp.bool_(True), tx, PARAMS, tx.init(PARAMS), PARAMS)
+    with jax.disable_jit():
+        update_where(jnp.bool_(True), steps, PARAMS, steps.init(PARAMS), PARAMS)
     tx = optax.chain(optax.clip(1.0), optax.GradientTransformationExtraArgs(steps.init, steps.update))
     _, (_, state) = update_where(jnp.bool_(False), tx, PARAMS, tx.init(PARAMS), PARAMS)
     assert bits(state) == bits(steps.init(PARAMS))
