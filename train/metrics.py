@@ -27,8 +27,8 @@ def warm_median(times: Sequence[float]) -> float | None:
 def truncate_metrics(path: Path, step: int, say: Callable[[str], None] = print) -> None:
     """Drop the lines after ``step`` and those that are none, so that a resumed run writes no step twice.
 
-    A change that began with the next step goes as well: the run that starts there again writes its own. A last line
-    cut short is what a killed run leaves; of other damage ``say`` is told, and the rest is kept.
+    A change that began with the next step goes as well: the run that starts there again writes its own. A killed run
+    leaves a last line cut short. Other damage is reported by ``say``; the other lines are kept.
     """
     if not path.exists():
         return

@@ -112,11 +112,11 @@ def label_contractions(
         if each.forward is not None:
             each.path = each.forward.path
             each.matmul, residual = _backward_matmul(each, each.forward)
-            each.swapped = residual == (1 if each.matmul == "drhs" else 0)
         else:
             each.path = each.path or _path(each, "", known)
             each.matmul = each.op_label or "bwd"
-            each.swapped = each.matmul == "drhs" and _kept_side(each, "drhs") == 1
+            residual = _kept_side(each, each.matmul)
+        each.swapped = residual == (1 if each.matmul == "drhs" else 0)
     _mark_updates(forward, backward, known)
     return read, reading
 

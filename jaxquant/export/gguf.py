@@ -195,7 +195,7 @@ def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
         return half.view(np.uint8), sqnr(weight, half, half.dtype)
     blocks = encode_blocks(kind, weight)["blocks"]
     back = decode_blocks(kind, blocks)
-    largest = np.abs(weight).max()
+    largest = max(weight.max(), -weight.min())
     if largest > np.finfo(np.float16).max and np.abs(weight - back).max() > largest / 4:  # scales are float16
         raise ValueError(f"{name} has the magnitude {largest:g}, too large for {kind}; use another format")
     return blocks, sqnr(weight, back)
