@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -138,24 +138,27 @@ returns the gradient so.
 """What the table cannot say of itself: why a row is where it is."""
 
 
-def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192) -> tuple[Any, tuple[Any, ...]]:
-    """Return the measured function of an entry and the shapes of its arguments.
+def step(
+    entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192, make: Callable[..., Any] = jax.eval_shape
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the measured function of an entry and its arguments: their shapes, or values where ``make`` makes some.
 
     Args:
       entry: whose layers.
       tokens, width, hidden: rows of x, features of x and y, features between the layers.
+      make: calls a function for its result.
     """
-    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    x = make(lambda: jax.random.normal(jax.random.key(3), (tokens, width), jnp.bfloat16))
     if entry.takes_float32:
-        return _direct_step(entry, x, hidden)
+        return _direct_step(entry, x, hidden, make)
     model: Any = Mlp(hidden, width, entry.op)
     if entry.config:
         model = maybe_quantize_model(model, entry.config, x)
     if entry.rule:
         model = qwix.quantize_model(model, qwix.QtProvider([entry.rule]))
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=entry.keys))
+    key = make(lambda: jax.random.key(0, impl=entry.keys))
     keys = dict.fromkeys(("params", "quant", "stochastic_rounding"), jax.random.key(0, impl=entry.keys))
-    params, state = quant_state.split(jax.eval_shape(model.init, keys, x))
+    params, state = quant_state.split(make(model.init, keys, x))
     state = quant_state.warm(state)  # a step after the first
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
@@ -168,14 +171,15 @@ def step(entry: Entry, tokens: int = 4096, width: int = 4096, hidden: int = 8192
     return gradients, (params, state, x, key)
 
 
-def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...]]:
+def _direct_step(entry: Entry, x: Any, hidden: int, make: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:
     recipe = QuantConfig.from_any(entry.config).recipe()
     assert recipe is not None
     width = x.shape[1]
     sizes = {"first": (width, hidden), "second": (hidden, width)}
-    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
-    own = jax.eval_shape(lambda: initial_state(recipe))
-    bins = jax.eval_shape(lambda: delayed.fit_bins(delayed.empty_bins(), is_warm=True))
+    draw = jax.nn.initializers.lecun_normal()
+    params = {name: make(lambda size=size: draw(jax.random.key(0), size)) for name, size in sizes.items()}
+    own = make(lambda: initial_state(recipe))
+    bins = make(lambda: delayed.fit_bins(delayed.empty_bins(), is_warm=True))
     state = {name: {tensor: fields | {"amax_bins": bins} for tensor, fields in own.items()} for name in sizes}
 
     def gradients(params: Any, state: Any, x: jax.Array, key: jax.Array) -> Any:
@@ -189,7 +193,7 @@ def _direct_step(entry: Entry, x: Any, hidden: int) -> tuple[Any, tuple[Any, ...
 
         return jax.grad(loss, argnums=(0, 1, 2))(params, state, x)
 
-    return gradients, (params, state, x, jax.eval_shape(lambda: jax.random.key(0)))
+    return gradients, (params, state, x, make(lambda: jax.random.key(0)))
 
 
 def measure(

@@ -16,6 +16,7 @@ from flax.linen import fp8_ops
 from benchmarks.schemes import Row, tell
 from benchmarks.timing import PROGRAMS, MatmulPrograms, measure_in_turns, median_ratio
 from benchmarks.torch_gemms import TorchSet
+from jaxquant import state as quantization_state
 from jaxquant.audit.coverage import coverage
 from jaxquant.inject.model import maybe_quantize_model
 
@@ -104,9 +105,12 @@ CONTENDERS = (
     Contender("native", "fp8_current"),
     Contender("native", "fp8_full"),
     Contender("native", "int8"),
+    Contender("native", "int8_delayed"),
+    Contender("native", "fp8_block"),
     Contender("native", "fp8", "pallas"),
     Contender("native", "fp8_current", "pallas"),
     Contender("native", "int8", "pallas"),
+    Contender("native", "fp8_block", "pallas"),
     Contender("torch", "fp8"),
 )
 FAILURES = (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
@@ -120,7 +124,9 @@ class _Set(MatmulPrograms):
     quant state) and quantizes the output gradient for both; ``dlhs`` and ``drhs`` make one of them each.
     """
 
-    def __init__(self, contender: Contender, layer: Layer, inputs: Sequence[jax.Array], grads: Sequence[jax.Array]):
+    def __init__(
+        self, contender: Contender, layer: Layer, inputs: Sequence[Any], grads: Sequence[Any], programs: Sequence[str]
+    ):
         self.contender = contender
         models = [contender.dense(n, x) for (_, n), x in zip(layer.gemms, inputs, strict=True)]
         keys = {"params": jax.random.key(0), "quant": jax.random.key(1)}
@@ -141,12 +147,18 @@ class _Set(MatmulPrograms):
             "drhs": jax.jit(lambda pull, grads: [tree["params"] for tree in gradients(pull, grads, 0)[0]]),
             "bwd": jax.jit(lambda pull, grads: gradients(pull, grads, 0, 1)),
         }
+        parts = [quantization_state.split(tree) for tree in variables]
+        if jax.tree.leaves([state for _, state in parts]):  # a step after the first, with histories
+            seen = [quantization_state.split(tree)[1] for tree in backward["bwd"](pull, grads)[0]]
+            warmed = zip(parts, map(quantization_state.warm, seen), strict=True)
+            variables = [quantization_state.merge(params, state) for (params, _), state in warmed]
+            _, pull = jax.block_until_ready(forward(variables, inputs))
         calls: dict[str, Callable[[], Any]] = {"fwd": lambda: forward(variables, inputs)}
         for name, program in backward.items():
             calls[name] = lambda program=program: program(pull, grads)
         whole = lambda variables, inputs, grads: jax.vjp(run, variables, list(inputs))[1](list(grads))  # noqa: E731
         self.share = coverage(whole, variables, inputs, grads).share()
-        super().__init__(calls)
+        super().__init__({name: calls[name] for name in programs})
 
 
 def run_contenders(
@@ -181,7 +193,10 @@ def run_contenders(
 
 
 def measure_gemm_set(
-    layer: Layer = Layer(), rounds: int = 20, contenders: Sequence[Contender] = CONTENDERS
+    layer: Layer = Layer(),
+    rounds: int = 20,
+    contenders: Sequence[Contender] = CONTENDERS,
+    programs: Sequence[str] = PROGRAMS,
 ) -> list[Row]:
     """Time the matmuls of one transformer layer with all that quantizes their operands; parameters are bf16.
 
@@ -195,6 +210,7 @@ def measure_gemm_set(
       layer: sizes.
       rounds: measurements of each.
       contenders: what is compared, with the first one. One that cannot run here says why in its row.
+      programs: which of ``PROGRAMS``, `fwd` and `bwd` at least.
 
     Raises:
       ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError: the first one cannot run.
@@ -208,25 +224,22 @@ def measure_gemm_set(
 
     def make(contender: Contender) -> _Set | TorchSet:
         if contender.library == "torch":
-            return TorchSet(layer.tokens, layer.gemms)
-        return _Set(contender, layer, inputs, grads)
+            return TorchSet(layer.tokens, layer.gemms, programs)
+        return _Set(contender, layer, inputs, grads, programs)
 
     sets, failed = run_contenders(contenders, make, rounds)
-    not_run = [one.cells | dict.fromkeys(_MEASURED, "–") | {"note": note} for one, note in failed]
-    return [_row(each, layer, sets[0].total()) for each in sets] + not_run
-
-
-_MEASURED = (*(f"{name} ms" for name in (*PROGRAMS, "fwd + bwd")), "TFLOP/s", "speedup", "low")
+    rows = [_row(each, layer, sets[0].total()) for each in sets]
+    measured = [name for name in rows[0] if name not in ("library", "recipe", "note")]
+    return rows + [one.cells | dict.fromkeys(measured, "–") | {"note": note} for one, note in failed]
 
 
 def _row(each: _Set | TorchSet, layer: Layer, base: Sequence[float]) -> Row:
     contender = Contender("torch", "fp8") if isinstance(each, TorchSet) else each.contender
     total = statistics.median(each.total())
-    times = [statistics.median(values) for values in each.times.values()]
-    values = (
-        *(round(1000 * value, 3) for value in (*times, total)),
-        round(3 * layer.flops / total / 1e12, 3),
-        round(median_ratio(base, each.total()), 3),
-        f"{each.share:.0%}",
+    times = {name: statistics.median(values) for name, values in each.times.items()} | {"fwd + bwd": total}
+    return (
+        contender.cells
+        | {f"{name} ms": round(1000 * value, 3) for name, value in times.items()}
+        | {"TFLOP/s": round(3 * layer.flops / total / 1e12, 3), "speedup": round(median_ratio(base, each.total()), 3)}
+        | {"low": f"{each.share:.0%}", "note": ""}
     )
-    return contender.cells | dict(zip(_MEASURED, values, strict=True)) | {"note": ""}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.schemes import Row
+from benchmarks.schemes import Row, tell
 from benchmarks.timing import seconds, undisturbed
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul import cases as blocks
@@ -56,22 +57,57 @@ BLOCKS = (
 )
 
 
+KINDS: dict[str, Sequence[Any]] = {
+    "quantize": CASTS,
+    "block_quantize": BLOCK_CASTS,
+    "matmul": PRODUCTS,
+    "block_matmul": BLOCKS,
+}
+"""Kernels and their calls."""
+
+
+@dataclasses.dataclass
+class _Pair:
+    """A kernel and what it is compared with, compiled; without calls where it was refused."""
+
+    row: Row
+    calls: Sequence[Callable[[], Any]] = ()
+
+
 def measure_kernels(rounds: int = 20, cases: Sequence[Any] = (*CASTS, *BLOCK_CASTS, *PRODUCTS, *BLOCKS)) -> list[Row]:
     """Compare each kernel with its reference on the device, bit for bit, and time it beside XLA's program for it.
 
     Operands of matmuls are small integers, of which every sum is exact. Beside dense products of blocks stands XLA's of
     the dequantized operands in bfloat16, beside grouped ones their reference. `equal` is the share of equal elements;
-    times are medians, and `ratio` is XLA's over the kernel's. A case that the kernel refuses says why.
+    times are medians of ten calls in a row, and `ratio` is XLA's over the kernel's. A case that the kernel refuses, or
+    its compiler, says why.
 
     Args:
       rounds: measurements of each.
       cases: calls of ``quantize``, ``block_quantize``, ``matmul`` and the products of blocks.
     """
-    kinds = {casts.Case: _cast, block_casts.Case: _block_cast, products.Case: _product, blocks.Case: _blocks}
-    return [kinds[type(case)](case, rounds) for case in cases]
+    make = {casts.Case: _cast, block_casts.Case: _block_cast, products.Case: _product, blocks.Case: _blocks}
+    pairs = []
+    for case in cases:
+        pairs.append(make[type(case)](case))
+        tell(f"{pairs[-1].row['kernel']} {case}: {pairs[-1].row['equal']} {pairs[-1].row['note']}")
+    times: list[tuple[list[float], ...]] = [tuple([] for _ in pair.calls) for pair in pairs]
+    with undisturbed():
+        for pair, own in zip(pairs, times, strict=True):
+            for _ in range(rounds):
+                for call, taken in zip(pair.calls, own, strict=True):
+                    taken.append(seconds(call, calls=10))
+    rows = []
+    for pair, own in zip(pairs, times, strict=True):
+        cells: Row = dict.fromkeys(("kernel ms", "xla ms", "ratio"), "–")
+        if own:
+            ours, theirs = (1000 * statistics.median(taken) for taken in own)
+            cells = {"kernel ms": round(ours, 4), "xla ms": round(theirs, 4), "ratio": round(theirs / ours, 3)}
+        rows.append({**pair.row, **cells, "note": pair.row["note"]})
+    return rows
 
 
-def _cast(case: casts.Case, rounds: int) -> Row:
+def _cast(case: casts.Case) -> _Pair:
     from jaxquant.kernels.quantize import gpu
 
     row = {"kernel": "quantize", "case": str(case)}
@@ -85,10 +121,10 @@ def _cast(case: casts.Case, rounds: int) -> Row:
         return jax.jit(lambda x, scale, seeds: function(x, scale, seeds=seeds, **options))
 
     args = x, jnp.full((1, 1), 0.0123, jnp.float32), seeds
-    return row | _compared(on(gpu.quantize), on(quantize_reference.quantize), args, rounds)
+    return _compared(row, on(gpu.quantize), on(quantize_reference.quantize), args)
 
 
-def _block_cast(case: block_casts.Case, rounds: int) -> Row:
+def _block_cast(case: block_casts.Case) -> _Pair:
     from jaxquant.kernels.block_quantize import gpu
 
     row = {"kernel": "block_quantize", "case": str(case)}
@@ -99,10 +135,10 @@ def _block_cast(case: block_casts.Case, rounds: int) -> Row:
     def on(function: Any) -> Callable[..., Any]:
         return jax.jit(lambda x: function(x, case.casts))
 
-    return row | _compared(on(gpu.block_quantize), on(block_casts_reference.block_quantize), (x,), rounds)
+    return _compared(row, on(gpu.block_quantize), on(block_casts_reference.block_quantize), (x,))
 
 
-def _product(case: products.Case, rounds: int) -> Row:
+def _product(case: products.Case) -> _Pair:
     from jaxquant.kernels.fp8_einsum import gpu
 
     row = {"kernel": "matmul", "case": str(case)}
@@ -119,10 +155,10 @@ def _product(case: products.Case, rounds: int) -> Row:
     def on(function: Any) -> Callable[..., Any]:
         return jax.jit(lambda lhs, rhs, scales: function(lhs, rhs, **scales, **options))
 
-    return row | _compared(on(gpu.matmul), on(matmul_reference.matmul), (lhs, rhs, scales), rounds)
+    return _compared(row, on(gpu.matmul), on(matmul_reference.matmul), (lhs, rhs, scales))
 
 
-def _blocks(case: blocks.Case, rounds: int) -> Row:
+def _blocks(case: blocks.Case) -> _Pair:
     row = {"kernel": f"block_{case.form}", "case": str(case)}
     is_mixed = case.lhs_dtype != case.rhs_dtype and not mosaic_gpu.NEW
     if why := mosaic_gpu.refuse_device(None, 9, 9, interpret=False) or ("mixed elements" if is_mixed else None):
@@ -146,31 +182,31 @@ def _blocks(case: blocks.Case, rounds: int) -> Row:
         return jnp.einsum("bmk,bnk->bmn", *sides, preferred_element_type=case.out_dtype)
 
     peer = None if case.groups else jax.jit(xla)
-    return row | _compared(on(blocks_gpu), on(blocks_reference), args, rounds, peer)
+    return _compared(row, on(blocks_gpu), on(blocks_reference), args, peer)
 
 
-def _refused(row: Row, why: str) -> Row:
-    return row | dict.fromkeys(("equal", "kernel ms", "xla ms", "ratio"), "–") | {"note": f"refused: {why}"}
+def _refused(row: Row, why: str) -> _Pair:
+    return _Pair(row | {"equal": "–", "note": f"refused: {why}"})
 
 
 def _compared(
+    row: Row,
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
     args: Any,
-    rounds: int,
     peer: Callable[..., Any] | None = None,
-) -> Row:
-    found, expected = (jax.block_until_ready(run(*args)) for run in (kernel, reference))
+) -> _Pair:
+    try:
+        found = jax.block_until_ready(kernel(*args))
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        tell(str(error))
+        return _Pair(row | {"equal": "–", "note": f"WRONG: does not run: {str(error).splitlines()[0]}"})
+    expected = jax.block_until_ready(reference(*args))
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
     wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
     equal = sum(int(jnp.sum(a == b)) for a, b in wide) / sum(a.size for a, _ in wide)
-    times: tuple[list[float], list[float]] = ([], [])
-    runs = kernel, peer or reference
+    runs = (kernel, peer or reference)
     jax.block_until_ready(runs[1](*args))  # compiled before it is timed
-    with undisturbed():
-        for _ in range(rounds):
-            for run, own in zip(runs, times, strict=True):
-                own.append(seconds(lambda run=run: run(*args)))
-    ours, theirs = (1000 * statistics.median(own) for own in times)
-    values = {"equal": equal, "kernel ms": round(ours, 3), "xla ms": round(theirs, 3), "ratio": round(theirs / ours, 3)}
-    return values | {"note": "" if equal == 1 else "WRONG: differs from its reference"}
+    far = max(float(jnp.max(jnp.abs(a - b))) for a, b in wide)
+    note = "" if equal == 1 else f"WRONG: differs from its reference by up to {far:g}"
+    return _Pair(row | {"equal": equal, "note": note}, [functools.partial(run, *args) for run in runs])

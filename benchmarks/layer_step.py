@@ -34,8 +34,8 @@ CONTENDERS = (
     Contender("jax"),
     Contender("qwix", "fp8_full"),
     Contender("aqt", "int8"),
-    *(Contender("native", recipe) for recipe in ("fp8", "fp8_current", "fp8_full", "int8")),
-    *(Contender("native", recipe, "pallas") for recipe in ("fp8", "fp8_current", "int8")),
+    *(Contender("native", recipe) for recipe in ("fp8", "fp8_current", "fp8_full", "int8", "int8_delayed")),
+    *(Contender("native", recipe, "pallas") for recipe in ("fp8", "fp8_current", "int8", "fp8_block")),
 )
 
 
@@ -63,7 +63,9 @@ class _Step:
 
         self._step = jax.jit(step)
         self.contender, self.times = contender, []
-        for _ in range(3):  # compile it, warm its histories, compile that
+        jax.block_until_ready(self._run())
+        self._state = quantization_state.warm(self._state)
+        for _ in range(2):  # the first compiles the step of warm histories
             jax.block_until_ready(self._run())
 
     def _run(self) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -20,9 +22,17 @@ class Measured(Protocol):
     def measure(self) -> None: ...
 
 
+TURN = "JAXQUANT_BENCH_TURN"
+"""Environment variable: a path; PATH.ready says that a process has compiled, PATH.go that it may time."""
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep Python from collecting garbage in the middle of what is timed."""
+    """Keep Python from collecting garbage while it is timed, and wait for its turn among ``scripts/gpu.sh``'s."""
+    if turn := os.environ.get(TURN):
+        Path(f"{turn}.ready").touch()
+        while not Path(f"{turn}.go").exists():
+            time.sleep(0.05)
     gc.collect()
     gc.disable()
     try:
@@ -39,11 +49,19 @@ def measure_in_turns(each: Sequence[Measured], rounds: int) -> None:
                 one.measure()
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Time a call until its arrays are there."""
+def seconds(run: Callable[[], Any], calls: int = 1) -> float:
+    """Time a call until its arrays are there.
+
+    Args:
+      run: what is called.
+      calls: of it, one behind the other, so that a device has the next one while the host makes the one after; the
+        time is one call's share.
+    """
     began = time.perf_counter()
+    for _ in range(calls - 1):
+        run()
     jax.block_until_ready(run())
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / calls
 
 
 def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
@@ -52,17 +70,17 @@ def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
 
 
 class MatmulPrograms:
-    """The programs ``PROGRAMS`` of one contender and their times by round."""
+    """The programs of one contender, all or some of ``PROGRAMS``, and their times by round."""
 
     def __init__(self, calls: dict[str, Callable[[], Any]]):
         self._calls = calls
-        self.times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
-        for name in PROGRAMS:  # compile, and once more so that nothing is first
+        self.times: dict[str, list[float]] = {name: [] for name in calls}
+        for name in calls:  # compile, and once more so that nothing is first
             calls[name]()
             seconds(calls[name])
 
     def measure(self) -> None:
-        for name in PROGRAMS:
+        for name in self.times:
             self.times[name].append(seconds(self._calls[name]))
 
     def total(self) -> list[float]:

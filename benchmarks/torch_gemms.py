@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.timing import PROGRAMS, MatmulPrograms
+from benchmarks.timing import MatmulPrograms
 
 
 class TorchSet(MatmulPrograms):
@@ -16,6 +16,7 @@ class TorchSet(MatmulPrograms):
     Args:
       tokens: rows of every activation.
       gemms: (K, N) of each.
+      programs: which of ``PROGRAMS``.
 
     Raises:
       ImportError: torch is not installed.
@@ -24,7 +25,7 @@ class TorchSet(MatmulPrograms):
 
     share = 1.0
 
-    def __init__(self, tokens: int, gemms: Sequence[tuple[int, int]]):
+    def __init__(self, tokens: int, gemms: Sequence[tuple[int, int]], programs: Sequence[str]):
         self._torch: Any = importlib.import_module("torch")
         cuda = self._torch.cuda
         if not cuda.is_available() or cuda.get_device_capability() < (8, 9):
@@ -39,7 +40,7 @@ class TorchSet(MatmulPrograms):
             pairs["dlhs"].append((gradient.to(e5m2), kernel.t().contiguous().to(e4m3).t()))
             pairs["drhs"].append((gradient.t().contiguous().to(e5m2), x.t().contiguous().to(e4m3).t()))
         self._pairs = pairs | {"bwd": pairs["dlhs"] + pairs["drhs"]}
-        super().__init__({name: functools.partial(self._run, name) for name in PROGRAMS})
+        super().__init__({name: functools.partial(self._run, name) for name in programs})
 
     def _draw(self, rows: int, columns: int) -> Any:
         return self._torch.randn((rows, columns), device="cuda", dtype=self._torch.bfloat16)

@@ -23,11 +23,12 @@ from benchmarks import fp4_losses, optimizer_losses
 from benchmarks.decode import measure_decode, random_decoder, trained_decoder
 from benchmarks.formats import measure_formats, measure_transfer
 from benchmarks.gemms import SMALL, Layer, measure_gemm_set
-from benchmarks.gpu_kernels import measure_kernels
+from benchmarks.gpu_kernels import KINDS, measure_kernels
 from benchmarks.health import measure_health
 from benchmarks.layer_step import LLAMA, TINY, measure_layer_step
 from benchmarks.layers import measure_memory, measure_trace
 from benchmarks.lowering import measure_lowering
+from benchmarks.on_chip import measure_strings, measure_yardstick
 from benchmarks.optimizer_time import measure_optimizer
 from benchmarks.plot import losses, speedups
 from benchmarks.schemes import ROOT, Row, Scheme, schemes
@@ -35,6 +36,7 @@ from benchmarks.seeds import compared
 from benchmarks.serving import measure_roundtrip, measure_serving, measure_serving_memory
 from benchmarks.state import measure_state
 from benchmarks.steps import measure_losses, measure_steps
+from benchmarks.timing import PROGRAMS
 from jaxquant import terminal
 
 QUICK_STRINGS = ("int8", "fp8", "fp8_full")
@@ -51,6 +53,7 @@ def environment() -> Row:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
+        "xla flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
@@ -71,7 +74,8 @@ def write(name: str, about: str, rows: Sequence[Row], folder: Path) -> list[Path
     data.write_text(json.dumps({"name": name, "about": about, **where, "rows": list(rows)}, indent=1) + "\n")
     versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
     machine = f"{where['device']}, {where['cpus']} CPUs, {where['platform']}, Python {where['python']}, {versions}"
-    lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.", ""]
+    flags = f" XLA_FLAGS={where['xla flags']}" if where["xla flags"] else ""
+    lines = [f"# {name}", "", about, "", f"{where['date']}, {machine}.{flags}", ""]
     lines += [_line(rows[0]), _line(["---"] * len(rows[0])), *(_line(row.values()) for row in rows)]
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
     plot = folder / f"{stem}.svg"
@@ -134,12 +138,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         seeded.add_argument("--runs", default=str(ROOT / "runs" / name), help=f"folder (default: runs/{name})")
     gemms = commands.add_parser("gemm-set", parents=[out], help="GEMMs of one layer against bf16 and other libraries")
     gemms.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    gemms.add_argument("--whole", action="store_true", help="the backward pass in one program only, not by its halves")
     gemms.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as gemm-set-small")
     layer = commands.add_parser("layer-step", parents=[out], help="a Llama 3 8B layer against bf16 and other libraries")
     layer.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     layer.add_argument("--small", action="store_true", help="a layer that a CPU runs; written as layer-step-small")
     kernels = commands.add_parser("kernels", parents=[out], help="our GPU kernels against their references, on a GPU")
     kernels.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    kernels.add_argument(
+        "--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help="(default: all)"
+    )
+    yardstick = commands.add_parser("yardstick", parents=[out], help="the yardstick's MLP step beside its prediction")
+    yardstick.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    commands.add_parser("strings", parents=[shared], help="a layer under every config string, here and on a CPU")
     roundtrip = commands.add_parser("roundtrip", parents=[shared], help="trained against served logits, and bytes")
     roundtrip.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
     served = commands.add_parser("serving", parents=[out], help="held-out losses of served and post-training models")
@@ -164,6 +175,10 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
     def chosen() -> list[Scheme]:
         return schemes(words.strings or (list(QUICK_STRINGS) if quick else None), words.backends)
 
+    def gemm_set() -> list[Row]:
+        programs = ("fwd", "bwd") if words.whole else PROGRAMS
+        return measure_gemm_set(SMALL if words.small else Layer(), words.rounds, programs=programs)
+
     def layer_step() -> list[Row]:
         if words.small:
             return measure_layer_step(TINY, words.rounds, batch=1, length=64)
@@ -172,6 +187,9 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
     def seeded(bench: Any) -> list[Row]:
         given = (Path(words.record), Path(words.runs), words.steps, words.only, words.seeds)
         return compared(bench.table, bench.TRIALS, *given)
+
+    def kernels() -> list[Row]:
+        return measure_kernels(words.rounds, [case for kind in words.only for case in KINDS[kind]])
 
     def decode() -> list[Row]:
         size = (words.texts, words.length)
@@ -189,9 +207,14 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "losses": (measure_losses, lambda: measure_losses(chosen(), words.steps, Path(words.runs))),
         "fp4-losses": (fp4_losses.table, lambda: seeded(fp4_losses)),
         "optimizer-losses": (optimizer_losses.table, lambda: seeded(optimizer_losses)),
-        "gemm-set": (measure_gemm_set, lambda: measure_gemm_set(SMALL if words.small else Layer(), words.rounds)),
+        "gemm-set": (measure_gemm_set, gemm_set),
         "layer-step": (measure_layer_step, layer_step),
-        "kernels": (measure_kernels, lambda: measure_kernels(words.rounds)),
+        "kernels": (
+            measure_kernels,
+            lambda: measure_kernels(words.rounds, [case for kind in words.only for case in KINDS[kind]]),
+        ),
+        "yardstick": (measure_yardstick, lambda: measure_yardstick(words.rounds)),
+        "strings": (measure_strings, lambda: measure_strings(chosen())),
         "roundtrip": (measure_roundtrip, lambda: measure_roundtrip(chosen(), words.steps)),
         "serving": (measure_serving, lambda: measure_serving(words.steps, Path(words.runs))),
         "serving-memory": (measure_serving_memory, measure_serving_memory),
@@ -216,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return int(words.command == "kernels" and any(row["note"].startswith("WRONG") for row in rows))
+    return int(words.command in ("kernels", "strings") and any(row["note"].startswith("WRONG") for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
-# Checks and times everything on the NVIDIA GPU of this machine, meant for under 8 minutes: every kernel of ours against its
-# reference, not interpreted; the GEMM set of a layer and a whole Llama layer in bf16, in our recipes, in flax's fp8,
-# Qwix, AQT and torch's _scaled_mm where installed, in one run each; training steps of the quickstart.
+# Checks and times everything on the NVIDIA GPU of this machine, meant for under 15 minutes; with names, those steps alone:
+#   kernels      every kernel of ours against its reference, not interpreted
+#   strings      a layer and its gradients under every config string against the same on the CPU
+#   gemm-set     the GEMMs of a layer in bf16, our recipes, flax's fp8, Qwix, AQT and torch's _scaled_mm where installed
+#   layer-step   a Llama layer, likewise
+#   yardstick    an MLP step of ours and theirs, its time beside the one predicted without the chip
+#   optimizer    updates with 8-bit state
+#   steps        training steps of the quickstart
 # Writes JSON, tables and plots to benchmarks/. Takes the Python that is there if it has a jax that sees the GPU and what
 # the benchmarks import; otherwise makes .venv with the pinned packages and jax for CUDA.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-  sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}"
+  sed -n '2,11s/^# //p' "${BASH_SOURCE[0]}"
   exit 0
-elif (($#)); then
-  fail "scripts/gpu.sh takes no arguments, got: $*"
 fi
+known=(kernels strings gemm-set layer-step yardstick optimizer steps)
+for word in "$@"; do
+  [[ " ${known[*]} " == *" $word "* ]] || fail "scripts/gpu.sh has no step '$word'; its steps are: ${known[*]}"
+done
+(($#)) || set -- "${known[@]}"
 
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
   fail "scripts/gpu.sh needs an NVIDIA GPU, and nvidia-smi finds none on this machine; nothing was installed"
@@ -22,10 +30,10 @@ cd "$root"
 export JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false  # torch has a part of the memory
 python="$(find_python)"
 sees_gpu() {
-  PYTHONPATH="$root" "$1" -c 'import jax, scripts.bench; assert jax.devices()[0].platform == "gpu"' 2>/dev/null
+  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -c 'import jax, scripts.bench; assert jax.devices()[0].platform == "gpu"' 2>/dev/null
 }
 if sees_gpu "$python"; then
-  export PYTHONPATH="$root"
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 else
   JAX_PLATFORMS=cpu setup_venv
   python="$(command -v python)"
@@ -37,17 +45,29 @@ else
   fi
 fi
 
+# All steps compile side by side, which takes most of the time; then one after the other is told to time.
+declare -A options=([kernels]="--rounds 10" [strings]="" [gemm-set]="--rounds 10 --whole" [layer-step]="--rounds 10"
+  [yardstick]="--rounds 10" [optimizer]="--rounds 10" [steps]="--quick")
+turns="$(mktemp -d)"
 failed=()
-step() {
-  local name="$1" began=$SECONDS
-  shift
-  echo "== $name"
-  if "$@"; then echo "-- $name: $((SECONDS - began)) s"; else failed+=("$name"); fi
-}
-step "kernels" "$python" scripts/bench.py kernels --rounds 10
-step "GEMM set" "$python" scripts/bench.py gemm-set --rounds 10
-step "layer step" "$python" scripts/bench.py layer-step --rounds 10
-step "quickstart" "$python" scripts/bench.py steps --quick
+declare -A pids=()
+for step in "$@"; do
+  # shellcheck disable=SC2086  # options are words
+  JAXQUANT_BENCH_TURN="$turns/$step" "$python" scripts/bench.py "$step" ${options[$step]} \
+    >"$turns/$step.out" 2> >(sed "s/^/$step: /" >&2) &
+  pids[$step]=$!
+done
+is_running() { kill -0 "${pids[$1]}" 2>/dev/null; }
+for step in "$@"; do
+  while is_running "$step" && [[ ! -e "$turns/$step.ready" ]]; do sleep 0.2; done
+done
+for step in "$@"; do
+  touch "$turns/$step.go"
+  wait "${pids[$step]}" || failed+=("$step")
+  echo "== $step, after $SECONDS s"
+  cat "$turns/$step.out"
+done
+rm -r "$turns"
 
 if ((${#failed[@]})); then
   fail "failed: $(printf '%s, ' "${failed[@]}" | sed 's/, $//')"

@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxquant.core.recipe import TensorSpec
+from jaxquant.core.rounding import hold
 
 Array = jax.Array
 
@@ -85,7 +86,7 @@ def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> 
         if spec.outer_scale:
             outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * _LARGEST_E4M3)), floor)
         rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -_LARGEST_E4M3, _LARGEST_E4M3)
-        return rounded.astype(spec.scale_dtype), outer if spec.outer_scale else None
+        return hold(rounded.astype(spec.scale_dtype)), outer if spec.outer_scale else None
     exponent = _exponent_up(amax, bound) if spec.scale_rounding == "up" else _exponent_nearest(scale)
     exponent = jnp.where(amax * (1 / bound) < floor, 127, exponent)
     if spec.scale_dtype == "float32":

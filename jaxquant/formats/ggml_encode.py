@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxquant.core.rounding import hold
 from jaxquant.formats.codec import blocks_of, joined
 from jaxquant.formats.minifloat import SMALLEST_NORMAL, amax, exponent, power_of_two
 
@@ -33,7 +34,7 @@ def _bytes(x: Array) -> UInt8[Array, "... n"]:
 
 def _f16(x: Float[Array, ...], finite: Array) -> Float[Array, ...]:
     """Return a float16 scale, saturated, or NaN for a block that is not finite."""
-    return jnp.where(finite, jnp.clip(x, -_F16_MAX, _F16_MAX), jnp.nan).astype(jnp.float16)
+    return hold(jnp.where(finite, jnp.clip(x, -_F16_MAX, _F16_MAX), jnp.nan).astype(jnp.float16))
 
 
 def _divide(x: Float[Array, ...] | float, by: Float[Array, ...]) -> Float[Array, ...]:

@@ -1,4 +1,4 @@
-"""Mosaic GPU: how a kernel is run, on which devices, and names that differ between jax 0.10.2 and 0.12."""
+"""Mosaic GPU: how a kernel is run, on which devices, and names that differ between jax 0.10.2, 0.11 and 0.12."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from jax import Array
 from jaxquant.core.sharding import fit_varying, varying_axes
 from jaxquant.kernels.varying import vary_alike
 
-_API: Any = plgpu  # for names that one of the two versions lacks
+_API: Any = plgpu  # for names that one of the versions lacks
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 """Of jax."""
 NEW = VERSION >= (0, 11)
 """Whether jax has mixed float8 wgmma, transposed reads of swizzled memory and a public interpreter."""
 REDUCTION_BYTES = 2048
 """Shared memory through which the warps of a kernel reduce together."""
+MEMORY_REGISTERS = {1: 40, 2: 40, 3: 32}
+"""Of a thread that loads, by warpgroups that multiply, whose threads take 256, 232 and 160.
+
+All of them together have what they began with, 255, 168 and 128 a thread; ``setmaxnreg`` waits for ever for more.
+"""
 _HOPPER = 132
 """Multiprocessors of an H100 and an H200."""
 
@@ -49,8 +54,8 @@ def load(ref: Any, layout: Any, *, is_optimized: bool = True) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array, *, is_optimized: bool = True) -> None:
-    """Store registers in shared or global memory; jax 0.10 has no choice of ``is_optimized``."""
-    if NEW:
+    """Store registers in shared or global memory; before jax 0.12 there is no choice of ``is_optimized``."""
+    if hasattr(plgpu, "store"):
         _API.store(ref, value, optimized=is_optimized)
     else:
         ref[...] = value

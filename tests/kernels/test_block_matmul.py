@@ -154,6 +154,15 @@ def sharded(x, w):
     return jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)(x, w)
 
 
+@pytest.mark.parametrize(("warpgroups", "memory"), mosaic_gpu.MEMORY_REGISTERS.items())
+def test_the_threads_of_a_program_ask_for_no_more_registers_than_it_began_with(warpgroups, memory):
+    """With more, ``setmaxnreg`` waits for ever, as 240 of each of two and 32 of the one that loads beyond 3 · 168."""
+    groups = warpgroups + 1
+    began = min(255, 65536 // (128 * groups) // 8 * 8)  # of a thread, as ptxas reports it; one program a multiprocessor
+    multiply = min(256, (512 - memory) // warpgroups // 8 * 8)  # what jax's pipeline asks for
+    assert memory + warpgroups * multiply <= groups * began
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(("form", "x", "size"), [(mapped, (2, *X), 1), (sharded, (8 * X[0], X[1]), 8)])
 def test_a_mapped_and_a_sharded_step_call_the_kernel(form, x, size):

@@ -44,7 +44,7 @@ def test_figures_are_written_with_date_machine_and_versions(tmp_path):
 def test_a_small_gemm_set_is_written_under_its_own_name(tmp_path, monkeypatch):
     asked = []
 
-    def measure_gemm_set(layer, rounds):
+    def measure_gemm_set(layer, rounds, programs):
         """Time.
 
         Args: none.
@@ -62,10 +62,16 @@ def test_a_small_gemm_set_is_written_under_its_own_name(tmp_path, monkeypatch):
 
 def test_a_kernel_that_differs_from_its_reference_fails_the_command(tmp_path, monkeypatch):
     rows = [{"kernel": "quantize", "note": "refused: no GPU"}]
-    monkeypatch.setattr(bench, "measure_kernels", lambda rounds: rows)
+    monkeypatch.setattr(bench, "measure_kernels", lambda rounds, cases: rows)
     assert bench.main(["kernels", "--out", str(tmp_path)]) == 0
     rows.append({"kernel": "matmul", "note": "WRONG: differs from its reference"})
     assert bench.main(["kernels", "--out", str(tmp_path)]) == 1
+
+
+def test_the_script_for_a_gpu_names_its_steps():
+    done = subprocess.run([str(ROOT / "scripts" / "gpu.sh"), "kernel"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: scripts/gpu.sh has no step 'kernel'; its steps are: kernels strings gemm-set")
 
 
 def test_without_a_gpu_the_script_for_one_stops_before_it_installs_anything(tmp_path):

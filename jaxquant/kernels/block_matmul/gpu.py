@@ -21,7 +21,6 @@ from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_matmul.reference import BLOCK, NAME
 from jaxquant.kernels.block_matmul.tuning import (
     COLUMNS,
-    MEMORY_REGISTERS,
     PART,
     ROWS,
     STEPS,
@@ -245,7 +244,7 @@ def _pipeline(plan: _Plan, body: Any, context: Any, first: Any, count: Any) -> A
     return plgpu.emit_pipeline_warp_specialized(
         body,
         grid=(count,),
-        memory_registers=MEMORY_REGISTERS,
+        memory_registers=mosaic_gpu.MEMORY_REGISTERS[plan.tile.warpgroups],
         in_specs=specs + scales,
         max_concurrent_steps=min(STEPS, plan.K // BLOCK),
         wg_axis="warpgroup",

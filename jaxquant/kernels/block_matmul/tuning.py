@@ -13,8 +13,6 @@ STEPS = 4
 """Tiles of each operand in shared memory: with 192 rows five of them and the results do not fit 227 KB."""
 PART = 32
 """Columns that are scaled and stored at once: with the scales of more a thread's registers would not do."""
-MEMORY_REGISTERS = 32
-"""Of a thread that loads; each of three warpgroups that multiply then has 160 for a thread."""
 
 
 class Tile(NamedTuple):

@@ -122,7 +122,7 @@ def _kernel(lhs_ref: Any, rhs_ref: Any, *refs: Any, tile_n: int, total: str, acc
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(K // TILE_K,),
-            memory_registers=40,
+            memory_registers=mosaic_gpu.MEMORY_REGISTERS[WARPGROUPS],
             in_specs=[plgpu.BlockSpec(side, lambda k: (0, k), **mosaic_gpu.swizzled(*side, 1)) for side in sides],
             max_concurrent_steps=min(4 if out_ref.dtype.itemsize == 2 else 3, K // TILE_K),
             wg_axis="warpgroup",

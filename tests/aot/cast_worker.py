@@ -1,0 +1,43 @@
+"""Compile a layer and its gradients under config strings for an H200 that is not here; print its casts as JSON."""
+
+import json
+import re
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+import jaxquant
+from jaxquant.aot.chips import chip
+from jaxquant.aot.topology import devices
+
+NARROW = r"f(?:8E\d?M\d?\w*|4E2M1FN)"
+
+
+def casts(string):
+    """Return the narrow floats that the traced layer is cast to, and those that the compiled one is."""
+    place = SingleDeviceSharding(devices(chip("h200"))[0])
+    x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16, sharding=place)
+    layer = nn.Dense(128, use_bias=False, dtype=jnp.bfloat16)
+    model = jaxquant.maybe_quantize_model(layer, {"quantization": string, "quant_backend": "native"}, x)
+    rngs = {"params": jax.random.key(0), "quant": jax.random.key(1)}
+    variables = jax.eval_shape(model.init, rngs, x)
+
+    def step(variables, x):
+        y, pull = jax.vjp(lambda v, x: model.apply(v, x, rngs={"quant": jax.random.key(2)}), variables, x)
+        return y, pull(y)
+
+    lowered = jax.jit(step).lower(
+        jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), variables), x
+    )
+    asked = re.findall(rf"stablehlo\.convert .*-> tensor<[\dx]*({NARROW})>", lowered.as_text())
+    compiled = lowered.compile().as_text() or ""
+    return sorted({name.lower() for name in asked}), sorted(
+        set(re.findall(r"= (f[84]e\w+)\[[\d,]*\]\S* convert\(", compiled))
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps({string: casts(string) for string in sys.argv[1:]}))

@@ -1,0 +1,41 @@
+"""Compilers round what is cast: XLA for GPUs drops a cast to a narrower float that is cast back, unless it is held."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxquant.aot.topology import environment
+from jaxquant.core.dtypes import ELEMENTS
+from jaxquant.core.rounding import hold
+
+ROOT = Path(__file__).parents[2]
+STRINGS = ("fp8_block", "mxfp8", "mxfp4", "te_nvfp4_no_rht", "fp4", "fp8_e5m2", "mxfp4w", "nvfp4w", "fp8_blockw")
+"""Whose matmuls take values of narrow floats in wider ones, or in another one."""
+
+
+@pytest.mark.aot
+def test_every_cast_of_a_layer_is_in_the_program_of_an_absent_h200():
+    command = [sys.executable, "-m", "tests.aot.cast_worker", *STRINGS]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == list(STRINGS)
+    for string, (asked, compiled) in found.items():
+        assert asked, string
+        assert set(asked) <= set(compiled), string
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ELEMENTS.items() if kind.kind == "float"])
+def test_holding_changes_no_number(name):
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    codes = np.arange(16 if "4_" in name else 256, dtype=np.uint8).view(dtype)
+    held = np.asarray(jax.jit(hold)(jnp.asarray(codes)))
+    assert held.dtype == dtype
+    np.testing.assert_array_equal(held.view(np.uint8), codes.view(np.uint8))
