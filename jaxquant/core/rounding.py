@@ -28,13 +28,14 @@ def saturating_cast(x: jax.Array, element: Element) -> jax.Array:
 
 
 def hold(x: jax.Array) -> jax.Array:
-    """Return floats as they are, rounded for every compiler.
+    """Return numbers of a narrow dtype as they are, rounded for every compiler.
 
     XLA for GPUs drops a cast to narrower floats where they are cast back in the same program ("excess precision"), so
     that what a matmul in bfloat16 takes for values of float8 was never rounded. A reduction to the precision of float32
     between the two casts changes no number, costs nothing, and keeps both.
     """
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23) if is_float else x
 
 
 def _clip(x: jax.Array, bound: float) -> jax.Array:
@@ -248,8 +249,7 @@ def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None, part: Par
       ValueError: stochastic rounding without a key.
     """
     if spec.rounding == "nearest":
-        rounded = saturating_cast(x, element(spec.dtype))
-        return rounded if element(spec.dtype).kind == "int" else hold(rounded)
+        return hold(saturating_cast(x, element(spec.dtype)))
     return stochastic_cast(x, element(spec.dtype), needed_key(spec, key), part)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxquant.core.rounding import hold
 from jaxquant.core.sharding import merge_axes, platform_of, split_axes, varying_axes
 from jaxquant.kernels.optimizer_update import api
 from jaxquant.kernels.optimizer_update.reference import Result
@@ -274,7 +275,9 @@ def encode(codec: Codec, signed: bool, axis: int, groups: int, x: jax.Array) -> 
       x: the moment.
     """
     coded = _coded(codec, signed, axis, groups, x)
-    return coded if coded.exponent is None else coded._replace(exponent=coded.exponent.astype(jnp.uint8))
+    if coded.exponent is None:
+        return coded
+    return coded._replace(codes=hold(coded.codes), exponent=coded.exponent.astype(jnp.uint8))
 
 
 def _decoded(moment: Moment) -> jax.Array:

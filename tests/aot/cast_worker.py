@@ -1,5 +1,6 @@
 """Compile a layer and its gradients under config strings for an H200 that is not here; print its casts as JSON."""
 
+import functools
 import json
 import re
 import sys
@@ -7,19 +8,43 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import SingleDeviceSharding
 
 import jaxquant
 from jaxquant.aot.chips import chip
 from jaxquant.aot.topology import devices
+from jaxquant.optim import quantize_state
 
 NARROW = r"f(?:8E\d?M\d?\w*|4E2M1FN)"
 
 
+@functools.cache
+def place():
+    return SingleDeviceSharding(devices(chip("h200"))[0])
+
+
+def encoded_again():
+    """Count the casts to e4m3 of two updates in one program, the second of which takes the codes of the first."""
+    tx = quantize_state(optax.sgd(0.1, momentum=0.9), "fp8_coat")
+    params = jax.ShapeDtypeStruct((256, 4096), jnp.float32, sharding=place())
+    state = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place()), jax.eval_shape(tx.init, params)
+    )
+
+    def twice(params, state, gradient):
+        for _ in range(2):
+            updates, state = tx.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    text = jax.jit(twice).lower(params, state, params).compile().as_text() or ""
+    return len(re.findall(r"= f8e4m3fn\[[\d,]*\]\S* convert\(", text))
+
+
 def casts(string):
     """Return the narrow floats that the traced layer is cast to, and those that the compiled one is."""
-    place = SingleDeviceSharding(devices(chip("h200"))[0])
-    x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16, sharding=place)
+    x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16, sharding=place())
     layer = nn.Dense(128, use_bias=False, dtype=jnp.bfloat16)
     model = jaxquant.maybe_quantize_model(layer, {"quantization": string, "quant_backend": "native"}, x)
     rngs = {"params": jax.random.key(0), "quant": jax.random.key(1)}
@@ -30,7 +55,7 @@ def casts(string):
         return y, pull(y)
 
     lowered = jax.jit(step).lower(
-        jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), variables), x
+        jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place()), variables), x
     )
     asked = re.findall(rf"stablehlo\.convert .*-> tensor<[\dx]*({NARROW})>", lowered.as_text())
     compiled = lowered.compile().as_text() or ""
@@ -40,4 +65,4 @@ def casts(string):
 
 
 if __name__ == "__main__":
-    print(json.dumps({string: casts(string) for string in sys.argv[1:]}))
+    print(json.dumps([encoded_again(), {string: casts(string) for string in sys.argv[1:]}]))
