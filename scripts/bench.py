@@ -209,10 +209,7 @@ def _measurements(words: argparse.Namespace) -> dict[str, tuple[Callable[..., An
         "optimizer-losses": (optimizer_losses.table, lambda: seeded(optimizer_losses)),
         "gemm-set": (measure_gemm_set, gemm_set),
         "layer-step": (measure_layer_step, layer_step),
-        "kernels": (
-            measure_kernels,
-            lambda: measure_kernels(words.rounds, [case for kind in words.only for case in KINDS[kind]]),
-        ),
+        "kernels": (measure_kernels, kernels),
         "yardstick": (measure_yardstick, lambda: measure_yardstick(words.rounds)),
         "strings": (measure_strings, lambda: measure_strings(chosen())),
         "roundtrip": (measure_roundtrip, lambda: measure_roundtrip(chosen(), words.steps)),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and times everything on the NVIDIA GPU of this machine, meant for under 15 minutes; with names, those steps alone:
+# Checks and times everything on the NVIDIA GPU of this machine, with names, those steps alone:
 #   kernels      every kernel of ours against its reference, not interpreted
 #   strings      a layer and its gradients under every config string against the same on the CPU
 #   gemm-set     the GEMMs of a layer in bf16, our recipes, flax's fp8, Qwix, AQT and torch's _scaled_mm where installed
@@ -7,18 +7,21 @@
 #   yardstick    an MLP step of ours and theirs, its time beside the one predicted without the chip
 #   optimizer    updates with 8-bit state
 #   steps        training steps of the quickstart
+# A step that is not ready to time after $JAXQUANT_GPU_PATIENCE seconds (default: 900) is stopped. XLA times algorithms as it
+# does for users, unless XLA_FLAGS say otherwise, which takes most of the time (benchmarks/on-chip.md).
 # Writes JSON, tables and plots to benchmarks/. Takes the Python that is there if it has a jax that sees the GPU and what
 # the benchmarks import; otherwise makes .venv with the pinned packages and jax for CUDA.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-  sed -n '2,11s/^# //p' "${BASH_SOURCE[0]}"
+  sed -n '2,13s/^# //p' "${BASH_SOURCE[0]}"
   exit 0
 fi
 known=(kernels strings gemm-set layer-step yardstick optimizer steps)
+patience="${JAXQUANT_GPU_PATIENCE:-900}"
 for word in "$@"; do
-  [[ " ${known[*]} " == *" $word "* ]] || fail "scripts/gpu.sh has no step '$word'; its steps are: ${known[*]}"
+  [[ "$word" != *" "* && " ${known[*]} " == *" $word "* ]] || fail "scripts/gpu.sh has no step '$word'; its steps are: ${known[*]}"
 done
 (($#)) || set -- "${known[@]}"
 
@@ -51,15 +54,31 @@ declare -A options=([kernels]="--rounds 10" [strings]="" [gemm-set]="--rounds 10
 turns="$(mktemp -d)"
 failed=()
 declare -A pids=()
+stop() {
+  for pid in "${pids[@]}"; do
+    pkill -P "$pid" || true
+    kill "$pid" 2>/dev/null || true
+  done
+  rm -rf "$turns"
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
 for step in "$@"; do
   # shellcheck disable=SC2086  # options are words
   JAXQUANT_BENCH_TURN="$turns/$step" "$python" scripts/bench.py "$step" ${options[$step]} \
     >"$turns/$step.out" 2> >(sed "s/^/$step: /" >&2) &
   pids[$step]=$!
 done
-is_running() { kill -0 "${pids[$1]}" 2>/dev/null; }
 for step in "$@"; do
-  while is_running "$step" && [[ ! -e "$turns/$step.ready" ]]; do sleep 0.2; done
+  while kill -0 "${pids[$step]}" 2>/dev/null && [[ ! -e "$turns/$step.ready" ]]; do
+    if ((SECONDS > patience)); then
+      echo "$step did not compile and compare within $patience s, and is stopped; does a kernel hang?" >&2
+      pkill -P "${pids[$step]}" || true
+      kill "${pids[$step]}" || true
+      break
+    fi
+    sleep 0.2
+  done
 done
 for step in "$@"; do
   touch "$turns/$step.go"
@@ -67,7 +86,6 @@ for step in "$@"; do
   echo "== $step, after $SECONDS s"
   cat "$turns/$step.out"
 done
-rm -r "$turns"
 
 if ((${#failed[@]})); then
   fail "failed: $(printf '%s, ' "${failed[@]}" | sed 's/, $//')"

@@ -1,4 +1,4 @@
-"""The table of chips that an audit compiles for: compiler description, memory, peak rates.
+"""The table of chips that an audit compiles for: compiler description, memory, peak rates and shares of them.
 
 Peak rates are dense (without structured sparsity), of the data sheets:
 

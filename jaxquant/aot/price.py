@@ -1,4 +1,4 @@
-"""How long a compiled step takes: at the peak rates of a chip, and at the shares of them that are achieved.
+"""How long a compiled step takes: at the peak rates of a chip, and at the shares of them in its table.
 
 GPU: every matmul at its rate or at its memory's speed, whichever is longer; everything else at the memory's speed; one
 after another. TPU: the compiler's own ``estimated_cycles`` of every instruction over the chip's clock, and never less

@@ -9,13 +9,14 @@ from jaxquant.audit.dataflow import Value, ancestors
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.matmul_dtypes import OperandDtype
 from jaxquant.core.qtensor import CODEC_MARK
+from jaxquant.core.rounding import HOLD
 from jaxquant.ops.contract import DEQUANTIZED_MARK
 from jaxquant.ops.layouts import KEEP
 
 # Values that hold the elements of their first input, in another place, shape or number.
 _MOVES = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "rev", "slice", "dynamic_slice", "pad"}
-    | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier", KEEP}
+    | {"copy", "copy_p", "name", "reduce_precision", "bitcast_convert_type", "optimization_barrier", KEEP, HOLD}
     | {"scan_slice", "scan_stack", "scan_result"}
     | {"sharding_constraint", "mesh_cast", "reshard", "shard", "unshard", "pvary", "pcast", "all_gather"}
 )

@@ -1,4 +1,4 @@
-"""Strict loading of YAML into typed dataclasses: what is not understood is an error that names its place."""
+"""Strict reading of YAML and JSON into plain mappings, of which ``core.typed`` makes dataclasses."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Key, UInt32
 
 from jaxquant.core.dtypes import Element, element
@@ -32,10 +34,26 @@ def hold(x: jax.Array) -> jax.Array:
 
     XLA for GPUs drops a cast to narrower floats where they are cast back in the same program ("excess precision"), so
     that what a matmul in bfloat16 takes for values of float8 was never rounded. A reduction to the precision of float32
-    between the two casts changes no number, costs nothing, and keeps both.
+    between the two casts changes no number, costs nothing there, and keeps both. Compilers for TPUs drop nothing, and
+    the reduction would keep them from fusing.
     """
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23) if is_float else x
+    return _hold.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _hold_on_gpus(x: jax.Array) -> jax.Array:
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+
+
+HOLD = "hold_rounding"
+"""Name of the primitive: the identity, but for compilers of GPUs."""
+_hold = Primitive(HOLD)
+_hold.def_impl(lambda x: x)
+_hold.def_abstract_eval(lambda x: x)
+ad.deflinear2(_hold, lambda gradient, _: [gradient])
+batching.defvectorized(_hold)
+mlir.register_lowering(_hold, lambda context, x: [x])
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(_hold, mlir.lower_fun(_hold_on_gpus, multiple_results=False), platform=_platform)
 
 
 def _clip(x: jax.Array, bound: float) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Dataclasses that take no value of another type than their fields': an error names the field and what was given."""
+"""Dataclasses made of mappings: an unknown key, or a value of another type, is an error that names the place."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Choice:
         return self.name == "pallas" or self.reason.startswith(REFUSED)
 
 
-PICKED = "XLA's program: no kernel is faster than it by a measurement on a chip"
+PICKED = "XLA's program; implementation: pallas asks for the kernels"
 """Why XLA is picked where nothing else is known."""
 
 _made: dict[tuple[str, Choice], None] = {}

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxquant.core.paths import join_path
-from jaxquant.core.rounding import Part, RandomKey, fold, noise, seed_of
+from jaxquant.core.rounding import Part, RandomKey, fold, hold, noise, seed_of
 from jaxquant.core.sharding import device_key
 
 _MAX = float(jnp.finfo(jnp.bfloat16).max)
@@ -98,7 +98,7 @@ def compensated_round() -> optax.GradientTransformation:
             if wanted is None:
                 return None
             lost = wanted - _nearest(wanted)
-            return jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16)
+            return hold(jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16))
 
         wanted = _map(exact, params, updates, state.error)
         return _map(of_leaf, params, updates, wanted), CompensatedState(_map(error_of, params, wanted))

@@ -1,4 +1,4 @@
-"""Quant state between two steps: stored without its bins, restored, and told which tensors have a history."""
+"""Quant state between two steps: stored without its bins, restored (flax's too), and told what has a history."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Compile a layer and its gradients under config strings for an H200 that is not here; print its casts as JSON."""
 
+import collections
 import functools
 import json
 import re
@@ -43,7 +44,7 @@ def encoded_again():
 
 
 def casts(string):
-    """Return the narrow floats that the traced layer is cast to, and those that the compiled one is."""
+    """Count the casts to narrow floats of the traced layer, and those of the compiled one."""
     x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16, sharding=place())
     layer = nn.Dense(128, use_bias=False, dtype=jnp.bfloat16)
     model = jaxquant.maybe_quantize_model(layer, {"quantization": string, "quant_backend": "native"}, x)
@@ -59,9 +60,8 @@ def casts(string):
     )
     asked = re.findall(rf"stablehlo\.convert .*-> tensor<[\dx]*({NARROW})>", lowered.as_text())
     compiled = lowered.compile().as_text() or ""
-    return sorted({name.lower() for name in asked}), sorted(
-        set(re.findall(r"= (f[84]e\w+)\[[\d,]*\]\S* convert\(", compiled))
-    )
+    found = re.findall(r"= (f[84]e\w+)\[[\d,]*\]\S* convert\(", compiled)
+    return collections.Counter(name.lower() for name in asked), collections.Counter(found)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.rounding import hold
 
 ROOT = Path(__file__).parents[2]
-STRINGS = ("fp8_block", "mxfp8", "mxfp4", "te_nvfp4_no_rht", "fp4", "fp8_e5m2", "mxfp4w", "nvfp4w", "fp8_blockw")
-"""Whose matmuls take values of narrow floats in wider ones, or in another one."""
+STRINGS = ("fp8_block", "mxfp8", "mxfp4", "fp4", "fp8_e5m2", "mxfp4w", "nvfp4w", "fp8_blockw")
+"""Whose matmuls take values of narrow floats in wider ones, or in another one, all rounded to nearest."""
 
 
 @pytest.mark.aot
@@ -29,8 +29,10 @@ def test_every_cast_of_a_layer_and_of_an_update_is_in_the_program_of_an_absent_h
     assert again == 2
     assert list(found) == list(STRINGS)
     for string, (asked, compiled) in found.items():
+        if string == "fp4":
+            del asked["f8e4m3fn"]  # which holds the numbers of e2m1, and rounds none
         assert asked, string
-        assert set(asked) <= set(compiled), string
+        assert all(compiled.get(name, 0) >= count for name, count in asked.items()), (string, asked, compiled)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in ELEMENTS.items() if kind.kind == "float"])
