@@ -1,6 +1,7 @@
 """The command refuses what it cannot measure and writes figures with their circumstances."""
 
 import json
+import os
 import shutil
 import subprocess
 
@@ -72,6 +73,36 @@ def test_the_script_for_a_gpu_names_its_steps():
     done = subprocess.run([str(ROOT / "scripts" / "gpu.sh"), "kernel"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("error: scripts/gpu.sh has no step 'kernel'; its steps are: kernels strings gemm-set")
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+[[ "$1" == -c ]] && exit 0
+case "$2" in
+  gemm-set) sleep 60 ;;  # never ready to time
+  strings) echo "compared" ;;  # times nothing
+  *)
+    touch "$JAXQUANT_BENCH_TURN.ready"
+    while [[ ! -e "$JAXQUANT_BENCH_TURN.go" ]]; do sleep 0.05; done
+    echo "$2 $3 $4"
+    [[ "$2" != kernels ]]  # as where one is wrong
+    ;;
+esac
+"""
+
+
+def test_steps_on_a_gpu_compile_side_by_side_and_time_in_turns(tmp_path):
+    for name, text in (("nvidia-smi", "#!/bin/sh\necho 'GPU 0: one'\n"), ("python3", FAKE_PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAXQUANT_GPU_PATIENCE": "2"}
+    environment.pop("PYTHON", None)
+    words = [str(ROOT / "scripts" / "gpu.sh"), "kernels", "strings", "gemm-set", "yardstick"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=50)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("== ")]
+    assert lines == ["kernels --rounds 10", "compared", "yardstick --rounds 10"]
+    assert "gemm-set did not compile and compare within 2 s, and is stopped" in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: failed: kernels, gemm-set"
+    assert done.returncode == 1
 
 
 def test_without_a_gpu_the_script_for_one_stops_before_it_installs_anything(tmp_path):
