@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Literal
 
 from jaxquant.core.delayed import OBSERVE
-from jaxquant.kernels import KERNEL_PREFIX
+from jaxquant.kernels import CALLS, KERNEL_PREFIX
 from jaxquant.ops.gradients import REVERSE_ONLY
 from jaxquant.trace.analysis import JITS, REMATS, open_jaxpr, programs, scan_counts
 from jaxquant.trace.plan import OPERATIONS
@@ -303,7 +303,7 @@ def _branches(params: Mapping[str, Any]) -> list[tuple[int, Any]]:
 
 def _has_own_kernel(jaxpr: Any) -> bool:
     return any(
-        (eqn.primitive.name == "pallas_call" and str(eqn.params.get("name")).startswith(KERNEL_PREFIX))
+        (eqn.primitive.name in CALLS and str(eqn.params.get("name")).startswith(KERNEL_PREFIX))
         or any(map(_has_own_kernel, programs(eqn.params)))
         for eqn in jaxpr.eqns
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxquant.kernels import CALLS
 from jaxquant.trace import flow as flows
 from jaxquant.trace.flow import CONSTANT, DATA, Flow, Leaf, Lost, Route
 from jaxquant.trace.paths import Name, layer_names, layer_path
@@ -299,7 +300,7 @@ class Analysis:
         self._name(site, flows.join(weights).leaves or frozenset())
         site.is_out_of_reach = True
         site.reason = f"handed to {name}, which computes outside of jax" if is_callback else f"inside {name}"
-        if name == "pallas_call":
+        if name in CALLS:
             site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
         plan.sites[index] = site
 

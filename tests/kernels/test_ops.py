@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core import delayed
+from jaxquant.kernels import CALLS, mosaic_gpu
 from jaxquant.ops import dot_general, implementation, initial_state
 from jaxquant.ops.implementation import choices_made
+from jaxquant.ops.remat import save_matmuls
+from tests.ops.test_block_scaled import on
 
 NUMBERS = (((1,), (0,)), ((), ()))
 
@@ -166,6 +170,29 @@ def test_a_mesh_that_a_compiler_may_cut_along_is_refused(monkeypatch):
     program = functools.partial(gradients, spec, "pallas")
     assert "pallas_call" not in str(jax.make_jaxpr(program)(x, w, g, warm(initial_state(spec), 100.0)))
     assert any("may be sharded automatically" in choice.reason for _, choice in choices_made())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_coverage_on_a_gpu_reads_its_kernels_as_their_references(monkeypatch, name):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(mosaic_gpu, "refuse_device", lambda *args, **options: None)
+
+    def step(x, w, g):
+        run = functools.partial(dot_general, dimension_numbers=NUMBERS, recipe=recipe(name), implementation="pallas")
+        y, pull = jax.vjp(run, x, w)
+        return y, pull(g)
+
+    shapes = [on("NVIDIA H200", 256, 256) for _ in range(3)]
+    assert "mpmd_map" in str(jax.make_jaxpr(step)(*shapes))
+    found = jaxquant.coverage(step, *shapes)
+    assert [row.matmul for row in found.rows] == ["fwd", "dlhs", "drhs"]
+    assert found.share() == 1
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_remat_policy_keeps_the_results_of_every_kernel_but_casts(call):
+    kept = [save_matmuls(Primitive(call), name=f"jaxquant_{op}") for op in ("fp8_einsum", "quantize", "block_quantize")]
+    assert kept == [True, False, False]
 
 
 def test_coverage_reads_a_kernel_as_its_reference():
