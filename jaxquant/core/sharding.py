@@ -69,8 +69,8 @@ def on_device_of(shapes: Any) -> AbstractContextManager[Any]:
 
 def platform_of(x: Array) -> str:
     """Return where x is computed, as jax names platforms ("cpu", "gpu", "tpu"): of its mesh, which may be absent."""
-    device = _device_of(x)
-    return jax.default_backend() if device is None else device.platform
+    device = _device_of(x) or getattr(jax.config, "jax_default_device", None) or jax.default_backend()
+    return getattr(device, "platform", str(device))
 
 
 def device_kind_of(*arrays: Array) -> str:

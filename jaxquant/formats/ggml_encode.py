@@ -60,7 +60,7 @@ def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
 
 
 def encode_f16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:
-    return _bytes(x.astype(jnp.float16))
+    return _bytes(hold(x.astype(jnp.float16)))
 
 
 def encode_bf16(x: Float[Array, "... 1"]) -> UInt8[Array, "... 2"]:

@@ -6,6 +6,6 @@ A kernel is a faster way to compute a piece of an op, behind ``implementation=``
 KERNEL_PREFIX = "jaxquant_"
 """How the names of all kernels begin, in traced and in compiled programs."""
 CALLS = ("pallas_call", "mpmd_map")
-"""Primitives that call a kernel: Pallas's for TPUs, and Mosaic GPU's."""
+"""Primitives that call a kernel: Pallas's for TPUs, and Mosaic GPU's, which ``custom_vmap_call`` wraps."""
 DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Elements of the quantized tensors that kernels read and write."""

@@ -14,6 +14,9 @@ Array = jax.Array
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 """Kinds of devices that are Hopper GPUs, as they name themselves."""
 
+MOST_BLOCKS = 65535
+"""Of CUDA, along any axis of a grid but its first, which is the last of Pallas's."""
+
 
 def cut_refusal(*operands: Array) -> str | None:
     """Return why operands may be cut by a compiler, which cannot look into a kernel; None where none can be.

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from jaxquant.kernels import CALLS, KERNEL_PREFIX
+from jaxquant.kernels import KERNEL_PREFIX
 from jaxquant.ops.gradients import RESIDUAL_NAME, RESULT_NAME
 
 save_quantized = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
@@ -19,8 +19,8 @@ _KERNELS = frozenset(
         "conv_general_dilated",
         "dot_product_attention_fp8_fwd_wrapper",
         "dot_product_attention_fwd_wrapper",
+        "pallas_call",
         "ragged_dot_general",
-        *CALLS,
     }
 )
 """Primitives whose results are kept: matmuls under other names, cuDNN's attention, kernels such as splash attention."""
@@ -44,7 +44,7 @@ def save_matmuls(primitive: Primitive, *operands: Any, **parameters: Any) -> boo
     """
     if primitive.name == "name":
         return parameters["name"] == RESULT_NAME
-    if primitive.name in CALLS and str(parameters["name"]).startswith(_CASTS):
+    if primitive.name == "pallas_call" and str(parameters["name"]).startswith(_CASTS):
         return False
     is_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **parameters)
     return bool(is_dot) or primitive.name in _KERNELS

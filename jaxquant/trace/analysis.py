@@ -300,8 +300,10 @@ class Analysis:
         self._name(site, flows.join(weights).leaves or frozenset())
         site.is_out_of_reach = True
         site.reason = f"handed to {name}, which computes outside of jax" if is_callback else f"inside {name}"
-        if name in CALLS:
+        if name == "pallas_call":
             site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
+        elif kernel := _kernel_name(eqn):
+            site.reason = f"inside the kernel {kernel!r} of Mosaic GPU"
         plan.sites[index] = site
 
     # -- equations ---------------------------------------------------------------------------------------------------
@@ -460,7 +462,16 @@ class Analysis:
 
 
 def _multiplies(jaxpr: Any) -> bool:
-    return any(eqn.primitive.name in CONTRACTIONS or any(map(_multiplies, programs(eqn.params))) for eqn in jaxpr.eqns)
+    known = (*CONTRACTIONS, "wgmma", "wgmma_ref", "mma", "tcgen05_mma")  # those of Mosaic GPU's kernels
+    return any(eqn.primitive.name in known or any(map(_multiplies, programs(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def _kernel_name(eqn: Any) -> str:
+    """Return the name of the kernel that an equation calls, as Mosaic GPU does in a ``custom_vmap``; "" for none."""
+    if eqn.primitive.name in CALLS:
+        return str(eqn.params["name"])
+    inner = open_jaxpr(eqn.params["call"]).eqns if eqn.primitive.name == "custom_vmap_call" else ()
+    return next(filter(None, map(_kernel_name, inner)), "")
 
 
 def open_jaxpr(jaxpr: Any) -> Any:

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxquant
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core import delayed
-from jaxquant.kernels import CALLS, mosaic_gpu
+from jaxquant.kernels import mosaic_gpu
+from jaxquant.kernels.quantize import gpu as cast_gpu
 from jaxquant.ops import dot_general, implementation, initial_state
 from jaxquant.ops.implementation import choices_made
-from jaxquant.ops.remat import save_matmuls
 from tests.ops.test_block_scaled import on
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -189,10 +190,34 @@ def test_coverage_on_a_gpu_reads_its_kernels_as_their_references(monkeypatch, na
     assert found.share() == 1
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_remat_policy_keeps_the_results_of_every_kernel_but_casts(call):
-    kept = [save_matmuls(Primitive(call), name=f"jaxquant_{op}") for op in ("fp8_einsum", "quantize", "block_quantize")]
-    assert kept == [True, False, False]
+def scaled_kernel(x, name):
+    """Call a kernel of Mosaic GPU that multiplies by the tensor cores, as a library's."""
+
+    def body(x_ref, out_ref):
+        def product(sums):
+            plgpu.wgmma(sums, x_ref, x_ref)
+            return sums[...]
+
+        out_ref[...] = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((64, 64), jnp.float32)).astype(out_ref.dtype)
+
+    return mosaic_gpu.call(body, [x], [(x.shape, x.dtype)], interpret=False, kernel_name=name)[0]
+
+
+def test_a_weight_in_a_kernel_of_mosaic_gpu_is_reported():
+    def loss(params, x):
+        return jnp.sum(x @ params["first"] + scaled_kernel(params["second"], "a_librarys")).astype(jnp.float32)
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    run = jaxquant.quantize(loss, {"quantization": "int8", "quant_backend": "native"})
+    text = str(run.report({"first": shape, "second": shape}, shape))
+    assert "inside the kernel 'a_librarys' of Mosaic GPU" in text
+
+
+def test_casts_of_more_rows_than_a_grid_has_blocks_are_refused(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "refuse_device", lambda *args, **options: None)
+    refusal = functools.partial(cast_gpu.refusal, x_dtype="bfloat16", scale_shape=(1, 1), dtype="int8")
+    assert refusal((64 * 65535, 128)) is None
+    assert "4,194,240 rows at most, not 4,194,304" in str(refusal((64 * 65536, 128)))
 
 
 def test_coverage_reads_a_kernel_as_its_reference():

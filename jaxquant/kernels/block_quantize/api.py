@@ -16,7 +16,7 @@ from jaxquant.core.sharding import device_kind_of, platform_of
 from jaxquant.kernels.block_quantize import reference
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast
 from jaxquant.kernels.block_quantize.tuning import TILE
-from jaxquant.kernels.platforms import HOPPER, cut_refusal, interpretable, module, platform_refusal
+from jaxquant.kernels.platforms import HOPPER, MOST_BLOCKS, cut_refusal, interpretable, module, platform_refusal
 
 _SHAPES = ((1, TILE), (TILE, 1), (TILE, TILE), (1, 32), (32, 1))
 
@@ -31,12 +31,15 @@ def refusal(x: Array, casts: tuple[Cast, ...]) -> str | None:
         return f"the block cast reads float32 and bfloat16, not {x.dtype.name}"
     if why := next(filter(None, (_spec_refusal(cast.spec) for cast in casts)), None):
         return why
-    if _matrix(x.shape, casts) is None:
+    found = _matrix(x.shape, casts)
+    if found is None:
         shapes = " and ".join("×".join(map(str, cast.block)) for cast in casts)
         return f"the block cast takes whole tiles of {TILE}×{TILE}, not {x.shape} in blocks of {shapes}"
     is_gpu, kind = platform_of(x) == "gpu", device_kind_of(x)
     if is_gpu and not HOPPER.search(kind):
         return f"the block cast is for TPUs and Hopper GPUs, and the device is {kind}"
+    if is_gpu and found[0][0] // TILE > MOST_BLOCKS:
+        return f"the block cast takes {MOST_BLOCKS * TILE:,} rows at most on GPUs, not {found[0][0]:,}"
     if jax.config.read("jax_enable_x64"):
         return "the block cast counts in 32 bits, and jax_enable_x64 is on"
     return cut_refusal(x) or (None if is_gpu else platform_refusal("block_quantize", x))

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, UInt32
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
 from jaxquant.kernels import DTYPES, mosaic_gpu
+from jaxquant.kernels.platforms import MOST_BLOCKS
 from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
 
 TILE_M, TILE_N = 64, 128
@@ -51,6 +52,8 @@ def refusal(
     """
     if len(shape) != 2 or shape[0] % TILE_M or shape[1] % TILE_N or 0 in shape:
         return f"the kernel takes tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
+    if shape[0] // TILE_M > MOST_BLOCKS:
+        return f"the kernel takes {MOST_BLOCKS * TILE_M:,} rows at most, not {shape[0]:,}"
     if tuple(scale_shape) not in ((1, 1), (shape[0], 1), (1, shape[1])):
         return f"the kernel takes one scale, one a row or one a column, not {tuple(scale_shape)} of {shape}"
     for name, known in ((x_dtype, ("float32", "bfloat16")), (compute_dtype, ("float32", "bfloat16")), (dtype, DTYPES)):
