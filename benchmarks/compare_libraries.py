@@ -248,9 +248,13 @@ def beside(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
     return ", ".join(f"{row[name] - peer[name]:+}" for name in ("other MB", "big moves")) if peer else ""
 
 
+def matmuls(program: Program) -> str:
+    """Return the matmuls of a compiled program by the dtypes of their operands, as ``6 s8``."""
+    return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
+
+
 def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str, Any]:
     """Summarize a program with its bytes of temporaries as a row of the table; time as ``price.estimate`` has it."""
-    matmuls = ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
     eight = sum(matmul.times for matmul in program.matmuls if matmul.bits == 8)
     inside, beside = program.cycles
     casts = [kernel for kernel in program.kernels if not kernel.flops]
@@ -260,7 +264,7 @@ def row(name: str, program: Program, temporaries: int, where: Chip) -> dict[str,
     return {
         "step": name,
         "8-bit matmuls": f"{eight} of {sum(program.count().values())}",
-        "matmuls": matmuls,
+        "matmuls": matmuls(program),
         "other MB": round((program.moved + sum(kernel.bytes * kernel.times for kernel in casts)) / 1e6),
         "big moves": program.big_moves,
         "moves": sum(move.times for move in program.moves),

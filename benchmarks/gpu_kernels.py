@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gemms import FAILURES
 from benchmarks.schemes import Row, tell
 from benchmarks.timing import seconds, undisturbed
 from jaxquant.kernels import mosaic_gpu
@@ -198,7 +199,7 @@ def _compared(
 ) -> _Pair:
     try:
         found = jax.block_until_ready(kernel(*args))
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+    except FAILURES as error:
         tell(str(error))
         return _Pair(row | {"equal": "–", "note": f"WRONG: does not run: {str(error).splitlines()[0]}"})
     expected = jax.block_until_ready(reference(*args))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.compare_libraries import ENTRIES, Entry, step
+from benchmarks.compare_libraries import ENTRIES, Entry, matmuls, step
 from benchmarks.gemms import FAILURES
 from benchmarks.schemes import ROOT, UNQUANTIZED, Row, Scheme, tell
 from benchmarks.timing import measure_in_turns, median_ratio, seconds
@@ -34,11 +34,6 @@ def made(function: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(function)(*args)
 
 
-def matmuls(text: str) -> str:
-    """Name the matmuls of a compiled program by the dtypes of their operands, as ``6 s8``."""
-    return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(read_program(text).count().items()))
-
-
 def begun(entry: Entry, sizes: Sequence[int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the step of an entry and its arguments after one step, that is with histories that have entries."""
     function, (params, state, x, key) = step(entry, *sizes, make=made)
@@ -54,7 +49,7 @@ class _Timed:
         function, args = begun(entry, sizes)
         self.entry, self._args, self.times = entry, args, []
         self._compiled = jax.jit(function).lower(*args).compile()
-        self.matmuls = matmuls(str(self._compiled.as_text()))
+        self.matmuls = matmuls(read_program(str(self._compiled.as_text())))
         seconds(self._run)
 
     def _run(self) -> Any:
@@ -134,7 +129,7 @@ def outputs(scheme: Scheme) -> tuple[list[np.ndarray] | str, str]:
         leaves = [np.asarray(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(compiled(variables, x, grad))]
     except FAILURES as refused:
         return str(refused).splitlines()[0], "–"
-    return leaves, matmuls(str(compiled.as_text()))
+    return leaves, matmuls(read_program(str(compiled.as_text())))
 
 
 def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:

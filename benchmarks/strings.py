@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from benchmarks.compare_libraries import Entry, measure
+from benchmarks.compare_libraries import Entry, matmuls, measure
 from jaxquant.config.recipes import RECIPES
 
 STRINGS = [name for n, name in enumerate(RECIPES) if RECIPES[name] not in list(RECIPES.values())[:n]]
@@ -32,7 +32,7 @@ def cell(string: str, target: str) -> str:
         program, _ = measure(Entry(string, config | file), target, 256, 256, 512)
     except NotImplementedError as refused:
         return f"refused: {refused}"
-    return ", ".join(f"{count} {dtypes}" for dtypes, count in sorted(program.count().items()))
+    return matmuls(program)
 
 
 def cells(target: str, only: Sequence[str] = ()) -> dict[str, str]:

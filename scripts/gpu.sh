@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and times everything on the NVIDIA GPU of this machine, with names, those steps alone:
+# Checks and times everything on the NVIDIA GPU of this machine, or the steps that are named:
 #   kernels      every kernel of ours against its reference, not interpreted
 #   strings      a layer and its gradients under every config string against the same on the CPU
 #   gemm-set     the GEMMs of a layer in bf16, our recipes, flax's fp8, Qwix, AQT and torch's _scaled_mm where installed
@@ -54,14 +54,13 @@ declare -A options=([kernels]="--rounds 10" [strings]="" [gemm-set]="--rounds 10
 turns="$(mktemp -d)"
 failed=()
 declare -A pids=()
-stop() {
-  for pid in "${pids[@]}"; do
+stop() {  # each process and its children
+  for pid in "$@"; do
     pkill -P "$pid" || true
     kill "$pid" 2>/dev/null || true
   done
-  rm -rf "$turns"
 }
-trap stop EXIT
+trap 'stop "${pids[@]}"; rm -rf "$turns"' EXIT
 trap 'exit 130' INT TERM
 for step in "$@"; do
   # shellcheck disable=SC2086  # options are words
@@ -73,8 +72,7 @@ for step in "$@"; do
   while kill -0 "${pids[$step]}" 2>/dev/null && [[ ! -e "$turns/$step.ready" ]]; do
     if ((SECONDS > patience)); then
       echo "$step did not compile and compare within $patience s, and is stopped; does a kernel hang?" >&2
-      pkill -P "${pids[$step]}" || true
-      kill "${pids[$step]}" || true
+      stop "${pids[$step]}"
       break
     fi
     sleep 0.2

@@ -26,7 +26,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, check
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import hold, saturating_cast
+from jaxquant.core.rounding import saturating_cast
 from jaxquant.core.scales import largest
 from jaxquant.core.sharding import platform_of
 from jaxquant.ops.arguments import check_float
@@ -126,7 +126,7 @@ def static_activation_group_quant_fp8(
 def _cast(x: Array, dtype: str, scale: Array, block: tuple[int, ...]) -> Array:
     """Divide in float32, clip and round; XLA:CPU multiplies by the reciprocal of a divisor that elements share."""
     divide = lambda x, scale: x.astype(jnp.float32) / jnp.where(jnp.isnan(x), 1.0, scale)  # noqa: E731
-    return hold(saturating_cast(apply_blocks(divide, x, scale, block), element(dtype)))
+    return saturating_cast(apply_blocks(divide, x, scale, block), element(dtype))
 
 
 def broadcast_activation_scale(

@@ -17,7 +17,7 @@ from jaxquant.core.blocks import Shape, apply_blocks, is_even, reduce_blocks
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, cast, fold, hold, needed_key, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import Part, RandomKey, cast, fold, needed_key, saturating_cast, stochastic_cast
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE, floor_scale, largest
 from jaxquant.core.sharding import over_devices
 
@@ -68,7 +68,7 @@ def quantize_micro(
     even = None if is_even(x.shape, block) else block
 
     def candidate(factor: float) -> tuple[QTensor, Array]:
-        code = hold(saturating_cast(real * factor, _CODE))
+        code = saturating_cast(real * factor, _CODE)
         step = jnp.where(code == 0, 1.0, code.astype(jnp.float32)) * outer
         if spec.reciprocal:
             scaled = apply_blocks(lambda x, s: x.astype(jnp.float32) * s, x, jnp.minimum(1 / step, _LARGEST), even)

@@ -23,6 +23,11 @@ def saturating_cast(x: jax.Array, element: Element) -> jax.Array:
 
     The clip comes first: XLA's cast to float8_e4m3fn turns what lies beyond the range into NaN, and e5m2 into inf.
     """
+    return hold(saturating_cast_in_kernel(x, element))
+
+
+def saturating_cast_in_kernel(x: jax.Array, element: Element) -> jax.Array:
+    """Compute ``saturating_cast`` in the body of a kernel, whose compiler drops no cast and has no ``hold``."""
     clipped = _clip(x, element.max)
     if element.kind == "int":
         clipped = jax.lax.round(clipped, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -267,7 +272,7 @@ def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None, part: Par
       ValueError: stochastic rounding without a key.
     """
     if spec.rounding == "nearest":
-        return hold(saturating_cast(x, element(spec.dtype)))
+        return saturating_cast(x, element(spec.dtype))
     return stochastic_cast(x, element(spec.dtype), needed_key(spec, key), part)
 
 

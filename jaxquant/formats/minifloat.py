@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxquant.core.dtypes import Element, floating
-from jaxquant.core.rounding import hold
+from jaxquant.core.rounding import saturating_cast
 
 SMALLEST_NORMAL = 2.0**-126
 E8M0_BIAS = 127
@@ -31,7 +31,7 @@ def encode_minifloat(x: Float[Array, ...], kind: Element) -> UInt8[Array, ...]:
     """
     x = x.astype(jnp.float32)
     if kind.bits == 8:
-        return jax.lax.bitcast_convert_type(hold(jnp.clip(x, -kind.max, kind.max).astype(kind.name)), jnp.uint8)
+        return jax.lax.bitcast_convert_type(saturating_cast(x, kind), jnp.uint8)
     magnitude = jnp.minimum(jnp.abs(x), kind.max)
     binade = jnp.maximum(exponent(magnitude), kind.min_exponent)
     # Steps of the grid in this binade, 0 to 2^(mantissa_bits + 1); a carry into the next binade adds up by itself.

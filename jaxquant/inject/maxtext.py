@@ -18,7 +18,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import hold
+from jaxquant.core.rounding import saturating_cast
 from jaxquant.inject.handle import Quantization
 from jaxquant.inject.nnx_layers import copy_model
 from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT
@@ -174,10 +174,7 @@ class KVQuant:
         kind = element(jnp.dtype(self.dtype).name)
         absmax = jnp.max(jnp.abs(kv), axis=axes, keepdims=True)
         known = jnp.where(absmax > 0, absmax, 1).astype(jnp.float32)
-        value = kv.astype(jnp.float32) / known * kind.bound
-        if kind.kind == "int":
-            value = jnp.rint(value)
-        return hold(jnp.clip(value, -kind.max, kind.max).astype(self.dtype)), absmax
+        return saturating_cast(kv.astype(jnp.float32) / known * kind.bound, kind), absmax
 
     def einsum_fn_with_rhs_qtensor(self, **modes: Any) -> Any:
         """Return an einsum whose second operand is a cached tensor with ``dequant``; it multiplies in float."""

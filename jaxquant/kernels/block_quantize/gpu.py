@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.rounding import saturating_cast
+from jaxquant.core.rounding import saturating_cast_in_kernel
 from jaxquant.kernels import mosaic_gpu
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast, kernel_name, stored_scale
 from jaxquant.kernels.block_quantize.tuning import ROWS, STRIP, TILE
@@ -190,7 +190,7 @@ def _cast(
             at = (column * (TILE // size) + n, rows) if whole is None else (row, column)
             outs[1][at] = scale
         spread = lax.broadcast_in_dim(scale, piece.shape, [0] if whole is None else [])
-        q = saturating_cast(piece / spread, element(cast.spec.dtype))
+        q = saturating_cast_in_kernel(piece / spread, element(cast.spec.dtype))
         if cast.has_elements:
             rings[cast.spec.dtype].at[n][...] = q
             made.append((rings[cast.spec.dtype].at[n], outs[0], n))

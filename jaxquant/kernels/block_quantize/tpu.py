@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxquant.core.dtypes import Element, element
 from jaxquant.core.qtensor import QTensor
-from jaxquant.core.rounding import saturating_cast
+from jaxquant.core.rounding import saturating_cast_in_kernel
 from jaxquant.core.scales import scale_of_amax
 from jaxquant.kernels.block_quantize.reference import Blocks, Cast, kernel_name, stored_scale
 from jaxquant.kernels.block_quantize.tuning import TILE, blocks_for
@@ -106,7 +106,7 @@ def _write(x: Array, magnitude: Array, cast: Cast, refs: Iterator[Any], place: t
     scaled = x * divisor if is_power else x / divisor
     near = None
     if cast.has_elements:
-        q = saturating_cast(scaled, kind)
+        q = saturating_cast_in_kernel(scaled, kind)
         near = q.astype(jnp.float32)
         next(refs)[part, columns] = q
         at = (j, slice(None), part) if is_turned else (k, slice(None), columns)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt32
 
 from jaxquant.core.dtypes import Element, element
-from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+from jaxquant.core.rounding import saturating_cast_in_kernel, stochastic_round, uniform
 from jaxquant.kernels import DTYPES, mosaic_gpu
 from jaxquant.kernels.platforms import MOST_BLOCKS
 from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
@@ -165,7 +165,7 @@ def _cast(
     # A quotient in float32 rounded to bfloat16 is the quotient in bfloat16.
     x = (x.astype(compute).astype(jnp.float32) / scale).astype(compute).astype(jnp.float32)
     if seeds is None:
-        return saturating_cast(x, kind)
+        return saturating_cast_in_kernel(x, kind)
     row, column = (
         plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=_REGISTERS) + start[axis] for axis in range(2)
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.rounding import hold, saturating_cast, stochastic_round, uniform
+from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
 from jaxquant.core.scales import absolute
 from jaxquant.kernels import KERNEL_PREFIX
 
@@ -54,7 +54,7 @@ def quantize(
     """
     scaled = x.astype(compute_dtype) / scale.astype(compute_dtype)
     if seeds is None:
-        q = hold(saturating_cast(scaled, element(dtype)))
+        q = saturating_cast(scaled, element(dtype))
     else:
         index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
         q = stochastic_round(scaled, uniform(index, seeds[0], seeds[1]), element(dtype))

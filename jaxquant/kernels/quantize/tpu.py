@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, UInt32
 
 from jaxquant.core.dtypes import element
-from jaxquant.core.rounding import saturating_cast, stochastic_round, uniform
+from jaxquant.core.rounding import saturating_cast_in_kernel, stochastic_round, uniform
 from jaxquant.kernels.quantize.reference import MAGNITUDE, NAME, Quantized
 from jaxquant.kernels.quantize.tuning import LANES, ROWS, Blocks, blocks_for
 from jaxquant.kernels.varying import vary_alike
@@ -124,7 +124,7 @@ def _kernel(
             scale = scale_ref[part, :] if scale_ref.shape[0] > 1 else scale_ref[...]
         scaled = _rounded(_rounded(x, compute_dtype) / _rounded(scale, compute_dtype), compute_dtype)
         if seeds_ref is None:
-            q = saturating_cast(scaled, element(dtype))
+            q = saturating_cast_in_kernel(scaled, element(dtype))
         else:
             index = (down * shape[1] + across).astype(jnp.uint32)
             q = stochastic_round(scaled, uniform(index, seeds_ref[0, 0], seeds_ref[0, 1]), element(dtype))
