@@ -1,8 +1,9 @@
 """A decoder layer of Llama 3 8B and one of Mixtral 8x7B, compiled for absent chips: what each matmul runs on.
 
 A step is forward and backward, with attention as ``train`` chooses it: gradients of parameters (float32), input
-(bfloat16) and quant state. The ratio is unquantized time over time, both as the audit prices them; none was timed.
-Bytes are those that everything but matmuls moves. "why" is why operands are wider than 8 bits.
+(bfloat16) and quant state. The ratio is unquantized time over time, both as the audit prices them; none of these was
+timed (``on-chip.md`` has some that were). Bytes are those that everything but matmuls moves. "why" is why operands are
+wider than 8 bits.
 """
 
 from __future__ import annotations

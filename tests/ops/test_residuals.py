@@ -123,7 +123,7 @@ def test_a_decoder_keeps_norms_and_gates_in_fp8(quantization, bound):
     for saved in ("full", "fp8"):
         config = model.DecoderConfig(64, 32, 64, 2, 2, 1, 16, dtype="bfloat16", saved_activations=saved)
         decoder = jaxquant.maybe_quantize_model(model.Decoder(config), {"quantization": quantization}, tokens)
-        variables = decoder.init({"params": jax.random.key(1)}, tokens)
+        variables = jax.jit(decoder.init)({"params": jax.random.key(1)}, tokens)
 
         def loss(variables, decoder=decoder):
             return decoder.apply(variables, tokens, targets=tokens).mean()
