@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction
 from jaxquant.audit.scales import Origin
-from jaxquant.core.quant_state import HISTORY, is_named
+from jaxquant.core.quant_state import BINS, HISTORY, is_named
 from jaxquant.state.watch import FROZEN_MARK
 from jaxquant.trace.plan import CONTRACTIONS
 
@@ -21,7 +21,14 @@ _LINEAR = frozenset(
     {"add", "add_any", "sub", "neg", "mul", "div", "max", "min", "clamp", "select_n", "convert_element_type", "copy"}
     | {"reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "concatenate", "slice", "name", "pad"}
     | {"split", "dynamic_slice", "dynamic_update_slice", "reduce_sum", "optimization_barrier", "psum", "pvary", "pcast"}
+    | {"psum_invariant"}
     | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard", "branch"}
+)
+
+_MIXED = frozenset({"add", "add_any", "sub", "mul", "div", "reduce_sum", "psum", "psum_invariant"})
+_MOVES = frozenset(
+    {"convert_element_type", "copy", "reshape", "select_n", "name", "optimization_barrier", "branch"}
+    | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard"}
 )
 
 
@@ -41,7 +48,8 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
     """Find quant state of layers with a backward pass that does not advance.
 
     An amax history advances where a result holds it rolled on. It is treated as a weight where a result holds sums or
-    multiples of it, or where what was observed is squared or divided by, as norms and optimizers do.
+    multiples of it, or where what was observed is squared or divided by, as norms and optimizers do. In a step that
+    trains parameters it is lost where sums or multiples of what was observed take its place.
     """
     histories = [each for each in program.inputs if each.name and is_named(each.name[-1], HISTORY)]
     if not histories or not any(each.is_backward for each in labeled):
@@ -57,7 +65,16 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
             "of all variables does; give them parameters alone (jaxquant.state.split), or use "
             "jaxquant.state.TrainState or Optimizer"
         )
-    if any(_raised(ancestors(program.outputs), program.observed)):
+    readers = _readers(ancestors(program.outputs))
+    if lost := next(_overwritten(program, histories, readers), None):
+        beside = {each.name[-1] for each in program.inputs if each.name[:-1] == lost.name[:-1]}
+        fix = "use jaxquant.state.TrainState or Optimizer, or hand what was observed to jaxquant.state.update"
+        faults.append(
+            f"quant state {'/'.join(lost.name)!r} is overwritten with the sum of what several uses, micro-batches or "
+            "devices observed of it, or a multiple, as by flax's TrainState; "
+            + (fix if any(is_named(name, BINS) for name in beside) else "amax_init 'flax' is for one use alone")
+        )
+    if any(_raised(readers, program.observed)):
         faults.append(
             "what was observed of quant state is squared or divided by, or a function of it taken, as "
             "optax.global_norm, clipping or an optimizer of all gradients does; give them "
@@ -105,18 +122,62 @@ def _summed(reached: Iterable[Value], histories: Sequence[Value], observed: set[
     yield from (each for each in histories if each in made)
 
 
-def _raised(needed: Iterable[Value], observed: set[Value]) -> Iterator[Value]:
-    """Yield what is squared, divided by or the like of what was observed, sums of it included."""
+def _readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
+    """Return, by value, what is computed from it."""
     readers: dict[Value, list[Value]] = {}
     for value in needed:
         for each in value.inputs:
             readers.setdefault(each, []).append(value)
-    known, queue = set(observed), [each for each in needed if each in observed]
+    return readers
+
+
+def _linear(values: Iterable[Value], readers: Mapping[Value, Sequence[Value]]) -> set[Value]:
+    """Return values and what linear functions and choices make of them."""
+    known = set(values)
+    queue = list(known)
     while queue:
-        for value in readers.get(queue.pop(), ()):
-            both = value.operation in ("mul", "div") and all(each in known for each in value.inputs)
-            if value.operation in _POWERS or both or (value.operation == "div" and value.inputs[1] in known):
-                yield value
-            elif value.operation in _LINEAR and value not in known:
-                known.add(value)
-                queue.append(value)
+        found = {each for each in readers.get(queue.pop(), ()) if each.operation in _LINEAR} - known
+        known |= found
+        queue += found
+    return known
+
+
+def _overwritten(
+    program: Graph, histories: Sequence[Value], readers: Mapping[Value, Sequence[Value]]
+) -> Iterator[Value]:
+    """Yield the histories of a step that trains in whose place stand sums of what was observed, and nothing else."""
+    if not any(map(_is_trained, program.outputs)):
+        return
+    known = _linear(program.observed, readers)
+    sums = (each for each in known if each.operation in _MIXED and _is_mixed(each, known))
+    summed = _linear(sums, readers)
+    for history in histories:
+        results = [each for each in program.outputs if each.shape == history.shape and each is not history]
+        found = [each in summed for each in results if history in ancestors([each], stop=_is_reduced)]
+        if found and all(found):
+            yield history
+
+
+def _is_mixed(value: Value, known: Set[Value]) -> bool:
+    return value.operation not in ("add", "add_any", "sub") or all(each in known for each in value.inputs)
+
+
+def _is_trained(result: Value) -> bool:
+    """Whether a result is an argument of its shape and something added to it, as a trained parameter is."""
+    sums = [each for each in _moved_from(result) if each.operation in ("add", "sub")]
+    terms = {term for each in sums if each.shape == result.shape for one in each.inputs for term in _moved_from(one)}
+    return any(each.operation == "argument" and each.shape == result.shape for each in terms)
+
+
+def _moved_from(value: Value) -> set[Value]:
+    """Return a value and what it is a copy of, a choice among copies included."""
+    return set(ancestors([value], stop=lambda each: each.operation not in _MOVES))
+
+
+def _raised(readers: Mapping[Value, Sequence[Value]], observed: set[Value]) -> Iterator[Value]:
+    """Yield what is squared, divided by or the like of what was observed, sums of it included."""
+    known = _linear(observed, readers)
+    for value in {value for each in known for value in readers.get(each, ())}:
+        both = value.operation in ("mul", "div") and all(each in known for each in value.inputs)
+        if value.operation in _POWERS or both or (value.operation == "div" and value.inputs[1] in known):
+            yield value

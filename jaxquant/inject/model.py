@@ -66,8 +66,7 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     resolver = config.resolver()
     if resolver is None:
         return model
-    if not isinstance(model, (nn.Module, nnx.Module)):
-        raise TypeError(f"maybe_quantize_model takes a Flax module, got {type(model).__name__}")
+    _require_module("maybe_quantize_model", "jaxquant.quantize", model)
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(
@@ -128,10 +127,31 @@ def describe_layers(model: Any, config: Any, *example_inputs: Any, **example_kwa
 
     Raises:
       ValueError: a rule that matches no layer, or float blocks of a model that has none.
+      TypeError: something that is no model.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
+    _require_module("describe_layers", "jaxquant.quantize(...).report", model)
     if isinstance(model, nnx.Module):
         return nnx_face.describe(model, config, *example_inputs, **example_kwargs)
     face = linen.Face(config)
     return face.engine.layers(face.trace_example(model, *example_inputs, **example_kwargs).analysis)
+
+
+def _require_module(what: str, of_functions: str, model: Any) -> None:
+    """Refuse what is no Flax module.
+
+    Args:
+      what: takes it.
+      of_functions: what takes a function.
+      model: given.
+
+    Raises:
+      TypeError: names it.
+    """
+    if isinstance(model, (nn.Module, nnx.Module)):
+        return
+    if isinstance(model, type):
+        raise TypeError(f"{what} takes a Flax module, got the class {model.__name__}; make an instance of it")
+    hint = f"; for a function there is {of_functions}" if callable(model) else ""
+    raise TypeError(f"{what} takes a Flax module, got {type(model).__name__}{hint}")

@@ -49,11 +49,11 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
       seed: of the noise.
 
     Raises:
-      ValueError: from ``update``: it is called without parameters.
+      ValueError: from ``init``: no weight is bfloat16; from ``update``: it is called without parameters.
     """
 
     def init(params: optax.Params) -> RoundState:
-        del params
+        _require_bfloat16(params, "stochastic_round")
         return RoundState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, RoundState]:
@@ -79,10 +79,11 @@ def compensated_round() -> optax.GradientTransformation:
     alternative to ``stochastic_round`` without noise.
 
     Raises:
-      ValueError: from ``update``: it is called without parameters.
+      ValueError: from ``init``: no weight is bfloat16; from ``update``: it is called without parameters.
     """
 
     def init(params: optax.Params) -> CompensatedState:
+        _require_bfloat16(params, "compensated_round")
         return CompensatedState(jax.tree.map(lambda p: jnp.zeros_like(p) if p.dtype == jnp.bfloat16 else None, params))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, CompensatedState]:
@@ -127,6 +128,16 @@ def round_randomly(x: Float[Array, "*shape"], key: RandomKey) -> Float[Array, "*
 def _nearest(x: jax.Array) -> jax.Array:
     """Round float32 to the nearest bfloat16 number, in float32; a compiler drops a cast there and back."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _require_bfloat16(params: Any, what: str) -> None:
+    dtypes = sorted({leaf.dtype.name for leaf in jax.tree.leaves(params)})
+    if dtypes and "bfloat16" not in dtypes:
+        raise ValueError(
+            f"{what} rounds weights to bfloat16, and those given are {', '.join(dtypes)}; cast them to bfloat16, or "
+            "leave it out. quantize_state gives its own optimizer float32 weights: put it behind, as in "
+            f"optax.chain(quantize_state(…), {what}())"
+        )
 
 
 def _map(function: Any, params: Any, *trees: Any) -> Any:

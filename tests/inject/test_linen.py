@@ -112,8 +112,15 @@ def test_what_is_no_model_and_settings_that_are_not_of_layers_are_refused():
         maybe_quantize_model(Model(), {"quantize_kvcache": True})
     with pytest.raises(NotImplementedError, match=r"save_quantized_params_path 'here' is not written while a model is"):
         maybe_quantize_model(Model(), {"save_quantized_params_path": "here"})
-    with pytest.raises(TypeError, match="takes a Flax module, got function"):
+    with pytest.raises(
+        TypeError, match=r"takes a Flax module, got function; for a function there is jaxquant\.quantize"
+    ):
         maybe_quantize_model(lambda x: x, native("int8"))
+    for describe in (describe_layers, lambda model, config, x: linear_layers(model, x)):
+        with pytest.raises(TypeError, match=r"got function; for a function there is jaxquant\.quantize\(...\)\.report"):
+            describe(lambda x: x, native("int8"), TOKENS)
+        with pytest.raises(TypeError, match="takes a Flax module, got the class Model; make an instance of it"):
+            describe(Model, native("int8"), TOKENS)
 
 
 def test_flax_train_state_keeps_the_state_out_of_the_optimizer():

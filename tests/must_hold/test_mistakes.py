@@ -194,6 +194,42 @@ def check_clipped(loop: Linen) -> None:
         jaxquant.coverage(rooted, *vars_of(loop)).check()
 
 
+def check_overwritten(loop: Linen) -> None:
+    """What one use observed is the next state; of several uses, micro-batches or devices it is refused by ``check``."""
+
+    def twice(params: Any, quant_state: Any) -> Any:
+        return jax.grad(lambda *both: loop(*both, X) + loop(*both, LARGE), (0, 1))(params, quant_state)
+
+    def averaged(params: Any, quant_state: Any) -> Any:
+        def add(total: Any, x: Any) -> Any:
+            return jax.tree.map(jnp.add, total, gradients(loop, params, quant_state, x)), None
+
+        both = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, (params, quant_state)), jnp.stack([X, LARGE]))[0]
+        return jax.tree.map(lambda leaf: leaf / 2, both)
+
+    def step(observe: Any, advance: Any = lambda quant_state, observation: observation) -> Any:
+        def stepped(params: Any, quant_state: Any) -> Any:
+            grads, observation = observe(params, quant_state)
+            return optax.apply_updates(params, grads), advance(quant_state, observation)
+
+        return stepped
+
+    def once(params: Any, quant_state: Any) -> Any:
+        return gradients(loop, params, quant_state, X)
+
+    found, expected = (step(once, *how)(*vars_of(loop))[1] for how in ((), (state.update,)))
+    histories = [op_state(state.unpack(each))["input_amax_history"] for each in (found, expected)]
+    np.testing.assert_array_equal(*histories)
+    jaxquant.coverage(step(once), *vars_of(loop)).check()
+    for several in (twice, averaged, lambda *both: jax.tree.map(lambda leaf: leaf / 8.0, once(*both))):
+        with pytest.raises(
+            ValueError, match=r"quant state '[\w/]*' is overwritten with the sum .*jaxquant.state.update"
+        ):
+            jaxquant.coverage(step(several), *vars_of(loop)).check()
+        jaxquant.coverage(step(several, state.update), *vars_of(loop)).check()
+        jaxquant.coverage(several, *vars_of(loop)).check()
+
+
 def check_partly_restored(loop: Linen) -> None:
     """Parameters of a float run and new state go on as they are; state that lacks a variable is refused."""
     assert loop(loop.params, warmed(loop), X) > 0
@@ -229,6 +265,7 @@ MISTAKES = {
     "optimized": check_optimized,
     "decayed": check_decayed,
     "clipped": check_clipped,
+    "overwritten": check_overwritten,
     "partly restored": check_partly_restored,
 }
 

@@ -103,4 +103,14 @@ def test_parts_inside_of_shard_map_have_noise_of_their_own():
 def test_they_need_the_weights():
     for tx in (stochastic_round(), compensated_round()):
         with pytest.raises(ValueError, match="rounding of weights needs the weights; call update"):
-            tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}))
+            tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3, "bfloat16")}))
+
+
+@pytest.mark.parametrize("tx", [stochastic_round(), compensated_round()])
+def test_weights_of_which_none_is_bfloat16_are_refused(tx):
+    with pytest.raises(
+        ValueError, match=r"_round rounds weights to bfloat16, and those given are float16, float32; cast"
+    ):
+        tx.init({"w": jnp.ones(3), "b": jnp.ones(3, "float16")})
+    tx.init({"w": jnp.ones(3), "b": jnp.ones(3, "bfloat16")})
+    tx.init({})
