@@ -64,10 +64,11 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> int:
             print(f"new      {name}")
         elif row != expected[name]:
             differ += 1
-            known = expected[name]
-            changes = [f"{key} {known.get(key)} -> {new}" for key, new in row.items() if known.get(key) != new]
+            before = expected[name]
+            changes = [f"{key} {before.get(key)} -> {new}" for key, new in row.items() if before.get(key) != new]
             print(f"differs  {name}: {', '.join(changes)}")
-    print(f"{len(found)} rows, {len(found) - differ} equal to the bit, {differ} differ")
+    known = sum(name in expected for name in found)
+    print(f"{known} rows, {known - differ} equal to the bit, {differ} differ; {len(found) - known} new")
     return int(differ > 0)
 
 
