@@ -32,7 +32,18 @@ from jaxquant import terminal
 RECIPES = ("float", "fp8", "int8", "fp8_current", "fp8_full")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = {
-    "plain": ["dm-haiku", "equinox", "einops", "ml_collections", "clu", "absl-py", "scipy", "tensorflow-cpu", "pillow"],
+    "plain": [
+        "dm-haiku",
+        "equinox",
+        "einops",
+        "ml_collections",
+        "clu",
+        "absl-py",
+        "scipy",
+        "tensorflow-cpu",
+        "pillow",
+        "tqdm",
+    ],
     "hf": ["transformers==4.46.3"],
 }
 """What each environment has beside jaxquant's own requirements."""
