@@ -180,9 +180,9 @@ def _scale(
     past = jnp.max(finite(history))
     if amax is not None:
         past = jax.lax.select(past > 0, past, amax.astype(jnp.float32))
-    scale = floor_scale(past * factor, floor)
     is_sound = jnp.isfinite(past / past)  # neither 0 nor infinite nor NaN
-    scale = jax.lax.select(is_sound, scale, old.reshape(()))
+    # The old one is 0 where flax's TrainState wrote the gradient of a layer that did not run over the state.
+    scale = floor_scale(jax.lax.select(is_sound, past * factor, old.reshape(())), floor)
     if bins is not None:
         scale = jax.lax.select(bins[_USE_CELL] < 0, jnp.float32(jnp.nan), scale)
     return scale.reshape(old.shape)

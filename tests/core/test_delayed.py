@@ -182,6 +182,12 @@ def test_a_scale_never_flushes_to_zero(amax):
     assert float(delayed.advance(state, seen)["scale"][0]) == 1.0
 
 
+def test_a_state_overwritten_with_the_gradient_of_no_use_has_a_scale():
+    state = jax.tree.map(jnp.zeros_like, delayed.initial_state(DelayedSpec(LENGTH)))
+    scales = [delayed.current_scale(state, jnp.float32(amax), E4M3, DelayedSpec(LENGTH)) for amax in (0, 448)]
+    assert [float(scale[0]) for scale in scales] == [1.0, 1.0]
+
+
 def test_flax_mode_has_no_floor():
     spec = DelayedSpec(LENGTH, amax_init="flax")
     state = delayed.initial_state(spec) | {"amax_history": jnp.full((LENGTH,), 1e-30)}
