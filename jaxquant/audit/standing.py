@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from jaxquant.audit.dataflow import Graph, Value, ancestors
 from jaxquant.audit.labels import LabeledContraction
 from jaxquant.audit.scales import Origin
-from jaxquant.core.quant_state import BINS, HISTORY, is_named
+from jaxquant.core.quant_state import BINS, HISTORY, SCALE, is_named
 from jaxquant.state.watch import FROZEN_MARK
 from jaxquant.trace.plan import CONTRACTIONS
 
@@ -25,11 +25,16 @@ _LINEAR = frozenset(
     | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard", "branch"}
 )
 
-_MIXED = frozenset({"add", "add_any", "sub", "mul", "div", "reduce_sum", "psum", "psum_invariant"})
+_ADDS = frozenset({"add", "add_any", "sub", "scatter-add"})
+_MIXED = _ADDS | {"mul", "div", "reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 _MOVES = frozenset(
-    {"convert_element_type", "copy", "reshape", "select_n", "name", "optimization_barrier", "branch"}
-    | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard"}
+    {"convert_element_type", "copy", "reshape", "select_n", "name", "optimization_barrier", "branch", "pad", "slice"}
+    | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard", "concatenate", "split", "transpose"}
+    | {"squeeze", "broadcast_in_dim", "dynamic_slice", "dynamic_update_slice", "clamp", "max", "min", "neg", "pvary"}
+    | {"pcast", "sharding_constraint", "reshard", "device_put", "reduce_precision"}
 )
+_SPREADS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
+"""What adds up, what only moves numbers, and what hands on that something was added up."""
 
 
 class Standing(NamedTuple):
@@ -66,7 +71,7 @@ def standing(program: Graph, labeled: Sequence[LabeledContraction]) -> Standing:
             "jaxquant.state.TrainState or Optimizer"
         )
     readers = _readers(ancestors(program.outputs))
-    if lost := next(_overwritten(program, histories, readers), None):
+    if lost := next(_overwritten(program, histories, readers, labeled), None):
         beside = {each.name[-1] for each in program.inputs if each.name[:-1] == lost.name[:-1]}
         fix = "use jaxquant.state.TrainState or Optimizer, or hand what was observed to jaxquant.state.update"
         faults.append(
@@ -131,52 +136,80 @@ def _readers(needed: Iterable[Value]) -> dict[Value, list[Value]]:
     return readers
 
 
-def _linear(values: Iterable[Value], readers: Mapping[Value, Sequence[Value]]) -> set[Value]:
-    """Return values and what linear functions and choices make of them."""
+def _spread(
+    values: Iterable[Value], readers: Mapping[Value, Sequence[Value]], operations: Set[str] = _LINEAR
+) -> set[Value]:
+    """Return values and what some operations make of them, linear functions and choices by default."""
     known = set(values)
     queue = list(known)
     while queue:
-        found = {each for each in readers.get(queue.pop(), ()) if each.operation in _LINEAR} - known
+        found = {each for each in readers.get(queue.pop(), ()) if each.operation in operations} - known
         known |= found
         queue += found
     return known
 
 
 def _overwritten(
-    program: Graph, histories: Sequence[Value], readers: Mapping[Value, Sequence[Value]]
+    program: Graph,
+    histories: Sequence[Value],
+    readers: Mapping[Value, Sequence[Value]],
+    labeled: Sequence[LabeledContraction],
 ) -> Iterator[Value]:
-    """Yield the histories of a step that trains in whose place stand sums of what was observed, and nothing else."""
-    if not any(map(_is_trained, program.outputs)):
+    """Yield the histories of a step that trains in whose place stand sums of what was observed, and nothing else.
+
+    Histories that no contraction reads are not in question, such as those of what waits for the end of a large batch.
+    """
+    known = _spread(program.observed, readers, _SPREADS)
+    forward = ancestors(_operands(each for each in labeled if not each.is_backward))
+    weights = {each for each in forward if each.operation == "argument" and not _is_state(each)}
+    if not any(_is_trained(each, weights) for each in program.outputs if each not in known):
         return
-    known = _linear(program.observed, readers)
     sums = (each for each in known if each.operation in _MIXED and _is_mixed(each, known))
-    summed = _linear(sums, readers)
+    summed = _spread(sums, readers, _SPREADS)
+    read = ancestors(_operands(labeled))
     for history in histories:
         results = [each for each in program.outputs if each.shape == history.shape and each is not history]
-        found = [each in summed for each in results if history in ancestors([each], stop=_is_reduced)]
-        if found and all(found):
+        found = [each in summed for each in results if history in ancestors([each], stop=_is_lost)]
+        if history in read and found and all(found):
             yield history
 
 
+def _operands(labeled: Iterable[LabeledContraction]) -> Iterator[Value]:
+    return (each for one in labeled for each in (one.contraction.lhs, one.contraction.rhs))
+
+
+def _is_state(value: Value) -> bool:
+    return bool(value.name) and any(is_named(value.name[-1], field) for field in (BINS, HISTORY, SCALE))
+
+
+def _is_lost(value: Value) -> bool:
+    return _is_reduced(value) and value.operation not in ("reduce_sum", "reduce_scatter")
+
+
 def _is_mixed(value: Value, known: Set[Value]) -> bool:
-    return value.operation not in ("add", "add_any", "sub") or all(each in known for each in value.inputs)
+    """Whether a value is a sum or a multiple of several numbers of what is known; not where adding only joins parts."""
+    if value.operation not in _ADDS:
+        return True
+    parts = _below([value], lambda each: each.operation in ("add", "add_any"))
+    places = [str(each.params["padding_config"]) for each in parts if each.operation == "pad"]
+    is_joined = len(set(places)) == len([each for each in parts if each.operation not in ("add", "add_any")])
+    return not is_joined and all(each in known for each in value.inputs)
 
 
-def _is_trained(result: Value) -> bool:
-    """Whether a result is an argument of its shape and something added to it, as a trained parameter is."""
-    sums = [each for each in _moved_from(result) if each.operation in ("add", "sub")]
-    terms = {term for each in sums if each.shape == result.shape for one in each.inputs for term in _moved_from(one)}
-    return any(each.operation == "argument" and each.shape == result.shape for each in terms)
+def _is_trained(result: Value, weights: Set[Value]) -> bool:
+    """Whether a result is a weight of its shape and something added to it, as a trained one is."""
+    within = _below([result], lambda each: each.operation in _MOVES | _ADDS)
+    sums = _below((each for each in within if each.operation in _ADDS), lambda each: each.operation in _MOVES | _ADDS)
+    return any(each in weights and each.shape == result.shape for each in sums)
 
 
-def _moved_from(value: Value) -> set[Value]:
-    """Return a value and what it is a copy of, a choice among copies included."""
-    return set(ancestors([value], stop=lambda each: each.operation not in _MOVES))
+def _below(values: Iterable[Value], is_open: Callable[[Value], bool]) -> dict[Value, None]:
+    return ancestors(values, stop=lambda each: not is_open(each))
 
 
 def _raised(readers: Mapping[Value, Sequence[Value]], observed: set[Value]) -> Iterator[Value]:
     """Yield what is squared, divided by or the like of what was observed, sums of it included."""
-    known = _linear(observed, readers)
+    known = _spread(observed, readers)
     for value in {value for each in known for value in readers.get(each, ())}:
         both = value.operation in ("mul", "div") and all(each in known for each in value.inputs)
         if value.operation in _POWERS or both or (value.operation == "div" and value.inputs[1] in known):

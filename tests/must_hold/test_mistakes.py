@@ -228,6 +228,28 @@ def check_overwritten(loop: Linen) -> None:
             jaxquant.coverage(step(several), *vars_of(loop)).check()
         jaxquant.coverage(step(several, state.update), *vars_of(loop)).check()
         jaxquant.coverage(several, *vars_of(loop)).check()
+        counted = lambda count, *both, of=several: (of(*both), count + 1)  # noqa: E731
+        jaxquant.coverage(counted, jnp.int32(0), *vars_of(loop)).check()
+    optimizer, variables = state.Optimizer(optax.MultiSteps(optax.adam(0.1), 2)), state.merge(*vars_of(loop))
+
+    def in_parts(opt_state: Any, variables: Any) -> Any:
+        return optimizer.step(state.merge(*twice(*state.split(variables))), opt_state, variables)
+
+    jaxquant.coverage(in_parts, optimizer.init(variables), variables).check()
+
+
+def test_28_a_mean_over_examples_and_a_constrained_gradient_are_seen():
+    loop, mesh = Function(), jax.make_mesh((1,), ("x",))
+
+    def step(params: Any, quant_state: Any) -> Any:
+        mean = lambda *both: jax.vmap(lambda x: loop(*both, x))(jnp.stack([X, LARGE])).mean()  # noqa: E731
+        grads, observation = jax.grad(mean, (0, 1))(params, quant_state)
+        where = jax.NamedSharding(mesh, jax.P())
+        grads, observation = jax.lax.with_sharding_constraint((grads, observation), where)
+        return jax.lax.with_sharding_constraint(optax.apply_updates(params, grads), where), observation
+
+    with pytest.raises(ValueError, match="is overwritten with the sum"):
+        jaxquant.coverage(step, *vars_of(loop)).check()
 
 
 def check_partly_restored(loop: Linen) -> None:
