@@ -6,7 +6,9 @@ be computed at another commit too (``python -m tests.gallery --against COMMIT``)
 
 Digests changed on purpose since 8e3721d: ``int8w``, ``int4w`` and ``intmp`` on native, because the scales of a weight
 that is quantized alone multiply the product, where they multiplied the weight; the plain function under strings with
-tiles, because its ragged matmul, which stayed in float, is quantized.
+tiles, because its ragged matmul, which stayed in float, is quantized; ``int8`` and ``int8_delayed`` everywhere, from
+the first gradient on, because their rounding at random draws from another hash. The plain function under ``int4`` and
+``fp4`` on Qwix has digests, because it compiles.
 """
 
 from __future__ import annotations
