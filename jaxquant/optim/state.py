@@ -20,6 +20,7 @@ from jaxquant.core.typed import nearest
 from jaxquant.kernels.optimizer_update.tuning import LANES, MOST
 from jaxquant.optim.codes import SCHEMES, Codec, Coded
 from jaxquant.optim.run import Moment, Shardings, axis_of, encode, run
+from jaxquant.optim.weights import CompensatedState, RoundState
 
 Moments = Mapping[type, Mapping[str, bool]]
 Shards = int | Callable[[str, int], int]
@@ -324,9 +325,17 @@ def map_moments(function: Callable[[str, bool, Any], Any], moments: Moments, sta
 
 def _check(state: Any, moments: Moments, names: tuple[str, ...]) -> None:
     """Check that nothing in an optimizer's state is like a moment and not known as one, and that all names occur."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, QuantizedState))
-    if any(isinstance(node, QuantizedState) for node in nodes):
+    kinds = (RoundState, CompensatedState, QuantizedState)
+    found = [
+        node for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)) if isinstance(node, kinds)
+    ]
+    if found and isinstance(found[0], QuantizedState):
         raise ValueError("quantize_state(tx, …): tx has a quantize_state in it already; leave one of the two out")
+    if found:
+        raise ValueError(
+            "quantize_state hands float32 parameters to its optimizer, and that rounds them to bfloat16; put "
+            "stochastic_round or compensated_round behind it: optax.chain(quantize_state(…), stochastic_round())"
+        )
     parts = {part for path in leaves_by_path(state) for part in path.split("/")}
     for name in names:
         if name not in parts:

@@ -49,15 +49,16 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformation:
       seed: of the noise.
 
     Raises:
-      ValueError: from ``init``: no weight is bfloat16; from ``update``: it is called without parameters.
+      ValueError: from ``update``: it is called without parameters, or none of them is bfloat16.
     """
 
     def init(params: optax.Params) -> RoundState:
-        _require_bfloat16(params, "stochastic_round")
+        del params  # of another dtype, perhaps: an optimizer's float32 moments are made of float32 weights
         return RoundState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, RoundState]:
         key = fold(jax.random.key(seed), state.count)
+        _require_bfloat16(params, "stochastic_round")
 
         def of_leaf(path: Any, p: jax.Array, u: jax.Array) -> jax.Array:
             if p.dtype != jnp.bfloat16:
@@ -79,16 +80,20 @@ def compensated_round() -> optax.GradientTransformation:
     alternative to ``stochastic_round`` without noise.
 
     Raises:
-      ValueError: from ``init``: no weight is bfloat16; from ``update``: it is called without parameters.
+      ValueError: from ``update``: it is called without parameters, none of them is bfloat16, or the state was made for
+        another dtype.
     """
 
     def init(params: optax.Params) -> CompensatedState:
-        _require_bfloat16(params, "compensated_round")
         return CompensatedState(jax.tree.map(lambda p: jnp.zeros_like(p) if p.dtype == jnp.bfloat16 else None, params))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, CompensatedState]:
         def exact(_: Any, p: jax.Array, u: jax.Array, error: Any) -> Any:
             if error is None:
+                if p.dtype == jnp.bfloat16:
+                    raise ValueError(
+                        "compensated_round has no error of a bfloat16 weight; init it with bfloat16 weights"
+                    )
                 return None
             return p.astype(jnp.float32) + (u.astype(jnp.float32) + error.astype(jnp.float32))
 
@@ -101,6 +106,7 @@ def compensated_round() -> optax.GradientTransformation:
             lost = wanted - _nearest(wanted)
             return hold(jnp.where(jnp.isfinite(lost), lost, 0).astype(jnp.bfloat16))
 
+        _require_bfloat16(params, "compensated_round")
         wanted = _map(exact, params, updates, state.error)
         return _map(of_leaf, params, updates, wanted), CompensatedState(_map(error_of, params, wanted))
 
@@ -135,8 +141,7 @@ def _require_bfloat16(params: Any, what: str) -> None:
     if dtypes and "bfloat16" not in dtypes:
         raise ValueError(
             f"{what} rounds weights to bfloat16, and those given are {', '.join(dtypes)}; cast them to bfloat16, or "
-            "leave it out. quantize_state gives its own optimizer float32 weights: put it behind, as in "
-            f"optax.chain(quantize_state(…), {what}())"
+            "leave it out"
         )
 
 

@@ -210,7 +210,7 @@ REFUSED = {
         optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), "fp8_coat"
     ).init(PARAMS),
     "the optimizer's state has '0/step_sizes/flat'": lambda: quantize_state(optax.rprop(1e-3), "fp8_coat").init(PARAMS),
-    r"put it behind, as in optax\.chain\(quantize_state\(…\), stochastic_round": lambda: quantize_state(
+    "put stochastic_round or compensated_round behind it": lambda: quantize_state(
         optax.chain(optax.adam(1e-3), stochastic_round()), "fp8_coat"
     ).init(SMALL),
     "has a quantize_state in it already; leave one of the two out": lambda: quantize_state(

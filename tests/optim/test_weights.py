@@ -106,11 +106,19 @@ def test_they_need_the_weights():
             tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3, "bfloat16")}))
 
 
+WIDE, MIXED = ({"w": jnp.ones(3), "b": jnp.ones(3, dtype)} for dtype in ("float16", "bfloat16"))
+
+
 @pytest.mark.parametrize("tx", [stochastic_round(), compensated_round()])
-def test_weights_of_which_none_is_bfloat16_are_refused(tx):
+def test_weights_of_which_none_is_bfloat16_are_refused(tx: Any):
     with pytest.raises(
-        ValueError, match=r"_round rounds weights to bfloat16, and those given are float16, float32; cast"
+        ValueError, match=r"_round rounds weights to bfloat16, and those given are float16, float32; cas"
     ):
-        tx.init({"w": jnp.ones(3), "b": jnp.ones(3, "float16")})
-    tx.init({"w": jnp.ones(3), "b": jnp.ones(3, "bfloat16")})
-    tx.init({})
+        tx.update(WIDE, tx.init(WIDE), WIDE)
+    for params in (MIXED, {}):
+        tx.update(params, tx.init(params), params)
+
+
+def test_errors_of_weights_of_another_dtype_are_refused():
+    with pytest.raises(ValueError, match="init it with bfloat16 weights"):
+        compensated_round().update(MIXED, compensated_round().init(WIDE), MIXED)
