@@ -166,12 +166,21 @@ def _overwritten(
         return
     sums = (each for each in known if each.operation in _MIXED and _is_mixed(each, known))
     summed = _spread(sums, readers, _SPREADS)
-    read = ancestors(_operands(labeled))
-    for history in histories:
-        results = [each for each in program.outputs if each.shape == history.shape and each is not history]
-        found = [each in summed for each in results if history in ancestors([each], stop=_is_lost)]
-        if history in read and found and all(found):
-            yield history
+    results = [each for each in program.outputs if each not in histories]
+    lost = _made_of_histories((each for each in results if each in summed), histories)
+    if lost:
+        lost -= _made_of_histories((each for each in results if each not in summed), histories)
+        lost &= ancestors(_operands(labeled)).keys()
+    yield from (each for each in histories if each in lost)
+
+
+def _made_of_histories(results: Iterable[Value], histories: Sequence[Value]) -> set[Value]:
+    """Return the histories of which results of their shape are made."""
+    alike: dict[tuple[int, ...], list[Value]] = {each.shape: [] for each in histories}
+    for each in results:
+        alike.get(each.shape, []).append(each)
+    made = {shape: ancestors(values, stop=_is_lost) for shape, values in alike.items()}
+    return {each for each in histories if each in made[each.shape]}
 
 
 def _operands(labeled: Iterable[LabeledContraction]) -> Iterator[Value]:
