@@ -1,4 +1,4 @@
-"""Standing: quant state that a step with gradients leaves as it was, or treats as a weight."""
+"""Standing: quant state that a step with gradients leaves as it was, overwrites with a sum, or treats as a weight."""
 
 from __future__ import annotations
 
@@ -17,24 +17,20 @@ _POWERS = frozenset(
     {"integer_pow", "square", "sqrt", "rsqrt", "cbrt", "abs", "sign", "pow", "dot_general"}
     | {"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "sin", "cos", "tan", "atan2", "asinh"}
 )
-_LINEAR = frozenset(
-    {"add", "add_any", "sub", "neg", "mul", "div", "max", "min", "clamp", "select_n", "convert_element_type", "copy"}
-    | {"reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "concatenate", "slice", "name", "pad"}
-    | {"split", "dynamic_slice", "dynamic_update_slice", "reduce_sum", "optimization_barrier", "psum", "pvary", "pcast"}
-    | {"psum_invariant"}
-    | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard", "branch"}
+_PARTS = frozenset(
+    {"neg", "max", "min", "clamp", "select_n", "convert_element_type", "copy", "reshape", "broadcast_in_dim", "name"}
+    | {"transpose", "squeeze", "expand_dims", "concatenate", "slice", "pad", "split", "dynamic_slice", "pvary", "pcast"}
+    | {"dynamic_update_slice", "optimization_barrier", "branch", "shard", "unshard"}
+    | {"scan_slice", "scan_stack", "scan_carry", "scan_result"}
 )
-
+"""What moves numbers and chooses among them."""
+_LINEAR = _PARTS | {"add", "add_any", "sub", "mul", "div", "reduce_sum", "psum", "psum_invariant"}
+_MOVES = _PARTS | {"sharding_constraint", "reshard", "device_put", "reduce_precision"}
 _ADDS = frozenset({"add", "add_any", "sub", "scatter-add"})
 _MIXED = _ADDS | {"mul", "div", "reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
-_MOVES = frozenset(
-    {"convert_element_type", "copy", "reshape", "select_n", "name", "optimization_barrier", "branch", "pad", "slice"}
-    | {"scan_slice", "scan_stack", "scan_carry", "scan_result", "shard", "unshard", "concatenate", "split", "transpose"}
-    | {"squeeze", "broadcast_in_dim", "dynamic_slice", "dynamic_update_slice", "clamp", "max", "min", "neg", "pvary"}
-    | {"pcast", "sharding_constraint", "reshard", "device_put", "reduce_precision"}
-)
+"""What makes one number of several, or a multiple."""
 _SPREADS = _LINEAR | _MOVES | _MIXED | {"all_gather", "all_to_all", "ppermute", "gather", "scatter", "rev"}
-"""What adds up, what only moves numbers, and what hands on that something was added up."""
+"""What hands on that something was added up."""
 
 
 class Standing(NamedTuple):
