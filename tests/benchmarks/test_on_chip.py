@@ -48,12 +48,19 @@ def test_the_difference_is_relative_and_a_nan_is_infinite():
     assert difference([np.array([np.nan])], [np.ones(1)]) == float("inf")
 
 
-@pytest.mark.parametrize(("factor", "note"), [(1.0, ""), (1.02, "WRONG: not what a CPU computes")])
-def test_a_device_that_computes_something_else_is_wrong(monkeypatch, factor, note):
+@pytest.mark.parametrize(("factors", "note"), [((1.02, 1.0), ""), ((1.0, 1.02), "WRONG: not what a CPU computes")])
+def test_a_device_that_computes_something_else_as_written_is_wrong(monkeypatch, factors, note):
     def pool(platform, workers):
         asked.append(platform)
-        scale = factor if len(asked) == 1 else 1.0
-        run = lambda function, given: [([leaf * scale for leaf in function(one)[0]], "3 f32") for one in given]  # noqa: E731
+        scales = factors if len(asked) == 1 else (1.0,)
+
+        def run(function, given):
+            results = (function(one)[0] for one in given)
+            return [
+                ([[leaf * scale for leaf in form] for form, scale in zip(forms, scales, strict=True)], "3 f32")
+                for forms in results
+            ]
+
         return contextlib.nullcontext(SimpleNamespace(map=run))
 
     asked = []
@@ -61,6 +68,8 @@ def test_a_device_that_computes_something_else_is_wrong(monkeypatch, factor, not
     rows = measure_strings([Scheme("fp8_block", "native")])
     assert [row["quantization"] for row in rows] == ["none", "fp8_block"]
     assert [row["note"] for row in rows] == [note, note]
+    for row in rows:
+        assert (row["difference"], row["as written"]) == pytest.approx([factor - 1 for factor in factors], abs=1e-6)
     assert asked == [jax.default_backend(), "cpu"]
 
 

@@ -35,12 +35,6 @@ def no_tpu() -> None:
     assert [device for device in timed_on() if "TPU" in device] == []
 
 
-def no_block_product() -> None:
-    figures = [json.loads(path.read_text()) for path in (ROOT / "benchmarks").glob("kernels-nvidia-*.json")]
-    kernels = {row["kernel"] for each in figures for row in each["rows"]}
-    assert kernels == {"quantize", "block_quantize", "matmul"}
-
-
 def no_mesh_of_chips() -> None:
     assert [device for device in timed_on() if not device.startswith("1 x ") and not device.endswith(" cpu")] == []
 
@@ -92,7 +86,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
     ),
     (
         "docs/index.md",
-        "What it is not, yet ¶ One H200 has run it once (`benchmarks/on-chip.md`), and no TPU has",
+        "What it is not, yet ¶ One H200 has run it twice (`benchmarks/on-chip.md`), and no TPU has",
         no_tpu,
     ),
     (
@@ -107,7 +101,6 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
         "compilers for H100, H200 and B200 have no matmul of plain e2m1",
         held("docs/test_strings_compile.py::test_gpus_have_no_matmul_of_four_bits"),
     ),
-    ("docs/guide/choosing.md", "`fp8_block`'s product have not been compared on a chip", no_block_product),
     ("docs/guide/choosing.md", "contractions that it has no op for (convolutions, ragged matmuls", no_ops_of_libraries),
     ("docs/guide/health.md", "the layers of Linen models alone; an NNX module is a TypeError", no_nnx_health),
     ("docs/guide/meshes.md", "(ragged matmuls and convolutions not there)", no_explicit_ragged),
