@@ -160,8 +160,8 @@ def measure_strings(chosen: Sequence[Scheme], workers: int = 5) -> list[Row]:
 
     `difference` is the largest ‖a - b‖ / ‖b‖ among them. Compilers may leave out roundings to bfloat16, and codes of
     what was not rounded are others here and there; `as written` is the difference without that
-    (`xla_allow_excess_precision=false`, on CPUs always), where devices add in other orders, and GPUs divide to two units
-    in the last place. `matmuls` are those of the program that ran.
+    (`xla_allow_excess_precision=false`, on CPUs always), where devices add in other orders, and GPUs divide to two
+    units in the last place. `matmuls` are those of the program that ran.
 
     Args:
       chosen: schemes.

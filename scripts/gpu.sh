@@ -8,7 +8,7 @@
 #   optimizer    updates with 8-bit state
 #   steps        training steps of the quickstart
 # A step that is not ready to time after $JAXQUANT_GPU_PATIENCE seconds (default: 900) is stopped. XLA times algorithms as it
-# does for users, unless XLA_FLAGS say otherwise, which takes most of the time (benchmarks/on-chip.md).
+# does for users, unless XLA_FLAGS say otherwise (benchmarks/on-chip.md), which can take minutes.
 # Writes JSON, tables and plots to benchmarks/. Takes the Python that is there if it has a jax that sees the GPU and what
 # the benchmarks import; otherwise makes .venv with the pinned packages and jax for CUDA.
 set -euo pipefail

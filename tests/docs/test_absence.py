@@ -86,7 +86,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], None]]] = [
     ),
     (
         "docs/index.md",
-        "What it is not, yet ¶ One H200 has run it twice (`benchmarks/on-chip.md`), and no TPU has",
+        "What it is not, yet ¶ H200s have run it on two days (`benchmarks/on-chip.md`), and no TPU has",
         no_tpu,
     ),
     (
