@@ -4,8 +4,8 @@
 
 The checkout stays as it is. The shim replaces names alone: what ``maxtext.layers.quantizations`` exports and jaxquant
 has under the same name. It needs Python 3.12 and what MaxText imports: jax, flax, aqtp, qwix, pydantic, omegaconf,
-jinja2, tensorflow-cpu, transformers, pillow, sympy, tokamax, sentencepiece, tiktoken, datasets, pathwaysutils, drjax,
-gcsfs, google-cloud-storage, cloud-tpu-diagnostics, ml-goodput-measurement, tensorboardX, pytest.
+jinja2, tensorflow-cpu, transformers, pillow, sympy, tokamax, sentencepiece, tiktoken, datasets, grain, pathwaysutils,
+drjax, gcsfs, google-cloud-storage, cloud-tpu-diagnostics, ml-goodput-measurement, tensorboardX, pytest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests: scripts/test.sh [--all] [pytest arguments]
-#   (nothing)   the quick suite; tests that compile for absent chips are skipped
+#   (nothing)   the quick suite: every test but slow ones and those that compile for absent chips, and of a test's cases
+#               one in three
 #   --all       formatting, lint, types, the import contract, the docs and the whole suite, as CI does
 # Sets up its own virtual environment with pinned packages; needs only Python 3.11+ and pip. Another Python, in an
 # environment of its own: PYTHON=python3.12 scripts/test.sh
@@ -12,7 +13,7 @@ if [[ "${1:-}" == --all ]]; then
   all=true
   shift
 elif [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-  sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit 0
 fi
 
@@ -42,8 +43,7 @@ if $all; then
   step "import contract" lint-imports --no-cache
   step "docs" env NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
 else
-  tests+=(-m "not slow")
-  export JAXQUANT_SKIP_AOT=1
+  tests+=(--quick)
 fi
 step "tests" "${tests[@]}" "$@"
 

@@ -108,16 +108,32 @@ def optimize_little(is_little: bool) -> bool:
 
 
 def reason_against_aot() -> str:
-    if os.environ.get("JAXQUANT_SKIP_AOT"):
-        return "compiles for an absent chip; scripts/test.sh --all runs it"
     missing = [name for name in COMPILERS if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed; pip install '.[audit-gpu,audit-tpu]'" if missing else ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out slow tests, and two of every three cases of one")
+
+
+@pytest.hookimpl(trylast=True)  # cases are counted of what -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        kept = quick(items)
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
     reason = reason_against_aot()
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(ROOT).as_posix(), len(order)))
     for item in items:
         if reason and item.get_closest_marker("aot"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the first case of every test that is not slow, and one of each three that follow, in turn."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow") and not item.get_closest_marker("aot"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [case for each in cases.values() for place, case in enumerate(each) if place % 3 == place // 3 % 3]

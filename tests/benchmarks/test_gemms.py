@@ -20,6 +20,7 @@ def test_the_layer_is_the_published_one():
     assert 3 * Layer().flops == pytest.approx(1.917e13, rel=1e-3)  # the figure beside TransformerEngine's times
 
 
+@pytest.mark.slow
 def test_contenders_are_timed_against_bf16_in_one_run():
     contenders = (Contender("jax"), Contender("flax", "fp8"), Contender("native", "fp8"))
     bf16, flax, native = measure_gemm_set(TINY, 2, contenders)

@@ -14,6 +14,7 @@ from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import gpu as quantize_gpu
 
 
+@pytest.mark.slow
 def test_a_layer_is_timed_against_bf16_in_one_run():
     small = dataclasses.replace(TINY, emb_dim=32, mlp_dim=32, num_query_heads=1, head_dim=32)
     contenders = (Contender("jax"), Contender("native", "fp8"), Contender("native", "fp8", "pallas"))

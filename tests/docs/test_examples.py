@@ -64,6 +64,7 @@ def test_a_loss_that_is_not_finite_ends_an_example():
     assert [file.stem for file in FILES if "    assert jnp.isfinite(" not in file.read_text()] == ["audit"]
 
 
+@pytest.mark.slow
 def test_fsdp_over_eight_devices_is_as_over_one():
     """In a process of its own: the number of devices is chosen before JAX starts."""
     environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}

@@ -70,6 +70,7 @@ def test_gradients_whose_operands_do_not_depend_on_the_forward_are_those_of_the_
     assert_bits(second[2], whole[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8_full", "quartet2", "tetrajet_v2"])
 def test_a_gradient_does_not_depend_on_the_forward_beside_it(name):
     """Its operands are made of the float tensor: of a forward's int4 codes it would have the error, 17 % and more."""

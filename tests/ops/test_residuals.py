@@ -115,6 +115,7 @@ def test_errors_say_what_is_wrong():
 
 # e4m3 is off by 2^-4 of a number at most, here through two layers. In fp8 a gradient that crosses a boundary of e5m2
 # moves by 2^-2 of itself, too.
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "bound"), [("", 2.0**-3), ("fp8", 2.0**-2)])
 def test_a_decoder_keeps_norms_and_gates_in_fp8(quantization, bound):
     """The loss is the same to the bit; gradients are near; and every matmul is reported as before."""

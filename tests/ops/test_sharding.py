@@ -29,6 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return np.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", case_names())
 def test_a_mesh_computes_what_one_device_does(found: Any, name: str):
     assert f"{name}|error" not in found, str(found[f"{name}|error"])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 WORKER = """
@@ -96,6 +98,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_no_mesh_changes_a_bit_or_sends_anything():
     flags = "--xla_force_host_platform_device_count=8"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}

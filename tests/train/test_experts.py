@@ -72,6 +72,7 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], message: str):
         TrainConfig(**fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "quantization", "dtypes"),
     [

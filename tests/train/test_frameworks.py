@@ -39,6 +39,7 @@ def gradients(model):
     return params, quant_state, jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, quant_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

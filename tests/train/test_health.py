@@ -77,6 +77,7 @@ def test_a_resumed_run_writes_no_step_twice(measured, tiny, tmp_path):
     assert rows_of(run) == rows_of(measured)
 
 
+@pytest.mark.slow
 def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
     """Every tensor's amax is that which the training step puts into the amax history; a part of the batch has less."""
     config = dataclasses.replace(quantized(tiny, "fp8"), health_every=1, health_sequences=8)
@@ -102,6 +103,7 @@ def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
             assert less > ours / 100
 
 
+@pytest.mark.slow
 def test_an_nnx_decoder_has_the_health_of_its_linen_twin(tiny):
     config = dataclasses.replace(quantized(tiny, "fp8"), num_layers=1)
     batch = next(make_iterators(config, config.batch_size).train)

@@ -29,6 +29,7 @@ LOW = {"optimizer_state": "fp8_coat", "weight_dtype": "bfloat16", "stochastic_ro
 MUON = {"optimizer": "muon", "optimizer_state": "int8_linear", "learning_rate": 4e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [LOW, MUON], ids=["AdamW", "Muon"])
 def test_a_run_learns_and_goes_on_to_the_bit(tiny: TrainConfig, tmp_path: Path, fields: dict[str, Any]):
     config = dataclasses.replace(tiny, quantization="fp8", gradient_accumulation_steps=2, **ONE | fields)

@@ -70,6 +70,7 @@ def test_loss_falls_and_the_summary_says_what_ran(finished: Any, tiny: TrainConf
     assert lines[-1] == {"step": STEPS, "held_out_loss": summary["held_out_loss"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("framework", "quantization"), [("linen", "int8"), ("nnx", "fp8")])
 def test_killed_at_a_random_step_resumes_bit_identical(finished, tiny, tmp_path, framework, quantization):
     """To the bits of a run of Linen's decoder that nothing interrupted, in either framework."""

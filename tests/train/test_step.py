@@ -44,6 +44,7 @@ def test_gradient_accumulation_equals_the_big_batch(tiny: TrainConfig):
     np.testing.assert_allclose(_run(small), _run(config), rtol=numerics.TRAIN_SUMMATION_ORDER)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_leaves_the_quant_state_of_the_big_batch(tiny: TrainConfig):
     """A step from one and the same state, whose histories give the scales: every layer's state is that of the batch.
 
