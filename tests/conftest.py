@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the first case of every test that is not slow, and one of each three that follow, in turn."""
+    """Return one case in three of every test that is not slow, the first one among them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("slow") and not item.get_closest_marker("aot"):
