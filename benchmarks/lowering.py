@@ -32,7 +32,7 @@ def measure_lowering(other: Path | None = None, rounds: int = 3) -> list[Row]:
     Native backend; nothing is compiled. Each library is measured in a process of its own.
 
     Args:
-      other: a checkout whose jaxquant is measured, too, on this one's decoder.
+      other: a checkout that is measured, too, on its own decoder: its float rows say how far that differs.
       rounds: of each.
     """
     rows = []
@@ -53,14 +53,12 @@ def commit_of(folder: Path) -> str:
 
 
 def _measure(library: str, rounds: int) -> None:
-    """Measure the jaxquant in a folder; print a JSON line for each step."""
+    """Measure the checkout in a folder; print a JSON line for each step."""
     sys.path.insert(0, library)
-    import jaxquant
-
-    sys.path.insert(0, str(ROOT))
     import jax
     import jax.numpy as jnp
 
+    import jaxquant
     from train.model import Decoder, DecoderConfig
 
     tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
