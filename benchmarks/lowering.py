@@ -135,7 +135,7 @@ def _calls(jitted: Callable[..., Any], params: Any, state: Any, tokens: Any, cal
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure one library, for ``measure_lowering``."""
-    parser = argparse.ArgumentParser(description="measure the jaxquant in a folder")
+    parser = argparse.ArgumentParser(description="measure the checkout in a folder")
     parser.add_argument("library")
     parser.add_argument("rounds", type=int)
     words = parser.parse_args(arguments)
