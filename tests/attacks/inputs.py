@@ -1,25 +1,20 @@
-"""Mutated configurations and manifests: each is read, or refused with a sentence of a documented kind."""
+"""Mutated configurations: each is read, or refused with an error of a documented type."""
 
 from __future__ import annotations
 
 import json
 import random
-import shutil
 import tempfile
 from pathlib import Path
 
-import jax.numpy as jnp
 import yaml
 
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.core.typed import build
-from jaxquant.serving import manifest as manifests
-from jaxquant.serving.checkpoint import load, save
-from tests.attacks.tally import DOCUMENTED, Tally
+from tests.attacks.tally import Tally
 from tests.mutate import mutate_json
 from tests.serving.test_hostile import ODD
-from tests.serving.trees import quantized, sign
 from train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -85,33 +80,3 @@ def _mangle(rng: random.Random, data: bytes) -> bytes:
             else:
                 data = data[:start] + word + data[start:]
     return data
-
-
-def attack_manifests(count: int, seed: int) -> Tally:
-    """Load ``count`` mutated serving folders, every sum taken anew: changed values, and the text itself mangled."""
-    rng, tally = random.Random(seed), Tally()
-    tree = {"mlp": {"kernel": quantized("int8", (4, 6), (1, 6))}, "norm": {"scale": jnp.ones(5)}}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        whole, copy = Path(folder) / "whole", Path(folder) / "copy"
-        save(whole, tree, {"quantization": "int8w"})
-        contents = json.loads((whole / manifests.NAME).read_text())
-        arrays = sorted(whole.rglob(".zarray"))
-        for number in range(count):
-            if not copy.exists() or rng.random() < 0.3:
-                shutil.rmtree(copy, ignore_errors=True)
-                shutil.copytree(whole, copy)
-            way = rng.random()
-            if way < 0.6:
-                changed = mutate_json(rng, {name: value for name, value in contents.items() if name != "checksum"}, ODD)
-                if not isinstance(changed, dict):
-                    changed = {"leaves": changed}
-                sign(copy, changed, sum_files=False)
-            elif way < 0.8:
-                (copy / manifests.NAME).write_bytes(_mangle(rng, (whole / manifests.NAME).read_bytes()))
-            else:
-                path = copy / rng.choice(arrays).relative_to(whole)
-                path.write_text(json.dumps(mutate_json(rng, json.loads(path.read_text()) or {}, ODD)))
-                sign(copy, dict(contents))
-            tally.attempt(f"manifest {number}", lambda: load(copy), (*DOCUMENTED, FileNotFoundError))
-            shutil.rmtree(copy, ignore_errors=True)
-    return tally

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxquant import ops, state
 from jaxquant.config import recipes
@@ -216,3 +217,14 @@ def test_what_does_not_run_is_refused():
         ops.ragged_dot(lhs, rhs[:2], sizes, recipe=RECIPES["int8"])
     with pytest.raises(TypeError, match="lhs has dtype int32"):
         ops.ragged_dot(lhs.astype(int), rhs, sizes, recipe=RECIPES["int8"])
+
+
+def test_ragged_dot_and_convolutions_refuse_an_explicit_mesh():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    rows = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, PartitionSpec("x")))
+    recipe, image = recipes.RECIPES["fp8_current"].recipe, rows[None, :, :, None]
+    with jax.set_mesh(mesh):
+        with pytest.raises(NotImplementedError, match="explicit mesh"):
+            ops.ragged_dot(rows, jnp.ones((1, 8, 8)), jnp.array([4]), recipe=recipe)
+        with pytest.raises(NotImplementedError, match="explicit mesh"):
+            ops.conv_general_dilated(image, jnp.ones((1, 1, 1, 1)), (1, 1), "SAME", recipe=recipe)
