@@ -107,6 +107,16 @@ def test_layers_of_mixed_precision_and_of_a_hybrid():
     assert [spec.weight.dtype for spec in found] == ["float4_e2m1fn", FP8, "float4_e2m1fn"]
     assert [spec.input is None for spec in found] == [False, False, True]
     assert read.spec("model.layers.0.self_attn.k_proj") is None
+    entry = {"quant_algo": "NVFP4", "group_size": 16}
+    parents = {"model.layers.0.mlp": {"quant_algo": "FP8"}, "model.layers.0.mlp.experts": entry, **layers}
+    read = read_quantization(config(mixed | {"quantized_layers": parents, "ignore": ["*.experts.7.*"]}))
+    found = {"experts.0.up_proj": "float4_e2m1fn", "up_proj": FP8, "gate_up_proj": FP8, "experts.1.w2": "float4_e2m1fn"}
+    found = {f"model.layers.0.mlp.{name}": dtype for name, dtype in found.items()}
+    assert {name: read.spec(name).weight.dtype for name in found} == found
+    for name, dtype in found.items():
+        assert re.fullmatch(read.decide(name).path, name.replace(".", "/"))
+    for name in ("mlp_norm", "mlp.experts.7.w2", "self_attn.k_proj"):
+        assert read.spec(f"model.layers.0.{name}") is None
     hybrid = DEEPSEEK | {
         "quant_algo": "MIXED_PRECISION",
         "moe_quant_algo": "NVFP4",

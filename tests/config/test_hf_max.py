@@ -135,6 +135,10 @@ MIXED = {
     "quant_algo": "MIXED_PRECISION",
     "quantized_layers": {UP: {"quant_algo": "NVFP4", "group_size": 16}},
 }
+TWO_SCHEMES = compressed(CHANNEL, TOKEN, config_groups={
+    "group_0": {"targets": ["re:.*self_attn.*"], "weights": CHANNEL, "input_activations": TOKEN},
+    "group_1": {"targets": ["re:.*mlp.*"], "weights": scheme("tensor_group", bits=4, group_size=16)},
+})  # fmt: skip
 ERRORS = [
     (None, "expected a `quantization_config` field in Hugging Face config"),
     ({"quant_method": "foo"}, r"`quant_method` field \('foo'\) is provided but not"),
@@ -154,6 +158,8 @@ ERRORS = [
         "uniform quantization for attention QKV and output projections; layer 1 leaves out self_attn.q_proj",
     ),
     (MIXED, "quant_algo MIXED_PRECISION has no one QuantConfig"),
+    (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, and the QuantConfig of this dtype holds one sch"),
+    (DEEPSEEK | {"moe_quant_algo": "NVFP4"}, "layers.0.mlp.experts.0.up_proj has float4_e2m1fn weights, and the Qua"),
 ]
 """A config, and the error."""
 MIXED_SCALES = tensors(layers__1__mlp__up_proj__weight_scale=((8, 1), BF16))

@@ -158,10 +158,12 @@ class _View:
         spec = self._spec(dtype)
         format, weight = self._format(spec), self._weight_scale(spec)
         inputs = self._input_scale(spec, format)
-        mlp = self._quantized_layers(layers, _MLP, "MLPs")
-        attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections")
+        mlp = self._quantized_layers(layers, _MLP, "MLPs", spec)
+        attention = self._quantized_layers(layers, _ATTENTION, "attention QKV and output projections", spec)
+        for index in mlp:  # experts of another scheme are no MLPs of this one
+            self._has(spec, f"layers.{index}.mlp.experts.0.up_proj")
         if self.quantization.method == "mxfp4":
-            mlp = frozenset(i for i in range(layers) if self._is_quantized(f"layers.{i}.mlp.experts"))
+            mlp = frozenset(i for i in range(layers) if self._has(spec, f"layers.{i}.mlp.experts"))
         widened = inputs is not None and inputs.origin.is_dynamic and weight.is_tensor
         return QuantConfig(
             inputs,
@@ -251,13 +253,24 @@ class _View:
         ]
         return found[-1] if found else None
 
-    def _is_quantized(self, name: str) -> bool:
-        return self.quantization.is_quantized(self.ignored_prefix + name)
+    def _has(self, spec: LayerSpec, name: str) -> bool:
+        """Return whether a layer is quantized by a scheme.
 
-    def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str) -> frozenset[int]:
+        Raises:
+          ValueError: the layer is quantized by another scheme, which the QuantConfig cannot hold.
+        """
+        own = self.quantization.spec(self.ignored_prefix + name)
+        if own not in (None, spec):
+            raise ValueError(
+                f"{name} has {own.weight.dtype} weights, and the QuantConfig of this dtype holds one scheme, with "
+                f"{spec.weight.dtype}; use jaxquant.config.hf.read_quantization, which has a spec for every layer"
+            )
+        return own is not None
+
+    def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str, spec: LayerSpec) -> frozenset[int]:
         chosen: set[int] = set()
         for index in range(layers):
-            floats = [part for part in parts if not self._is_quantized(f"layers.{index}.{part}")]
+            floats = [part for part in parts if not self._has(spec, f"layers.{index}.{part}")]
             if floats and len(floats) < len(parts):
                 raise ValueError(
                     f"float8 quantization currently assumes uniform quantization for {word}; "

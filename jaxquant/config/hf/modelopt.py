@@ -89,10 +89,12 @@ def _mixed(config: Section) -> list[LayerRule]:
     layers = config.section("quantized_layers")
     if not layers.data:
         raise ValueError(f"{layers.place} must be specified for quant_algo {MIXED}")
-    names: dict[LayerSpec, list[str]] = {}
+    names: dict[tuple[int, LayerSpec], list[str]] = {}
     for name in layers.data:
         if not isinstance(name, str):
             raise TypeError(f"{layers.place} has the key {name!r}, which is not a string")
         entry = layers.section(name)
-        names.setdefault(layer(entry, "quant_algo"), []).append(name)
-    return [rule for spec, group in names.items() for rule in named(group, spec, layers.place)]
+        names.setdefault((-name.count("."), layer(entry, "quant_algo")), []).append(name)
+    # A name stands for the modules below it, and the nearest decides: the deepest names come first.
+    deepest = sorted(names, key=lambda key: key[0])
+    return [rule for key in deepest for rule in named(names[key], key[1], layers.place, covers_children=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable
 
@@ -29,21 +30,27 @@ class LayerRule:
       spec: how these layers are quantized; None leaves them in float.
       origin: the config key that it comes from.
       names: modules by their exact names, in place of a pattern.
+      covers_children: whether a name stands for the modules below it, too.
     """
 
     pattern: str
     spec: LayerSpec | None
     origin: str
     names: frozenset[str] = frozenset()
+    covers_children: bool = False
 
     def matches(self, module: str) -> bool:
-        return module in self.names if self.names else _matcher(self.pattern)(module)
+        if not self.names:
+            return _matcher(self.pattern)(module)
+        parents = itertools.accumulate(module.split("."), "{}.{}".format) if self.covers_children else (module,)
+        return any(name in self.names for name in parents)
 
     @property
     def path(self) -> str:
         """The same as a regex on a "/"-joined path, as ``config.rules`` matches it."""
         if self.names:
-            return "|".join(re.escape(name.replace(".", "/")) for name in sorted(self.names))
+            names = "|".join(re.escape(name.replace(".", "/")) for name in sorted(self.names))
+            return f"(?:{names})(?:/.*)?" if self.covers_children else names
         return self.pattern.replace(r"\.", "/").replace("[^.]", "[^/]")
 
 
@@ -77,7 +84,7 @@ class CheckpointQuantization:
         stem, _, last = module.rpartition(".")
         shards = [f"{stem}.{part}" if stem else part for part in FUSED.get(last, ())]
         named = self._first(module)
-        if not shards or (named is not None and (named.names or named.pattern == re.escape(module))):
+        if not shards or (named is not None and (module in named.names or named.pattern == re.escape(module))):
             return named
         decisions = [self._first(shard) for shard in shards]
         if len({rule and rule.spec for rule in decisions}) > 1:
@@ -122,9 +129,11 @@ def listed(
     ]
 
 
-def named(names: Collection[str], spec: LayerSpec | None, origin: str) -> list[LayerRule]:
+def named(
+    names: Collection[str], spec: LayerSpec | None, origin: str, covers_children: bool = False
+) -> list[LayerRule]:
     """Return the rule of modules by their exact names, none where there are no names."""
-    return [LayerRule("(?!)", spec, origin, frozenset(names))] if names else []
+    return [LayerRule("(?!)", spec, origin, frozenset(names), covers_children)] if names else []
 
 
 def head_and_routers() -> tuple[LayerRule, ...]:
