@@ -33,6 +33,7 @@ def compute_scale(
     block: Shape,
     floor: float = SMALLEST_SCALE,
     except_axes: Collection[str] = (),
+    outer: Float[Array, "*ones"] | None = None,
 ) -> Scales:
     """Compute the scales, and the zero points of an asymmetric range, from this tensor's statistic.
 
@@ -46,6 +47,7 @@ def compute_scale(
       block: shape of the blocks that share a scale, from ``block_shape``.
       floor: scales below it become 1.
       except_axes: mesh axes along which each device has a tensor of its own.
+      outer: outer scale of a spec with ``outer_scale``, of the tensor's rank; None computes it.
 
     Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value).
     """
@@ -78,7 +80,7 @@ def compute_scale(
     if calibration.is_symmetric:
         if spec.amax_bound is not None:
             high = jnp.minimum(high, spec.amax_bound)
-        scale, outer = scale_of_amax(high, kind.bound, spec, floor)
+        scale, outer = scale_of_amax(high, kind.bound, spec, floor, outer)
         return Scales(scale, None, outer)
     assert low is not None
     # Asymmetric ranges use every code of the integer, -max - 1 included.
@@ -159,6 +161,7 @@ def quantize(
     part: Part | None = None,
     whole: Callable[[jax.Array], jax.Array] | None = None,
     except_axes: Collection[str] = (),
+    outer: Float[Array, "*ones"] | None = None,
 ) -> QTensor:
     """Quantize an operand by this tensor's own statistic.
 
@@ -174,6 +177,7 @@ def quantize(
       part: where x lies in a larger tensor, for stochastic rounding.
       whole: of a spec with ``micro``, as ``quantize_micro`` takes it.
       except_axes: mesh axes along which each device has a tensor of its own.
+      outer: outer scale, as ``compute_scale`` takes it.
 
     Raises:
       ValueError: tiles or shards that do not divide, or stochastic rounding without a key.
@@ -181,7 +185,7 @@ def quantize(
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
         return quantize_micro(x, spec, block, key, part, whole, except_axes)
-    scale, zero_point, outer_scale = compute_scale(x, spec, block, floor, except_axes)
+    scale, zero_point, outer_scale = compute_scale(x, spec, block, floor, except_axes, outer)
     if scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.
         x = jax.lax.optimization_barrier(x)

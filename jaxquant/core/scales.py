@@ -60,7 +60,9 @@ def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:
     return jax.lax.select(is_small, is_small.astype(scale.dtype), scale)  # a constant would be taken out of a scan
 
 
-def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> tuple[Array, Array | None]:
+def scale_of_amax(
+    amax: Array, bound: float, spec: TensorSpec, floor: float, outer: Array | None = None
+) -> tuple[Array, Array | None]:
     """Compute the scales that map amaxes to ``bound``.
 
     float32, exact: ``amax / bound``. Up: the least power of two that is not below it. e4m3 with an outer scale:
@@ -71,6 +73,7 @@ def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> 
       bound: largest magnitude of the element.
       spec: dtype and rounding of scales.
       floor: scales below it become 1.
+      outer: the outer scale, of the amaxes' rank; None computes it.
 
     Returns:
       The scales in ``spec.scale_dtype``, and the outer scale (float32, every axis 1) or None.
@@ -82,8 +85,9 @@ def scale_of_amax(amax: Array, bound: float, spec: TensorSpec, floor: float) -> 
     if spec.scale_rounding == "exact":
         return scale, None
     if spec.scale_dtype == "float8_e4m3fn":
-        outer = jnp.ones((1,) * amax.ndim, jnp.float32)
-        if spec.outer_scale:
+        if not spec.outer_scale:
+            outer = jnp.ones((1,) * amax.ndim, jnp.float32)
+        elif outer is None:
             outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * _LARGEST_E4M3)), floor)
         rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -_LARGEST_E4M3, _LARGEST_E4M3)
         return hold(rounded.astype(spec.scale_dtype)), outer if spec.outer_scale else None

@@ -42,7 +42,8 @@ class TensorSpec:
         scale of its own.
       calibration: statistic that gives the scale.
       scaling: ``dynamic`` (this step's statistic; a ``fixed`` calibration is static by itself), ``delayed`` (amax
-        history, needs state and ``per_tensor``) or ``static`` (a scale that is handed to the op).
+        history, needs state and ``per_tensor``) or ``static`` (a scale that is handed to the op; with ``outer_scale``
+        that one, and those of the tiles follow this step's statistic).
       rounding: ``nearest`` (ties to even) or ``stochastic``.
       tile_size: elements along the contraction that share a scale, for ``per_tile`` and ``per_block``.
       reciprocal: multiply by 1/scale instead of dividing by scale. AQT multiplies, Qwix and flax divide; the last
@@ -110,7 +111,8 @@ class TensorSpec:
                 f"use {' or '.join(map(repr, allowed))}"
             )
         is_plain = (self.scale_dtype, self.scale_rounding, self.outer_scale) == ("float32", "exact", False)
-        if not is_plain and (self.scaling != "dynamic" or not self.calibration.is_symmetric):
+        is_given = self.outer_scale and self.micro is None and self.scaling == "static"
+        if not is_plain and not is_given and (self.scaling != "dynamic" or not self.calibration.is_symmetric):
             raise ValueError(
                 f"TensorSpec scale_dtype {self.scale_dtype}, scale_rounding {self.scale_rounding!r} and outer_scale "
                 f"{self.outer_scale} need dynamic scaling and a symmetric calibration, got {self.scaling!r} and "

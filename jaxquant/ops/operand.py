@@ -93,7 +93,7 @@ def quantize_operand(
       batch: its batch axes.
       state: of the operand before this step, where the spec scales by past steps.
       static_scale: one scale for the whole operand, or one for each tile along its contraction axis; it takes the place
-        of the spec's own, and nothing is observed.
+        of the spec's own (with ``outer_scale``: of that one alone), and nothing is observed.
       key: random key, for stochastic rounding.
       shards: blocks of the first contraction axis that are quantized by themselves.
       floor: scales below it become 1.
@@ -110,6 +110,9 @@ def quantize_operand(
     if spec.codec is not None:
         return encode_tensor(x, spec.codec, axes), None
     compute = cast_dtype(recipe, x.dtype.name)
+    if static_scale is not None and spec.outer_scale:
+        outer = static_scale.reshape((1,) * x.ndim)
+        return row_major(quantize(x, spec, axes, key=key, batch=batch, compute_dtype=compute, outer=outer)), None
     if static_scale is not None and static_scale.size > 1:
         return row_major(_cast_tiles(x, spec, axes, static_scale, compute)), None
     if static_scale is not None:

@@ -7,11 +7,15 @@ import time
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxquant.config import hf
 from jaxquant.config.hf import read_quantization
+from jaxquant.core.qtensor import ConvertedKernel, dequantize
+from jaxquant.ops.dot_general import dot_general
+from jaxquant.ops.operand import quantize_kernel
 from tests.config.hf_published import (
     COLWISE,
     CT_DYNAMIC,
@@ -19,11 +23,15 @@ from tests.config.hf_published import (
     FBGEMM,
     FP8,
     GLM_NVFP4,
+    MINISTRAL,
+    MXFP8,
+    QUARK,
     compressed,
     config,
     parse,
     scheme,
 )
+from tests.numerics import dot_bound
 
 
 def decided(quantization: dict, **wanted) -> None:
@@ -57,6 +65,18 @@ def test_three_dialects_of_exclusion():
         model__layers__0__mlp__gate=False,
         model__layers__0__mlp__gate_proj=True,
         model__vision_tower__fc1=False,
+    )
+    decided(
+        QUARK | {"exclude": ["*lm_head", "re:.*self_attn.*", "model.vision"]},
+        lm_head=False,
+        model__layers__0__self_attn__q_proj=False,
+        model__vision__fc1=False,
+        model__layers__0__mlp__up_proj=True,
+    )
+    decided(
+        MXFP8 | {"ignored_layers": ["model.layers.1.mlp"]},
+        model__layers__1__mlp__up_proj=False,
+        model__layers__10__mlp__up_proj=True,
     )
     decided(
         GLM_NVFP4 | {"ignore": ["*.mlp.gate*", "*.self_attn.*", "model.layers.1.*"], "exclude_modules": ["x?[ab]"]},
@@ -186,6 +206,11 @@ def test_what_cannot_be_read_is_named(kind, message):
         read_quantization(config(REFUSED[kind][message]))
 
 
+@pytest.mark.parametrize("cache", ["static", "FP8", scheme("tensor")])
+def test_the_cache_of_an_fp8_config_is_read(cache):
+    assert read_quantization(config(MINISTRAL | {"kv_cache_scheme": cache})).kv_cache == FP8
+
+
 def test_two_configs_that_differ_are_refused():
     both = config(DEEPSEEK) | {"text_config": {"quantization_config": FBGEMM}}
     with pytest.raises(ValueError, match=r"quantization_config and text_config\.quantization_config differ"):
@@ -218,12 +243,43 @@ def test_specs_become_recipes():
     assert (weight_only.fwd.rhs.granularity, weight_only.fwd.rhs.tile_size) == ("per_tile", 64)
 
 
+def test_recipes_of_zero_points_and_of_static_scales_above_tiles_compute_what_checkpoints_mean():
+    x, w = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(5, 64), (64, 8)]))
+    product = (((1,), (0,)), ((), ()))
+    group = scheme("group", bits=4, kind="int", group_size=32, symmetric=False)
+    spec = read_quantization(config(compressed(group, None, format="pack-quantized"))).spec("a")
+    recipe = hf.to_recipe(spec, "W4A16_ASYM")
+    groups = np.asarray(w).reshape(2, 32, 8)
+    low, high = np.minimum(groups.min(1, keepdims=True), 0), np.maximum(groups.max(1, keepdims=True), 0)
+    scale = (high - low) / np.float32(15)
+    point = np.round(-8 - low / scale)
+    decoded = ((np.clip(np.round(groups / scale + point), -8, 7) - point) * scale).reshape(64, 8)
+    assert (np.abs(dot_general(x, w, product, recipe=recipe) - x @ decoded) <= dot_bound(x, decoded)).all()
+
+    recipe = hf.to_recipe(read_quantization(config(GLM_NVFP4)).spec("model.layers.5.mlp.up_proj"), "NVFP4")
+    outer = np.float32(2 / 2688)  # of inputs up to 2; some are larger
+    tiles = np.asarray(x).reshape(5, 4, 16)
+    code = np.clip(np.abs(tiles).max(-1, keepdims=True) / 6 / outer, 0, 448).astype(ml_dtypes.float8_e4m3fn)
+    step = code.astype(np.float32) * outer
+    codes = np.clip(tiles / step, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    kernel = quantize_kernel(w, (0,), recipe=recipe)
+    served = dot_general(x, ConvertedKernel(kernel, "float32", jnp.full(1, outer)), product, recipe=recipe)
+    inputs, weights = (codes * step).reshape(5, 64), np.asarray(dequantize(kernel))
+    assert (np.abs(served - inputs @ weights) <= dot_bound(inputs, weights)).all()
+    assert np.abs(inputs).max() <= 2.01 < np.abs(x).max()
+
+
 def test_what_no_recipe_says_is_refused():
     from jaxquant.config.hf.recipe import tensor_fields
 
-    asymmetric = read_quantization(config(compressed(scheme("channel", symmetric=False), None))).spec("a")
-    with pytest.raises(NotImplementedError, match="an asymmetric weight"):
-        tensor_fields(asymmetric.weight, "weight")
+    for weights, inputs, side in (
+        ("float", None, "weight"),
+        ("int", scheme("tensor", kind="int", symmetric=False), "input"),
+    ):
+        written = compressed(scheme("channel", kind=weights, symmetric=inputs is not None), inputs)
+        spec = read_quantization(config(written)).spec("a")
+        with pytest.raises(NotImplementedError, match=f"an asymmetric {side} of "):
+            tensor_fields(getattr(spec, side), side)
     with pytest.raises(NotImplementedError, match="a weight scale that is colwise changes along the contraction"):
         tensor_fields(hf.OperandSpec(FP8, COLWISE), "weight")
 

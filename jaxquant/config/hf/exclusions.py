@@ -1,4 +1,4 @@
-"""Which modules a config means: the three dialects of exclusion lists, each turned into regexes on dotted names."""
+"""Which modules a config means: the dialects of exclusion lists, each turned into regexes on dotted names."""
 
 from __future__ import annotations
 
@@ -64,6 +64,11 @@ def modelopt_pattern(glob: str, place: str) -> str:
     if body:
         body += r"\."
     return checked(rf"{wrappers}{body}{end}(?:\..*)?", glob, place)
+
+
+def quark_pattern(entry: str, place: str) -> str:
+    """Return the regex of a Quark ``exclude`` entry: ``re:PATTERN``, or a glob of a module or of one above it."""
+    return (compressed_tensors_pattern if entry.startswith(REGEX) else modelopt_pattern)(entry, place)
 
 
 def _group(regex: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from jaxquant.config.hf.exclusions import compressed_tensors_pattern
+from jaxquant.config.hf.exclusions import quark_pattern
 from jaxquant.config.hf.fp8 import EXPERTS, exclusions
 from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, listed
 from jaxquant.config.hf.section import Section
@@ -28,7 +28,7 @@ def read_mxfp4(config: Section) -> CheckpointQuantization:
 
 
 def read_quark(config: Section) -> CheckpointQuantization:
-    """Read AMD Quark's ``quantization_config`` in one of the MX element types; ``exclude`` has ``re:`` entries."""
+    """Read AMD Quark's ``quantization_config`` in one of the MX element types; ``exclude`` has globs and ``re:``."""
     whole = config.section("global_quant_config")
     weight = whole.section("weight")
     dtype, scale = weight.text("dtype"), weight.text("scale_format", "")
@@ -54,7 +54,7 @@ def read_quark(config: Section) -> CheckpointQuantization:
                 stacklevel=2,
             )
     config.pass_over(*_OF_THE_TOOL)
-    rules = listed(config, ["exclude"], compressed_tensors_pattern)
+    rules = listed(config, ["exclude"], quark_pattern)
     spec = mx_layer(_QUARK[dtype], "quark", with_input=inputs is not None)
     rules.append(LayerRule(".*", spec, weight.place))
     return CheckpointQuantization("quark", tuple(rules), algorithm=f"mx{dtype}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxquant.config.hf import modelopt
+from jaxquant.config.hf import compressed_tensors, modelopt
 from jaxquant.config.hf.exclusions import modelopt_pattern, transformers_pattern
 from jaxquant.config.hf.quantization import CheckpointQuantization, LayerRule, head_and_routers, listed, named
 from jaxquant.config.hf.section import Section
@@ -48,7 +48,7 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     """Read a ``quantization_config`` of the method ``fp8``: blocks where it has a block size, else per tensor.
 
     ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means scales that are
-    powers of two. A config that names a ``moe_quant_algo`` besides has experts of that algorithm.
+    powers of two. ``kv_cache_scheme: static`` is AutoFP8's cache of e4m3 with stored scales. A config that names a ``moe_quant_algo`` besides has experts of that algorithm.
     """
     origin = origin_of(config)
     dtype, ue8m0 = formats(config)
@@ -62,7 +62,9 @@ def read_fp8(config: Section) -> CheckpointQuantization:
         rules += listed(config, ["ignore"], modelopt_pattern, spec)
         rules.append(LayerRule(EXPERTS, modelopt.layer(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
-    return CheckpointQuantization("fp8", tuple(rules), algorithm=algorithm)
+    is_static = config.get("kv_cache_scheme") == "static"
+    kv_cache = dtype if is_static else compressed_tensors.kv_cache(config, "kv_cache_scheme")
+    return CheckpointQuantization("fp8", tuple(rules), kv_cache, algorithm)
 
 
 def read_fbgemm(config: Section) -> CheckpointQuantization:
@@ -73,11 +75,11 @@ def read_fbgemm(config: Section) -> CheckpointQuantization:
 
 
 def read_mxfp8(config: Section) -> CheckpointQuantization:
-    """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` are exact names."""
+    """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` names modules, alone or with all below."""
     size = config.pair("weight_block_size")
     if size not in (None, (1, 32)):
         raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")
-    rules = named(config.texts("ignored_layers"), None, config.where("ignored_layers"))
+    rules = named(config.texts("ignored_layers"), None, config.where("ignored_layers"), covers_children=True)
     rules += listed(config, ["modules_to_not_convert"], transformers_pattern)
     last = LayerRule(".*", mx_layer("float8_e4m3fn", "plain"), config.where("quant_method"))
     return CheckpointQuantization("mxfp8", (*rules, *head_and_routers(), last))

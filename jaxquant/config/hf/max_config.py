@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant.config.hf.spec import InputScaleSpec, QuantFormat, ScaleGranularity, WeightScaleSpec
+from jaxquant.core.typed import either
 
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
 
@@ -18,16 +20,51 @@ def _is(*formats: QuantFormat) -> property:
     return property(lambda self: self.format in formats)
 
 
+_OLDER = {
+    "mlp_in_float8": "mlp_quantized_layers",
+    "attn_qkv_in_float8": "attn_quantized_layers",
+    "quant_method": "format",
+}
+"""The arguments' names in MAX 25.6, with those of 26.3."""
+
+
+def _takes_older_names(cls: Any) -> Any:
+    """Let a class take its arguments by their older names, too."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **fields: Any) -> None:
+        renamed = {_OLDER[name]: fields.pop(name) for name in _OLDER.keys() & fields.keys()}
+        init(self, *args, **renamed, **fields)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def _format_of(method: Any, weight: WeightScaleSpec) -> QuantFormat:
+    """Return the format of a ``quant_method``, as MAX 25.6 told checkpoints apart."""
+    known = {
+        "compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8,
+        "fbgemm_fp8": QuantFormat.FBGEMM_FP8,
+        "fp8": QuantFormat.BLOCKSCALED_FP8 if weight.is_block else QuantFormat.FBGEMM_FP8,
+        "modelopt": QuantFormat.NVFP4 if weight.is_block else QuantFormat.MODELOPT_FP8,
+    }
+    if method not in known:
+        raise ValueError(f"quant_method {method!r} is not a format of a QuantConfig; use {either(known)}")
+    return known[method]
+
+
+@_takes_older_names
 @dataclasses.dataclass(frozen=True)
 class QuantConfig:
-    """Which layers of a decoder are quantized, and how.
+    """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose names it takes, too.
 
     Attributes:
       input_scale: scales of the inputs; None where the inputs stay in float.
       weight_scale: scales of the weights.
       mlp_quantized_layers: numbers of the layers whose gate, up and down projections are quantized.
       attn_quantized_layers: numbers of the layers whose q, k, v and o projections are.
-      format: family of the checkpoint.
+      format: family of the checkpoint, or the ``quant_method`` of MAX 25.6.
       embedding_output_dtype: dtype name of the embedding and the output head.
       bias_dtype: dtype name of all biases, or None where there are none.
       can_use_fused_mlp: whether gate and up may be one matmul, their scales being of one kind.
@@ -45,6 +82,12 @@ class QuantConfig:
     can_use_fused_mlp: bool = False
     scales_pre_interleaved: bool = False
     shared_experts_weight_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mlp_quantized_layers", "attn_quantized_layers"):
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
+        if not isinstance(self.format, QuantFormat):
+            object.__setattr__(self, "format", _format_of(self.format, self.weight_scale))
 
     mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="The older name of the layers.")
     attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="The older name of the layers.")

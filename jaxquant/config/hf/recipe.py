@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxquant.config.hf.spec import LayerSpec, OperandSpec, ScaleGranularity
+from jaxquant.core.calibration import Calibration
 from jaxquant.core.recipe import MatmulSpec, Recipe, TensorSpec
 
 _WHOLE_CONTRACTION = {"weight": ScaleGranularity.ROWWISE, "input": ScaleGranularity.COLWISE}
@@ -18,12 +19,15 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
       side: ``weight`` or ``input``.
 
     Raises:
-      NotImplementedError: a zero point, a scale along the contraction, which no matmul can take out, or a static scale
-        above those of tiles.
+      NotImplementedError: a zero point of floats or beside a static scale, a scale along the contraction, which no
+        matmul can take out, or static scales of tiles.
     """
     fields: dict[str, Any] = {"dtype": operand.dtype}
+    is_static = side == "input" and operand.origin.is_static
     if not operand.symmetric:
-        raise NotImplementedError(f"an asymmetric {side} (a zero point) is not supported; export it symmetric")
+        if is_static or not operand.dtype.startswith("int"):
+            raise NotImplementedError(f"an asymmetric {side} of {operand.dtype} is not supported; export it symmetric")
+        fields["calibration"] = Calibration("minmax")
     if operand.granularity is ScaleGranularity.TENSOR:
         fields["granularity"] = "per_tensor"
     elif operand.granularity is _WHOLE_CONTRACTION[side]:
@@ -42,8 +46,8 @@ def tensor_fields(operand: OperandSpec, side: str) -> dict[str, Any]:
         fields["scale_rounding"] = "up"
     if operand.outer_scale:
         fields["outer_scale"] = True
-    if side == "input" and operand.origin.is_static:
-        if "scale_rounding" in fields:
+    if is_static:
+        if "scale_rounding" in fields and not operand.outer_scale:
             raise NotImplementedError("a static scale above the scales of an input's tiles is not supported")
         fields["scaling"] = "static"
     if operand.scale_bound is not None:
