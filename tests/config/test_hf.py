@@ -133,7 +133,7 @@ def test_layers_of_mixed_precision_and_of_a_hybrid():
     found = {"experts.0.up_proj": "float4_e2m1fn", "up_proj": FP8, "gate_up_proj": FP8, "experts.1.w2": "float4_e2m1fn"}
     found = {f"model.layers.0.mlp.{name}": dtype for name, dtype in found.items()}
     assert {name: read.spec(name).weight.dtype for name in found} == found
-    for name, dtype in found.items():
+    for name in found:
         assert re.fullmatch(read.decide(name).path, name.replace(".", "/"))
     for name in ("mlp_norm", "mlp.experts.7.w2", "self_attn.k_proj"):
         assert read.spec(f"model.layers.0.{name}") is None

@@ -212,8 +212,7 @@ def test_values_that_only_max_names():
     older = {"mlp_in_float8": set(range(1, 126)), "attn_qkv_in_float8": set(range(1, 126))}
     made = hf.Float8Config(*scales, **older, embedding_output_dtype="bfloat16", quant_method="fbgemm_fp8")
     assert made == dataclasses.replace(result, can_use_fused_mlp=False)
-    assert hash(made) == hash(dataclasses.replace(made))
-    with pytest.raises(ValueError, match="quant_method 'x' is not a format of a QuantConfig; use 'compressed-tensors'"):
+    with pytest.raises(ValueError, match="quant_method 'x' names no format; pass 'compressed-tensors' or"):
         hf.Float8Config(*scales, **older, quant_method="x")
     assert hf.Float8ScaleGranularity.BLOCK is BLOCK
     assert (str(BLOCK), str(STATIC), str(QuantFormat.NVFP4)) == ("block", "static", "nvfp4")

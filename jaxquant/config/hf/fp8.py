@@ -48,7 +48,8 @@ def read_fp8(config: Section) -> CheckpointQuantization:
     """Read a ``quantization_config`` of the method ``fp8``: blocks where it has a block size, else per tensor.
 
     ``weight_scale_inv`` of such checkpoints multiplies, despite its name. ``scale_fmt: ue8m0`` means scales that are
-    powers of two. ``kv_cache_scheme: static`` is AutoFP8's cache of e4m3 with stored scales. A config that names a ``moe_quant_algo`` besides has experts of that algorithm.
+    powers of two. ``kv_cache_scheme: static`` is AutoFP8's name for a cache in e4m3 with stored scales. A config that
+    names a ``moe_quant_algo`` besides has experts of that algorithm.
     """
     origin = origin_of(config)
     dtype, ue8m0 = formats(config)
@@ -75,7 +76,7 @@ def read_fbgemm(config: Section) -> CheckpointQuantization:
 
 
 def read_mxfp8(config: Section) -> CheckpointQuantization:
-    """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` names modules, alone or with all below."""
+    """Read the method ``mxfp8``: e4m3 in tiles of 32, weights and inputs; ``ignored_layers`` has names of modules."""
     size = config.pair("weight_block_size")
     if size not in (None, (1, 32)):
         raise ValueError(f"{config.where('weight_block_size')} must be [1, 32] for mxfp8, got {list(size)}")

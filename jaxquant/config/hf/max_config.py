@@ -20,12 +20,19 @@ def _is(*formats: QuantFormat) -> property:
     return property(lambda self: self.format in formats)
 
 
-_OLDER = {
-    "mlp_in_float8": "mlp_quantized_layers",
-    "attn_qkv_in_float8": "attn_quantized_layers",
-    "quant_method": "format",
+_FLOAT8 = {
+    "compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8,
+    "fbgemm_fp8": QuantFormat.FBGEMM_FP8,
+    "fp8": QuantFormat.BLOCKSCALED_FP8,
 }
-"""The arguments' names in MAX 25.6, with those of 26.3."""
+"""The format of each ``quant_method`` of a ``Float8Config``."""
+_METHODS = {format: method for method, format in _FLOAT8.items()}
+_METHODS |= {QuantFormat.INT8_W8A8: "compressed-tensors"}
+_METHODS |= dict.fromkeys((QuantFormat.NVFP4, QuantFormat.MODELOPT_FP8), "modelopt")
+"""The method of each format, where that is not its own name."""
+_OLDER = {"mlp_in_float8": "mlp_quantized_layers", "attn_qkv_in_float8": "attn_quantized_layers"}
+_OLDER |= {"quant_method": "format"}
+"""The names of arguments in MAX 25.6, with those of 26.3."""
 
 
 def _takes_older_names(cls: Any) -> Any:
@@ -33,25 +40,12 @@ def _takes_older_names(cls: Any) -> Any:
     init = cls.__init__
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **fields: Any) -> None:
+    def renaming(self: Any, *args: Any, **fields: Any) -> None:
         renamed = {_OLDER[name]: fields.pop(name) for name in _OLDER.keys() & fields.keys()}
         init(self, *args, **renamed, **fields)
 
-    cls.__init__ = __init__
+    cls.__init__ = renaming
     return cls
-
-
-def _format_of(method: Any, weight: WeightScaleSpec) -> QuantFormat:
-    """Return the format of a ``quant_method``, as MAX 25.6 told checkpoints apart."""
-    known = {
-        "compressed-tensors": QuantFormat.COMPRESSED_TENSORS_FP8,
-        "fbgemm_fp8": QuantFormat.FBGEMM_FP8,
-        "fp8": QuantFormat.BLOCKSCALED_FP8 if weight.is_block else QuantFormat.FBGEMM_FP8,
-        "modelopt": QuantFormat.NVFP4 if weight.is_block else QuantFormat.MODELOPT_FP8,
-    }
-    if method not in known:
-        raise ValueError(f"quant_method {method!r} is not a format of a QuantConfig; use {either(known)}")
-    return known[method]
 
 
 @_takes_older_names
@@ -84,10 +78,11 @@ class QuantConfig:
     shared_experts_weight_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("mlp_quantized_layers", "attn_quantized_layers"):
-            object.__setattr__(self, name, frozenset(getattr(self, name)))
-        if not isinstance(self.format, QuantFormat):
-            object.__setattr__(self, "format", _format_of(self.format, self.weight_scale))
+        if isinstance(self.format, QuantFormat):
+            return
+        if self.format not in _FLOAT8:
+            raise ValueError(f"quant_method {self.format!r} names no format; pass {either(_FLOAT8)}, or a format")
+        object.__setattr__(self, "format", _FLOAT8[self.format])
 
     mlp_in_float8 = property(lambda self: self.mlp_quantized_layers, doc="The older name of the layers.")
     attn_qkv_in_float8 = property(lambda self: self.attn_quantized_layers, doc="The older name of the layers.")
@@ -102,13 +97,7 @@ class QuantConfig:
     @property
     def quant_method(self) -> str:
         """The method by which 25.6 told checkpoints apart."""
-        methods = {
-            **dict.fromkeys((QuantFormat.COMPRESSED_TENSORS_FP8, QuantFormat.INT8_W8A8), "compressed-tensors"),
-            **dict.fromkeys((QuantFormat.MODELOPT_FP8, QuantFormat.NVFP4), "modelopt"),
-            QuantFormat.FBGEMM_FP8: "fbgemm_fp8",
-            QuantFormat.BLOCKSCALED_FP8: "fp8",
-        }
-        return methods.get(self.format, self.format.value)
+        return _METHODS.get(self.format, self.format.value)
 
     # Whether input scales are stored, and whether they are computed at run time.
     is_static = property(lambda self: self.input_scale is not None and self.input_scale.origin.is_static)
