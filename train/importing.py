@@ -19,11 +19,12 @@ from jaxquant.config.hf import to_recipe
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.blocks import BlocksError, block_shape, scale_shape
 from jaxquant.core.dtypes import element
-from jaxquant.core.qtensor import INPUT_SCALE, QTensor, make_qtensor, stacked_blocks
+from jaxquant.core.qtensor import INPUT_SCALE, QTensor, dequantize, make_qtensor, stacked_blocks
 from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
+from jaxquant.export.folder import sqnr
 from jaxquant.export.layouts import check_finite
 from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
@@ -38,7 +39,8 @@ from train.step import build, decoder_of
 Changes = Mapping[str, Any] | None
 """Fields of ``TrainConfig`` that are not the checkpoint's."""
 Progress = Callable[[Row], object]
-"""Called with each tensor, its format, shape and bytes; ``sqnr`` is infinite where no bit was lost."""
+"""Called with each tensor, its format, shape and bytes; ``sqnr`` is that of what is written, compared with the float32
+that the checkpoint decodes to, and infinite only if the two are equal."""
 
 
 def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
@@ -151,8 +153,9 @@ def float_parameters(
 
     def make(path: str, module: str) -> np.ndarray:
         value, name = _read(source, module, wanted[path], path), f"{module}.weight"
-        progress(Row(name, "float32", source.shape.tensors()[name], value.nbytes, math.inf))
-        return value.astype(wanted[path].dtype, copy=False)
+        made = value.astype(wanted[path].dtype, copy=False)
+        progress(Row(name, made.dtype.name, source.shape.tensors()[name], made.nbytes, sqnr(value, made, made.dtype)))
+        return made
 
     made = _each_parameter(source, config, make)
     return unflatten({path: jax.device_put(array, wanted[path].sharding) for path, array in made})
@@ -190,15 +193,21 @@ def import_to_serve(
     def make(path: str, module: str) -> tuple[Any, np.ndarray | None]:
         layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
         scale = None if layer is None else _input_scale(source, module, layer)
-        if layer is None:
-            part = as_read(path, _read(source, module, leaves[path], path), decoder)
-            kind, sqnr = part.dtype.name, math.inf
-        elif (part := _kept(source, folder, module, layer)) is not None:
-            kind, sqnr = f"{part.codec or part.qvalue.dtype.name}, kept", math.inf
+        part = None if layer is None else _kept(source, folder, module, layer)
+        if part is not None and part.codec is not None:
+            kind, ratio = f"{part.codec}, kept", math.inf  # the same bytes
         else:
-            array = jnp.asarray(_read(source, module, leaves[path], path))
-            part, kind, sqnr = jax.tree.map(np.asarray, layer.convert(array)[0]), layer.recipe.name, math.nan
-        progress(Row(name, kind, sizes[name], sum(each.nbytes for each in jax.tree.leaves(part)), sqnr))
+            array = _read(source, module, leaves[path], path)
+            if part is not None:
+                kind = f"{part.qvalue.dtype.name}, kept"
+            elif layer is not None:
+                part, kind = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name
+            else:
+                part = as_read(path, array, decoder)
+                kind = part.dtype.name
+            back = np.asarray(dequantize(part) if isinstance(part, QTensor) else part)
+            ratio = sqnr(array, back, back.dtype)
+        progress(Row(name, kind, sizes[name], sum(each.nbytes for each in jax.tree.leaves(part)), ratio))
         return part, scale
 
     tree = {}

@@ -38,5 +38,5 @@ def _line(name: str, group: Sequence[Row]) -> dict[str, str]:
         "format": group[0].format,
         "shape": " x ".join(map(str, group[0].shape)),
         "bytes": f"{sum(row.bytes for row in group):,}",
-        "SQNR dB": "exact" if ratio == math.inf else "" if math.isnan(ratio) else f"{ratio:.1f}",
+        "SQNR dB": "exact" if ratio == math.inf else f"{ratio:.1f}",
     }

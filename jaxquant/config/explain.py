@@ -119,6 +119,11 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield f"  {describe_matmul(spec)}"
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a format has scales of its own
+    if whole := whole_tensors(recipe):
+        yield f"One number is made of the whole {', '.join(whole)}: a NaN or an infinity in a row makes all rows NaN."
+    for tensor, spec in whole.items():
+        if (kind := element(spec.dtype)).kind == "int":
+            yield f"One row can flush the others: below 1/{2 * kind.max:g} of its largest, values of the {tensor} become 0."
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
@@ -132,6 +137,17 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield LEAN
     if recipe.shares_experts:
         yield "Experts of one weight share the scales of whole tensors, and their state."
+
+
+def whole_tensors(recipe: Recipe) -> dict[str, TensorSpec]:
+    """Return the tensors of which one number is made, with a spec of each: one NaN spoils all of such a tensor."""
+    specs = {
+        tensor: recipe.resolve(matmul, side)  # pyright: ignore[reportArgumentType]
+        for matmul, (_, tensors) in reversed(MATMULS.items())
+        for side, tensor in zip(("lhs", "rhs"), tensors, strict=True)
+    }
+    found = {tensor: specs[tensor] for tensor in ("input", "weight", "output gradient")}
+    return {tensor: spec for tensor, spec in found.items() if spec is not None and spec.spreads_nan}
 
 
 def describe_kept(recipe: Recipe, side: Side) -> str:

@@ -17,7 +17,7 @@ from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, Rotation
 from jaxquant.core.tensor_spec import Micro, TensorSpec
-from jaxquant.core.typed import build, nearest, show
+from jaxquant.core.typed import build, did_you_mean, show
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -329,6 +329,10 @@ def _reads(composed: Recipe, parts: Sequence[RecipeRow | None], group: str) -> b
     return compose(composed.name, probed) != composed
 
 
+_FLOAT = ("none", "null", "float", "off", "bf16", "bfloat16", "float32")
+"""Words that mean no quantization elsewhere."""
+
+
 def lookup(name: str, place: str = "quantization") -> RecipeRow:
     """Find the row of a config string.
 
@@ -347,7 +351,9 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     if name.startswith("{"):
         return _composition(name, place)
     if name not in RECIPES:
-        raise ValueError(f"{place} {show(name)} is not a known recipe; {nearest(name, RECIPES, 3)}")
+        near = f"{did_you_mean(name, RECIPES, 3, 0.4)} 'python -m jaxquant strings' lists all".lstrip()
+        fix = "write null for float" if name.lower() in _FLOAT else near
+        raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]
 
 

@@ -155,6 +155,14 @@ class TensorSpec:
         return self.calibration.clips or self.amax_bound is not None
 
     @property
+    def spreads_nan(self) -> bool:
+        """Whether one number is made of this step's whole tensor, so that one NaN in it makes every element NaN."""
+        if self.codec is not None or self.calibration.method == "fixed" or self.scaling == "static":
+            return False
+        is_read = self.scaling == "dynamic" or element(self.dtype).kind == "int"  # past steps have no NaN, nor integers
+        return self.outer_scale or (self.granularity == "per_tensor" and is_read)
+
+    @property
     def draws(self) -> bool:
         """Whether random numbers are drawn: for stochastic rounding, or for EDEN's block scales."""
         return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)

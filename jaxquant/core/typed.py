@@ -29,14 +29,20 @@ class _Show(reprlib.Repr):
 show = _Show().repr
 
 
-def nearest(name: Any, known: Iterable[str], count: int = 1) -> str:
-    """Return ``did you mean 'x'?`` with the ``count`` nearest known names, or the known ones if none is near."""
+def nearest(name: Any, known: Iterable[str]) -> str:
+    """Return ``did you mean 'x'?`` with the nearest known name, or the known ones if none is near."""
     names = [candidate for candidate in known if candidate]
-    written = str(name)[:200]
-    near = difflib.get_close_matches(written, names, count) or difflib.get_close_matches(written.lower(), names, count)
-    if near:
-        return f"did you mean {' or '.join(repr(candidate) for candidate in near)}?"
-    return f"known ones are {', '.join(names)}"
+    return did_you_mean(name, names) or f"known ones are {', '.join(names)}"
+
+
+def did_you_mean(name: Any, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
+    """Return ``did you mean 'x'?`` with at most ``count`` near names, "" if none is; ``cutoff`` is difflib's."""
+    names, written = list(filter(None, known)), str(name)[:200]
+    if written.lower() in names:
+        return f"did you mean {written.lower()!r}?"
+    near = difflib.get_close_matches(written, names, count, cutoff)
+    near = near or difflib.get_close_matches(written.lower(), names, count, cutoff)
+    return f"did you mean {either(near)}?" if near else ""
 
 
 def either(words: Iterable[str]) -> str:
@@ -136,7 +142,8 @@ def convert(hint: Any, value: Any, place: str) -> Any:
         if not isinstance(value, tuple({type(choice) for choice in args})):
             raise wrong
         words = [str(choice) for choice in args]
-        raise ValueError(f"{place} must be {_spell(hint)}, got {show(value)}; {nearest(value, words)}")
+        near = did_you_mean(value, words)
+        raise ValueError(f"{place} must be {_spell(hint)}, got {show(value)}{near and f'; {near}'}")
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, place, wrong)
     if origin in (tuple, list):

@@ -423,6 +423,8 @@ class Analysis:
             site.path = site.scope
             is_product = any(each.is_product for each in operands)
             site.reason = _WITH_PRODUCT if is_product else "no operand is made of parameters alone"
+            if any(each.is_closure and not each.is_data for each in operands):
+                site.reason = "an operand is an array that the function closes over; make that a parameter"
             if added := {"/".join(self._names[index]) for each in operands for index, rank in each.picked if rank < 0}:
                 site.reason += f" (made of {', '.join(map(repr, sorted(added)))} and data)"
 

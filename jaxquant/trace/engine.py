@@ -228,7 +228,8 @@ class Engine:
         sites = list(analysis.plan.contractions())
         if is_first and not analysis.plan.chosen:
             kind, whole = ("no layer", "this model") if self.dialect.is_model else ("no matmul", "this function")
-            what = "; ".join(dict.fromkeys(f"{site.path}: {site.reason}" for site in sites)) or f"it has {kind}"
+            reasons = [f"{site.path or f'{site.operation} of {site.shapes}'}: {site.reason}" for site in sites]
+            what = "; ".join(dict.fromkeys(reasons)) or f"it has {kind}"
             raise ValueError(f"quantization {self.config.quantization!r} would quantize {kind} of {whole} ({what})")
         if not self.config.strict:
             return

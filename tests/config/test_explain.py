@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxquant
 from jaxquant.config import explain
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.calibration import Calibration
@@ -129,3 +132,38 @@ def test_a_string_in_capitals_is_near_its_own():
 def test_what_is_no_string_and_no_mapping_is_a_type_error_in_words(given):
     with pytest.raises(TypeError, match=r"^(quantization must be a string|options of 'fp8' must be a mapping), got "):
         explain.explain(*given)
+
+
+def spoiled(string: str) -> set[str]:
+    """Return the tensors in which one NaN makes results NaN that do not depend on it in float."""
+    x, w, g = (
+        jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(4, 256), (256, 256), (4, 256)])
+    )
+    config = {"quantization": string, "quant_backend": "native"}  # XLA:CPU's maximum, which AQT takes, can lose a NaN
+    product = jaxquant.quantize(lambda params, x: x @ params["w"], config)
+    state = product.init({"w": w}, x)
+
+    @jax.jit
+    def step(x, w, g):
+        out, pull = jax.vjp(lambda x, state: product({"w": w}, state, x), x, state)
+        return out, pull(g)[0]
+
+    bad = jnp.zeros((4, 256)).at[0, 3].set(jnp.nan)
+    found = {
+        "input": step(x + bad, w, g)[0][1:],
+        "weight": step(x, w.at[3, 0].set(jnp.nan), g)[0][:, 128:],
+        "output gradient": step(x, w, g + bad)[1][1:],
+    }
+    assert {tensor: bool(jnp.isnan(values).any()) for tensor, values in found.items()} == {
+        tensor: bool(jnp.isnan(values).all()) for tensor, values in found.items()
+    }
+    return {tensor for tensor, values in found.items() if jnp.isnan(values).any()}
+
+
+@pytest.mark.parametrize(
+    "string", [name for name, row in RECIPES.items() if row.recipe and name == explain.names_of(row)[0]]
+)
+def test_where_one_nan_spoils_a_tensor_is_said(string: str):
+    whole = explain.whole_tensors(RECIPES[string].recipe)
+    assert whole.keys() == spoiled(string)
+    assert ("makes all rows NaN" in explain.explain(string)) == bool(whole)

@@ -113,6 +113,19 @@ def test_elements_and_scales_are_served_as_they_are(run, tmp_path, format, strin
                 assert scale == read.tensors(name)[".input_scale"].reshape(())
 
 
+@pytest.mark.parametrize(
+    ("format", "asked", "exact"),
+    [("hf", {"quantization": "int8w"}, ["norm"]), ("gguf_q8_0", {}, ["norm", "proj"])],
+)
+def test_the_table_of_an_import_calls_exact_what_lost_no_bit(run, tmp_path, format, asked, exact):
+    export_run(run, tmp_path / "m", format, say=quiet, **({"dtype": "float32"} if format == "hf" else {}))
+    rows, fields = [], FIELDS | asked | {"dtype": "bfloat16"}
+    import_to_serve(tmp_path / "m", tmp_path / "again", fields, rows.append)
+    for row in rows:
+        assert (row.sqnr == np.inf) == any(word in row.tensor for word in exact), row
+        assert row.sqnr > 20
+
+
 def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
     string = "ggml_q4_0"
     convert_run(run, tmp_path / "served", {"quantization": string}, say=quiet)
