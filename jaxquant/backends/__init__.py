@@ -23,7 +23,7 @@ def load(name: str, *, is_completed: bool = False) -> Backend:
       is_completed: whether native computes the contractions for which the library has no op.
 
     Raises:
-      ImportError: its library is missing or of another series; says what to install.
+      ImportError: its library is missing or too old; names the command that installs it.
     """
     backend = importlib.import_module(BACKENDS[name].module).BACKEND  # pyright: ignore[reportArgumentType]
     return backend.completed_by(load("native")) if is_completed and name != "native" else backend

@@ -5,7 +5,7 @@
 from jaxquant.backends._versions import require
 from jaxquant.config.backends import BACKENDS
 
-require(BACKENDS["aqt"].package, BACKENDS["aqt"].series, BACKENDS["aqt"].title)
+require(BACKENDS["aqt"])
 
 from aqt.jax.v2 import (
     aqt_dot_general,

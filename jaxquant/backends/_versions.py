@@ -1,28 +1,33 @@
-"""Refuse a backend library of a version that ``config.backends`` does not list as tested."""
+"""Check the version of a backend's library against the tested versions in ``config.backends``."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import warnings
+
+from jaxquant.config.backends import BackendRow
 
 
-def require(package: str, series: str, title: str = "this backend") -> None:
-    """Check that an installed package belongs to a tested series of versions.
+def require(row: BackendRow) -> None:
+    """Check that a backend's library is installed in a version that the backend runs on.
+
+    Warns if the version is newer than the newest tested one.
 
     Args:
-      package: name on the package index.
-      series: leading part of the version, such as ``"0.9."``.
-      title: what errors call the backend.
+      row: row of the backend.
 
     Raises:
-      ImportError: the package is missing or of another series; says what to install.
+      ImportError: the library is missing, or older than the oldest version that passes the tests.
     """
-    fix = f"pip install '{package}=={series}*'"
+    (oldest, newest), package = row.tested, row.package
+    fix = f"pip install '{package}>={oldest}', or set quant_backend: native"
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            f"{package} is not installed, and {title}, on which this config's recipe runs, needs {series}*: run {fix}, "
-            "or set quant_backend to 'native' where that has the recipe too"
-        ) from None
-    if not found.startswith(series):
-        raise ImportError(f"{package} {found} was not tested with {title}, which needs {series}*; run {fix}")
+        raise ImportError(f"{package} is not installed, and {row.title} runs this config's recipe; {fix}") from None
+    first, version, last = ([*map(int, re.findall(r"\d+", text)[:3])] for text in (oldest, found, newest))
+    if version < first:
+        raise ImportError(f"{package} {found} is too old, {row.title} needs {oldest} or newer; {fix}")
+    if version > last:
+        warnings.warn(f"{row.title} was tested with {package} up to {newest}, not with {found}", stacklevel=2)

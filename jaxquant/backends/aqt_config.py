@@ -12,7 +12,7 @@ the forward's qvalues to the backward matmul as floats and quantizes them again,
 element's own bound makes that second scale exactly 1, so the second rounding changes nothing. (MaxText's int8 leaves
 ``use_fwd_quant`` off and quantizes the residual anew; a recipe says that with an operand of its own.)
 
-AQT is no longer developed; ``jaxquant.config.backends`` has the series of it that this is tested with.
+AQT is no longer developed; ``jaxquant.config.backends`` lists the tested versions.
 """
 
 # AQT decorates its dataclasses with a functools.partial, behind which a type checker sees no fields.

@@ -15,7 +15,7 @@ What Qwix does in its own way, under every recipe:
 - An operand of the same shape as a parameter counts as a weight. ``_train`` gives the kernel more axes than
   any activation has, and a jit of its own, so that roles come from the call as with the other backends.
 
-Tested with the series in ``jaxquant.config.backends``; everything imported is public there.
+Tested with the versions in ``jaxquant.config.backends``; everything imported is public there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxquant.core.sharding import device_kind_of, platform_of
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import Product
 
-require(BACKENDS["qwix"].package, BACKENDS["qwix"].series, BACKENDS["qwix"].title)
+require(BACKENDS["qwix"])
 
 import qwix  # noqa: E402
 

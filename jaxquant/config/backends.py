@@ -15,7 +15,7 @@ class BackendRow:
     Attributes:
       title: its name in errors.
       module: module with its ``BACKEND``, imported where a config asks for it.
-      package, series: distribution that it needs and leading part of the versions that were tested; "" for none.
+      package, tested: distribution that it needs, "" for none, and the first and the last version that was tested.
       has_layer_ops: whether a layer is quantized by an op that is passed to it; otherwise a whole model is, which needs
         example inputs.
       needs_random_stream: whether stochastic rounding draws from the random stream of a Linen model, where it has one;
@@ -29,7 +29,7 @@ class BackendRow:
     title: str
     module: str
     package: str = ""
-    series: str = ""
+    tested: tuple[str, str] = ("", "")
     has_layer_ops: bool = True
     needs_random_stream: bool = True
     names_residuals: bool = False
@@ -38,12 +38,12 @@ class BackendRow:
 
 
 BACKENDS: dict[BackendName, BackendRow] = {
-    "aqt": BackendRow(title="AQT", module="jaxquant.backends.aqt", package="aqtp", series="0.9."),
+    "aqt": BackendRow(title="AQT", module="jaxquant.backends.aqt", package="aqtp", tested=("0.9.0", "0.9.0")),
     "qwix": BackendRow(
         title="Qwix",
         module="jaxquant.backends.qwix",
         package="qwix",
-        series="0.1.",
+        tested=("0.1.8", "0.1.8"),
         has_layer_ops=False,
         shards_batch=False,
     ),

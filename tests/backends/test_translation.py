@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.metadata
+import re
 
 import flax.linen as nn
 import jax
@@ -13,7 +16,9 @@ import pytest
 
 import jaxquant
 from jaxquant.backends import aqt_config, load, qwix
+from jaxquant.backends._versions import require
 from jaxquant.backends.base import Given
+from jaxquant.config.backends import BACKENDS
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.rules import Rule
 from jaxquant.core.calibration import parse_calibration
@@ -296,16 +301,24 @@ def test_qwix_without_a_quantized_weight_gradient():
     assert ["i8" in types for types in dots].count(True) == 2
 
 
-@pytest.mark.parametrize(("package", "series"), [("aqtp", "0.8."), ("qwix", "0.2.")])
-def test_untested_version(package, series):
-    from jaxquant.backends._versions import require
+@pytest.mark.parametrize(
+    ("found", "kind", "message"),
+    [
+        (None, ImportError, r"qwix is not installed, and Qwix runs this config's recipe; pip install 'qwix>=0\.1\.8'"),
+        ("0.1.2", ImportError, r"qwix 0\.1\.2 is too old, Qwix needs 0\.1\.8 or newer; .*set quant_backend: native"),
+        ("0.1.8", None, ""),
+        ("0.1.10.dev3", UserWarning, r"Qwix was tested with qwix up to 0\.1\.8, not with 0\.1\.10\.dev3"),
+    ],
+)
+def test_versions_of_a_library(monkeypatch, recwarn, found, kind, message):
+    def version(package):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
 
-    with pytest.raises(ImportError, match=rf"{package} 0\.\S+ was not tested .* pip install '{package}=={series}\*'"):
-        require(package, series)
-
-
-def test_missing_package():
-    from jaxquant.backends._versions import require
-
-    with pytest.raises(ImportError, match="is not installed"):
-        require("no-such-package-of-jaxquant", "1.")
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    row = dataclasses.replace(BACKENDS["qwix"], tested=("0.1.8", "0.1.8"))
+    with pytest.raises(kind, match=message) if kind is ImportError else contextlib.nullcontext():
+        require(row)
+    assert [type(each.message) for each in recwarn] == [UserWarning] * (kind is UserWarning)
+    assert all(re.search(message, str(each.message)) for each in recwarn)
