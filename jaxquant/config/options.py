@@ -48,6 +48,7 @@ class Options:
     weight_quantization_calibration_method: str = _option("weight_quantization_calibration_method", "absmax")
     act_quantization_calibration_method: str = _option("act_quantization_calibration_method", "absmax")
     bwd_quantization_calibration_method: str = _option("bwd_quantization_calibration_method", "absmax")
+    drhs_grad_quantization_calibration_method: str = _option("drhs_grad_quantization_calibration_method", "")
     weight_sparsity_n: int | None = _option("sparsity", None)
     weight_sparsity_m: int | None = _option("sparsity", None, 1, 2**16)
     weight_sparsity_start_step: int = _option("sparsity", 50, 0, 2**31 - 1)
@@ -85,12 +86,14 @@ def _short(field: str, text: str) -> str:
 
 
 def read_calibration(options: Options, field: str) -> Calibration:
-    """Parse one of the three calibration strings.
+    """Parse one of the calibration strings.
 
     Raises:
       ValueError: names the field and what is wrong.
     """
     text = _short(field, getattr(options, field))
+    if field == "drhs_grad_quantization_calibration_method":
+        text = text or options.bwd_quantization_calibration_method
     try:
         return parse_calibration(text)
     except ValueError as error:
@@ -184,8 +187,9 @@ _CALIBRATED = {
     "act_quantization_calibration_method": (("fwd", "lhs"), ("drhs", "lhs")),
     "weight_quantization_calibration_method": (("fwd", "rhs"), ("dlhs", "rhs")),
     "bwd_quantization_calibration_method": (("dlhs", "lhs"), ("drhs", "rhs")),
+    "drhs_grad_quantization_calibration_method": (("drhs", "rhs"),),
 }
-"""The operands that each calibration string is of, where they are not what the forward matmul had."""
+"""The operands of each calibration string, except those that a backward matmul reuses from the forward one."""
 
 
 def _with_calibration(spec: TensorSpec, calibration: Calibration) -> TensorSpec:
@@ -337,13 +341,14 @@ GROUPS: dict[str, OptionGroup] = {
 """Every group of options, in the order in which they are checked and applied; rows of ``RECIPES`` name them."""
 
 CALIBRATION = tuple(_CALIBRATED)
-"""The groups of the three calibration strings."""
+"""The groups of the calibration strings."""
 
 PROBE = Options(
     quantization_local_shard_count=2,
     weight_quantization_calibration_method="absmax,0.5",
     act_quantization_calibration_method="absmax,0.5",
     bwd_quantization_calibration_method="absmax,0.5",
+    drhs_grad_quantization_calibration_method="absmax,0.5",
     per_tensor_scales=(False,) * len(OPERANDS),
     weight_sparsity_n=1,
     weight_sparsity_m=2,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
 from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
 from jaxquant.config.recipes import RECIPES, lookup, spell, strings_reading
-from jaxquant.config.rules import Decision, Entry, Resolver, Rule
+from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
 from jaxquant.core import typed
 from jaxquant.core.recipe import Recipe
 
@@ -48,6 +50,8 @@ class QuantConfig(options.Options):
         Python may carry a ``Recipe`` of its own, on a backend that honours it.
       float_first_blocks, float_last_blocks: how many of the first and last blocks stay in float where no rule decides:
         the layers below the outermost numbered part of their paths, as ``layers_3/`` or ``blocks/7/``.
+      quantize_router_proj, quantize_logits_proj, quantize_mtp: routers, output heads, and the layers of ``mtp_block``
+        (MaxText's multi-token prediction) are quantized too where no rule decides; by default they stay in float.
       quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
         local device count (in ``train/`` the devices that share a batch), 0 a float weight gradient.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
@@ -55,6 +59,8 @@ class QuantConfig(options.Options):
       weight_quantization_calibration_method: calibration of weights.
       act_quantization_calibration_method: calibration of activations.
       bwd_quantization_calibration_method: calibration of output gradients.
+      drhs_grad_quantization_calibration_method: calibration of the output gradient in the weight gradient alone; "" for
+        that of ``bwd_quantization_calibration_method``.
       weight_sparsity_n, weight_sparsity_m: n of every m weights are kept.
       weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
       amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
@@ -85,6 +91,9 @@ class QuantConfig(options.Options):
     rules: tuple[Rule, ...] = ()
     float_first_blocks: int = 0
     float_last_blocks: int = 0
+    quantize_router_proj: bool = False
+    quantize_logits_proj: bool = False
+    quantize_mtp: bool = False
     quantize_kvcache: bool = False
     kv_quant_axis: Literal["", "dkv", "heads_and_dkv"] = "heads_and_dkv"
     kv_quant_dtype: KVCacheName = "int8"
@@ -107,10 +116,10 @@ class QuantConfig(options.Options):
             raise ValueError(
                 f"use_qwix_quantization true contradicts quant_backend {self.quant_backend!r}; leave one of them out"
             )
-        for name in ("float_first_blocks", "float_last_blocks"):
+        for name in ("float_first_blocks", "float_last_blocks", *SWITCHES):
             if (value := getattr(self, name)) and (value < 0 or not self._quantizes):
                 why = "must not be negative" if value < 0 else "has no effect where nothing is quantized"
-                raise ValueError(f"{name} {value} {why}; set it to 0")
+                raise ValueError(f"{name} {value} {why}; set it to {getattr(QuantConfig, name)}")
         self._check_pairs()
         self._check_options_are_read()
         # Build every recipe and read the intmp file, so that their errors come now; without asking for devices, since
@@ -173,7 +182,8 @@ class QuantConfig(options.Options):
             entries += [Entry(pattern, each, f"{mixed.path}: entry", False) for pattern, each in mixed.entries]
         base = Decision(recipe, reason if recipe else f"left in float by {reason}", None, self.implementation)
         ends = self.float_first_blocks, self.float_last_blocks
-        return Resolver(tuple(entries), base, self.implementation, ends)
+        switches = tuple(name for name in SWITCHES if getattr(self, name))
+        return Resolver(tuple(entries), base, self.implementation, ends, switches)
 
     def _numbers(self, recipe: str | Recipe | None, resolved: options.Options) -> Recipe | None:
         """Return the recipe of a config string with the options applied; one of the user's own as it is."""
@@ -186,13 +196,13 @@ class QuantConfig(options.Options):
         Args:
           obj: a QuantConfig (given back as it is), a mapping (strict: every key must be a field), a config string, the
             path of a YAML or JSON file with such a mapping (a string that ends in ``.yml``, ``.yaml`` or ``.json``, or
-            a ``pathlib.Path``), or any object with an attribute ``quantization``, such as MaxText's config, whose other
-            attributes are ignored.
+            a ``pathlib.Path``), or any object with an attribute ``quantization``, such as MaxText's config. Of such an
+            object a warning names every other attribute that asks for quantization by its name or dtype and is set.
 
         Raises:
           TypeError: none of these.
           ValueError: a file that cannot be read. Otherwise as ``QuantConfig``.
-          NotImplementedError: an object with a field of MaxText's that asks for what is not implemented.
+          NotImplementedError: an object with a field or string of MaxText's that asks for what is not implemented.
         """
         if isinstance(obj, QuantConfig):
             return obj
@@ -214,10 +224,16 @@ class QuantConfig(options.Options):
         values = {field.name: _plain(_attribute(obj, field.name)) for field in dataclasses.fields(cls) if field.init}
         found = {name: value for name, value in values.items() if value is not _MISSING}
         string = found.get("quantization")
+        if string == "te_no_quant":  # TransformerEngine's matmuls without quantization
+            string = found["quantization"] = ""
         if not string and not found.get("rules"):
             # A program's config carries every option at some value; without quantization nothing could read them.
-            unread = {field.name for field in dataclasses.fields(options.Options)}
+            unread = {*SWITCHES, *(field.name for field in dataclasses.fields(options.Options))}
             found = {name: value for name, value in found.items() if name not in unread}
+        elif left := _unread_fields(obj):
+            shown = ", ".join(f"{name} {typed.show(value)}" for name, value in left.items())
+            why = "which jaxquant does not read; it quantizes as if they were not set: unset them"
+            warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
             found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these, whose numbers it has
         if string == "fp8" and found.get("use_qwix_quantization"):
@@ -225,7 +241,13 @@ class QuantConfig(options.Options):
         count = found.get("quantization_local_shard_count")
         if isinstance(count, int) and count > 0 and count == jax.local_device_count():
             found["quantization_local_shard_count"] = -1  # MaxText has resolved its -1 already; it means the same
-        return typed.build(cls, found)
+        config = typed.build(cls, found)
+        method = _attribute(obj, _LOGITS_CALIBRATION)
+        if method is _MISSING or not (method and config.quantize_logits_proj):
+            return config
+        fields = {f"{operand}_quantization_calibration_method": method for operand in ("weight", "act")}
+        head = Rule("decoder/logits_dense", dataclasses.replace(config, **fields).recipe())
+        return dataclasses.replace(config, rules=(*config.rules, head))
 
     @classmethod
     def prepare_mapping(cls, mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,6 +321,7 @@ NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache",
 _MISSING: Any = object()
 _NULLS: dict[str, Any] = {
     **dict.fromkeys(("quantization", "quant_cfg_path", "kv_quant_axis", "save_quantized_params_path"), ""),
+    "drhs_grad_quantization_calibration_method": "",
     **dict.fromkeys(("constant_bound_config", "per_tensor_scales", "rules"), ()),
 }
 """What null means in a field that cannot be None."""
@@ -308,6 +331,35 @@ _FILES = (".yml", ".yaml", ".json")
 def is_program_config(obj: Any) -> bool:
     """Return whether a config is that of a whole program, such as MaxText's, of which quantization is a part."""
     return not isinstance(obj, (QuantConfig, Mapping, str, os.PathLike))
+
+
+_ASKS = re.compile(r"quant|fp8|fp4|calibration|qtype|weight_block_size|(^|_)te_")
+"""What a field's name has if it is about quantization, or about TransformerEngine's matmuls."""
+_LOW = re.compile(r"int[48]\b|float[48]|fp[48]")
+_INERT = {"", "()", "[]", "{}", "None", "False", "0", "0.0", "-1", "disabled", "te_no_quant"}
+_LOGITS_CALIBRATION = "logits_proj_quant_calibration_method"
+
+
+def _unread_fields(program: Any) -> dict[str, Any]:
+    """Return the fields of a program's config that ask for quantization, are set, and that no field of ours reads.
+
+    A field asks by its name, or is a dtype of 8 bits or fewer. It is set unless its value is in ``_INERT`` or is the
+    default of the config's class, if that has one (a pydantic model's, a dataclass's).
+    """
+    keys, kept = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")
+    fields = dict(
+        getattr(program, "__dict__", {}) if keys is _MISSING else keys()
+    )  # MaxText's config has all of them under get_keys
+    for section in [each for each in fields.values() if isinstance(each, Mapping)]:
+        fields |= section
+    kind, found = type(program if kept is _MISSING else kept), {}
+    for name, value in ((str(name), _plain(value)) for name, value in fields.items()):
+        is_read = name in (*_NOT_HERE, _LOGITS_CALIBRATION) or hasattr(QuantConfig, name)
+        asks = _ASKS.search(name) or ("dtype" in name and _LOW.search(str(value)))
+        default = getattr(getattr(kind, "model_fields", {}).get(name), "default", getattr(kind, name, None))
+        if asks and not is_read and str(value) not in (*_INERT, str(_plain(default))):
+            found[name] = value
+    return found
 
 
 def _attribute(obj: Any, name: str) -> Any:

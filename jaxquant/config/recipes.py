@@ -276,6 +276,11 @@ _ALIASES = {
     "te_mxfp8": "mxfp8",
     "te_nvfp4": "nvfp4",
 }
+_MAXTEXTS_OWN = {
+    "te_no_quant": "quantizes nothing: it is MaxText's name of TransformerEngine's float matmuls; leave it empty",
+    "serve_fp8_weight": "serves fp8 weights in MaxText's own layers; keep MaxText's own module for it, or convert a "
+    "float checkpoint by jaxquant.convert under 'fp8_current'",
+}
 RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 
 
@@ -344,12 +349,15 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
       TypeError: no string.
       ValueError: unknown string; names the nearest known ones. A composition that quantizes nothing, or of rows that do
         not go together.
-      NotImplementedError: a composition with a weight in a tensor format in a backward matmul alone.
+      NotImplementedError: a composition with a weight in a tensor format in a backward matmul alone; a string that only
+        MaxText's own module can run.
     """
     if not isinstance(name, str):
         raise TypeError(f"{place} must be a string, got {show(name)} ({type(name).__name__})")
     if name.startswith("{"):
         return _composition(name, place)
+    if name in _MAXTEXTS_OWN:
+        raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
         near = f"{did_you_mean(name, RECIPES, 3, 0.4)} 'python -m jaxquant strings' lists all".lstrip()
         fix = "write null for float" if name.lower() in _FLOAT else near

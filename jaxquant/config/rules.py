@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxquant.config.patterns import Pattern
@@ -17,6 +17,8 @@ HEADS = ("head", "lm_head", "logits", "logits_dense", "embed_out", "output")
 """Last path parts that name an output head."""
 ROUTER_ENDINGS = ("gate", "router")
 ROUTER_MAX_OUTPUTS = 256
+SWITCHES = ("quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
+"""Fields of a config that quantize layers which are left in float by default, under MaxText's names."""
 _NUMBERED = re.compile(r"(?:^|(?<=/))[^/]*?([0-9]+)(?=/)")
 """A numbered part of a path, but its last, which names the layer itself."""
 LOW_RANK_ENDINGS = ("lora_a", "lora_b")
@@ -83,7 +85,7 @@ def compile_pattern(pattern: str, place: str) -> Pattern:
         raise ValueError(f"{place} {show(pattern)} is not a regular expression: {error}") from None
 
 
-def default_exclusion(path: str, out_features: int) -> str | None:
+def default_exclusion(path: str, out_features: int, switches: Collection[str] = ()) -> str | None:
     """Return the reason that a layer is left in float where no rule says otherwise, or None.
 
     Embeddings, norms and attention scores have no kernel of a linear layer and never come here.
@@ -91,12 +93,15 @@ def default_exclusion(path: str, out_features: int) -> str | None:
     Args:
       path: "/"-joined module path.
       out_features: number of outputs: only a narrow "gate" is a router, a SwiGLU gate is wide.
+      switches: those of ``SWITCHES`` that are on.
     """
     last = path.rsplit("/", 1)[-1]
-    if last in HEADS or path.endswith("lm_head/linear"):
+    if path.split("/", 1)[0] == "mtp_block" and "quantize_mtp" not in switches:
+        return "multi-token prediction ('mtp_block'), left in float by default"
+    if (last in HEADS or path.endswith("lm_head/linear")) and "quantize_logits_proj" not in switches:
         return f"output head ({last!r}), left in float by default"
     router = next((part for part in path.split("/") if part.lower().endswith(ROUTER_ENDINGS)), None)
-    if router is not None and out_features <= ROUTER_MAX_OUTPUTS:
+    if router is not None and out_features <= ROUTER_MAX_OUTPUTS and "quantize_router_proj" not in switches:
         return f"router ({router!r} with {out_features} outputs), left in float by default"
     if last.endswith(LOW_RANK_ENDINGS):
         return f"low-rank factor ({last!r}), left in float by default"
@@ -138,12 +143,14 @@ class Resolver:
       base: what the layers get that nothing else decides.
       implementation: of every layer that is quantized.
       float_ends: how many first and last blocks ``float_blocks`` leaves in float.
+      switches: fields of ``SWITCHES`` that are on.
     """
 
     entries: tuple[Entry, ...]
     base: Decision
     implementation: str | None = None
     float_ends: tuple[int, int] = (0, 0)
+    switches: tuple[str, ...] = ()
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
@@ -168,7 +175,7 @@ class Resolver:
             verb = "left in float by " if entry.recipe is None else ""
             reason = f"{verb}{entry.place} {entry.pattern!r}"
             return Decision(entry.recipe, reason, entry.pattern, self.implementation)
-        excluded = default_exclusion(path, out_features)
+        excluded = default_exclusion(path, out_features, self.switches)
         return self.base if excluded is None else Decision(None, excluded)
 
     def float_blocks(self, paths: Iterable[str], must_have: bool = True) -> dict[str, str]:

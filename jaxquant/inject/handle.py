@@ -24,7 +24,7 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.inject.faces import at_work, einsum_out_features
 from jaxquant.inject.layer_op import LayerOp
 from jaxquant.ops.einsum import plan_einsum
-from jaxquant.state.watch import require_hand
+from jaxquant.state.watch import STATELESS, require_hand
 
 
 class QuantMode(enum.Enum):
@@ -33,6 +33,13 @@ class QuantMode(enum.Enum):
     TRAIN = "train"
     CONVERT = "convert"
     SERVE = "serve"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another mode, such as a member of AQT's enum, has the same name."""
+        is_mode = isinstance(other, enum.Enum) and type(other).__name__ == "QuantMode"
+        return self.name == other.name if is_mode else NotImplemented
+
+    __hash__ = enum.Enum.__hash__
 
 
 def get_quant_mode(quant_mode_str: str | enum.Enum = "train") -> QuantMode:
@@ -82,6 +89,11 @@ class Quantization:
         elif name in self.__dict__:
             raise dataclasses.FrozenInstanceError(f"Quantization.{name} cannot be set, only quant_mode can")
         object.__setattr__(self, name, value)
+
+    @property
+    def needs_apply_rngs(self) -> bool:
+        """Whether an op draws random numbers when it is applied; if not, MaxText's layers drop their streams."""
+        return any(recipe.is_stochastic for recipe in self.resolver.recipes)
 
     @property
     def quant_dg(self) -> Any:
@@ -199,10 +211,9 @@ class _ByPath(nn.Module):
 
 
 _STANDS_STILL = (
-    "an NNX layer holds the quant state of an op of configure_quantization, and MaxText's train_step puts the old "
-    "state over the new one; there write nnx.State.merge(non_param_rest, custom_grads) where it has (custom_grads, "
-    "non_param_rest), and hold jaxquant.state.by_hand() around the step; or leave the op out and use "
-    "jaxquant.maybe_quantize_model with jaxquant.state.value_and_grad and apply_gradients"
+    "an NNX layer holds the quant state of an op of configure_quantization, and its gradient is taken outside the "
+    f"pre-training of MaxText 0.2.5 or later; {STATELESS}, or call jaxquant.maybe_quantize_model and use "
+    "jaxquant.state.value_and_grad and apply_gradients"
 )
 
 

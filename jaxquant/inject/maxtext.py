@@ -81,7 +81,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def get_quantization_rule(config: Any) -> list[Any] | None:
-    """Make the Qwix rules of a config, for ``qwix.quantize_model``: its own rules, then the decoder's layers.
+    """Make the Qwix rules of a config, for ``qwix.quantize_model``: its own rules, its switches, the decoder's layers.
 
     Args:
       config: anything that ``QuantConfig.from_any`` takes.
@@ -98,7 +98,11 @@ def get_quantization_rule(config: Any) -> list[Any] | None:
     if resolver is None:
         return None
     resolver.check_alone()
-    entries = [*resolver.patterns, *([(LAYERS, base)] if base is not None else [])]
+    entries = [] if config.quantize_router_proj else [(".*/gate", None)]
+    if base is not None:
+        entries += [("decoder/logits_dense", base)] if config.quantize_logits_proj else []
+        entries += [(f"{LAYERS}|mtp_block/.*" if config.quantize_mtp else LAYERS, base)]
+    entries = [*resolver.patterns, *entries]
     return load("qwix").make_rules(entries)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -91,14 +92,29 @@ LINEN = Watch(
     "take it of all that model.init returned and hand it to jaxquant.state.TrainState or Optimizer, or of both parts "
     "of jaxquant.state.split and hand that of the state to jaxquant.state.update"
 )
+STATELESS = (
+    "in a loop that differentiates the parameters alone, as MaxText's SFT, GRPO, distillation and training engine do, "
+    "use a string without state, such as 'te_fp8_currentscaling' (the numbers of 'fp8_current') or 'int8'"
+)
 NNX = Watch(
-    "take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients",
+    f"take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients; {STATELESS}",
     "its gradient is taken outside jaxquant.state.value_and_grad, where an optimizer would drop it without a word; use "
     "that and jaxquant.state.apply_gradients, or hold jaxquant.state.by_hand() and hand the gradient of the state to "
-    "jaxquant.state.update or advance. In MaxText's train_step, which overwrites the state with it, hold by_hand() and "
-    "write nnx.State.merge(non_param_rest, custom_grads) where it has (custom_grads, non_param_rest), or the old state "
-    "goes over the new one",
+    "jaxquant.state.update or advance. MaxText's pre-training advances the state itself from version 0.2.5 on; before, "
+    "it puts the old state over the new one",
 )
+# MaxText's loss function of a train step, by module and name. From 0.2.5 on it leaves the state out of what it returns
+# by this filter, and the step writes the state's gradient over the state; before, the old state came back over it.
+_OVERWRITING = ("maxtext.trainers.pre_train.train", "diff_wrapper")
+_FILTER = "custom_param_filter"
+
+
+def _is_overwritten() -> bool:
+    """Return whether the gradient is being taken by a train step of MaxText's that overwrites the state with it."""
+    frame: Any = sys._getframe()
+    while frame and (frame.f_globals.get("__name__"), frame.f_code.co_name) != _OVERWRITING:
+        frame = frame.f_back
+    return frame is not None and _FILTER in frame.f_code.co_freevars
 
 
 # Of jvp, not of vjp: after an error in a rule of the latter, jax (0.10) has lost what its jitted callers rely on.
@@ -119,7 +135,7 @@ def _watched_jvp(watch: Watch, path: str, answer: Answer, primals: Any, tangents
             which, fix = "a gradient passes through it that is of neither its kernel nor the state", "where the model "
             fix += f"is not being trained, call it under jaxquant.state.frozen(); where it is, {watch.train}"
         raise ValueError(f"{layer_name(path)} has quant state and {which}, which would never advance; {fix}")
-    if watch.by_hand and any(taken) and answer is None:
+    if watch.by_hand and any(taken) and answer is None and not _is_overwritten():
         raise ValueError(f"{layer_name(path)} has quant state and {watch.by_hand}")
     return primals[1], tangents[1]
 
@@ -132,7 +148,7 @@ _watched.defjvp(_watched_jvp, symbolic_zeros=True)
 
 
 def require_hand(message: str, x: Any) -> Any:
-    """Return arrays as they are, and raise where one is differentiated outside ``by_hand`` and ``frozen``.
+    """Return arrays as they are, and raise if one is differentiated outside ``by_hand``, ``frozen`` and MaxText's step.
 
     Args:
       message: of the error.
@@ -151,4 +167,6 @@ def _refused(message: str, x: Any) -> Any:
 
 @_refused.defjvp
 def _refused_jvp(message: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    if _is_overwritten():
+        return primals[0], tangents[0]
     raise ValueError(message)

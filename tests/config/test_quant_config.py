@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import re
 import types
+import warnings
 
 import jax
 import pytest
@@ -20,7 +21,8 @@ MAXTEXT_DEFAULTS = {
     "quant_cfg_path": "", "replicate_quant_scale": False, "quantize_kvcache": False,
     "kv_quant_axis": "heads_and_dkv", "kv_quant_dtype": "int8", "checkpoint_is_quantized": False,
     "save_quantized_params_path": "", "weight_sparsity_n": None, "weight_sparsity_m": None,
-    "weight_sparsity_update_step": 10, "weight_sparsity_start_step": 50,
+    "weight_sparsity_update_step": 10, "weight_sparsity_start_step": 50, "quantize_logits_proj": False,
+    "quantize_mtp": False,
 }  # fmt: skip
 
 
@@ -111,6 +113,67 @@ def test_maxtext_features_that_are_not_here(name, value):
         QuantConfig.from_any(maxtext(quantization="int8", **{name: value}))
 
 
+@dataclasses.dataclass
+class Program:
+    """A program's config with defaults, a section, and fields about quantization that are not ours."""
+
+    quantization: str = "int8"
+    te_check_every: int = 20
+    token_quantization: str = "rowwise"
+    lora: dict = dataclasses.field(default_factory=dict)
+    weight_dtype: str = "bfloat16"
+
+
+ASKING = [
+    {"te_check_every": 3}, {"token_quantization": "fixed,1"}, {"lora": {"lora_weight_qtype": "nf4"}},
+    {"weight_dtype": "float8_e4m3fn"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ASKING)
+@pytest.mark.parametrize("kind", [Program, maxtext])
+def test_a_field_about_quantization_that_is_not_read_is_named(fields, kind):
+    ((name, value),) = fields.get("lora", fields).items()
+    with pytest.warns(UserWarning, match=f"sets {name} .?{value}.?, which jaxquant does not read"):
+        QuantConfig.from_any(kind(**{"quantization": "int8"} | fields))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        QuantConfig.from_any(Program())
+        QuantConfig.from_any(kind(**fields | {"quantization": ""}))  # the program's own part
+        for inert in (False, None, 0, -1, "", [], "disabled", "te_no_quant"):
+            QuantConfig.from_any(kind(**{"quantization": "int8", name: inert} if hasattr(Program, name) else {}))
+
+
+def test_switches_of_maxtext_quantize_what_is_float_by_default():
+    layers = {"quantize_router_proj": "a/gate", "quantize_logits_proj": "logits_dense", "quantize_mtp": "mtp_block/wi"}
+    for name, layer in layers.items():
+        for is_on in (False, True):
+            resolver = QuantConfig.from_any(maxtext(quantization="fp8_full", **{name: is_on})).resolver()
+            assert [path for path in layers.values() if resolver(path, 4).recipe] == [layer] * is_on
+        assert QuantConfig.from_any(maxtext(**{name: True})) == QuantConfig()
+        with pytest.raises(ValueError, match=f"{name} True has no effect where nothing is quantized"):
+            QuantConfig(**{name: True})
+
+
+def test_maxtexts_calibrations_of_one_operand():
+    methods = {
+        "drhs_grad_quantization_calibration_method": "fixed,1",
+        "logits_proj_quant_calibration_method": "fixed,2",
+    }
+    config = QuantConfig.from_any(maxtext(quantization="fp8_full", quantize_logits_proj=True, **methods))
+    body, head = (config.resolver()(path, 99).recipe for path in ("decoder/wi", "decoder/logits_dense"))
+    for recipe, activation in ((body, "absmax"), (head, "fixed,2")):
+        specs = (recipe.fwd.lhs, recipe.fwd.rhs, recipe.dlhs.lhs, recipe.drhs.rhs)
+        assert [str(spec.calibration) for spec in specs] == [activation, activation, "absmax", "fixed,1"]
+
+
+def test_maxtexts_strings_of_no_recipe():
+    assert QuantConfig.from_any(maxtext(quantization="te_no_quant")) == QuantConfig()
+    for string in ("te_no_quant", "serve_fp8_weight"):
+        with pytest.raises(NotImplementedError, match=f"quantization '{string}' .* MaxText's"):
+            QuantConfig(quantization=string)
+
+
 @pytest.mark.parametrize("thing", [None, 3, ["int8"], b"int8", object(), QuantConfig])
 def test_from_any_refuses(thing):
     with pytest.raises(TypeError, match=r"must be a QuantConfig, a mapping, a config string, the path of .*, got \w+$"):
@@ -198,6 +261,7 @@ OPTION_VALUES = {
     "quantization_local_shard_count": 0, "replicate_quant_scale": True, "constant_bound_config": "1,1,1,1,1,1",
     "per_tensor_scales": [True] * 6, "weight_quantization_calibration_method": "absmax,0.9",
     "act_quantization_calibration_method": "fixed,3", "bwd_quantization_calibration_method": "rms,4",
+    "drhs_grad_quantization_calibration_method": "rms,4",
     "amax_history_length": 8, "amax_margin": 1, "amax_init": "flax", "quantization_share_expert_scales": True,
     "four_over_six": True, "scale_fmt": "ue8m0", "activation_scale_ub": 4.0, "square_weight_blocks": True,
 }  # fmt: skip

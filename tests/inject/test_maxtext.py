@@ -16,7 +16,7 @@ from flax.nnx import bridge
 
 import jaxquant
 from jaxquant.inject.handle import QuantMode
-from jaxquant.inject.maxtext import KVQuant, example_of, handle_of
+from jaxquant.inject.maxtext import LAYERS, KVQuant, example_of, handle_of
 from jaxquant.state import QuantState
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -67,8 +67,11 @@ def test_the_mode_of_a_handle_can_be_set_and_nothing_else():
     assert jaxquant.in_convert_mode(quant)
     assert hash(quant) != before
     # AQT's enum has the same names and other values.
-    quant.quant_mode = enum.Enum("QuantMode", {"TRAIN": 1, "CONVERT": 2, "SERVE": 3}).SERVE
+    theirs = enum.Enum("QuantMode", {"TRAIN": 1, "CONVERT": 2, "SERVE": 3})
+    quant.quant_mode = theirs.SERVE
     assert quant.quant_mode is QuantMode.SERVE
+    assert [quant.quant_mode == mode and mode == quant.quant_mode for mode in theirs] == [False, False, True]
+    assert hash(quant.quant_mode) == hash(theirs.SERVE)
     with pytest.raises(ValueError, match="is not a mode"):
         quant.quant_mode = "eval"
     with pytest.raises(dataclasses.FrozenInstanceError, match=r"Quantization\.backend cannot be set"):
@@ -195,30 +198,58 @@ def test_another_models_trace_leaves_the_ops_of_a_handle_alone():
     ]
 
 
-def train_step(model, merge):
-    """Differentiate and overwrite as MaxText's NNX train_step does; ``merge`` is the order of its last line."""
+def train_step(model, is_released=True):
+    """Differentiate and overwrite as MaxText's train_step does: version 0.2.5, or the ones before."""
     kind = nnx.variablelib.variable_type_from_name("_overwrite_with_gradient", allow_register=True)
-    graph, params, custom, rest = nnx.split(model, nnx.Param, kind, ...)
+    custom_param_filter = nnx.Any(kind)
+    graph, params, custom, rest = nnx.split(model, nnx.Param, custom_param_filter, ...)
+    if is_released:
 
-    def loss(params, custom, rest):
-        local = nnx.merge(graph, params, custom, rest, copy=True)
-        return (local(X) ** 2).sum(), nnx.state(local, nnx.Not(nnx.Param))
+        def diff_wrapper(params, custom, rest):
+            local = nnx.merge(graph, params, custom, rest, copy=True)
+            return (local(X) ** 2).sum(), nnx.state(local, nnx.Not(nnx.Any(nnx.Param, custom_param_filter)))
+    else:
 
-    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        def diff_wrapper(params, custom, rest):
+            local = nnx.merge(graph, params, custom, rest, copy=True)
+            return (local(X) ** 2).sum(), nnx.state(local, nnx.Not(nnx.Param))
+
+    grad = jax.value_and_grad(diff_wrapper, argnums=(0, 1), has_aux=True)
     (_, non_param_rest), (_, custom_grads) = grad(params, custom, rest)
-    nnx.update(model, merge(custom_grads, non_param_rest))
+    nnx.update(model, nnx.State.merge(custom_grads, non_param_rest))
 
 
-def test_quant_state_advances_in_maxtexts_train_step_once_the_line_is_changed():
+def stateful(is_traced):
+    """A model with the ops of a handle, traced or with the state in the ops."""
     config = program(quantization="fp8")
-    model = jaxquant.maybe_quantize_model(Layers(jaxquant.configure_quantization(config), nnx.Rngs(0)), config, X)
-    with pytest.raises(ValueError, match=r"write nnx\.State\.merge\(non_param_rest, custom_grads\) where it has"):
-        train_step(model, lambda new, old: nnx.State.merge(new, old))
-    with jaxquant.state.by_hand():
-        train_step(model, lambda new, old: nnx.State.merge(old, new))
-    histories = [x for path, x in jax.tree.leaves_with_path(nnx.state(model, QuantState)) if "history" in str(path)]
-    assert len(histories) == 9
+    plain = Layers(jaxquant.configure_quantization(config), nnx.Rngs(0))
+    return jaxquant.maybe_quantize_model(plain, config, X) if is_traced else plain.wi
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_quant_state_advances_in_maxtexts_train_step_and_is_guarded_elsewhere(is_traced):
+    theirs = types.FunctionType(train_step.__code__, globals() | {"__name__": "maxtext.trainers.pre_train.train"})
+    with pytest.raises(ValueError, match=r"0\.2\.5"):
+        theirs(stateful(is_traced), False)
+    with pytest.raises(ValueError, match="gradient is taken outside"):
+        train_step(stateful(is_traced))
+    model = stateful(is_traced)
+    theirs(model, True)
+    histories = [x for path, x in jax.tree.leaves_with_path(nnx.state(model)) if "history" in str(path)]
+    assert len(histories) == (9 if is_traced else 3)
     assert all((x[..., 0] > 0).all() for x in histories)
+    with pytest.raises(ValueError, match=r"MaxText's SFT, GRPO, distillation .* use a string without state"):
+        nnx.grad(lambda model: model(X).sum())(model)
+
+
+@pytest.mark.parametrize("string", ["int8", "fp8"])
+def test_a_layer_that_drops_the_random_streams_of_a_handle_that_draws_none(string):
+    quant = jaxquant.configure_quantization(program(quantization=string))
+    layer = Layer(quant, nnx.Rngs(0))
+    assert quant.needs_apply_rngs == (string == "int8")
+    if not quant.needs_apply_rngs:
+        layer.op.to_nnx__rngs = None
+    assert layer(X).shape == (4, 4)
 
 
 @pytest.mark.parametrize("do", [jaxquant.configure_quantization, lambda c: jaxquant.maybe_quantize_model(Block(), c)])
@@ -244,11 +275,9 @@ def test_a_program_says_the_shapes_of_its_model():
     assert example_of(Theirs(), {"quantization": "int8"}) == example_of(Block(), program()) == ((), {})
 
 
-def test_state_that_would_stand_still_is_refused_by_the_line_to_change():
+def test_state_of_an_op_is_differentiated_by_hand_or_not_at_all():
     layer = Layer(jaxquant.configure_quantization({"quantization": "fp8"}), nnx.Rngs(0))
     assert layer(X).shape == (4, 4)
-    with pytest.raises(ValueError, match=r"write nnx\.State\.merge\(non_param_rest, custom_grads\)"):
-        nnx.grad(lambda layer: layer(X).sum())(layer)
     with jaxquant.state.by_hand():
         kind = nnx.variablelib.variable_type_from_name("_overwrite_with_gradient", allow_register=True)
         both = nnx.grad(lambda layer: layer(X).sum(), argnums=nnx.DiffState(0, (nnx.Param, kind)))(layer)
@@ -277,10 +306,23 @@ def test_experts_read_the_dtypes_of_a_grouped_matmul(tmp_path):
     assert (config.fwd.dg_quantizer.lhs.numerics.bits, config.fwd.dg_quantizer.rhs.numerics.bits, tile) == (8, 4, 2)
 
 
+def test_switches_and_calibrations_of_maxtexts_qwix_rules():
+    fields = {"quantize_router_proj": False, "quantize_logits_proj": True, "quantize_mtp": True}
+    fields |= {
+        "logits_proj_quant_calibration_method": "fixed,2",
+        "drhs_grad_quantization_calibration_method": "fixed,1",
+    }
+    rules = jaxquant.get_quantization_rule(program(quantization="fp8_full", use_qwix_quantization=True, **fields))
+    assert [rule.module_path for rule in rules] == [".*/gate", "decoder/logits_dense", f"{LAYERS}|mtp_block/.*"]
+    assert rules[0].weight_qtype is None
+    assert [rule.weight_calibration_method for rule in rules[1:]] == ["fixed,2", "absmax"]
+    assert rules[2].additional_qt_config["drhs_grad_calibration_method"] == "fixed,1"
+
+
 def test_qwix_rules_under_maxtexts_names():
     rules = jaxquant.get_quantization_rule({"quantization": "fp8_full", "rules": [{"path": ".*gate", "recipe": None}]})
-    assert [rule.module_path for rule in rules] == [".*gate", "decoder/.*layers.*"]
-    assert [rule.weight_qtype for rule in rules] == [None, jnp.float8_e4m3fn]
+    assert [rule.module_path for rule in rules] == [".*gate", ".*/gate", LAYERS]
+    assert [rule.weight_qtype for rule in rules] == [None, None, jnp.float8_e4m3fn]
     assert jaxquant.get_qt_provider({"quantization": ""}) is None
     assert type(jaxquant.get_qt_provider({"quantization": "fp8_full"})).__name__ == "QtProvider"
 
