@@ -251,14 +251,14 @@ def to_aqt(recipe: Recipe) -> aqt_dot_general.DotGeneral:
                 raw.rhs.use_fwd_quant = True
                 spec = None if other is None else source
             elif isinstance(spec, TensorSpec):
-                if spec.granularity == "per_tensor" and matmul.shards != 1:
+                if spec.granularity == "per_tensor" and matmul.shards > 1:
                     raise _refuse(recipe, place, "per-tensor scale within shards", "use per_channel or one shard")
                 setattr(raw.dg_quantizer, theirs, _quantizer(spec))
             dtypes.append(spec.dtype if isinstance(spec, TensorSpec) else None)
         raw.dg_accumulator_dtype = _accumulator(recipe, f"{name}_lhs", matmul.accumulator, dtypes)
         if set(dtypes) == {"int8", "int4"}:
             raw.dot_general = _dot_int8
-        if matmul.shards != 1 and any(operands):
+        if matmul.shards > 1 and any(operands):
             setattr(result, name, _blocked(recipe, raw, matmul.shards))
     return result
 

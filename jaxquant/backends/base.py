@@ -24,6 +24,7 @@ from jaxquant.ops.contract import contract
 from jaxquant.ops.converted import straight_through
 from jaxquant.ops.dimensions import ANYHOW, Dimensions, How, Product
 from jaxquant.ops.gradients import once
+from jaxquant.ops.pieces import with_shards
 from jaxquant.ops.prepared import share
 
 Array = jax.Array
@@ -257,6 +258,9 @@ class LibraryBackend(Backend):
     ) -> Array:
         """Compute the library's contraction; see ``Backend.contract``."""
         check_implementation(self.name, given.how.implementation)
+        free = (0,) if group_sizes is not None else Dimensions.of(product.numbers, lhs.ndim, rhs.ndim).lhs_free
+        recipe = with_shards(given.recipe, lhs, free if self.row.shards_batch else free[::-1])
+        given = dataclasses.replace(given, recipe=recipe)
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         self._refuse_dropped(dtype, product, given.how)
         if why := self.lacks("dot_general", given.recipe, dtype.name):

@@ -171,7 +171,7 @@ def to_qwix(recipe: Recipe) -> dict[str, Any]:
                 }
         if not isinstance(grad, TensorSpec):
             extra[f"{name}_grad_qtype"] = None
-    if recipe.drhs.shards != 1:
+    if recipe.drhs.shards > 1:
         rule["bwd_weight_grad_tile_size"] = _Share(recipe.drhs.shards, recipe.name)
     if recipe.is_stochastic:
         # One noise element for each element of the gradient; by default Qwix draws one for a whole row.

@@ -162,9 +162,8 @@ def describe_matmul(spec: MatmulSpec) -> str:
     """Describe what a matmul adds up in and whether its contraction is cut."""
     into = f"adds up in {spec.accumulator}" if spec.accumulator else "adds up in the dtype of its result"
     into = f"{spec.arithmetic} arithmetic, {into}" if spec.arithmetic else into
-    shards = (
-        "" if spec.shards == 1 else f"; the first contraction axis in {spec.shards} blocks, each with its own scales"
-    )
+    count = "as many blocks as devices share it" if spec.shards < 0 else f"{spec.shards} blocks"
+    shards = "" if spec.shards == 1 else f"; the first contraction axis in {count}, each with its own scales"
     if spec.rotation is None:
         return into + shards
     signs = "TransformerEngine's signs" if spec.rotation.signs == "fixed" else "fresh signs in every step"

@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
-import jax
-
 from jaxquant.core import typed
 from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, SparsitySpec, TensorSpec
@@ -41,7 +39,7 @@ class Options:
     """The fields of QuantConfig that change a recipe, with MaxText's defaults; see ``QuantConfig`` for each."""
 
     quantization_local_shard_count: int = _option(
-        "shards", -1, -1, 2**20, "-1 (local device count), 0 (float weight gradient) or more"
+        "shards", -1, -1, 2**20, "-1 (the devices that share the batch), 0 (float weight gradient) or more"
     )
     constant_bound_config: tuple[float, ...] | str = _option("bounds", ())
     per_tensor_scales: tuple[bool, ...] = _option("bounds", ())
@@ -141,26 +139,13 @@ def check(options: Options) -> None:
             group.check(options)
 
 
-def resolve(options: Options, devices: int | None = None) -> Options:
-    """Return the options alone, with a ``quantization_local_shard_count`` of -1 resolved.
-
-    Args:
-      options: the fields of a config.
-      devices: what -1 stands for; None is the local device count, and asking for that starts JAX.
-    """
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
-    if options.quantization_local_shard_count == -1:
-        values["quantization_local_shard_count"] = jax.local_device_count() if devices is None else devices
-    return Options(**values)
-
-
 def apply(recipe: Recipe | None, groups: Collection[str], options: Options) -> Recipe | None:
     """Return a recipe as the options that it reads make it.
 
     Args:
       recipe: of a row, None where that has none.
       groups: names of the groups that the row reads.
-      options: what ``resolve`` gives.
+      options: the fields of a config.
 
     Raises:
       ValueError: a calibration that the dtype cannot have.

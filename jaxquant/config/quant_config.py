@@ -52,8 +52,9 @@ class QuantConfig(options.Options):
         the layers below the outermost numbered part of their paths, as ``layers_3/`` or ``blocks/7/``.
       quantize_router_proj, quantize_logits_proj, quantize_mtp: routers, output heads, and the layers of ``mtp_block``
         (MaxText's multi-token prediction) are quantized too where no rule decides; by default they stay in float.
-      quantization_local_shard_count: blocks of the weight gradient's contraction, each quantized by itself: -1 the
-        local device count (in ``train/`` the devices that share a batch), 0 a float weight gradient.
+      quantization_local_shard_count: blocks of the weight gradient's contraction, each with its own scales: -1 the
+        devices that share the batch in the computation (1 where nothing is sharded; see ``docs/guide/meshes.md``), 0 a
+        float weight gradient. A positive count must divide the batch.
       constant_bound_config: six constant bounds, order and meaning of ``options.OPERANDS``, or none.
       per_tensor_scales: six flags in the same order: one scale a tensor (true, the default) or a channel.
       weight_quantization_calibration_method: calibration of weights.
@@ -122,9 +123,7 @@ class QuantConfig(options.Options):
                 raise ValueError(f"{name} {value} {why}; set it to {getattr(QuantConfig, name)}")
         self._check_pairs()
         self._check_options_are_read()
-        # Build every recipe and read the intmp file, so that their errors come now; without asking for devices, since
-        # a config is often read before jax.distributed is initialized.
-        self._resolver(options.resolve(self, devices=1))
+        self._resolver()  # builds every recipe and reads the intmp file, so that their errors come now
 
     # -- what the config means ---------------------------------------------------------------------------------------
 
@@ -164,18 +163,18 @@ class QuantConfig(options.Options):
 
     def recipe(self) -> Recipe | None:
         """Return the base recipe with the options applied; None without one (``intmp`` has its file's default)."""
-        return self._resolver(options.resolve(self)).base.recipe
+        return self._resolver().base.recipe
 
     def resolver(self) -> Resolver | None:
         """Return the decision maker for layers; None where the config quantizes nothing."""
-        return self._resolver(options.resolve(self)) if self._quantizes else None
+        return self._resolver() if self._quantizes else None
 
-    def _resolver(self, resolved: options.Options) -> Resolver:
+    def _resolver(self) -> Resolver:
         entries = [
-            Entry(rule.path, self._numbers(rule.recipe, resolved), f"rules[{index}].path", True)
+            Entry(rule.path, self._numbers(rule.recipe), f"rules[{index}].path", True)
             for index, rule in enumerate(self.rules)
         ]
-        recipe, reason = self._numbers(self.quantization, resolved), f"quantization {self.quantization!r}"
+        recipe, reason = self._numbers(self.quantization), f"quantization {self.quantization!r}"
         if self.quantization == "intmp":
             mixed = self._mixed_precision()
             recipe, reason = mixed.default, f"default of {mixed.path}"
@@ -185,9 +184,9 @@ class QuantConfig(options.Options):
         switches = tuple(name for name in SWITCHES if getattr(self, name))
         return Resolver(tuple(entries), base, self.implementation, ends, switches)
 
-    def _numbers(self, recipe: str | Recipe | None, resolved: options.Options) -> Recipe | None:
+    def _numbers(self, recipe: str | Recipe | None) -> Recipe | None:
         """Return the recipe of a config string with the options applied; one of the user's own as it is."""
-        return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").numbers(resolved)
+        return recipe if isinstance(recipe, Recipe) else lookup(recipe or "").numbers(self)
 
     @classmethod
     def from_any(cls, obj: Any) -> QuantConfig:
@@ -239,8 +238,9 @@ class QuantConfig(options.Options):
         if string == "fp8" and found.get("use_qwix_quantization"):
             found["quantization"] = "fp8_e4m3"  # what MaxText runs for it on Qwix
         count = found.get("quantization_local_shard_count")
-        if isinstance(count, int) and count > 0 and count == jax.local_device_count():
-            found["quantization_local_shard_count"] = -1  # MaxText has resolved its -1 already; it means the same
+        is_resolved = isinstance(count, int) and count > 0 and count == jax.local_device_count()
+        if is_resolved and "quantization_local_shard_count" not in lookup(spell(string or "")).fields:
+            del found["quantization_local_shard_count"]  # MaxText has resolved its -1 already; this string reads none
         config = typed.build(cls, found)
         method = _attribute(obj, _LOGITS_CALIBRATION)
         if method is _MISSING or not (method and config.quantize_logits_proj):

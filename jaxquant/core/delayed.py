@@ -268,7 +268,7 @@ def observe(state: TensorState, scale: Float[Array, " 1"], amax: Float[Array, ""
     index = bits >> _LOW_BITS
     count = (jnp.arange(BINS, dtype=jnp.int32) == index).astype(jnp.float32)
     place = (jnp.arange(_PLACES, dtype=jnp.int32) == jax.lax.rem(index, np.int32(_PLACES))).astype(jnp.float32)
-    low = place[:, None] * _take_apart(bits, _LOW_BITS)
+    low = place[:, None] * _take_apart(bits, _LOW_BITS)[None]
     cells = [count, low.reshape(-1), _take_apart(bits_of(scale), _SCALE_BITS)]
     free = 3 * BINS - 1 - sum(part.size for part in cells)
     bins = jnp.concatenate([*cells, jnp.zeros((free,), jnp.float32), jnp.ones((1,), jnp.float32)]).reshape(3, BINS)

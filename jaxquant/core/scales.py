@@ -44,9 +44,19 @@ def _absolute_on_cpu(x: Array) -> Array:
     return jax.lax.select(x == x, jax.lax.abs(x), jax.lax.full_like(x, jnp.inf))
 
 
+def compile_impl(primitive: Primitive, *static: str) -> None:
+    """Let a primitive compile itself where no ``jax.jit`` is around it, also under ``jax.disable_jit``."""
+    run = jax.jit(primitive.bind, static_argnames=static)
+
+    @primitive.def_impl
+    def compiled(*args: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # else the jitted function calls this one
+            return run(*args, **params)
+
+
 # A primitive, because a choice by platform is thirty lines of a program for each shape.
 _absolute = Primitive("absolute")
-_absolute.def_impl(jax.jit(_absolute.bind))
+compile_impl(_absolute)
 _absolute.def_abstract_eval(lambda x: x)
 ad.defjvp(_absolute, lambda slope, x: slope * jax.lax.sign(x))
 batching.defvectorized(_absolute)

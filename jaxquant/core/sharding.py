@@ -53,6 +53,21 @@ def is_whole(x: Array) -> bool:
     return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
+def device_parts(x: Array, axis: int) -> int:
+    """Count the parts of an axis, all of one size, of which each lies on one device; 1 if types name no mesh.
+
+    An explicit axis of a mesh says what it cuts. An automatic axis does not, so every one of them may cut the axis. An
+    array on no mesh is on that of the context. Devices that are on neither take no part in the computation.
+    """
+    sharding = jax.typeof(x).sharding
+    mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
+    entry = _entries(sharding, x.ndim)[axis]
+    names = entry if isinstance(entry, tuple) else (entry,)
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    count = math.prod(size for name, size, kind in kinds if kind == AxisType.Auto or name in names)
+    return math.gcd(count, x.shape[axis]) if x.size else 1
+
+
 def _device_of(x: Array) -> AbstractDevice | None:
     """Return what computes x by its mesh, or the one around it: the result of a library's primitive may have none."""
     return jax.typeof(x).sharding.mesh.abstract_device or jax.sharding.get_abstract_mesh().abstract_device

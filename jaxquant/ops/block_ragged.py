@@ -15,6 +15,7 @@ from jax.interpreters import batching, mlir
 from jax.lax import RaggedDotDimensionNumbers
 
 from jaxquant.core.qtensor import QTensor
+from jaxquant.core.scales import compile_impl
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
 from jaxquant.kernels.block_matmul.reference import BLOCK, per_row
@@ -121,7 +122,7 @@ def _batch(operands: Any, axes: Any, **params: Any) -> tuple[Array, int]:
 
 
 _ragged = Primitive(NAME)
-_ragged.def_impl(jax.jit(_ragged.bind, static_argnames=("ragged_dot_dimension_numbers", "out_dtype")))
+compile_impl(_ragged, "ragged_dot_dimension_numbers", "out_dtype")
 _ragged.def_abstract_eval(_abstract)
 batching.primitive_batchers[_ragged] = _batch
 mlir.register_lowering(_ragged, mlir.lower_fun(_emulated, multiple_results=False))

@@ -21,6 +21,7 @@ from jax.interpreters import batching, mlir
 from jaxquant.core.blocks import spread
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
+from jaxquant.core.scales import compile_impl
 from jaxquant.core.sharding import device_kind_of
 from jaxquant.kernels.block_matmul import api as kernel
 from jaxquant.kernels.block_matmul import reference
@@ -139,7 +140,7 @@ NAME = "block_scaled_dot"
 """Name of the primitive."""
 
 _scaled_dot = Primitive(NAME)
-_scaled_dot.def_impl(jax.jit(_scaled_dot.bind, static_argnames=("dimension_numbers", "out_dtype")))
+compile_impl(_scaled_dot, "dimension_numbers", "out_dtype")
 _scaled_dot.def_abstract_eval(
     lambda x, w, *_, out_dtype, **__: x.update(shape=(*x.shape[:2], w.shape[1]), dtype=jnp.dtype(out_dtype))
 )

@@ -265,6 +265,7 @@ def _product(
     if tiles:
         # Not by ``sum``, which adds in float32 whatever it is given.
         out = jax.lax.reduce(out.astype(parts_dtype), np.zeros((), parts_dtype), jax.lax.add, tuple(range(tiles)))
+        out = out if out_sharding is None else jax.sharding.reshard(out, fit_sizes(out_sharding, out.shape))
     return out.astype(out_dtype)
 
 
@@ -285,15 +286,22 @@ def _turned(
 def _tiled_sharding(
     out_sharding: NamedSharding | None, lhs: Array, dims: Dimensions, tiles: int
 ) -> NamedSharding | None:
-    """Insert the leading tile axes in front of a result's sharding, as the operand has them, unless taken."""
+    """Insert the leading tile axes in front of a result's sharding, as the operand has them.
+
+    The result has no axis that a tile axis takes before the tiles are added: each device multiplies its own tiles.
+    """
     operand = explicit_sharding(lhs)
     if out_sharding is None or operand is None or not tiles:
         return out_sharding
-    taken = {name for entry in out_sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
     entries = [operand.spec[axis] for axis in dims.lhs_batch[:tiles]]
-    is_free = [taken.isdisjoint(entry if isinstance(entry, tuple) else (entry,)) for entry in entries]
-    spec = [entry if free else None for entry, free in zip(entries, is_free, strict=True)]
-    return NamedSharding(out_sharding.mesh, PartitionSpec(*spec, *out_sharding.spec))
+    taken = set(_names(entries))
+    rest = (entry if taken.isdisjoint(_names([entry])) else None for entry in out_sharding.spec)
+    return NamedSharding(out_sharding.mesh, PartitionSpec(*entries, *rest))
+
+
+def _names(entries: Sequence[Any]) -> list[str]:
+    """Return the mesh axes that entries of a partition spec name."""
+    return [name for entry in entries if entry for name in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 def _multiply(

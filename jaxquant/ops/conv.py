@@ -91,7 +91,7 @@ def conv_general_dilated(
         rhs,
         precision,
         preferred_element_type,
-        recipe=recipe,
+        recipe=pieces.with_shards(recipe, lhs, numbers.lhs_spec[:1]),
         strides=tuple(window_strides),
         padding=tuple((int(low), int(high)) for low, high in padding),
         lhs_dilation=tuple(lhs_dilation or ones),

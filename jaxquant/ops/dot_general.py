@@ -7,6 +7,7 @@ import math
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
@@ -15,7 +16,7 @@ from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
 from jaxquant.core.rounding import Part, RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
-from jaxquant.core.sharding import Sharding, is_whole, named, platform_of, varying_axes
+from jaxquant.core.sharding import Sharding, device_parts, named
 from jaxquant.ops.arguments import QuantState, check_float, check_state, initial_state
 from jaxquant.ops.block_cast import Use, abstract_tensor, cast_uses
 from jaxquant.ops.contract import contract, multiplies_values
@@ -24,6 +25,7 @@ from jaxquant.ops.dimensions import Dimensions, DotDimensionNumbers
 from jaxquant.ops.gradients import align, with_outer, without_outer
 from jaxquant.ops.implementation import choose_implementation
 from jaxquant.ops.operand import Observation, quantize_operand, scale_dtype
+from jaxquant.ops.pieces import with_shards
 from jaxquant.ops.prepared import Prepared, prepare
 from jaxquant.ops.quantized import Gradient, Operation, quantized, serve
 
@@ -102,7 +104,7 @@ def dot_general(
         rhs,
         precision,
         preferred_element_type,
-        recipe=recipe,
+        recipe=with_shards(recipe, lhs, dims.lhs_free),
         implementation=implementation,
         dims=dims,
         out_sharding=place,
@@ -191,21 +193,21 @@ class _Dot(Operation):
         matmul: MatmulSpec = getattr(recipe, name)
         left, residual = self._gradient_operands(name, grad, shared, residual, dims, out_dtype, key, part)
         swaps = keeps_dtype and place is None and not dims.lhs_batch
-        narrow = (
-            name == "drhs" and matmul.accumulator == "int32" and _is_sent(grad, left, residual, dims, matmul.shards)
-        )
+        is_sent = False
+        if name == "drhs" and matmul.accumulator == "int32":
+            left, is_sent = _by_device(left, residual, dims)
         out = contract(
             # activation · gradient is laid out as the kernel is; the caller's transposition undoes ours
             *((residual, left, dims.swap()) if swaps else (left, residual, dims)),
             out_dtype=out_dtype,
-            accumulator=None if narrow and matmul.shards == 1 else matmul.accumulator,
+            accumulator=matmul.accumulator,
             precision=self.precision,
             default_precision=jax.lax.Precision.HIGHEST,
             scale_dtype=scale_dtype(recipe, out_dtype),
             out_sharding=place,
             implementation=self.implementation,
             turns=self._turns(left, residual, place),
-            parts_dtype=out_dtype if narrow else "float32",
+            parts_dtype=out_dtype if is_sent else "float32",
             shards=matmul.shards,
         )
         n = len(dims.rhs_free)
@@ -338,14 +340,18 @@ def _tells_all(spec: Operand, scale: Array) -> bool:
     return not is_power_of_two and scale.size >= _ENOUGH.get(spec.scale_dtype, math.inf)
 
 
-def _is_sent(grad: Array, left: QTensor | Array, right: QTensor | Array, dims: Dimensions, shards: int) -> bool:
-    """Check whether TPUs add up a weight's gradient, each of them its part, where the compiler cuts the batch.
+def _by_device(left: QTensor | Array, right: QTensor | Array, dims: Dimensions) -> tuple[QTensor | Array, bool]:
+    """Cut a weight gradient's contraction in parts of one device each, and tell whether devices may hold parts.
 
-    They send it in the dtype that the matmul returns, or in which the parts of ``shards`` are added: int32 and float32
-    would double what the float model's takes. Sums of finer tiles stay float32.
+    The sum of each part is then scaled, and sent between devices in the gradient's dtype. A compiler that cuts a single
+    integer matmul sends sums in int32. An axis whose scales cut it already stays.
     """
-    is_cut = not is_whole(grad) and not varying_axes(grad) and platform_of(grad) == "tpu"
-    if not (is_cut and isinstance(left, QTensor) and isinstance(right, QTensor)):
-        return False
-    sides = (left.scale, dims.lhs_contract), (right.scale, dims.rhs_contract)
-    return all(scale.shape[axis] in (1, shards) for scale, axes in sides for axis in axes)
+    for axis, other in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
+        if not (isinstance(left, QTensor) and isinstance(right, QTensor)):
+            break
+        if (count := max(device_parts(left.qvalue, axis), device_parts(right.qvalue, other))) > 1:
+            if left.scale.shape[axis] == right.scale.shape[other] == 1:
+                block = tuple(size // count if i == axis else size for i, size in enumerate(left.blocks))
+                left = dataclasses.replace(left, scale=jnp.repeat(left.scale, count, axis), block=block)
+            return left, True
+    return left, False

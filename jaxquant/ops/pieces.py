@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from jaxquant.core.dtypes import ELEMENTS
 from jaxquant.core.recipe import Recipe, TensorSpec
+from jaxquant.core.sharding import device_parts
 from jaxquant.ops.operand import scale_dtype
 
 Array = jax.Array
@@ -19,6 +22,17 @@ def eight_bits(qvalue: Array) -> Array:
     """
     kind = ELEMENTS.get(qvalue.dtype.name)
     return qvalue.astype(kind.held_by) if kind is not None and kind.held_by else qvalue
+
+
+def with_shards(recipe: Recipe, lhs: Array, axes: Sequence[int]) -> Recipe:
+    """Return a recipe whose weight gradient has as many blocks as devices share the batch, if it asks for that.
+
+    Args:
+      recipe: all numbers.
+      lhs: activation.
+      axes: its free axes; the first one is cut.
+    """
+    return recipe.with_shards(device_parts(lhs, axes[0]) if axes else 1)
 
 
 def shard_size(recipe: Recipe, size: int, what: str) -> int:

@@ -26,6 +26,7 @@ from jaxquant.core.sharding import whole_axis
 from jaxquant.ops.block_cast import cast_forward
 from jaxquant.ops.gradients import RESIDUAL_NAME
 from jaxquant.ops.operand import Observation, forward_key, quantize_operand
+from jaxquant.ops.pieces import with_shards
 
 Array = jax.Array
 
@@ -145,6 +146,7 @@ def share(
     """
     x, states = jax.lax.stop_gradient((x, list(states)))
     state = delayed.together(states) if states else None
+    recipe = with_shards(recipe, x, [axis for axis in range(x.ndim) if axis not in axes])
     return prepare(x, recipe, "lhs", axes, (), state, None, implementation, False)
 
 

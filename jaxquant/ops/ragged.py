@@ -114,7 +114,7 @@ def ragged_dot(
       TypeError: operands that are not float.
       NotImplementedError: what ``unsupported`` names in the recipe; an explicit mesh in the operands' types.
     """
-    _check(lhs, rhs, group_sizes, recipe)
+    _check(lhs, rhs, group_sizes, recipe := pieces.with_shards(recipe, lhs, (0,)))
     choose_implementation("dot_general", implementation)
     op = _Ragged.of(lhs, rhs, precision, preferred_element_type, recipe=recipe, implementation=implementation)
     if isinstance(rhs, ConvertedKernel):

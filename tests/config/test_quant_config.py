@@ -50,9 +50,7 @@ def test_reading_a_config_does_not_start_jax(monkeypatch):
         raise AssertionError("asked for devices")
 
     monkeypatch.setattr(jax, "local_device_count", fail)
-    config = QuantConfig(quantization="int8")
-    with pytest.raises(AssertionError, match="asked for devices"):
-        config.recipe()
+    assert QuantConfig(quantization="int8").recipe() is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +87,8 @@ def test_attribute_objects():
 def test_a_shard_count_that_maxtext_has_resolved():
     count = jax.local_device_count()
     assert QuantConfig.from_any(maxtext(quantization="fp8", quantization_local_shard_count=count)).recipe() is not None
+    read = QuantConfig.from_any(maxtext(quantization="int8", quantization_local_shard_count=count))
+    assert read.quantization_local_shard_count == count
     with pytest.raises(ValueError, match="quantization_local_shard_count 77 is not read by quantization 'fp8'"):
         QuantConfig.from_any(maxtext(quantization="fp8", quantization_local_shard_count=77))
 
@@ -227,7 +227,7 @@ REFUSED = [
     ({"constant_bound_config": "1,1,1,1,inf,-2"}, "constant_bound_config drhs_lhs must be a finite"),
     ({"per_tensor_scales": [True]}, f"per_tensor_scales needs six flags ({BOUNDS}) or none, got 1"),
     (BOUNDED | {"per_tensor_scales": [False] * 5 + [True]}, "per_tensor_scales has no effect beside constant_bound_c"),
-    ({"quantization_local_shard_count": -2}, "quantization_local_shard_count must be -1 (local device"),
+    ({"quantization_local_shard_count": -2}, "quantization_local_shard_count must be -1 (the devices"),
     ({"amax_history_length": 0}, "amax_history_length must be at least 1, got 0"),
     ({"amax_init": "cold"}, "QuantConfig.amax_init must be one of 'warmup', 'flax', got 'cold'"),
     ({"quantize_kvcache": True, "kv_quant_axis": ""}, "kv_quant_axis '' leaves quantize_kvcache without"),
