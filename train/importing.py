@@ -194,17 +194,16 @@ def import_to_serve(
         layer, name = sites.get(path.removesuffix("/kernel")), f"{module}.weight"
         scale = None if layer is None else _input_scale(source, module, layer)
         part = None if layer is None else _kept(source, folder, module, layer)
-        if part is not None and part.codec is not None:
-            kind, ratio = f"{part.codec}, kept", math.inf  # the same bytes
+        array = None if part is not None and part.codec else _read(source, module, leaves[path], path)
+        if part is not None:
+            kind = f"{part.codec or part.qvalue.dtype.name}, kept"
+        elif layer is not None:
+            part, kind = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name
         else:
-            array = _read(source, module, leaves[path], path)
-            if part is not None:
-                kind = f"{part.qvalue.dtype.name}, kept"
-            elif layer is not None:
-                part, kind = jax.tree.map(np.asarray, layer.convert(jnp.asarray(array))[0]), layer.recipe.name
-            else:
-                part = as_read(path, array, decoder)
-                kind = part.dtype.name
+            part = as_read(path, array, decoder)
+            kind = part.dtype.name
+        ratio = math.inf  # bytes of a codec are the checkpoint's own
+        if array is not None:
             back = np.asarray(dequantize(part) if isinstance(part, QTensor) else part)
             ratio = sqnr(array, back, back.dtype)
         progress(Row(name, kind, sizes[name], sum(each.nbytes for each in jax.tree.leaves(part)), ratio))

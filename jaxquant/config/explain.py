@@ -11,6 +11,7 @@ from jaxquant.config.quant_config import QuantConfig
 from jaxquant.config.recipes import RECIPES, RecipeRow, lookup, spell
 from jaxquant.core.calibration import METHODS
 from jaxquant.core.dtypes import Element, element
+from jaxquant.core.quant_state import TENSORS
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, Side, SparsitySpec
 from jaxquant.core.tensor_spec import Micro, TensorSpec
 from jaxquant.core.typed import show
@@ -120,10 +121,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
     specs = [spec for spec in recipe.specs.values() if isinstance(spec, TensorSpec)]
     used = dict.fromkeys(spec.dtype for spec in specs if spec.codec is None)  # a format has scales of its own
     if whole := whole_tensors(recipe):
-        yield f"One number is made of the whole {', '.join(whole)}: a NaN or an infinity in a row makes all rows NaN."
-    for tensor, spec in whole.items():
-        if (kind := element(spec.dtype)).kind == "int":
-            yield f"One row can flush the others: below 1/{2 * kind.max:g} of its largest, values of the {tensor} become 0."
+        yield f"A NaN in one row makes all of the {', '.join(whole)} NaN: the largest value scales the whole tensor."
     if used:
         yield ""
         yield from (describe_element(element(name)) for name in used)
@@ -139,15 +137,11 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
         yield "Experts of one weight share the scales of whole tensors, and their state."
 
 
-def whole_tensors(recipe: Recipe) -> dict[str, TensorSpec]:
-    """Return the tensors of which one number is made, with a spec of each: one NaN spoils all of such a tensor."""
-    specs = {
-        tensor: recipe.resolve(matmul, side)  # pyright: ignore[reportArgumentType]
-        for matmul, (_, tensors) in reversed(MATMULS.items())
-        for side, tensor in zip(("lhs", "rhs"), tensors, strict=True)
-    }
-    found = {tensor: specs[tensor] for tensor in ("input", "weight", "output gradient")}
-    return {tensor: spec for tensor, spec in found.items() if spec is not None and spec.spreads_nan}
+def whole_tensors(recipe: Recipe) -> list[str]:
+    """Return the tensors of which one number is made: one NaN spoils all of such a tensor."""
+    specs = {tensor: [recipe.specs[operand] for operand in operands] for tensor, operands in TENSORS.items()}
+    whole = [any(isinstance(spec, TensorSpec) and spec.spreads_nan for spec in specs[tensor]) for tensor in specs]
+    return [name for name, is_whole in zip(("input", "weight", "output gradient"), whole, strict=True) if is_whole]
 
 
 def describe_kept(recipe: Recipe, side: Side) -> str:
@@ -258,7 +252,8 @@ def describe_element(known: Element) -> str:
         if known.kind == "int"
         else f"{known.mantissa_bits} mantissa bits, normal from 2^{known.min_exponent}, largest {known.max:g}"
     )
-    return f"{known.name}: {known.bits} bits, {inside}; a scale is the statistic / {known.bound:g}."
+    zero = f"1/{2 * known.bound / 2.0 ** (known.min_exponent - known.mantissa_bits):,.0f} of the statistic rounds to 0"
+    return f"{known.name}: {known.bits} bits, {inside}; a scale is the statistic / {known.bound:g}, and {zero}."
 
 
 def describe_delayed(spec: DelayedSpec) -> str:

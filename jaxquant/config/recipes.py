@@ -17,7 +17,7 @@ from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
 from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, Rotation
 from jaxquant.core.tensor_spec import Micro, TensorSpec
-from jaxquant.core.typed import build, did_you_mean, show
+from jaxquant.core.typed import build, nearest, show
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -359,7 +359,7 @@ def lookup(name: str, place: str = "quantization") -> RecipeRow:
     if name in _MAXTEXTS_OWN:
         raise NotImplementedError(f"{place} {name!r} {_MAXTEXTS_OWN[name]}")
     if name not in RECIPES:
-        near = f"{did_you_mean(name, RECIPES, 3, 0.4)} 'python -m jaxquant strings' lists all".lstrip()
+        near = f"{nearest(name, RECIPES, 3, 0.4, '')} 'python -m jaxquant strings' lists all".lstrip()
         fix = "write null for float" if name.lower() in _FLOAT else near
         raise ValueError(f"{place} {show(name)} is not a known recipe; {fix}")
     return RECIPES[name]

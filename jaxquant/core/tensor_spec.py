@@ -157,10 +157,9 @@ class TensorSpec:
     @property
     def spreads_nan(self) -> bool:
         """Whether one number is made of this step's whole tensor, so that one NaN in it makes every element NaN."""
-        if self.codec is not None or self.calibration.method == "fixed" or self.scaling == "static":
-            return False
-        is_read = self.scaling == "dynamic" or element(self.dtype).kind == "int"  # past steps have no NaN, nor integers
-        return self.outer_scale or (self.granularity == "per_tensor" and is_read)
+        is_marked = self.scaling == "delayed" and element(self.dtype).kind == "int"  # which hold no NaN themselves
+        is_read = is_marked or (self.scaling == "dynamic" and self.calibration.method != "fixed")
+        return is_read and (self.outer_scale or self.granularity == "per_tensor")
 
     @property
     def draws(self) -> bool:

@@ -29,20 +29,22 @@ class _Show(reprlib.Repr):
 show = _Show().repr
 
 
-def nearest(name: Any, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'?`` with the nearest known name, or the known ones if none is near."""
-    names = [candidate for candidate in known if candidate]
-    return did_you_mean(name, names) or f"known ones are {', '.join(names)}"
+def nearest(name: Any, known: Iterable[str], count: int = 1, cutoff: float = 0.6, otherwise: str | None = None) -> str:
+    """Return ``did you mean 'x'?`` with at most ``count`` near names.
 
-
-def did_you_mean(name: Any, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
-    """Return ``did you mean 'x'?`` with at most ``count`` near names, "" if none is; ``cutoff`` is difflib's."""
-    names, written = list(filter(None, known)), str(name)[:200]
-    if written.lower() in names:
-        return f"did you mean {written.lower()!r}?"
-    near = difflib.get_close_matches(written, names, count, cutoff)
-    near = near or difflib.get_close_matches(written.lower(), names, count, cutoff)
-    return f"did you mean {either(near)}?" if near else ""
+    Args:
+      name: what was written.
+      known: the known names.
+      count: how many names may be near; only one if it differs from what was written in its capitals alone.
+      cutoff: difflib's.
+      otherwise: returned if no name is near; None lists the known ones.
+    """
+    names, written = [candidate for candidate in known if candidate], str(name)[:200]
+    near = [written.lower()] if written.lower() in names else []
+    for spelling in (written, written.lower()):
+        near = near or difflib.get_close_matches(spelling, names, count, cutoff)
+    listed = f"known ones are {', '.join(names)}" if otherwise is None else otherwise
+    return f"did you mean {either(near)}?" if near else listed
 
 
 def either(words: Iterable[str]) -> str:
@@ -142,7 +144,7 @@ def convert(hint: Any, value: Any, place: str) -> Any:
         if not isinstance(value, tuple({type(choice) for choice in args})):
             raise wrong
         words = [str(choice) for choice in args]
-        near = did_you_mean(value, words)
+        near = nearest(value, words, otherwise="")
         raise ValueError(f"{place} must be {_spell(hint)}, got {show(value)}{near and f'; {near}'}")
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, place, wrong)

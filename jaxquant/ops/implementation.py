@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
+
+from jaxquant.core.typed import nearest
 
 PIECES = ("dot_general", "quantize", "block_quantize")
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = dict.fromkeys(PIECES, ("xla", "pallas"))
@@ -65,8 +66,7 @@ def choose_implementation(piece: str, implementation: str | None = None) -> Choi
     if implementation is None:
         return Choice(known[0], PICKED)
     if implementation not in known:
-        near = difflib.get_close_matches(str(implementation), known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known ones are {', '.join(known)}; None picks"
+        hint = nearest(implementation, known, otherwise=f"known ones are {', '.join(known)}; None picks")
         raise ValueError(f"implementation {implementation!r} of {piece} is not known; {hint}")
     return Choice(implementation, "asked for")
 

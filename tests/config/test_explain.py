@@ -154,9 +154,6 @@ def spoiled(string: str) -> set[str]:
         "weight": step(x, w.at[3, 0].set(jnp.nan), g)[0][:, 128:],
         "output gradient": step(x, w, g + bad)[1][1:],
     }
-    assert {tensor: bool(jnp.isnan(values).any()) for tensor, values in found.items()} == {
-        tensor: bool(jnp.isnan(values).all()) for tensor, values in found.items()
-    }
     return {tensor for tensor, values in found.items() if jnp.isnan(values).any()}
 
 
@@ -165,5 +162,5 @@ def spoiled(string: str) -> set[str]:
 )
 def test_where_one_nan_spoils_a_tensor_is_said(string: str):
     whole = explain.whole_tensors(RECIPES[string].recipe)
-    assert whole.keys() == spoiled(string)
-    assert ("makes all rows NaN" in explain.explain(string)) == bool(whole)
+    assert set(whole) == spoiled(string)
+    assert ("A NaN in one row makes all of" in explain.explain(string)) == bool(whole)

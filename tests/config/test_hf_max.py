@@ -158,9 +158,9 @@ ERRORS = [
         compressed(CHANNEL, TOKEN, ["model.layers.1.self_attn.q_proj"]),
         "uniform quantization for attention QKV and output projections; layer 1 leaves out self_attn.q_proj",
     ),
-    (MIXED, "quant_algo MIXED_PRECISION has no one QuantConfig"),
-    (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, and the QuantConfig of this dtype holds one sch"),
-    (DEEPSEEK | {"moe_quant_algo": "NVFP4"}, "layers.0.mlp.experts.0.up_proj has float4_e2m1fn weights, and the Qua"),
+    (MIXED, "assumes uniform quantization for MLPs; layer 1 leaves out mlp.gate_proj, mlp.down_proj"),
+    (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, others float8_e4m3fn; a QuantConfig holds one"),
+    (DEEPSEEK | {"moe_quant_algo": "NVFP4"}, "layers.0.mlp.experts.0.up_proj has float4_e2m1fn weights, others float8"),
 ]
 """A config, and the error."""
 MIXED_SCALES = tensors(layers__1__mlp__up_proj__weight_scale=((8, 1), BF16))

@@ -87,12 +87,18 @@ def test_native_twins_of_maxtext_qwix_mode(name):
         config(name, use_qwix_quantization=True)
 
 
-@pytest.mark.parametrize(("name", "near"), [("int88", "int8"), ("fp8_ful", "fp8_full"), ("nvfp", "nvfp4")])
-def test_unknown_string(name, near):
-    with pytest.raises(ValueError, match=f"quantization '{name}' is not a known recipe; did you mean .*'{near}'"):
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        *[("int88", "did you mean 'int8'"), ("fp8_ful", "did you mean 'fp8_full'"), ("nvfp", "did you mean 'nvfp4'")],
+        *[("float8", "did you mean .*'fp8'"), ("int8_dynamic", "did you mean 'int8_delayed' or 'int8'")],
+        *[("FP8", r"did you mean 'fp8'\? 'python -m jaxquant strings' lists all$"), ("none", "write null for float$")],
+        ("zzz", "'python -m jaxquant strings' lists all$"),
+    ],
+)
+def test_unknown_string(name, fix):
+    with pytest.raises(ValueError, match=f"quantization '{name}' is not a known recipe; {fix}"):
         config(name)
-    with pytest.raises(ValueError, match=r"'zzz' is not a known recipe; known ones are int8, int4"):
-        config("zzz")
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp4", "fp4_e2m1"])

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from jaxquant import RECIPES
+from jaxquant.config.explain import whole_tensors
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -18,10 +19,11 @@ def strings_table():
     groups = {}
     for name, row in RECIPES.items():
         groups.setdefault(id(row), (row, []))[1].append(f"`{name}`" if name else '`""`')
-    lines = ["| `quantization` | numbers | `auto` | also on |", "| --- | --- | --- | --- |"]
+    lines = ["| `quantization` | numbers | `auto` | also on | one NaN spoils all of |", "| --- " * 5 + "|"]
     for row, names in groups.values():
         others = ", ".join(row.backends[1:])
-        lines.append(f"| {', '.join(names)} | {row.summary} | {row.auto} | {others} |")
+        whole = ", ".join(whole_tensors(row.recipe)) if row.recipe else ""
+        lines.append(f"| {', '.join(names)} | {row.summary} | {row.auto} | {others} | {whole} |")
     return "\n".join(lines)
 
 

@@ -34,6 +34,14 @@ def test_every_contraction_is_listed_with_shapes():
     assert "q     dot_general  6x8  8x8  fp8_current  quantization 'fp8_current'\n" in str(report)
 
 
+def test_a_weight_that_the_function_closes_over_is_told():
+    message = (
+        r"\(dot_general of \(\(6, 8\), \(8, 8\)\): an operand is an array that the function closes over; make that"
+    )
+    with pytest.raises(ValueError, match=message):
+        jaxquant.quantize(lambda p, x: x @ jnp.ones((8, 8)) * p["b"], CURRENT).init({"b": shape(8)}, X)
+
+
 def test_structural_steps_between_leaf_and_matmul():
     def fn(p, x):
         weight = p["w"].astype("bfloat16").T.reshape(8, 2, 4)

@@ -34,7 +34,7 @@ _TILED = {
     "mxfp8-quantized": ("MXFP8", 8, 32, functools.partial(mx_layer, _ELEMENTS["float", 8], "plain")),
 }
 """Formats of floats in tiles: what each is called, its bits and group size, and what makes its layer."""
-_KV_CACHES = {"FP8": "float8_e4m3fn", "INT8": "int8", "NVFP4": "float4_e2m1fn"}
+_KV_CACHES = {"FP8": "float8_e4m3fn", "INT8": "int8", "NVFP4": "float4_e2m1fn", "STATIC": "float8_e4m3fn"}
 
 
 def read(config: Section) -> CheckpointQuantization:
@@ -97,7 +97,7 @@ def _check_targets(group: Section) -> None:
 
 
 def kv_cache(config: Section, key: str) -> str | None:
-    """Return the dtype of the KV cache under a key (a scheme, or "FP8" as modelopt has it), or None."""
+    """Return the dtype of the KV cache under a key (a scheme, modelopt's "FP8" or AutoFP8's "static"), or None."""
     value = config.get(key)
     if value in (None, ""):
         return None

@@ -63,8 +63,7 @@ def read_fp8(config: Section) -> CheckpointQuantization:
         rules += listed(config, ["ignore"], modelopt_pattern, spec)
         rules.append(LayerRule(EXPERTS, modelopt.layer(config, "moe_quant_algo"), config.where("moe_quant_algo")))
     rules.append(LayerRule(".*", spec, config.where("quant_method")))
-    is_static = config.get("kv_cache_scheme") == "static"
-    kv_cache = dtype if is_static else compressed_tensors.kv_cache(config, "kv_cache_scheme")
+    kv_cache = compressed_tensors.kv_cache(config, "kv_cache_scheme")
     return CheckpointQuantization("fp8", tuple(rules), kv_cache, algorithm)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -35,22 +34,16 @@ _OLDER |= {"quant_method": "format"}
 """The names of arguments in MAX 25.6, with those of 26.3."""
 
 
-def _takes_older_names(cls: Any) -> Any:
-    """Let a class take its arguments by their older names, too."""
-    init = cls.__init__
+class _TakesOlderNames(type):
+    """A class that takes its arguments by their older names, too."""
 
-    @functools.wraps(init)
-    def renaming(self: Any, *args: Any, **fields: Any) -> None:
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
         renamed = {_OLDER[name]: fields.pop(name) for name in _OLDER.keys() & fields.keys()}
-        init(self, *args, **renamed, **fields)
-
-    cls.__init__ = renaming
-    return cls
+        return super().__call__(*args, **renamed, **fields)
 
 
-@_takes_older_names
 @dataclasses.dataclass(frozen=True)
-class QuantConfig:
+class QuantConfig(metaclass=_TakesOlderNames):
     """Which layers of a decoder are quantized, and how; ``Float8Config`` of MAX 25.6, whose names it takes, too.
 
     Attributes:

@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxquant.config.hf import modelopt
 from jaxquant.config.hf.max_config import QuantConfig
 from jaxquant.config.hf.quantization import CheckpointQuantization
 from jaxquant.config.hf.read import KEYS, METHODS, REFUSED, SECOND_SCALE, find_section, read_quantization
@@ -29,6 +28,7 @@ _FP8, _FP4 = ("float8_e4m3fn",), ("uint8", "float4_e2m1fn")
 _MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 _FIELDS = ("num_hidden_layers", "text_config", "_name_or_path", *KEYS)
+_ONE_SCHEME = "a QuantConfig holds one; use jaxquant.config.hf.read_quantization, which has a spec for every layer"
 _SCALES = ("weight_scale", "input_scale", SECOND_SCALE)
 
 
@@ -78,11 +78,6 @@ def parse_quant_config(
     quantization = read_quantization(config, tensors, sidecar)
     if quantization is None:
         return None
-    if quantization.algorithm == modelopt.MIXED and name in _FP4 and method == "modelopt":
-        raise ValueError(
-            f"{section.where('quant_algo')} {modelopt.MIXED} has no one QuantConfig; "
-            "use jaxquant.config.hf.read_quantization, which has a spec for every layer"
-        )
     view = _View(quantization, tensors, state_dict_name_prefix, ignored_modules_prefix)
     return view.config(_layers(config), name)
 
@@ -184,10 +179,8 @@ class _View:
         if len(fits) > 1:  # of two schemes the one of this dtype, MAX's QuantConfig having room for one
             fits = [spec for spec in fits if (spec.weight.dtype == "float4_e2m1fn") == (dtype in _FP4)]
         if len(fits) != 1:
-            raise ValueError(
-                f"the {self.quantization.method} config has {len(self.quantization.specs)} schemes and a QuantConfig "
-                "holds one; use jaxquant.config.hf.read_quantization, which has a spec for every layer"
-            )
+            count = len(self.quantization.specs)
+            raise ValueError(f"the {self.quantization.method} config has {count} schemes; {_ONE_SCHEME}")
         return fits[0]
 
     def _format(self, spec: LayerSpec) -> QuantFormat:
@@ -261,10 +254,7 @@ class _View:
         """
         own = self.quantization.spec(self.ignored_prefix + name)
         if own not in (None, spec):
-            raise ValueError(
-                f"{name} has {own.weight.dtype} weights, and the QuantConfig of this dtype holds one scheme, with "
-                f"{spec.weight.dtype}; use jaxquant.config.hf.read_quantization, which has a spec for every layer"
-            )
+            raise ValueError(f"{name} has {own.weight.dtype} weights, others {spec.weight.dtype}; {_ONE_SCHEME}")
         return own is not None
 
     def _quantized_layers(self, layers: int, parts: tuple[str, ...], word: str, spec: LayerSpec) -> frozenset[int]:
