@@ -123,11 +123,6 @@ def test_one_string_is_explained_at_a_time():
         explain.explain("fp8", {"quantization": "int8"})
 
 
-def test_a_string_in_capitals_is_near_its_own():
-    with pytest.raises(ValueError, match="'FP8' is not a known recipe; did you mean 'fp8'"):
-        explain.explain("FP8")
-
-
 @pytest.mark.parametrize("given", [(3,), (None,), ("fp8", 3), ("fp8", ["amax_margin"])])
 def test_what_is_no_string_and_no_mapping_is_a_type_error_in_words(given):
     with pytest.raises(TypeError, match=r"^(quantization must be a string|options of 'fp8' must be a mapping), got "):
@@ -136,9 +131,7 @@ def test_what_is_no_string_and_no_mapping_is_a_type_error_in_words(given):
 
 def spoiled(string: str) -> set[str]:
     """Return the tensors in which one NaN makes results NaN that do not depend on it in float."""
-    x, w, g = (
-        jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(4, 256), (256, 256), (4, 256)])
-    )
+    x, w, g = jax.random.normal(jax.random.key(0), (3, 256, 256))
     config = {"quantization": string, "quant_backend": "native"}  # XLA:CPU's maximum, which AQT takes, can lose a NaN
     product = jaxquant.quantize(lambda params, x: x @ params["w"], config)
     state = product.init({"w": w}, x)
@@ -148,11 +141,11 @@ def spoiled(string: str) -> set[str]:
         out, pull = jax.vjp(lambda x, state: product({"w": w}, state, x), x, state)
         return out, pull(g)[0]
 
-    bad = jnp.zeros((4, 256)).at[0, 3].set(jnp.nan)
+    bad = jnp.zeros((256, 256)).at[3, 0].set(jnp.nan)
     found = {
-        "input": step(x + bad, w, g)[0][1:],
-        "weight": step(x, w.at[3, 0].set(jnp.nan), g)[0][:, 128:],
-        "output gradient": step(x, w, g + bad)[1][1:],
+        "input": step(x + bad, w, g)[0][4:],
+        "weight": step(x, w + bad, g)[0][:, 128:],  # fp8_block's are 128 by 128
+        "output gradient": step(x, w, g + bad)[1][4:],
     }
     return {tensor for tensor, values in found.items() if jnp.isnan(values).any()}
 

@@ -131,11 +131,6 @@ def test_published_configs_read_as_max_reads_them_or_better(case, nested):
 
 
 UP = "model.layers.1.mlp.up_proj"
-MIXED = {
-    "quant_method": "modelopt",
-    "quant_algo": "MIXED_PRECISION",
-    "quantized_layers": {UP: {"quant_algo": "NVFP4", "group_size": 16}},
-}
 TWO_SCHEMES = compressed(CHANNEL, TOKEN, config_groups={
     "group_0": {"targets": ["re:.*self_attn.*"], "weights": CHANNEL, "input_activations": TOKEN},
     "group_1": {"targets": ["re:.*mlp.*"], "weights": scheme("tensor_group", bits=4, group_size=16)},
@@ -158,7 +153,6 @@ ERRORS = [
         compressed(CHANNEL, TOKEN, ["model.layers.1.self_attn.q_proj"]),
         "uniform quantization for attention QKV and output projections; layer 1 leaves out self_attn.q_proj",
     ),
-    (MIXED, "assumes uniform quantization for MLPs; layer 1 leaves out mlp.gate_proj, mlp.down_proj"),
     (TWO_SCHEMES, "layers.0.mlp.gate_proj has float4_e2m1fn weights, others float8_e4m3fn; a QuantConfig holds one"),
     (DEEPSEEK | {"moe_quant_algo": "NVFP4"}, "layers.0.mlp.experts.0.up_proj has float4_e2m1fn weights, others float8"),
 ]
@@ -182,7 +176,7 @@ TENSOR_ERRORS = [
 )
 def test_where_max_raises_we_name_the_key(quantization, names, message):
     with pytest.raises(ValueError, match=message):
-        parse(quantization, names, "uint8" if quantization is MIXED else FP8)
+        parse(quantization, names, FP8)
 
 
 def test_a_config_without_a_number_of_layers_or_with_too_many_is_refused():

@@ -35,11 +35,9 @@ def test_every_contraction_is_listed_with_shapes():
 
 
 def test_a_weight_that_the_function_closes_over_is_told():
-    message = (
-        r"\(dot_general of \(\(6, 8\), \(8, 8\)\): an operand is an array that the function closes over; make that"
-    )
-    with pytest.raises(ValueError, match=message):
-        jaxquant.quantize(lambda p, x: x @ jnp.ones((8, 8)) * p["b"], CURRENT).init({"b": shape(8)}, X)
+    weight, why = jnp.ones((8, 8)), "an operand is an array that the function closes over; make that a parameter"
+    with pytest.raises(ValueError, match=rf"\(dot_general of \(\(6, 8\), \(8, 8\)\): {why}\)"):
+        jaxquant.quantize(lambda p, x: x @ weight * p["b"], CURRENT).init({"b": shape(8)}, X)
 
 
 def test_structural_steps_between_leaf_and_matmul():
