@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +39,8 @@ def measure_formats(rounds: int) -> list[Row]:
     Args:
       rounds: how many.
     """
+    import gguf  # of the extra dev
+
     x = np.random.default_rng(0).normal(size=_SHAPE).astype(np.float32)
     device, library, copy = jnp.asarray(x), _library(), jax.jit(lambda x: x + 1)
     jax.block_until_ready(copy(device))

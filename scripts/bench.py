@@ -38,6 +38,7 @@ from benchmarks.state import measure_state
 from benchmarks.steps import measure_losses, measure_steps
 from benchmarks.timing import PROGRAMS
 from jaxquant import terminal
+from train import extras
 
 QUICK_STRINGS = ("int8", "fp8", "fp8_full")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "aqtp", "numpy")
@@ -227,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.accept_all_characters()
     described, measure = _measurements(words)[words.command]
     try:
-        rows = measure()
+        with extras.needed():
+            rows = measure()
         _show(rows)
         about = " ".join((described.__doc__ or "").partition("Args:")[0].split())
         name = f"{words.command}-small" if getattr(words, "small", False) else words.command

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxquant import terminal
+from train import extras
 from train.report import comparison_rows, load_runs, notes, render
 
 
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.run(lambda: _compare(words), interrupted="interrupted")
 
 
+@extras.needed()
 def _compare(words: argparse.Namespace) -> int:
     runs = load_runs(words.runs)
     rows = comparison_rows(runs)

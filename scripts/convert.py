@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxquant import terminal
 from jaxquant.config.loader import parse_overrides
+from train import extras
 from train.conversion import CALIBRATION_BATCHES, convert_run
 from train.memory import peak_resident_bytes, return_large_blocks
 from train.processes import check_devices
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.run(lambda: _convert(words))
 
 
+@extras.needed()
 def _convert(words: argparse.Namespace) -> int:
     began = time.perf_counter()
     return_large_blocks()

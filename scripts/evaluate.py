@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxquant import terminal
+from train import extras
 from train.processes import check_devices
 from train.serving import contenders, evaluate
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.run(lambda: _evaluate(words), interrupted="interrupted")
 
 
+@extras.needed()
 def _evaluate(words: argparse.Namespace) -> int:
     check_devices()
     if words.batches is not None and words.batches < 1:

@@ -33,6 +33,7 @@ from jaxquant.core.typed import build
 from jaxquant.export import FORMATS, HfFolder, Source, export, open_gguf
 from jaxquant.export.layouts import E4M3_MAX
 from jaxquant.formats.minifloat import MINIFLOATS, decode_minifloat, encode_minifloat
+from train import extras
 from train.config import TrainConfig
 from train.data import make_iterators
 from train.exporting import CALIBRATION_BATCHES, open_source, places
@@ -345,7 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     try:
         config = _config(words.run)
-        batch = next(make_iterators(config, max(words.texts, 1)).held_out())
+        with extras.needed():
+            batch = next(make_iterators(config, max(words.texts, 1)).held_out())
         texts = [np.asarray(row)[:LENGTH] for row in batch["inputs"]][: words.texts]
         source = open_source(words.run, batches=CALIBRATION_BATCHES)
         with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxquant import terminal
 from jaxquant.export import FORMATS, SHARD_BYTES
-from train import transfer_report
+from train import extras, transfer_report
 from train.exporting import CALIBRATION_BATCHES, export_run
 from train.memory import peak_resident_bytes, return_large_blocks
 from train.processes import check_devices
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.run(lambda: _export(words))
 
 
+@extras.needed()
 def _export(words: argparse.Namespace) -> int:
     began = time.perf_counter()
     return_large_blocks()

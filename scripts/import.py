@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxquant import terminal
 from jaxquant.config.loader import parse_overrides
-from train import transfer_report
+from train import extras, transfer_report
 from train.importing import import_to_run, import_to_serve
 from train.memory import peak_resident_bytes, return_large_blocks
 from train.processes import check_devices
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return terminal.run(lambda: _import(words))
 
 
+@extras.needed()
 def _import(words: argparse.Namespace) -> int:
     began = time.perf_counter()
     return_large_blocks()

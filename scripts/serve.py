@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxquant import terminal
 from jaxquant.config.quant_config import KV_ELEMENTS, NO_KV_QUANT
+from train import extras
 from train.generate import Completion, Prompt, Sampling
 from train.memory import return_large_blocks
 from train.processes import check_devices
@@ -140,7 +141,8 @@ def _serve(words: argparse.Namespace) -> int:
         check_devices()
         sampling = Sampling(words.temperature, words.top_p, words.seed)
         texts, names = _texts(words)
-        served = open_served(words.directory, _overrides(words))
+        with extras.needed():
+            served = open_served(words.directory, _overrides(words))
         if words.kv_axis:
             if not served.config.quantize_kvcache:
                 raise ValueError(

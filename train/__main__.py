@@ -16,10 +16,8 @@ from pathlib import Path
 from jaxquant import terminal
 from jaxquant.config.loader import load_yaml, parse_overrides
 from jaxquant.core.typed import build
+from train import extras
 from train.config import TrainConfig
-
-EXTRAS = ("filelock", "grain", "tensorboardX", "tokenizers")
-"""Libraries of the extra ``train`` that a run imports."""
 
 
 def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
@@ -31,7 +29,12 @@ def read_config(path: str, overrides: Sequence[str]) -> TrainConfig:
       OSError: the file cannot be read.
     """
     words = parse_overrides(overrides)
-    config: TrainConfig = build(TrainConfig, load_yaml(path) | words)
+    fields = load_yaml(path) | words
+    dataset = str(fields.get("dataset", ""))
+    if "/" in dataset or Path(dataset).suffix:
+        kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(dataset).suffix, "text")
+        raise ValueError(f"dataset {dataset!r} is a path; write dataset={kind} dataset_path={dataset}")
+    config: TrainConfig = build(TrainConfig, fields)
     folder = Path(path).resolve().parent
     is_of_run = Path(path).name == "config.yml" and (folder / "checkpoints").is_dir()
     if is_of_run and "run_dir" not in words and Path(config.run_dir).resolve() != folder:
@@ -65,11 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.accept_all_characters()
     try:
         return _run(words)
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in EXTRAS:
-            raise
-        print(f"error: {error.name} is not installed; install it with pip install 'jaxquant[train]'", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint is kept, and the same command goes on from there", file=sys.stderr)
         return terminal.INTERRUPTED
@@ -84,7 +82,8 @@ def _run(words: argparse.Namespace) -> int:
         processes.check_devices()
         from train.loop import Diverged, Halted, prepare
 
-        train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
+        with extras.needed():
+            train = prepare(config, lambda text: print(text, flush=True) if processes.is_main() else None)
     except BrokenPipeError:
         terminal.close_output()
         print("stopped before the first step: the output is closed", file=sys.stderr)

@@ -35,6 +35,39 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     sums.write_whole(run_dir / "config.yml", yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
+def finished(run_dir: Path, config: TrainConfig) -> float | None:
+    """Return the held-out loss of a run that is complete, from its files alone; None if steps are left.
+
+    Args:
+      run_dir: folder of the run.
+      config: configuration of the run.
+
+    Raises:
+      ValueError: the newest checkpoint is of another run.
+    """
+    folder = run_dir.resolve() / "checkpoints"
+    step = max(ocp.utils.checkpoint_steps(folder), default=0) if folder.is_dir() else 0
+    unreadable = (ValueError, OSError, TypeError, KeyError, RecursionError)  # restoring handles it
+    try:
+        made_with = sums.config_of(folder / str(step))
+    except unreadable:
+        return None
+    _compare(made_with, config, folder, step)
+    try:
+        summary = sums.read_signed((run_dir / "summary.json").read_bytes(), 1)
+        if not step == summary["steps"] == config.steps:
+            return None
+        sums.check_sums(folder / str(step))
+        return float(summary["held_out_loss"])
+    except unreadable:
+        return None
+
+
+def _compare(made_with: TrainConfig, config: TrainConfig, folder: Path, step: int) -> dict[str, tuple[Any, Any]]:
+    message = f"checkpoint {step} in {folder} is of another run; choose another run_dir or undo"
+    return sums.compare(made_with, config, message, "asked")
+
+
 class Checkpoints:
     """The ``checkpoints`` folder of a run. A context manager: leaving it waits for what is being written.
 
@@ -129,9 +162,7 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             failure = self._damage(step)
             if failure is None:
-                made_with, another = sums.config_of(self._folder / str(step)), "choose another run_dir or undo"
-                message = f"checkpoint {step} in {self._folder} is of another run; {another}"
-                different = sums.compare(made_with, self._config, message, "asked")
+                different = _compare(sums.config_of(self._folder / str(step)), self._config, self._folder, step)
                 found, failure = self._load(step, abstract_state)
                 # What one process cannot read no process goes on from.
                 if processes.all_agree(found is not None):

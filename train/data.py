@@ -8,14 +8,16 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from train.config import TrainConfig
 from train.sources import Source, open_source
 from train.tokenizer import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    import grain
 
 HELD_OUT_SHARE = 0.05
 _TEXTS_AT_ONCE = 256
@@ -174,6 +176,8 @@ def make_iterators(config: TrainConfig, batch_size: int) -> Data:
     Raises:
       ValueError: data that cannot be read or split, or less of it than one batch.
     """
+    import grain  # only here: serving and importing do without
+
     corpus = load_corpus(config.dataset, config.dataset_path, config.dataset_text_field, config.tokenizer_path)
     chunks = Chunks(corpus, corpus.train, config.sequence_length)
     _check_size(chunks, batch_size, config, corpus)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 NAME = "writer.lock"
 STALE_S = 90.0
 """A writer whose process cannot be seen from here, and that has not touched the file for so long, is dead."""
@@ -29,7 +27,9 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
+        import filelock
+
+        self._run_dir, self._timeout = run_dir, filelock.Timeout
         self._lease = filelock.SoftFileLease(run_dir / NAME, lease_duration=STALE_S, thread_local=False)
 
     def acquire(self, say: Callable[[str], None]) -> None:
@@ -49,7 +49,7 @@ class RunLock:
             say(f"{NAME} is of {who}; waiting for up to {limit:.0f} s to see whether it lives")
         try:
             self._lease.acquire(timeout=limit)
-        except filelock.Timeout:
+        except self._timeout:
             where = f"run {self._run_dir} is being written by {_name(self._lease.owner or before)}"
             raise Busy(f"{where}; wait for it, stop it, or choose another run_dir") from None
         if before:
@@ -79,5 +79,7 @@ def _name(owner: Any) -> str:
 
 def _own_hostname() -> str:
     """Return what a lease calls this host: a container's has more than its name."""
+    import filelock
+
     with tempfile.TemporaryDirectory() as folder, filelock.SoftFileLease(f"{folder}/{NAME}") as lease:
         return lease.owner.hostname if lease.owner else ""

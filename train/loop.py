@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import math
@@ -22,7 +23,7 @@ from jaxquant.audit.coverage import of_trace
 from jaxquant.core.trees import tree_bytes
 from jaxquant.ops.implementation import Choice, choices_made
 from train import processes, sums
-from train.checkpoint import Checkpoints, reason_of, write_config
+from train.checkpoint import Checkpoints, finished, reason_of, write_config
 from train.config import TrainConfig
 from train.data import Data, make_iterators
 from train.health import FiniteCheck, Health, HealthLog, build_health, explain_non_finite
@@ -93,6 +94,12 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         stack.callback(lock.release)
         if jax.process_count() == 1 and run_dir.is_dir():  # of several, each may see it or not yet
             _own(lambda: lock.acquire(say), run_dir)
+        loss = finished(run_dir, config)
+        if processes.all_agree(loss is not None) and loss is not None:
+            say(f"done: {config.steps} steps, held-out loss {loss:.4f}, in {run_dir}")
+            return lambda: None
+        if config.tensorboard:
+            importlib.import_module("tensorboardX")  # before the step is traced, which takes minutes
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         config = program.config

@@ -109,9 +109,11 @@ class Metrics:
         numbers = {name: values[name] for name in ("loss", "grad_norm", "learning_rate")}
         self._write(step, numbers | {"step_time_s": elapsed, "tokens_per_s": speed})
         if step % self._config.log_every == 0 or step in (self._first + 1, self._config.steps):
-            left = (self._config.steps - step) * statistics.median(self.step_times[-50:])
-            line = f"loss {values['loss']:.4f}  {speed:,.0f} tokens/s  ETA {datetime.timedelta(seconds=int(left))}"
-            self.say(f"step {step}/{self._config.steps}  {line}")
+            line = f"step {step}/{self._config.steps}  loss {values['loss']:.4f}  {speed:,.0f} tokens/s"
+            if warm := self.step_times[WARM_STEPS:]:
+                left = (self._config.steps - step) * statistics.median(warm[-50:])
+                line += f"  ETA {datetime.timedelta(seconds=int(left))}"
+            self.say(line)
 
     def held_out(self, step: int, loss: float) -> None:
         """Record a held-out loss."""

@@ -10,19 +10,18 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import plotly.graph_objects as go
-from plotly.colors import qualitative
-from plotly.offline import get_plotlyjs
-from plotly.subplots import make_subplots
 
 from jaxquant.config.loader import load_yaml
 from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.quant_state import TENSORS
 from train import sums
 from train.metrics import warm_median
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 SMOOTHING = 0.9
 """Weight of the past in a smoothed training loss."""
@@ -224,6 +223,8 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
       runs: in the order of the table's rows.
       title: of the page.
     """
+    from plotly.offline import get_plotlyjs
+
     rows = comparison_rows(runs)
     sections: dict[str, Any] = {"Summary": _table([list(rows[0]), *([*row.values()] for row in rows)]), **charts(runs)}
     for run in runs:
@@ -235,7 +236,7 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
     body = [f"<p class=note>{html.escape(note)}</p>" for note in notes(runs)]
     for about, content in sections.items():
         heading, _, more = map(html.escape, about.partition(": "))
-        if isinstance(content, go.Figure):
+        if not isinstance(content, str):
             content.update_layout(template="simple_white", margin={"l": 60, "r": 16, "t": 30, "b": 44})
             shown = {"displaylogo": False, "responsive": True}
             content = content.to_html(full_html=False, include_plotlyjs=False, config=shown)
@@ -250,6 +251,9 @@ def render(runs: Sequence[Run], title: str = "Training runs compared") -> str:
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts by what they show: losses, gaps, step times and bytes."""
+    import plotly.graph_objects as go
+    from plotly.colors import qualitative
+
     baseline = find_baseline(runs)
     some = qualitative.D3
     colours = {run.name: "gray" if run is baseline else some[number % len(some)] for number, run in enumerate(runs)}
@@ -297,6 +301,9 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
 
     A number that is not finite has no colour, a statistic without numbers no map.
     """
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
     found: dict[str, go.Figure] = {}
     for statistic, (title, bad, colours, is_log) in HEALTH.items() if run.health else ():
         values = np.array([[row[tensor][statistic] for tensor in TENSORS] for row in run.health], float)
@@ -323,6 +330,8 @@ def health_maps(run: Run) -> dict[str, go.Figure]:
 
 def moment_maps(run: Run) -> dict[str, go.Figure]:
     """Return maps of the shares of 8-bit moments that underflow: moments down, steps across."""
+    import plotly.graph_objects as go
+
     rows = [row for row in run.health if "moments" in row]
     found: dict[str, go.Figure] = {}
     for end in ("zero", "smallest") if rows else ():

@@ -54,10 +54,10 @@ def require_compiler(chip: Chip, *more: str) -> None:
     extra, needed = NEEDED[chip.platform]
     missing = [module for module in (needed, *more) if not _is_installed(module)]
     if missing:
-        other = {"cuda": "TPUs 'jaxquant[audit-tpu]'", "tpu": "GPUs 'jaxquant[audit-gpu]'"}[chip.platform]
+        other = {"cuda": "TPUs '.[audit-tpu]'", "tpu": "GPUs '.[audit-gpu]'"}[chip.platform]
         raise ModuleNotFoundError(
             f"target {_name(chip)!r} needs {' and '.join(missing)}, not installed here; "
-            f"pip install 'jaxquant[{extra}]' (for {other})"
+            f"run pip install -e '.[{extra}]' (for {other}) in the checkout of jaxquant"
         )
     wanted = importlib.metadata.version("jaxlib")
     for package in TIED_TO_JAXLIB if chip.platform == "cuda" else ():

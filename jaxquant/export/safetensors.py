@@ -70,9 +70,8 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
                 with safe_open(self.path, "numpy") as checked:
                     self.metadata: dict[str, str] = checked.metadata() or {}
             except SafetensorError as error:
-                reason = str(error)[:200]
                 fix = "download it again, or update safetensors if it does not know the type"
-                raise ValueError(f"{path} is not a safetensors file ({reason}); {fix}") from None
+                raise ValueError(f"{path} is not a safetensors file ({str(error)[:200]}); {fix}") from None
             length = struct.unpack("<Q", file.read(8))[0]
             header = json.loads(file.read(length), object_pairs_hook=self._once)
             self._start = 8 + length

@@ -152,15 +152,13 @@ def test_a_program_of_another_libtpu_is_an_error_that_names_the_right_one(monkey
 @pytest.mark.parametrize(("target", "extra"), [("h200", "audit-gpu"), ("v6e", "audit-tpu")])
 def test_without_its_compiler_a_target_is_an_error_that_says_what_to_install(monkeypatch, capsys, target, extra):
     monkeypatch.setitem(topology.NEEDED, chip(target).platform, (extra, "a_compiler_of_nowhere"))
-    with pytest.raises(
-        ModuleNotFoundError, match=rf"{target}.* a_compiler_of_nowhere.*pip install 'jaxquant\[{extra}\]'"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=rf"{target}.* a_compiler_of_nowhere.*pip install -e '\.\[{extra}\]'"):
         jaxquant.audit(lambda x: x, jnp.zeros(3), target=target)
     assert command.main(["configs/quickstart.yml", "--target", target]) == 2
     told = capsys.readouterr().err
-    assert f"pip install 'jaxquant[{extra}]'" in told
-    assert "jaxquant[audit-gpu]" in told
-    assert "jaxquant[audit-tpu]" in told
+    assert f"pip install -e '.[{extra}]'" in told
+    assert ".[audit-gpu]" in told
+    assert ".[audit-tpu]" in told
 
 
 def test_a_gpu_compiler_of_another_version_than_jaxlib_is_refused(monkeypatch, capsys):

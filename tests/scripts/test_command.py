@@ -104,6 +104,32 @@ def test_every_command_has_help_for_a_terminal_of_ascii(command, monkeypatch, ca
         assert all(name in text for name in ("strings", "explain", "coverage", "audit"))
 
 
+WITHOUT_EXTRAS = """
+import contextlib, io, json, runpy, sys
+sys.modules |= dict.fromkeys(["filelock", "gguf", "grain", "plotly", "pyarrow", "tensorboardX", "tokenizers"])
+sys.path.insert(0, "scripts")
+for name, *words in json.loads(sys.argv[1]):
+    sys.argv, error = [name, *words], io.StringIO()
+    run, place = (runpy.run_path, name) if "/" in name else (runpy.run_module, name)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
+        try:
+            run(place, run_name="__main__")
+        except SystemExit as stopped:
+            print(json.dumps([name, stopped.code, error.getvalue()]), file=sys.__stdout__)
+"""
+
+
+def test_without_the_extras_every_command_has_help_and_names_what_to_install():
+    asked = [[command, "--help"] for command in [*SCRIPTS, *MODULES] if " " not in command]
+    refused = {"grain": ["scripts/bench.py", "steps", "--quick"], "filelock": ["train", str(CI)]}
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, json.dumps([*asked, *refused.values()])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    fix = "is not installed; run pip install -e '.[train]' in the checkout of jaxquant\n"
+    expected = [[name, 0, ""] for name, _ in asked]
+    expected += [[words[0], 2, f"error: {library} {fix}"] for library, words in refused.items()]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected, done.stderr
+
+
 def test_an_output_of_ascii_alone_takes_every_table(monkeypatch, tmp_path):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -56,6 +57,16 @@ def test_what_nobody_hears_is_no_error(tmp_path: Path, tiny: TrainConfig, monkey
         assert metrics.is_unheard
         metrics.held_out(1, 2.0)
     assert read_lines(tmp_path) == [{"step": 1, "held_out_loss": 2.0}]
+
+
+def test_the_time_that_is_left_counts_no_step_that_compiles(tmp_path, tiny, monkeypatch, capsys):
+    monkeypatch.setattr("train.metrics.time.perf_counter", iter([0, 100, 190, 192, 194]).__next__)
+    values = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 8.0}
+    with Metrics(tmp_path, dataclasses.replace(tiny, tensorboard=False, log_every=1, steps=34), 0) as metrics:
+        for step in range(1, 5):
+            metrics.step(step, values)
+    ends = [line.partition("tokens/s")[2] for line in capsys.readouterr().out.splitlines()]
+    assert ends == ["", "", "  ETA 0:01:02", "  ETA 0:01:00"]
 
 
 def test_a_hang_up_is_heard_once_and_not_under_nohup():

@@ -105,7 +105,12 @@ def test_sigterm_saves_exits_0_and_resumes_bit_identical(finished, tiny, tmp_pat
     assert read_losses(run) == read_losses(finished(""))
 
 
-def test_another_config_is_refused_with_the_differences(copy, tiny, capsys):
+@pytest.fixture
+def nothing_is_built(monkeypatch):
+    monkeypatch.setattr("train.loop.make_iterators", lambda *_: pytest.fail("data is read before the folder"))
+
+
+def test_another_config_is_refused_with_the_differences(copy, tiny, capsys, nothing_is_built):
     with pytest.raises(ValueError, match="is of another run") as caught:
         train(tiny, copy, adam_b1=0.5, quantization="int8", steps=30, log_every=2)
     lines = str(caught.value).splitlines()[1:]
@@ -117,8 +122,15 @@ def test_another_config_is_refused_with_the_differences(copy, tiny, capsys):
 
 def test_a_finished_run_ends_again(copy, tiny):
     before = json.loads((copy / "summary.json").read_text())["held_out_loss"]
+    (copy / "summary.json").unlink()
     train(tiny, copy)
     assert json.loads((copy / "summary.json").read_text())["held_out_loss"] == before
+
+
+def test_a_finished_run_is_told_from_its_files(copy, tiny, nothing_is_built):
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert [line.partition(":")[0] for line in train(tiny, copy, log_every=2)] == ["done"]
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
 
 def test_a_finished_run_that_goes_on_is_unfinished_until_it_ends(copy, tiny, monkeypatch):
