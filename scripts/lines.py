@@ -53,7 +53,7 @@ def count(root: Path = ROOT) -> dict[str, int]:
 
 def describe_files(root: Path = ROOT) -> str:
     """List the files of package, program and commands with the first sentence of their docstrings, as Markdown."""
-    listed = ["git", "ls-files", "jaxquant/*.py", "train/*.py", "scripts/*.py"]
+    listed = ["git", "ls-files", "jaxquant/*.py", "train/*.py", "scripts/*.py", "validation/*.py"]
     tracked = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
     lines = []
     for path in tracked.stdout.splitlines():

@@ -246,7 +246,7 @@ class QuantConfig(options.Options):
         if method is _MISSING or not (method and config.quantize_logits_proj):
             return config
         fields = {f"{operand}_quantization_calibration_method": method for operand in ("weight", "act")}
-        head = Rule("decoder/logits_dense", dataclasses.replace(config, **fields).recipe())
+        head = Rule(HEAD, dataclasses.replace(config, **fields).recipe())
         return dataclasses.replace(config, rules=(*config.rules, head))
 
     @classmethod
@@ -338,6 +338,8 @@ _ASKS = re.compile(r"quant|fp8|fp4|calibration|qtype|weight_block_size|(^|_)te_"
 _LOW = re.compile(r"int[48]\b|float[48]|fp[48]")
 _INERT = {"", "()", "[]", "{}", "None", "False", "0", "0.0", "-1", "disabled", "te_no_quant"}
 _LOGITS_CALIBRATION = "logits_proj_quant_calibration_method"
+HEAD = "decoder/logits_dense"
+"""Path of the output head in MaxText's models."""
 
 
 def _unread_fields(program: Any) -> dict[str, Any]:

@@ -277,9 +277,8 @@ _ALIASES = {
     "te_nvfp4": "nvfp4",
 }
 _MAXTEXTS_OWN = {
-    "te_no_quant": "quantizes nothing: it is MaxText's name of TransformerEngine's float matmuls; leave it empty",
-    "serve_fp8_weight": "serves fp8 weights in MaxText's own layers; keep MaxText's own module for it, or convert a "
-    "float checkpoint by jaxquant.convert under 'fp8_current'",
+    "te_no_quant": "is MaxText's name of TransformerEngine's float matmuls; leave it empty",
+    "serve_fp8_weight": "serves fp8 weights in MaxText's own layers; keep MaxText's own module of quantization for it",
 }
 RECIPES |= {alias: RECIPES[name] for alias, name in _ALIASES.items()}
 

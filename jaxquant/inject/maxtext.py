@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxquant.backends import load
-from jaxquant.config.quant_config import KV_ELEMENTS, QuantConfig, is_program_config
+from jaxquant.config.quant_config import HEAD, KV_ELEMENTS, QuantConfig, is_program_config
 from jaxquant.core.calibration import Calibration, parse_calibration
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
@@ -99,9 +99,8 @@ def get_quantization_rule(config: Any) -> list[Any] | None:
         return None
     resolver.check_alone()
     entries = [] if config.quantize_router_proj else [(".*/gate", None)]
-    if base is not None:
-        entries += [("decoder/logits_dense", base)] if config.quantize_logits_proj else []
-        entries += [(f"{LAYERS}|mtp_block/.*" if config.quantize_mtp else LAYERS, base)]
+    entries += [(HEAD, base)] if config.quantize_logits_proj and HEAD not in dict(resolver.patterns) else []
+    entries += [(f"{LAYERS}|mtp_block/.*" if config.quantize_mtp else LAYERS, base)] if base is not None else []
     entries = [*resolver.patterns, *entries]
     return load("qwix").make_rules(entries)  # pyright: ignore[reportAttributeAccessIssue]
 

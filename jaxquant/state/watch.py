@@ -94,7 +94,7 @@ LINEN = Watch(
 )
 STATELESS = (
     "in a loop that differentiates the parameters alone, as MaxText's SFT, GRPO, distillation and training engine do, "
-    "use a string without state, such as 'te_fp8_currentscaling' (the numbers of 'fp8_current') or 'int8'"
+    "use a string without state, such as 'int8', or 'fp8_current' (to MaxText: 'te_fp8_currentscaling')"
 )
 NNX = Watch(
     f"take it with jaxquant.state.value_and_grad and hand it to jaxquant.state.apply_gradients; {STATELESS}",
@@ -103,18 +103,19 @@ NNX = Watch(
     "jaxquant.state.update or advance. MaxText's pre-training advances the state itself from version 0.2.5 on; before, "
     "it puts the old state over the new one",
 )
-# MaxText's loss function of a train step, by module and name. From 0.2.5 on it leaves the state out of what it returns
-# by this filter, and the step writes the state's gradient over the state; before, the old state came back over it.
-_OVERWRITING = ("maxtext.trainers.pre_train.train", "diff_wrapper")
-_FILTER = "custom_param_filter"
 
 
 def _is_overwritten() -> bool:
-    """Return whether the gradient is being taken by a train step of MaxText's that overwrites the state with it."""
+    """Return whether the gradient is being taken by a train step of MaxText's that overwrites the state with it.
+
+    From version 0.2.5 on the step's loss function, ``diff_wrapper``, leaves the state out of what it returns by the
+    filter ``custom_param_filter``; before, the old state came back in it and went over the new one.
+    """
     frame: Any = sys._getframe()
-    while frame and (frame.f_globals.get("__name__"), frame.f_code.co_name) != _OVERWRITING:
+    step = ("maxtext.trainers.pre_train.train", "diff_wrapper")
+    while frame and (frame.f_globals.get("__name__"), frame.f_code.co_name) != step:
         frame = frame.f_back
-    return frame is not None and _FILTER in frame.f_code.co_freevars
+    return frame is not None and "custom_param_filter" in frame.f_code.co_freevars
 
 
 # Of jvp, not of vjp: after an error in a rule of the latter, jax (0.10) has lost what its jitted callers rely on.
@@ -167,6 +168,6 @@ def _refused(message: str, x: Any) -> Any:
 
 @_refused.defjvp
 def _refused_jvp(message: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    if _is_overwritten():
-        return primals[0], tangents[0]
-    raise ValueError(message)
+    if not _is_overwritten():
+        raise ValueError(message)
+    return primals[0], tangents[0]

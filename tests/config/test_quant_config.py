@@ -156,10 +156,8 @@ def test_switches_of_maxtext_quantize_what_is_float_by_default():
 
 
 def test_maxtexts_calibrations_of_one_operand():
-    methods = {
-        "drhs_grad_quantization_calibration_method": "fixed,1",
-        "logits_proj_quant_calibration_method": "fixed,2",
-    }
+    methods = {"drhs_grad_quantization": "fixed,1", "logits_proj_quant": "fixed,2"}
+    methods = {f"{name}_calibration_method": method for name, method in methods.items()}
     config = QuantConfig.from_any(maxtext(quantization="fp8_full", quantize_logits_proj=True, **methods))
     body, head = (config.resolver()(path, 99).recipe for path in ("decoder/wi", "decoder/logits_dense"))
     for recipe, activation in ((body, "absmax"), (head, "fixed,2")):

@@ -242,13 +242,11 @@ def test_quant_state_advances_in_maxtexts_train_step_and_is_guarded_elsewhere(is
         nnx.grad(lambda model: model(X).sum())(model)
 
 
-@pytest.mark.parametrize("string", ["int8", "fp8"])
-def test_a_layer_that_drops_the_random_streams_of_a_handle_that_draws_none(string):
-    quant = jaxquant.configure_quantization(program(quantization=string))
-    layer = Layer(quant, nnx.Rngs(0))
-    assert quant.needs_apply_rngs == (string == "int8")
-    if not quant.needs_apply_rngs:
-        layer.op.to_nnx__rngs = None
+def test_a_layer_drops_the_random_streams_of_a_handle_that_draws_nothing():
+    assert jaxquant.configure_quantization(program(quantization="int8")).needs_apply_rngs
+    layer = Layer(quant := jaxquant.configure_quantization(program(quantization="fp8")), nnx.Rngs(0))
+    assert not quant.needs_apply_rngs
+    layer.op.to_nnx__rngs = None
     assert layer(X).shape == (4, 4)
 
 
@@ -308,14 +306,12 @@ def test_experts_read_the_dtypes_of_a_grouped_matmul(tmp_path):
 
 def test_switches_and_calibrations_of_maxtexts_qwix_rules():
     fields = {"quantize_router_proj": False, "quantize_logits_proj": True, "quantize_mtp": True}
-    fields |= {
-        "logits_proj_quant_calibration_method": "fixed,2",
-        "drhs_grad_quantization_calibration_method": "fixed,1",
-    }
+    methods = {"drhs_grad_quantization": "fixed,1", "logits_proj_quant": "fixed,2"}
+    fields |= {f"{name}_calibration_method": method for name, method in methods.items()}
     rules = jaxquant.get_quantization_rule(program(quantization="fp8_full", use_qwix_quantization=True, **fields))
-    assert [rule.module_path for rule in rules] == [".*/gate", "decoder/logits_dense", f"{LAYERS}|mtp_block/.*"]
-    assert rules[0].weight_qtype is None
-    assert [rule.weight_calibration_method for rule in rules[1:]] == ["fixed,2", "absmax"]
+    assert [rule.module_path for rule in rules] == ["decoder/logits_dense", ".*/gate", f"{LAYERS}|mtp_block/.*"]
+    assert rules[1].weight_qtype is None
+    assert [rule.weight_calibration_method for rule in rules[::2]] == ["fixed,2", "absmax"]
     assert rules[2].additional_qt_config["drhs_grad_calibration_method"] == "fixed,1"
 
 

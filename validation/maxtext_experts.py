@@ -1,6 +1,6 @@
 """Split MaxText's sparse experts over eight devices, quantized by jaxquant, and compare them with one device's.
 
-    python scripts/maxtext_experts.py CHECKOUT
+    python validation/maxtext_experts.py CHECKOUT
 
 MaxText's own ``RoutedMoE`` with ``sparse_matmul`` and ``jax.lax.ragged_dot``, on eight devices that a CPU simulates:
 experts over four with rows exchanged (its default) or gathered (``use_ring_of_experts``, which needs its megablox: the
@@ -20,7 +20,7 @@ import pathlib
 import sys
 from typing import Any
 
-from maxtext_train import EXPERTS, TINY
+from ecosystem import EXPERTS, TINY
 
 from jaxquant import terminal
 

@@ -1,6 +1,6 @@
 """Run MaxText's own quantization tests, and read every YAML that it ships, with jaxquant in the place of its module.
 
-    python scripts/maxtext_tests.py CHECKOUT [pytest arguments]
+    python validation/maxtext_tests.py CHECKOUT [pytest arguments]
 
 The checkout stays as it is. The shim replaces names alone: what ``maxtext.layers.quantizations`` exports and jaxquant
 has under the same name. It needs Python 3.12 and what MaxText imports: jax, flax, aqtp, qwix, pydantic, omegaconf,
@@ -16,23 +16,10 @@ import pathlib
 import sys
 import types
 
+from ecosystem import NAMES
+
 from jaxquant import terminal
 
-NAMES = (
-    "configure_kv_quant",
-    "configure_quantization",
-    "get_qt_provider",
-    "get_quant_mode",
-    "get_quantization_rule",
-    "get_static_scale",
-    "in_convert_mode",
-    "in_serve_mode",
-    "manual_quantize",
-    "match_aqt_and_unquantized_param",
-    "maybe_quantize_model",
-    "remove_quantized_params",
-)
-"""What jaxquant puts in the place of MaxText's."""
 TESTS = "tests/unit/quantizations_test.py"
 
 

@@ -1,0 +1,443 @@
+"""Run jaxquant with the newest released MaxText, Tunix, Tokamax and Keras, in an environment of its own.
+
+    python3.12 validation/ecosystem.py [--environment FOLDER] [--parts fields,keras,dense,...] [--cases REGEX]
+
+It makes the environment, unless the folder has one, and writes ``validation/ecosystem.md``; a part that is not named
+keeps the table that it has there. The parts:
+
+- ``fields``: the handle has what MaxText reads of its own; every string of MaxText's enum; every field of its config
+  that is about quantization, set to something else than its default.
+- ``keras``: a Keras model, trained through ``stateless_call``.
+- ``dense``, ``experts``: MaxText's models at tiny shapes on synthetic data, by its own pre-training, with its own
+  quantization and with jaxquant in place of the functions in ``NAMES``.
+- ``models``: further decoders of MaxText's under int8, by jaxquant.
+
+A row of the last three has the loss of the first and the last step, the matmuls with parameters that the traced step
+runs in 8 bits or fewer, and the amax histories that have an entry for every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+REPORT = ROOT / "validation/ecosystem.md"
+SHOWN = ("maxtext", "google-tunix", "tokamax", "keras", "jax", "flax", "qwix", "aqtp", "safetensors")
+"""The packages whose versions the report names."""
+IMPORTED = """
+omegaconf pydantic jinja2 tensorflow-cpu transformers pillow sympy sentencepiece tiktoken datasets grain pathwaysutils
+drjax gcsfs google-cloud-storage cloud-tpu-diagnostics ml-goodput-measurement tensorboardX
+"""
+"""What MaxText imports; its wheel requires nothing."""
+NAMES = (
+    "configure_kv_quant",
+    "configure_quantization",
+    "get_qt_provider",
+    "get_quant_mode",
+    "get_quantization_rule",
+    "get_static_scale",
+    "in_convert_mode",
+    "in_serve_mode",
+    "manual_quantize",
+    "match_aqt_and_unquantized_param",
+    "maybe_quantize_model",
+    "remove_quantized_params",
+)
+"""What jaxquant puts in the place of MaxText's functions of the same name."""
+TINY = {
+    "run_name": "tiny",
+    "dataset_type": "synthetic",
+    "hardware": "cpu",
+    "attention": "dot_product",
+    "base_emb_dim": 32,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 1,
+    "base_mlp_dim": 64,
+    "base_num_decoder_layers": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "per_device_batch_size": 2,
+    "max_target_length": 24,
+    "learning_rate": 0.01,
+    "warmup_steps_fraction": 0.0,
+    "enable_checkpointing": False,
+    "enable_tensorboard": False,
+    "skip_jax_distributed_system": True,
+    "sharding_tolerance": 1.0,
+}
+EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
+RAGGED = {"sparse_matmul": True, "megablox": False}
+"""``jax.lax.ragged_dot``; megablox has no kernel on a CPU."""
+KINDS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS | RAGGED}
+STRINGS = ("", "int8", "fp8", "te_fp8_currentscaling")
+"""The strings that every kind is trained under; MaxText's name of ``fp8_current`` is the last."""
+SMALL = {"override_model_config": True, "base_moe_mlp_dim": 64, "sliding_window_size": 8, **RAGGED}
+FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
+DECODERS: dict[str, dict[str, Any]] = {
+    "gemma4-26b": {**FOUR, "base_num_decoder_layers": 6, "global_head_dim": 32, "global_num_kv_heads": 1},
+    "llama4-17b-16e": {"num_experts": 4, "base_num_decoder_layers": 4, "chunk_attn_window_size": 8},
+    "deepseek4-tiny": {
+        **FOUR,
+        "base_num_decoder_layers": 5,
+        "first_num_hash_layers": 1,
+        "compress_ratios": "[0,0,4,8,4]",
+        "qk_rope_head_dim": 16,
+        "indexer_topk": 4,
+        "o_groups": 2,
+    },
+    "gpt-oss-20b": {**FOUR, "routed_bias": True},
+    "qwen3-next-80b-a3b": {
+        **FOUR,
+        "base_num_decoder_layers": 4,
+        "gdn_key_head_dim": 16,
+        "gdn_value_head_dim": 16,
+        "gdn_num_key_heads": 2,
+        "gdn_num_value_heads": 2,
+        "gdn_chunk_size": 8,
+    },
+}
+"""MaxText's model names, at sizes of a test."""
+VALUES = {"kv_quant_axis": "dkv", "kv_quant_dtype": "int4", "weight_dtype": "float8_e4m3fn", "weight_block_size": 128}
+"""What ``fields`` sets a field to, where its type does not say it."""
+NEEDED = {"kv_quant": "quantize_kvcache", "logits_proj": "quantize_logits_proj"}
+"""The switch without which a field has no effect, by the start of the field's name."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run gave; ``error`` alone where it raised.
+
+    Attributes:
+      losses: of every step, as MaxText's metrics have them.
+      matmuls: dtypes of every matmul with a parameter in the train step.
+      histories: how many amax histories have an entry for every step, and how many there are.
+      error: its type and message.
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    matmuls: list[str] = dataclasses.field(default_factory=list)
+    histories: tuple[int, int] = (0, 0)
+    error: str = ""
+
+    def cells(self) -> list[str]:
+        """Return loss, matmuls and histories, or the error."""
+        if self.error:
+            return [self.error.splitlines()[0][:200].replace("|", "/"), "", ""]
+        low = sum(bool(re.search(r"int[48]\b|float[48]|[eE]\dm\d", dtypes)) for dtypes in self.matmuls)
+        done, count = self.histories
+        losses = f"{self.losses[0]:.4f} → {self.losses[-1]:.4f}"
+        return [losses, f"{low} of {len(self.matmuls)}", f"{done} of {count}" if count else ""]
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    """Format rows in Markdown; a head is its cells, separated by ``|``."""
+    lines = [[cell.strip() for cell in head.split("|")]]
+    lines += [["---"] * len(lines[0]), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# -- MaxText's training ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shimmed() -> Iterator[None]:
+    """Set jaxquant's functions in the place of MaxText's, for the length of a context."""
+    from maxtext.layers import quantizations
+
+    import jaxquant
+
+    own = {name: getattr(quantizations, name) for name in NAMES}
+    for name in NAMES:
+        setattr(quantizations, name, getattr(jaxquant, name))
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(quantizations, name, value)
+
+
+class Watched:
+    """A jitted train step that notes the dtypes of its matmuls when ``train_loop`` lowers it.
+
+    Args:
+      jitted: what ``jit_train_and_eval_step`` made.
+      seen: where they are noted.
+    """
+
+    def __init__(self, jitted: Any, seen: Outcome) -> None:
+        self.jitted, self.seen = jitted, seen
+
+    def __call__(self, *args: Any) -> Any:
+        return self.jitted(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """Lower the step, as a jitted function does."""
+        from jaxquant.audit.coverage import of_trace
+
+        rows = of_trace(self.jitted.trace(*args)).rows
+        self.seen.matmuls = [str(row.dtypes) for row in rows if row.has_parameter]
+        return self.jitted.lower(*args)
+
+
+@contextlib.contextmanager
+def watched_step(seen: Outcome) -> Iterator[None]:
+    """Watch the train step of ``train_loop``."""
+    from maxtext.utils import train_utils
+
+    make = train_utils.jit_train_and_eval_step
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        train_step, eval_step = make(*args, **kwargs)
+        return Watched(train_step, seen), eval_step
+
+    train_utils.jit_train_and_eval_step = watched
+    try:
+        yield
+    finally:
+        train_utils.jit_train_and_eval_step = make
+
+
+def histories(state: Any, steps: int) -> tuple[int, int]:
+    """Count the amax histories with an entry for every step, and all of them; stacked layers count one by one."""
+    import jax
+    import numpy as np
+
+    leaves = jax.tree.leaves_with_path(state)
+    found = [leaf for path, leaf in leaves if "amax_history" in jax.tree_util.keystr(path)]
+    filled = [((np.asarray(leaf) > 0).sum(-1) == steps).reshape(-1) for leaf in found]
+    return sum(int(each.sum()) for each in filled), sum(each.size for each in filled)
+
+
+def run(fields: dict[str, Any], steps: int) -> Outcome:
+    """Train MaxText's model by its train loop, with whatever its module of quantization has."""
+    import maxtext
+    from maxtext.trainers.pre_train import train
+
+    seen = Outcome()
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = pathlib.Path(folder) / "metrics"
+        given = {**TINY, **fields, "steps": steps, "metrics_file": metrics, "base_output_directory": folder}
+        base = pathlib.Path(maxtext.__file__).parent / "configs/base.yml"
+        argv = ["", str(base), *(f"{name}={value}" for name, value in given.items())]
+        try:
+            with watched_step(seen):
+                state = train.train_loop(*train.initialize(argv))
+        except (Exception, SystemExit) as error:  # a report of what is refused, and of what breaks, is what this is for
+            traceback.print_exc()
+            error = error.__context__ or error if isinstance(error, SystemExit) else error
+            return Outcome(error=f"{type(error).__name__}: {error}")
+        seen.losses = [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()]
+    seen.histories = histories(state, steps)
+    return seen
+
+
+def trained(kind: str, asked: argparse.Namespace) -> str:
+    """Train a kind of model under every string, by MaxText and by jaxquant."""
+    rows = []
+    for string in STRINGS:
+        for by, shim in (("MaxText", contextlib.nullcontext), ("jaxquant", shimmed)):
+            needs_gpu = by == "MaxText" and string.startswith("te_")  # TransformerEngine
+            if not needs_gpu and (string or by == "MaxText") and re.search(asked.cases, f"{string or 'float'} {by}"):
+                with shim():
+                    outcome = run(KINDS[kind] | {"quantization": string}, asked.steps)
+                rows.append([string or "float", by, *outcome.cells()])
+                print(rows[-1], flush=True)
+    return table("quantization | by | loss, first → last step | in 8 bits or fewer | histories advanced", rows)
+
+
+def decoders(asked: argparse.Namespace) -> str:
+    """Train further decoders under int8, by jaxquant."""
+    rows = []
+    for name, fields in DECODERS.items():
+        if re.search(asked.cases, name):
+            with shimmed():
+                given = SMALL | fields | {"model_name": name, "quantization": "int8"}
+                rows.append([f"`{name}`", *run(given, 2).cells()[:2]])
+            print(rows[-1], flush=True)
+    return table("decoder | loss, first → last step, or MaxText's error | in 8 bits or fewer", rows)
+
+
+# -- MaxText's config --------------------------------------------------------------------------------------------------
+
+
+def verdict(read: Callable[..., Any], name: str, kept: dict[str, Any], value: Any) -> str:
+    """Return how a config with a field set to a value is answered: honoured, refused, named in a warning, or SILENT."""
+    default = read(**kept)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            config = read(**kept, **{name: value})
+        except (NotImplementedError, ValueError, TypeError) as error:
+            return f"refused: {str(error)[:110].replace('|', '/')}"
+    if any(name in str(each.message) for each in caught):
+        return "named in a warning"
+    return "honoured" if config != default else "SILENT"
+
+
+def fields_of_config(asked: argparse.Namespace) -> str:
+    """Check the handle, the strings, and every field whose name is about quantization."""
+    from maxtext.configs import types as theirs
+    from maxtext.layers import quantizations
+
+    import jaxquant
+
+    def program(**fields: Any) -> Any:
+        return theirs.MaxTextConfig.model_construct(**{"quantization_local_shard_count": 1} | fields)
+
+    wanted = [name for name in vars(quantizations.Quantization) if not name.startswith("_")]
+    rows = []
+    for member in theirs.QuantizationType:
+        try:
+            handle = jaxquant.configure_quantization(program(quantization=member))
+        except (NotImplementedError, ValueError) as error:
+            rows.append([f"`{member.value}`", f"refused: {str(error)[:110].replace('|', '/')}"])
+            continue
+        missing = [name for name in wanted if handle is not None and not hasattr(handle, name)]
+        answer = "none: the model is quantized whole" if member.value not in ("", "te_no_quant") else "none"
+        rows.append([f"`{member.value}`", answer if handle is None else f"lacks {missing}" if missing else "a handle"])
+    text = table("string | handle of `configure_quantization`", rows)
+
+    def read(string: str, **fields: Any) -> Any:
+        return jaxquant.QuantConfig.from_any(program(quantization=string, **fields))
+
+    rows = []
+    about = re.compile(r"quant|fp8|calibration|qtype|^te_|weight_block|weight_dtype|moe_on_fsdp")
+    for name, field in sorted(theirs.MaxTextConfig.model_fields.items()):
+        if not about.search(name) or name in ("quantization", "use_qwix_quantization"):
+            continue
+        default = field.get_default(call_default_factory=True)
+        value: Any = "fixed,1"
+        if isinstance(default, bool):
+            value = not default
+        elif name in VALUES or isinstance(default, int):
+            value = VALUES.get(name, 64)
+        kept = {other: True for start, other in NEEDED.items() if name.startswith(start)}
+        string = "int8" if name in ("quantization_local_shard_count", "replicate_quant_scale") else "fp8_full"
+        rows.append([f"`{name}`", f"`{value!r}`", verdict(functools.partial(read, string), name, kept, value)])
+    return f"{text}\n\n{table('field | set to | answer', rows)}"
+
+
+# -- Keras -------------------------------------------------------------------------------------------------------------
+
+
+def keras_model(asked: argparse.Namespace) -> str:
+    """Quantize a Keras model through ``stateless_call``, train it, and count its matmuls in 8 bits."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import jax
+    import jax.numpy as jnp
+    import keras
+
+    import jaxquant
+
+    inputs = keras.Input((16, 32))
+    x = keras.layers.Dense(64, activation="relu")(inputs)
+    x = x + keras.layers.MultiHeadAttention(2, 16)(x, x)
+    x = keras.layers.Dense(32)(keras.layers.LayerNormalization()(x))
+    model = keras.Model(inputs, x)
+    rest = [variable.value for variable in model.non_trainable_variables]
+    batch = jax.random.normal(jax.random.key(0), (8, 16, 32))
+    rows = []
+    for string in ("", "int8", "fp8", "fp8_current"):
+        params = [variable.value for variable in model.trainable_variables]
+        call = jaxquant.quantize(lambda params, x: model.stateless_call(params, rest, x)[0], string)
+        state = call.init(params, batch)
+
+        @jax.jit
+        def step(params: Any, state: Any, call: Any = call) -> Any:
+            loss = lambda params, state: jnp.mean((call(params, state, batch) - jnp.sin(batch)) ** 2)  # noqa: E731
+            value, (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, state)
+            params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+            return value, params, jaxquant.state.update(state, seen) if state else state
+
+        found = [str(row.dtypes) for row in jaxquant.coverage(step, params, state).rows if row.has_parameter]
+        losses = []
+        for _ in range(20):
+            value, params, state = step(params, state)
+            losses.append(float(value))
+        rows.append([string or "float", *Outcome(losses, found).cells()[:2]])
+    return table("quantization | loss, step 1 → 20 | in 8 bits or fewer", rows)
+
+
+# -- the environment and the report ------------------------------------------------------------------------------------
+
+PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
+    "fields": ("MaxText's strings and fields", fields_of_config),
+    "keras": ("A Keras model through `stateless_call`", keras_model),
+    "dense": ("MaxText's dense model", functools.partial(trained, "dense")),
+    "experts": ("MaxText's experts", functools.partial(trained, "experts")),
+    "models": ("Further decoders under int8", decoders),
+}
+
+
+def make_environment(folder: pathlib.Path) -> pathlib.Path:
+    """Return the Python of an environment with the newest releases and this checkout, made unless it is there."""
+    python = folder / "bin/python"
+    if not python.exists():
+        if sys.version_info < (3, 12):
+            raise SystemExit("MaxText needs Python 3.12 or later: run this script by python3.12")
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        packages = [*(name for name in SHOWN if name != "safetensors"), *IMPORTED.split(), "-e", ROOT]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", *packages], check=True)
+    return python
+
+
+def write_report(name: str, made: str, command: str) -> None:
+    """Write a part that was made; other parts, and rows of this one that were left out by ``--cases``, stay."""
+    text = REPORT.read_text(encoding="utf-8") if REPORT.exists() else ""
+    found = dict(re.findall(r"^## (.+)\n\n((?:(?!^## )[\s\S])*)", text, re.MULTILINE))
+    versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in SHOWN)
+    title = PARTS[name][0]
+    if name in ("dense", "experts", "models"):
+        head, rule, *rows = made.splitlines()
+        keep = 1 if name == "models" else 2  # the cells that name a row
+        kept = [line for line in found.get(title, "").splitlines() if line.startswith("|")][2:]
+        merged = {tuple(line.split("|")[1 : 1 + keep]): line for line in kept + rows}
+        made = "\n".join([head, rule, *merged.values()])
+    stamp = f"`{command}`, {datetime.date.today():%d %B %Y}, {versions}, Python {platform.python_version()}, CPU."
+    found[title] = f"{stamp}\n\n{made}"
+    lines = ["# jaxquant with the newest releases", "", "What each part does stands in `validation/ecosystem.py`.", ""]
+    for each, _ in PARTS.values():
+        lines += [f"## {each}", "", found[each].strip(), ""] if each in found else []
+    REPORT.write_text("\n".join(lines), encoding="utf-8")
+
+
+def main() -> int:
+    """Make the environment, run the parts in it and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environment", type=pathlib.Path, default=ROOT / "build/ecosystem")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--cases", default="", help="regex for the rows of dense, experts and models")
+    parser.add_argument("--steps", type=int, default=3)
+    asked = parser.parse_args()
+    python = make_environment(asked.environment.absolute())
+    if pathlib.Path(sys.prefix) != asked.environment.absolute():
+        return subprocess.run([python, *sys.argv], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)  # losses of a few steps, not times, are compared
+    given = [word for word in sys.argv[1:] if not re.match(r"--environment|/", word)]
+    for name in asked.parts.split(","):
+        write_report(name, PARTS[name][1](asked), " ".join(["python validation/ecosystem.py", *given]))
+    print(REPORT.read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
