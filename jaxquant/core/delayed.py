@@ -292,7 +292,7 @@ def largest(observation: TensorState) -> Float[Array, "*leading"]:
     highest = jnp.max(jnp.where(count > 0, bins, -1), axis=-1)
     index = jnp.maximum(highest, 0)
     low = _marks(observation)[..., : _PLACES * _LOW_BITS].reshape(*index.shape, _PLACES, _LOW_BITS)
-    is_place = jnp.arange(_PLACES, dtype=jnp.int32) == (index % _PLACES)[..., None]
+    is_place = jax.lax.broadcasted_iota(jnp.int32, (*index.shape, _PLACES), index.ndim) == (index % _PLACES)[..., None]
     low = jnp.max(jnp.where(is_place[..., None], low, 0.0), axis=-2)
     return jnp.where(highest >= 0, bin_value(index, _put_together(low)), -1.0)
 

@@ -52,7 +52,7 @@ def _normalized(x: Float[Array, "... n"]) -> tuple[Float[Array, "... n"], Float[
 
 def _signed_amax(x: Float[Array, "... n"]) -> Float[Array, ...]:
     """Return the element of largest magnitude with its sign; the first of several, by reductions alone."""
-    magnitude, place = jnp.abs(x), jnp.arange(x.shape[-1], dtype=jnp.int32)
+    magnitude, place = jnp.abs(x), jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     largest = amax(x)
     # The place and the sign in one number, of which the smallest is that of the first.
     key = jnp.where(magnitude == largest[..., None], 2 * place + (x < 0).astype(place.dtype), 2 * x.shape[-1])
@@ -202,7 +202,7 @@ def _encode_affine_k(x: Float[Array, "... 256"], qmax: int, start: float, steps:
     nibbles = codes[..., 0::2, :] & 0xF | codes[..., 1::2, :] << 4
     header = [_bytes(step[..., None]), _bytes(offset[..., None]), _pack_scales(scale_codes, minimum_codes)]
     if qmax == 31:
-        shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
+        shifts = jax.lax.broadcasted_iota(jnp.uint8, codes.shape, codes.ndim - 2)
         header.append(jnp.sum(codes >> 4 << shifts, axis=-2, dtype=jnp.uint8))
     return jnp.concatenate([*header, joined(nibbles)], axis=-1)
 
@@ -218,7 +218,7 @@ def _fit_symmetric(x: Float[Array, "... 16 blocks"]) -> tuple[Float[Array, "... 
     the largest ``(Σ w x q)² / Σ w q²``.
     """
     largest = _signed_amax(jnp.swapaxes(x, -1, -2))
-    trials = jnp.arange(-9.0, 10.0, dtype=jnp.float32)[:, None]
+    trials = jnp.arange(-9.0, 10.0, dtype=jnp.float32).reshape((1,) * (largest.ndim - 1) + (-1, 1))
     inverse = _divide(-(32 + 0.1 * trials), largest[..., None, :])[..., None, :]
     x = x[..., None, :, :]
     q = jnp.clip(jnp.round(inverse * x), -32, 31)

@@ -113,7 +113,7 @@ def contract(
             left, right = (inner(side, dtype, outer is None) for side in (lhs, rhs))
             more = {"precision": precision, "preferred_element_type": returned, "out_sharding": out_sharding}
             out = float_dot(left, right, dims.numbers, **more)
-        return (out if outer is None else out * outer.reshape(())).astype(out_dtype)
+        return (out if outer is None else out * outer).astype(out_dtype)
     if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
         lhs, rhs = (side if isinstance(side, QTensor) else _unscaled(side) for side in (lhs, rhs))
         product = functools.partial(_product, out_dtype=out_dtype, accumulator=accumulator or "float32")
@@ -205,7 +205,9 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
 
 
 def _outer_scales(*sides: Any) -> list[Array]:
-    return [side.outer_scale for side in sides if isinstance(side, QTensor) and side.outer_scale is not None]
+    return [
+        side.outer_scale.reshape(()) for side in sides if isinstance(side, QTensor) and side.outer_scale is not None
+    ]
 
 
 def inner(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:
@@ -280,7 +282,8 @@ def _turned(
     numbers = ((a_axes, b_axes), ((), ()))
     out = jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
     out = out.astype(jnp.float32) if out.dtype == jnp.int32 else out
-    return (out * (lhs.full_scale() * rhs.full_scale()).reshape(()).astype(out.dtype)).astype(out_dtype)
+    scale = lhs.full_scale().reshape(()) * rhs.full_scale().reshape(())
+    return (out * scale.astype(out.dtype)).astype(out_dtype)
 
 
 def _tiled_sharding(
@@ -382,7 +385,7 @@ def _rescale(out: Array, lhs: QTensor, rhs: QTensor, dims: Dimensions, dtype: st
     lhs_scale, rhs_scale = lhs.full_scale(), rhs.full_scale()
     if lhs_scale.size == 1 and rhs_scale.size == 1:
         # One rounding of the product of scalars, then one multiplication of the result.
-        return out * (lhs_scale * rhs_scale).reshape(()).astype(out.dtype)
+        return out * (lhs_scale.reshape(()) * rhs_scale.reshape(())).astype(out.dtype)
     lhs_free, rhs_free = len(dims.lhs_free), len(dims.rhs_free)
     left = _layout(_each_free(lhs_scale, lhs, dims.lhs_free), dims.lhs_batch, dims.lhs_free, (), (1,) * rhs_free)
     right = _layout(_each_free(rhs_scale, rhs, dims.rhs_free), dims.rhs_batch, dims.rhs_free, (1,) * lhs_free, ())

@@ -99,7 +99,7 @@ class Slabs(NamedTuple):
         # As many slabs as rows of any groups can take.
         slabs = Groups.of(-(-groups.sizes // step), max(1, (rows + min(rows, count) * (step - 1)) // step))
         first = jnp.arange(slabs.ids.size) - of_rows(slabs.starts, slabs.ids)
-        place = first[:, None] * step + jnp.arange(step)
+        place = first[:, None] * step + jnp.arange(step)[None]
         is_row = (slabs.ids < count)[:, None] & (place < of_rows(groups.sizes, slabs.ids)[:, None])
         return cls(jnp.where(is_row, of_rows(groups.starts, slabs.ids)[:, None] + place, rows), slabs)
 

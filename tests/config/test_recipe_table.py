@@ -3,7 +3,6 @@
 import dataclasses
 import re
 
-import jax
 import pytest
 
 from jaxquant.config.options import OPERANDS, Options

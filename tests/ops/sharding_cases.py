@@ -2,7 +2,8 @@
 
     python -m tests.ops.sharding_cases FILE.npz
 
-runs every case and writes "CASE|what|mesh" and "CASE|what|one" arrays, and "CASE|error" where one raised.
+runs every case and writes "CASE|what|mesh" and "CASE|what|one" arrays, "CASE|error" where one raised, and
+"CASE|sent", the collectives of a compiled gradient.
 """
 
 from __future__ import annotations
@@ -420,6 +421,19 @@ def residuals(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return run(*placed), run(x, w)
 
 
+def idle(backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An odd batch, and the gradient of each example, on one of eight devices: by default, and with one block."""
+    x, w = jax.random.normal(jax.random.key(0), (133, K)), operands()[1]
+
+    def run(**count: int) -> dict[str, Any]:
+        config = {"quantization": "int8", "quant_backend": backend, **count}
+        layer = jaxquant.quantize(lambda w, x: x @ w, config)
+        gradient = jax.grad(lambda w, x: (layer(w, {}, x) ** 2).sum())
+        return {"out": jax.jit(gradient)(w, x), "each": jax.jit(jax.vmap(gradient, (None, 0)))(w, x[:3, None])}
+
+    return run(), run(quantization_local_shard_count=1)
+
+
 EXPLICIT = (
     "fp8",
     "int8",
@@ -431,6 +445,54 @@ EXPLICIT = (
     "mxfp8",
     "nvfp4",
 )
+
+
+PLACED = {
+    "data": (P(("data", "tensor")), P()),
+    "fsdp": (P("data"), P("data")),
+    "tensor": (P(), P(None, "tensor")),
+    "both": (P("data"), P("data", "tensor")),
+}
+"""Where activations and a weight lie: data parallel, FSDP, tensor parallel, FSDP with tensor parallel."""
+INTEGERS = {"int8": ("aqt", "qwix", "native"), "int4": ("qwix", "native"), "int8_delayed": ("native",)}
+
+
+def sent_cases() -> list[str]:
+    """Integers on every backend and kind of mesh; every other string that trains under FSDP with tensor parallel."""
+    kinds = [f"{kind} {place}" for kind in ("auto", "explicit") for place in PLACED] + ["manual data", "manual fsdp"]
+    found = []
+    for name, libraries in INTEGERS.items():
+        for backend in libraries:  # the libraries refuse explicit meshes
+            found += [f"{name} {backend} {kind}" for kind in kinds if backend == "native" or "explicit" not in kind]
+    rest = [name for name, row in jaxquant.RECIPES.items() if row.recipe and row.recipe.name == name]
+    quantized = [name for name in rest if jaxquant.RECIPES[name].recipe.dlhs.lhs and name not in INTEGERS]
+    return found + [f"{name} {jaxquant.RECIPES[name].auto} auto both" for name in quantized]
+
+
+def sent(name: str) -> list[str]:
+    """Return what devices send each other in the gradient of a layer: the types in the compiled program."""
+    quantization, backend, kind, place = name.split()
+    left, right = PLACED[place]
+    mesh = mesh_of(AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    x, w = (jnp.zeros(shape, jnp.float32) for shape in ((16, 8, 128), (128, 256)))
+    columns = NamedSharding(mesh, P(*left, *[None] * (2 - len(left)), *right[1:]))
+    out = {"out_sharding": columns} if kind == "explicit" else {}
+
+    def layer(w: Any, x: Any) -> Any:
+        full = jax.lax.all_gather(w, "data", tiled=True) if (kind, place) == ("manual", "fsdp") else w
+        return jnp.einsum("bsd,df->bsf", x, full, **out)
+
+    if kind == "manual":
+        layer = jax.shard_map(layer, mesh=mesh, in_specs=(right, left), out_specs=left)
+    run = jaxquant.quantize(layer, {"quantization": quantization, "quant_backend": backend})
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((w, right), (x, left))]
+    state = jax.device_put(run.init(*placed), NamedSharding(mesh, P()))
+    loss = lambda w, x, s: (run(w, s, x) ** 2).sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=(placed[0].sharding, None, None))
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the program is read only
+    text = gradient.lower(*placed, state).compile(quick).as_text()
+    calls = r"= (\S+|\([^)]*\)) (?:all-|reduce-sc|collective-p|ragged-all)\S*\("
+    return [each for types in re.findall(calls, text) for each in re.findall(r"\w+\[[\d,]*\]", types)]
 
 
 REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError, jax.errors.JaxRuntimeError)
@@ -470,6 +532,8 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         way = "served" if name in ("fp8", "fp8_block") else "exchanged"
         found[f"manual {name} experts"] = lambda w=way, c=config: experts(w, **c)
         found[f"manual {name} gathered"] = lambda c=config: experts("gathered", **c)
+    for backend in INTEGERS["int8"]:
+        found[f"idle {backend} devices"] = lambda b=backend: idle(b)
     found["manual fp8 unchecked"] = lambda: experts("exchanged", False, quantization="fp8")
     shared = {"quantization": "fp8", "quantization_share_expert_scales": True}
     found["manual fp8 of one scale"] = lambda: experts("exchanged", **shared)
@@ -497,6 +561,7 @@ def main(path: str) -> None:
             parts = [np.asarray(part.data) for part in value.addressable_shards] if what.startswith("state") else []
             arrays[f"{name}|{what}|same"] = np.array(all(np.array_equal(part, parts[0]) for part in parts))
             arrays[f"{name}|{what}|mesh"], arrays[f"{name}|{what}|one"] = np.asarray(value), np.asarray(one[what])
+    arrays |= {f"{name}|sent": np.array(sent(name), dtype=str) for name in sent_cases()}
     np.savez(path, **arrays)
 
 

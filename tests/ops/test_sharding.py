@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests import numerics
-from tests.ops.sharding_cases import case_names
+from tests.ops.sharding_cases import case_names, sent_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIMIZED = False
@@ -24,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("sharding") / "cases.npz"
     words = [sys.executable, "-m", "tests.ops.sharding_cases", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return np.load(path)
 
@@ -43,3 +45,14 @@ def test_a_mesh_computes_what_one_device_does(found: Any, name: str):
             continue
         bound = numerics.sharded_contraction_bound(name, what) * np.linalg.norm(one)
         assert np.linalg.norm(mesh - one) <= bound, what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sent_cases())
+def test_devices_send_8_bits_or_the_gradients_dtype(found: Any, name: str):
+    sent = [re.match(r"([a-z]+)(\d+)\w*\[(.*)\]", each).groups() for each in found[f"{name}|sent"]]
+    assert sent
+    for kind, bits, shape in sent:
+        is_small = math.prod(int(n) for n in shape.split(",") if n) <= 8  # digests of random keys
+        is_partial = kind == "s" and name.split()[-1] in ("tensor", "both") and shape.endswith("8,128")  # docs: meshes
+        assert int(bits) <= (32 if kind == "f" or is_small or is_partial else 8), (kind, bits, shape)

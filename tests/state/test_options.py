@@ -12,11 +12,23 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxquant import maybe_quantize_model, state
+import jaxquant
+from jaxquant import RECIPES, maybe_quantize_model, state
+from jaxquant.ops import dot_general, initial_state
+from tests import numerics
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 CONFIG = {"quantization": "fp8", "amax_history_length": 4}
-OPTIONS = [{"jax_enable_x64": True}, {"jax_numpy_dtype_promotion": "strict"}, {"jax_debug_nans": True}]
+OPTIONS = [
+    {"jax_enable_x64": True},
+    {"jax_numpy_dtype_promotion": "strict"},
+    {"jax_debug_nans": True},
+    {"jax_numpy_rank_promotion": "raise"},
+    {"jax_check_tracer_leaks": True},
+]
+RANK = {"jax_numpy_rank_promotion": "raise"}
+STRICT = RANK | {"jax_numpy_dtype_promotion": "strict"}
+BACKENDS = [(name, backend) for name, row in RECIPES.items() if row.recipe for backend in row.backends]
 
 
 @contextlib.contextmanager
@@ -80,3 +92,38 @@ def test_a_training_step_is_the_same_under_options_of_jax(run, options, expected
         found = run()
     assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected[run])
     jax.tree.map(np.testing.assert_array_equal, found, expected[run])
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_every_string_trains_and_serves_without_promotions(name, backend):
+    """Traced only: promotions depend on shapes and dtypes."""
+    x, model, config = jnp.ones((2, 4, 256)), nn.Dense(256), {"quantization": name, "quant_backend": backend}
+    quantized = maybe_quantize_model(model, config, x)
+    served = maybe_quantize_model(model, config | {"checkpoint_is_quantized": True}, x)
+    loss = lambda p, s, x: (quantized.apply(state.merge(p, s), x) ** 2).sum()  # noqa: E731
+
+    def step(x):
+        params, own = state.split(quantized.init(jax.random.key(0), x))
+        grads, seen = jax.grad(loss, (0, 1))(params, own, x)
+        own = state.update(own, seen) if own else own
+        return grads, served.apply(jaxquant.convert(state.merge(params, own), config, x, model=model), x)
+
+    with configured(STRICT if backend == "native" else RANK):  # AQT and Qwix promote dtypes
+        grads, out = jax.eval_shape(step, x)
+    assert (grads["kernel"].shape, out.shape) == ((256, 256), x.shape)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_delayed", "fp8", "fp8_current"])
+def test_a_gradient_under_a_transfer_guard_and_without_jit(name):
+    x, w = jax.device_put((X, X.T))
+    recipe = RECIPES[name].recipe
+    own = initial_state(recipe)
+    gradient = jax.grad(lambda w, s: dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, state=s).sum(), (0, 1))
+    expected = jax.jit(gradient)(w, own)
+    with jax.transfer_guard("disallow"):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(jax.jit(gradient)(w, own)), jax.device_get(expected))
+    with jax.disable_jit():
+        found = gradient(w, own)
+    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=numerics.SMALL_SUM_RTOL, atol=numerics.SMALL_SUM_ATOL)
