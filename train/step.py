@@ -218,7 +218,7 @@ def with_global_shards(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
     A block of the weight gradient's contraction must lie on one device, or its integer sums would be added across
     devices; so there are as many as devices that share the batch. Qwix cuts the sequence and not the batch, and keeps
-    its own meaning, the local device count.
+    its own meaning, the size of the mesh.
     """
     reads = any("quantization_local_shard_count" in lookup(string).fields for string in config.strings)
     backend = config.resolved_backend

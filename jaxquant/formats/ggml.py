@@ -26,7 +26,8 @@ def _floats(two_bytes: UInt8[Array, "... n 2"], dtype: str = "float16") -> Float
 
 def _shifted(data: UInt8[Array, "... n"], shifts: tuple[int, ...], mask: int) -> UInt8[Array, "... shifts n"]:
     """Return the bit fields of each byte, fields first."""
-    return data[..., None, :] >> jnp.asarray(shifts, jnp.uint8)[:, None] & mask
+    fields = jnp.asarray(shifts, jnp.uint8).reshape((1,) * (data.ndim - 1) + (-1, 1))
+    return data[..., None, :] >> fields & mask
 
 
 def _decode_bf16(data: UInt8[Array, "... 2"]) -> Float[Array, "... 1"]:

@@ -92,6 +92,9 @@ def test_a_mesh_of_absent_chips_shows_what_is_sent_and_what_does_not_fit_is_an_a
     assert {row["kind"] for row in found.collectives} == {"all-reduce"}
     assert found.outcome.removed == found.outcome.fell_back == []
     assert found.memory["peak"] < found.memory["capacity"]
+    step, shapes = gradients("int8_delayed", NamedSharding(mesh, PartitionSpec("data")))
+    sent = jaxquant.audit(jax.jit(step, donate_argnums=0), *shapes, target="h200", topology="8").collectives
+    assert {row["dtype"] for row in sent} <= {"bf16", "f32", "s8"}, sent
 
     huge = jax.ShapeDtypeStruct((400_000, 200_000), jnp.bfloat16)
     found = jaxquant.audit(lambda x: x @ x.T[:, :8], huge, target="h200")
