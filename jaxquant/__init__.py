@@ -101,7 +101,11 @@ if not TYPE_CHECKING:  # or a type checker would take every name
             return value
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        text = f"module {__name__!r} has no attribute {name!r}"
+        for room in () if name.startswith("_") else ("state", "serving", "ops", "optim"):
+            if name in importlib.import_module(f"{__name__}.{room}").__all__:
+                text += f"; it is {__name__}.{room}.{name}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

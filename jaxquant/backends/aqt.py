@@ -106,7 +106,10 @@ class AqtBackend(LibraryBackend):
     """AQT's matmul."""
 
     honours = HONOURS
-    float16_fault = "brings sums to float16 before their scales, and they overflow"
+    dtype_faults = {  # noqa: RUF012
+        "float16": "brings sums to float16 before their scales, and they overflow",
+        "float64": "takes no float64 operands",
+    }
     op_names: ClassVar[Mapping[Op, str]] = {"dot_general": "AqtDotGeneral", "einsum": "AqtEinsum"}
     einsum_holds = "AqtDotGeneral_0"
     translate, train = staticmethod(to_aqt), staticmethod(_dot)

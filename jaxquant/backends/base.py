@@ -207,7 +207,7 @@ class LibraryBackend(Backend):
 
     Attributes:
       honours: fields of a recipe that it honours, with a rule for each.
-      float16_fault: why it does not multiply operands in float16.
+      dtype_faults: operand dtypes that it does not multiply, by name, each with the reason.
       translate: makes the library's own config of a recipe, and refuses what it does not honour.
       train: contracts, of (recipe, activation, weight, dimension numbers, random key or None).
       serve: contracts, of (recipe, activation, converted kernel, dimension numbers).
@@ -217,7 +217,7 @@ class LibraryBackend(Backend):
     """
 
     honours: ClassVar[Honours]
-    float16_fault: ClassVar[str]
+    dtype_faults: ClassVar[Mapping[str, str]]
     translate: ClassVar[Any]
     train: ClassVar[Any]
     serve: ClassVar[Any]
@@ -249,8 +249,8 @@ class LibraryBackend(Backend):
 
     def lacks(self, operation: str, recipe: Recipe, dtype: str, is_split: bool = False) -> str:
         """Explain why the library itself does not run an operation by a recipe, "" where it does."""
-        if dtype == "float16":
-            return f"{self.row.title} {self.float16_fault}; {NATIVE_INSTEAD}, or bfloat16"
+        if dtype in self.dtype_faults:
+            return f"{self.row.title} {self.dtype_faults[dtype]}; {NATIVE_INSTEAD}, or bfloat16"
         return super().unsupported(operation, recipe, dtype, is_split)
 
     def contract(

@@ -179,7 +179,7 @@ class QwixBackend(LibraryBackend):
     """Qwix's rules on a module of one matmul, and its op on converted kernels."""
 
     honours = HONOURS
-    float16_fault = "replaces scales below 0.008 by 1 in float16, and most weights by zeros"
+    dtype_faults = {"float16": "replaces scales below 0.008 by 1 in float16, and most weights by zeros"}  # noqa: RUF012
     translate, train, convert = staticmethod(to_qwix), staticmethod(_train), staticmethod(_convert)
     serve, groups = staticmethod(_serve), staticmethod(_contract_groups)
     deviates = frozenset({"ragged_dot_general"})

@@ -72,6 +72,17 @@ class QTensor:
     block: Shape | None = None
     codec: str | None = None
 
+    def __jax_array__(self) -> Any:
+        """Refuse to be an operand of JAX, as in the float model.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(
+            f"a converted parameter ({self.description}) is not a float array; run it in the model that "
+            "jaxquant.maybe_quantize_model makes with checkpoint_is_quantized true, or in the quantized function"
+        )
+
     @property
     def shape(self) -> tuple[int, ...]:
         if self.codec is None:
@@ -298,6 +309,10 @@ class ConvertedKernel:
     dtype: str
     input_scale: Float[Array, "*ones"] | None = None
     read_as: str | None = None
+
+    def __jax_array__(self) -> Any:
+        """Refuse to be an operand of JAX; see ``QTensor``."""
+        return self.tensor.__jax_array__()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -27,14 +27,14 @@ def quantized_with(model: Any) -> Any:
 
 
 def refuse_twice(model: Any) -> None:
-    """Refuse a model that is quantized already.
+    """Refuse a model that is quantized already, where the float model is expected.
 
     Raises:
       ValueError: it is.
     """
     if (face := quantized_with(model)) is not None:
         raise ValueError(
-            f"{type(model).__name__} is quantized already, with {face.engine.config.quantization!r}; quantize the "
+            f"{type(model).__name__} is quantized already, with {face.engine.config.quantization!r}; give the "
             "float model"
         )
 

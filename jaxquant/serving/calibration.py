@@ -37,12 +37,16 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
       Variables with quant state, or a quantized NNX model with it, for ``convert``.
 
     Raises:
-      TypeError: variables without their model.
-      ValueError: no batch, or more batches than the history remembers.
+      TypeError: variables without their model, or ``batches`` that is one array or not a series of batches.
+      ValueError: variables without "params", no batch, or more batches than the history remembers.
       NotImplementedError: a recipe with weight sparsity, whose mask is made in training.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
     """
     config = QuantConfig.from_any(config)
+    if hasattr(batches, "shape") or isinstance(batches, str | Mapping) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches is {type(batches).__name__}, not a list or generator of inputs; pass [x] for one input x"
+        )
     each = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
     first = next(iter(each), None)
     if first is None:
@@ -50,6 +54,8 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
     float_model = model_or_variables if isinstance(model_or_variables, nnx.Module) else model
     if not isinstance(float_model, (nn.Module, nnx.Module)):
         raise TypeError("calibrate of a Linen model's variables needs the float model too: pass model=model")
+    if isinstance(float_model, nn.Module) and "params" not in model_or_variables:
+        raise ValueError(f"variables have no collection 'params', only {sorted(model_or_variables)}; pass all of them")
     recipes = choose_recipes(float_model, config, *first)
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:

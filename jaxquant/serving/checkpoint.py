@@ -22,7 +22,9 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
+from jaxquant.config.quant_config import QuantConfig
 from jaxquant.core.qtensor import QTensor
+from jaxquant.core.tensor_spec import TensorSpec
 from jaxquant.serving.arrays import open_array, read_sharded, save_args, shape_and_dtype
 from jaxquant.serving.leaves import Stored, check_like, check_width, describe, flatten, unflatten
 from jaxquant.serving.manifest import (
@@ -76,10 +78,14 @@ def save(
 
     Raises:
       FileExistsError: the directory exists.
+      ValueError: the whole variables in place of their "params", or a kernel that no recipe of the config makes.
       ValueError, TypeError: something that a checkpoint does not keep, named.
     """
     directory = Path(directory).resolve()
     leaves = flatten(params)
+    if isinstance(params.get("params"), Mapping):
+        raise ValueError("params has the collection 'params', so it is the whole variables; save variables['params']")
+    _check_made_by(leaves, config)
     manifest = Manifest(
         config=as_json("config", config),
         extra=as_json("extra", extra or {}),
@@ -117,6 +123,22 @@ def _without_copies() -> ocp.type_handlers.TypeHandlerRegistry:
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),
     )
+
+
+def _check_made_by(leaves: Mapping[str, Any], config: Any) -> None:
+    """Refuse kernels of another element type or format than the recipes of a config make, where it names one."""
+    if not isinstance(config, Mapping) or "quantization" not in config:
+        return
+    resolver = QuantConfig.from_any(config).resolver()
+    specs = [recipe.fwd.rhs for recipe in ([] if resolver is None else resolver.recipes)]
+    made = [spec.codec or spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
+    for path, leaf in leaves.items():
+        if isinstance(leaf, QTensor) and (leaf.codec or leaf.qvalue.dtype.name) not in made:
+            raise ValueError(
+                f"params has {path!r} in {leaf.codec or leaf.qvalue.dtype.name}, and quantization "
+                f"{config['quantization']!r} makes {', '.join(made) or 'no quantized kernels'}; give the config with "
+                "which the parameters were converted"
+            )
 
 
 @contextlib.contextmanager

@@ -88,11 +88,7 @@ def pack(quant_state: State) -> PackedState:
     """
     if isinstance(quant_state, PackedState):
         return quant_state
-    if not isinstance(quant_state, Mapping):
-        raise TypeError(
-            f"jaxquant.state.pack takes quant state nested by module name, got {type(quant_state).__name__}; give it "
-            "what init or jaxquant.state.split returned, or nnx.to_pure_dict of the QuantState of a model"
-        )
+    require_tree(quant_state)
     kinds: dict[Kind, dict[Row, dict[str, Any]]] = {}
     rest = _without_tensors(quant_state, (), kinds)
     groups = []
@@ -111,9 +107,11 @@ def unpack(quant_state: Any) -> Any:
     Its derivative is one concatenation for each array.
 
     Raises:
+      TypeError: not nested by module name.
       ValueError: arrays of another rank than ``pack`` made.
     """
     if not isinstance(quant_state, PackedState):
+        require_tree(quant_state)
         return quant_state
     tree = jax.tree.map(lambda leaf: leaf, quant_state.rest)
     for group in quant_state.groups:
@@ -130,6 +128,19 @@ def unpack(quant_state: Any) -> Any:
             module = functools.reduce(lambda inner, name: inner.setdefault(name, {}), path, tree)
             module.update(flat({tensor: {field: part[number] for field, part in parts.items()}}))
     return tree
+
+
+def require_tree(tree: Any, name: str = "quant state") -> None:
+    """Check that quant state, or what was observed of it, is nested by module name or packed.
+
+    Raises:
+      TypeError: it is neither; calls it ``name``.
+    """
+    if not isinstance(tree, Mapping | PackedState):
+        raise TypeError(
+            f"{name} is {type(tree).__name__}, not a dict nested by module name; give what init, jaxquant.state.split "
+            "or a gradient with respect to it returned, or nnx.to_pure_dict of the QuantState of a model"
+        )
 
 
 def _without_tensors(tree: Tree, path: tuple[Any, ...], kinds: dict[Kind, dict[Row, dict[str, Any]]]) -> dict[Any, Any]:

@@ -56,7 +56,7 @@ def with_bins(quant_state: State, like: State | None = None) -> Any:
     Raises:
       ValueError: ``like`` lacks a module or variable of the state.
     """
-    new = _with_bins(unpack(quant_state), unpack(like))
+    new = _with_bins(unpack(quant_state), None if like is None else unpack(like))
     return pack(new) if isinstance(quant_state if like is None else like, PackedState) else new
 
 

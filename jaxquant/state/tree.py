@@ -17,6 +17,8 @@ of it. What is here takes packed state, too (``state.packed``). What is stored n
 from __future__ import annotations
 
 import dataclasses
+import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,13 +42,15 @@ from jaxquant.core.quant_state import (
     flat,
     is_named,
 )
-from jaxquant.state.packed import PackedState, State, Tree, pack, unpack
+from jaxquant.state.packed import PackedState, State, Tree, pack, require_tree, unpack
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
-_MARKS = (BINS, HISTORY, USES)
-"""Fields that an optimizer makes negative."""
+_MARK = re.compile(rf"(.*_)?({BINS}|{HISTORY})|({SPARSITY}_)?{USES}")
+"""Names of fields that an optimizer makes negative."""
+_READ: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
+"""Traced marks of quant state that a layer has read, by id: the arrays of the function that takes the gradient."""
 
 
 def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
@@ -56,6 +60,8 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
       ValueError: there is no "params" collection, or another one that this split would lose.
       TypeError: the quant state among them is packed.
     """
+    if not isinstance(variables, Mapping):
+        raise TypeError(f"variables are {type(variables).__name__}, not a dict; pass all that model.init returned")
     if "params" not in variables:
         raise ValueError(
             f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, and "
@@ -78,8 +84,56 @@ def merge(params: Any, quant_state: State) -> dict[str, Any]:
     Args:
       params: the collection "params".
       quant_state: {} where a recipe has none; packed state is unpacked.
+
+    Raises:
+      TypeError: ``quant_state`` is not a mapping or packed state.
+      ValueError: the arguments are swapped, or one of them is the whole variables.
     """
-    return {"params": params} | ({OVERWRITE_WITH_GRADIENT: unpack(quant_state)} if quant_state else {})
+    require_tree(params, "params")
+    tree, found = unpack(quant_state), next(_marks_in(params), None)
+    if found or list(params) == ["params"] or (tree and ("params" in tree or not next(_marks_in(tree), None))):
+        wrong = f"params has quant state at {found[0]!r}" if found else "one of them is the whole variables or swapped"
+        raise ValueError(
+            f"jaxquant.state.merge got params with {list(params)} and quant_state with {list(tree)}: {wrong}; call "
+            "merge(params, quant_state) with the two parts that jaxquant.state.split returns"
+        )
+    return {"params": params} | ({OVERWRITE_WITH_GRADIENT: tree} if tree else {})
+
+
+def _marks_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the array of each field of quant state that an optimizer makes negative."""
+    for keys, leaf in jax.tree.leaves_with_path(tree):
+        if any(_MARK.fullmatch(str(getattr(key, "key", ""))) for key in keys[-2:]):  # NNX has a key below the name
+            yield join_path(keys), leaf
+
+
+def refuse_optimized(params: Any) -> None:
+    """Refuse quant state among the parameters that an optimizer updates.
+
+    Raises:
+      ValueError: names the variable, and what keeps the state out of an optimizer.
+    """
+    for path, _ in _marks_in(params):
+        raise ValueError(
+            f"the optimizer updates quant state, as at {path!r}, which is not a parameter: the next loss would be NaN; "
+            "give the optimizer parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
+        )
+
+
+def _refuse_swapped(quant_state: State, observation: State) -> None:
+    """Refuse the arguments of ``update`` in the wrong order, as far as one array of each shows it.
+
+    In a trace the state is an array that a layer has read. Outside of one only an observation has numbers in its bins.
+    """
+    (_, first), (name, second) = (next(_marks_in(tree), ("", None)) for tree in (quant_state, observation))
+    is_state = isinstance(second, Tracer) and _READ.get(id(second)) is second
+    if not isinstance(second, Tracer) and BINS in name and any_of(first, lambda part: part > 0):
+        is_state = not any_of(second, lambda part: part > 0)
+    if is_state:
+        raise ValueError(
+            "observation is the quant state of the step and quant_state is what the step observed; call "
+            "jaxquant.state.update(quant_state, observation), where observation is the gradient"
+        )
 
 
 def refuse_trained(quant_state: State) -> None:
@@ -88,13 +142,17 @@ def refuse_trained(quant_state: State) -> None:
     Raises:
       ValueError: names the variable, and what keeps the state out of an optimizer.
     """
-    for path, leaf in jax.tree.leaves_with_path(quant_state):
-        name = getattr(path[-1], "key", None) if path else None
-        if (name in _MARKS or any(is_named(name, mark) for mark in _MARKS)) and any_of(leaf, lambda part: part < 0):
+    for path, leaf in _marks_in(quant_state):
+        if isinstance(leaf, Tracer):
+            outer: Any = leaf
+            while isinstance(inner := getattr(outer, "primal", None), Tracer):  # what jax.grad was given
+                outer = inner
+            _READ[id(outer)] = outer
+        elif any_of(leaf, lambda part: part < 0):
             if isinstance(quant_state, PackedState):
                 return refuse_trained(unpack(quant_state))
             raise ValueError(
-                f"quant state {join_path(path)!r} has negative numbers, which only an optimizer makes: it was trained "
+                f"quant state {path!r} has negative numbers, which only an optimizer makes: it was trained "
                 "as if it were a weight; begin with the quant state of a new model.init, and give the optimizer "
                 "parameters alone (jaxquant.state.split), or use jaxquant.state.TrainState or Optimizer"
             )
@@ -127,8 +185,10 @@ def update(quant_state: State, observation: State) -> Any:
         with this ``quant_state``).
 
     Raises:
-      ValueError: the two trees differ, in names or shapes.
+      TypeError: one of them is not a mapping or packed state.
+      ValueError: the two trees differ, in names or shapes, or are swapped.
     """
+    _refuse_swapped(quant_state, observation)
     return _in_pairs(quant_state, observation, _advance, "quant state", "its gradient")
 
 
@@ -144,6 +204,7 @@ def accumulate(total: State, observation: State) -> Any:
       observation: what the next backward pass observed.
 
     Raises:
+      TypeError: one of them is not a mapping or packed state.
       ValueError: the two trees differ, in names or shapes.
     """
     return _in_pairs(total, observation, _combine, "the total", "what is added")
@@ -191,6 +252,8 @@ def _in_pairs(
     first: State, second: State, combine: Callable[[Tree, Tree], dict[Any, Any]], *names: str
 ) -> dict[Any, Any] | PackedState:
     """Do as ``_pairwise``, of packed state, too: a group is a module with one tensor."""
+    for tree, name in zip((first, second), names, strict=True):
+        require_tree(tree, name)
     if not isinstance(first, PackedState):
         return _pairwise(first, unpack(second), combine, *names)
     shapes = jax.tree.map(jnp.shape, (first, second))

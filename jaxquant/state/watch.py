@@ -148,6 +148,11 @@ def _is_perturbed(tangent: Any) -> bool:
 _watched.defjvp(_watched_jvp, symbolic_zeros=True)
 
 
+NOT_TRAINED = (
+    "which does not train; differentiate with respect to other parameters, or train the model that was converted"
+)
+
+
 def require_hand(message: str, x: Any) -> Any:
     """Return arrays as they are, and raise if one is differentiated outside ``by_hand``, ``frozen`` and MaxText's step.
 
@@ -158,15 +163,16 @@ def require_hand(message: str, x: Any) -> Any:
     Raises:
       ValueError: with the message.
     """
-    return x if _answer.value is not None else _refused(message, x)
+    return x if _answer.value is not None else refuse_gradient(message, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _refused(message: str, x: Any) -> Any:
+def refuse_gradient(message: str, x: Any) -> Any:
+    """Return arrays as they are, and raise ValueError with the message where one is differentiated."""
     return x
 
 
-@_refused.defjvp
+@refuse_gradient.defjvp
 def _refused_jvp(message: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
     if not _is_overwritten():
         raise ValueError(message)

@@ -26,6 +26,7 @@ from jaxquant.core.rounding import fold_many
 from jaxquant.ops.gradients import reverse_only
 from jaxquant.state.packed import State, unpack
 from jaxquant.state.tree import refuse_trained
+from jaxquant.state.watch import NOT_TRAINED, refuse_gradient
 from jaxquant.trace import contract, converted, kernels, paths
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
@@ -170,6 +171,8 @@ class Engine:
         served = converted.check_served(analysis, leaves, self.backend)
         fields = contract.kernel_fields
         states = decisions.read_states(analysis.plan, unpack(quant_state), self.dialect, served, fields_of=fields)
+        for text in kernels.far_examples(analysis, jax.tree.leaves(self._marked(params, args)[1]), states):
+            warnings.warn(text, stacklevel=3)
         found, reasons = kernels.find_kernels(analysis, leaves, names, states, self.backend)
         self._left_float = reasons
         what = "; ".join(f"{path or 'the root layer'}: {why}" for path, why in reasons.items())
@@ -321,6 +324,9 @@ class Engine:
         if state:
             state = self.dialect.watch(site.path, (operands[1 - site.side], operands[site.side]), state)
         layer = layer_name(site.path)
+        weight = operands[site.side]
+        if isinstance(weight, ConvertedKernel):
+            operands[site.side] = refuse_gradient(f"{layer} has a converted kernel, {NOT_TRAINED}", weight)
         operands = [
             each if isinstance(each, ConvertedKernel) or index > 1 else reverse_only(layer, each)
             for index, each in enumerate(operands)

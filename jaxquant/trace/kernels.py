@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxquant.backends import Backend, load
@@ -23,7 +24,7 @@ from jaxquant.core.blocks import BlocksError
 from jaxquant.core.delayed import together
 from jaxquant.core.paths import layer_name
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
-from jaxquant.core.quant_state import nested
+from jaxquant.core.quant_state import HISTORY, nested
 from jaxquant.core.recipe import Recipe
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.contract import batch_steps, without_batch
@@ -32,6 +33,7 @@ from jaxquant.trace.plan import Contraction, Key
 from jaxquant.trace.structure import Step, dtype_read, run_steps, sliced, sources_of, without_axes
 
 Array = jax.Array
+_FAR = 16.0  # amaxes of two batches of one distribution do not differ by so much
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +179,32 @@ class LayerKernel:
                 f"{layer_name(self.path)} has NaN or infinity in its kernel {'/'.join(self.name)!r}, which "
                 f"{self.recipe.name!r} cannot hold; convert parameters of an earlier step, or leave the layer in float"
             )
+
+
+def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
+    """Describe each layer that reads an example input as it is, and whose history is of inputs of another magnitude.
+
+    Args:
+      analysis: of the function, decided.
+      examples: its last arguments. Shapes, and arrays of one number, such as zeros, are not compared.
+      states: quant state of every quantized contraction.
+    """
+    jaxpr = analysis.plan.jaxpr
+    known = dict(zip(map(id, reversed(jaxpr.invars)), reversed(examples), strict=False))
+    for index, eqn in enumerate(jaxpr.eqns):
+        site = analysis.plan.sites.get(index)
+        if eqn.primitive.name in ("convert_element_type", "reshape", "transpose"):
+            known[id(eqn.outvars[0])] = known.get(id(eqn.invars[0]))
+        elif site is not None and site.side is not None:
+            pair = known.get(id(eqn.invars[1 - site.side])), states.get(site.key, {}).get(f"input_{HISTORY}")
+            if all(isinstance(each, jax.Array | np.ndarray) and not isinstance(each, Tracer) for each in pair):
+                amax, seen = (float(jnp.max(jnp.abs(each))) for each in pair)
+                if seen and jnp.ptp(pair[0]) and not seen / _FAR <= amax <= seen * _FAR:
+                    yield (
+                        f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, and the largest "
+                        f"in its quant state, which gives its static scale, is {seen:.3g}; calibrate with inputs like "
+                        "those that the model will serve"
+                    )
 
 
 @jax.jit

@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
+from flax import nnx
 
 from jaxquant.config.quant_config import QuantConfig, refuse_fields
 from jaxquant.state.packed import PackedState, State
@@ -52,10 +54,16 @@ def quantize(fn: Callable[..., Any], config: Any, *, like: QuantizedFunction | N
     Raises:
       NotImplementedError: what the backend does not honour, and settings of serving.
       ValueError: a function without an argument by position, or with one called ``quant_state``.
+      TypeError: a Flax module or class in place of a function.
       TypeError, ValueError, NotImplementedError: the config, as ``QuantConfig.from_any``.
 
     Source: the interpreter pattern of "Writing custom interpreters in JAX"; quax does the same for array types.
     """
+    if issubclass(kind := fn if isinstance(fn, type) else type(fn), (nn.Module, nnx.Module)):
+        raise TypeError(
+            f"quantize takes a function of (params, *args), got the Flax module {kind.__name__}; quantize the module "
+            "with jaxquant.maybe_quantize_model(model, config), or the function model.apply"
+        )
     config = QuantConfig.from_any(config)
     refuse_fields(config, _NOT_OF_FUNCTIONS)
     return QuantizedFunction(fn, config, like)
