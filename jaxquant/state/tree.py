@@ -47,8 +47,8 @@ from jaxquant.state.packed import PackedState, State, Tree, pack, require_tree, 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Collection of the quant state: flax's name, so that flax's ``TrainState`` keeps it out of the optimizer."""
 
-_MARK = re.compile(rf"(.*_)?({BINS}|{HISTORY})|({SPARSITY}_)?{USES}")
-"""Names of fields that an optimizer makes negative."""
+_MARK = re.compile(rf"({BINS}|{HISTORY}|{SPARSITY}_{USES})(_|$)")
+"""Found in the flat or nested name of a field that an optimizer makes negative."""
 _READ: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
 """Traced marks of quant state that a layer has read, by id: the arrays of the function that takes the gradient."""
 
@@ -103,7 +103,7 @@ def merge(params: Any, quant_state: State) -> dict[str, Any]:
 def _marks_in(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield the path and the array of each field of quant state that an optimizer makes negative."""
     for keys, leaf in jax.tree.leaves_with_path(tree):
-        if any(_MARK.fullmatch(str(getattr(key, "key", ""))) for key in keys[-2:]):  # NNX has a key below the name
+        if _MARK.search("_".join(str(getattr(key, "key", "")) for key in keys[-2:])):
             yield join_path(keys), leaf
 
 

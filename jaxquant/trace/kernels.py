@@ -196,13 +196,13 @@ def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Ke
         if eqn.primitive.name in ("convert_element_type", "reshape", "transpose"):
             known[id(eqn.outvars[0])] = known.get(id(eqn.invars[0]))
         elif site is not None and site.side is not None:
-            pair = known.get(id(eqn.invars[1 - site.side])), states.get(site.key, {}).get(f"input_{HISTORY}")
+            pair: Any = known.get(id(eqn.invars[1 - site.side])), states.get(site.key, {}).get(f"input_{HISTORY}")
             if all(isinstance(each, jax.Array | np.ndarray) and not isinstance(each, Tracer) for each in pair):
                 amax, seen = (float(jnp.max(jnp.abs(each))) for each in pair)
                 if seen and jnp.ptp(pair[0]) and not seen / _FAR <= amax <= seen * _FAR:
                     yield (
-                        f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, and the largest "
-                        f"in its quant state, which gives its static scale, is {seen:.3g}; calibrate with inputs like "
+                        f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, and the "
+                        f"quant state that gives its static scale has seen {seen:.3g}; calibrate with inputs like "
                         "those that the model will serve"
                     )
 

@@ -1,0 +1,152 @@
+"""Arguments in the wrong place: each is one error that names the argument, before anything else fails."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxquant
+from jaxquant import state
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+FP8 = {"quantization": "fp8", "amax_history_length": 4}
+INT8 = {"quantization": "int8", "quant_backend": "native"}
+PLAIN = nn.Dense(8)
+MODEL: Any = jaxquant.maybe_quantize_model(PLAIN, FP8, X)
+FUNCTION = jaxquant.quantize(lambda params, x: x @ params["kernel"], FP8)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every argument of the mistakes below, by the name that they use."""
+    variables = MODEL.init(jax.random.key(1), X)
+    params, quant_state = state.split(variables)
+    observation = jax.grad(loss, argnums=1)(params, quant_state)
+    float_variables = {"params": params}
+    served = jaxquant.convert(float_variables, INT8, X, model=PLAIN)
+    served8 = jaxquant.convert(state.merge(params, state.update(quant_state, observation)), FP8, X, model=PLAIN)
+    places = (tmp_path_factory.mktemp("served") / str(number) for number in itertools.count())
+    nnx_model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    return {**globals(), **locals()}
+
+
+def loss(params: Any, quant_state: Any) -> jax.Array:
+    return (MODEL.apply(state.merge(params, quant_state), X) ** 2).mean()
+
+
+def serve() -> Any:
+    return jaxquant.maybe_quantize_model(PLAIN, FP8 | {"checkpoint_is_quantized": True})
+
+
+def swapped_step(params: Any, quant_state: Any) -> Any:
+    return state.update(jax.grad(loss, argnums=1)(params, quant_state), quant_state)
+
+
+CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
+ONE_TREE = r"is (NoneType|list|tuple|M|Dense|ArrayImpl|generator), not a dict nested by module name; give what init"
+SWAPPED = r"observation is the quant state .*update\(quant_state, observation\)"
+WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
+MISTAKES = {
+    "state.update(observation, quant_state)": SWAPPED,
+    "state.update(state.pack(observation), state.pack(quant_state))": SWAPPED,
+    "jax.jit(swapped_step)(params, quant_state)": SWAPPED,
+    "state.update(quant_state, None)": "its gradient " + ONE_TREE,
+    "state.update([quant_state], observation)": "quant state " + ONE_TREE,
+    "state.accumulate(quant_state, (observation,))": "what is added " + ONE_TREE,
+    "state.accumulate(None, observation)": "the total " + ONE_TREE,
+    **{f"state.{name}(None)": ONE_TREE for name in ("strip_bins", "with_bins", "pack", "unpack", "warm")},
+    "state.strip_bins(MODEL)": ONE_TREE,
+    "state.split(MODEL)": "variables are Dense, not a dict; pass all that model.init returned",
+    "state.merge(quant_state, params)": r"params has quant state at '.*'; call merge\(params, quant_state\)",
+    "state.merge(variables, quant_state)": r"params has quant state at '_overwrite_with_gradient/",
+    "state.merge(float_variables, quant_state)": "one of them is the whole variables",
+    "state.merge(params, variables)": "one of them is the whole variables",
+    "state.merge(params, params)": "one of them is the whole variables or swapped",
+    "state.merge(params, [quant_state])": ONE_TREE,
+    "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
+    "jaxquant.serving.save(next(places), variables, FP8)": WHOLE,
+    "jaxquant.serving.save(next(places), served['params'], {'quantization': 'int4w'})": "int8, .*makes int4",
+    "jaxquant.serving.save(next(places), served['params'], {'quantization': ''})": "makes no quantized kernels",
+    "jaxquant.calibrate(float_variables, FP8, X, model=PLAIN)": r"batches is ArrayImpl, .*pass \[x\] for one input x",
+    "jaxquant.calibrate(nnx_model, FP8, X)": r"batches is ArrayImpl, .*pass \[x\]",
+    "jaxquant.calibrate(float_variables, FP8, {'x': X}, model=PLAIN)": "batches is dict",
+    "jaxquant.calibrate(float_variables, FP8, None, model=PLAIN)": "batches is NoneType",
+    "jaxquant.calibrate(params, FP8, [X], model=PLAIN)": "variables have no collection 'params'",
+    "jaxquant.calibrate(float_variables, FP8, [X], model=MODEL)": "quantized already, .*give the float model",
+    "jaxquant.quantize(PLAIN, FP8)": "got the Flax module Dense; .*maybe_quantize_model",
+    "jaxquant.quantize(nn.Dense, FP8)": "got the Flax module Dense; .*maybe_quantize_model",
+    "jaxquant.quantize(nnx_model, FP8)": "got the Flax module Linear; .*maybe_quantize_model",
+    "PLAIN.apply(served, X)": CONVERTED,
+    "X @ jaxquant.quantize(lambda p, x: x @ p, INT8).convert(X.T, {}, X)": CONVERTED,
+    "jax.grad(lambda v: serve().apply(v, X).sum())(served8)": "the root layer has a converted kernel, which does not",
+    "jaxquant.describe_layers(MODEL, FP8, X)": "quantized already, .*give the float model",
+    "jaxquant.linear_layers(MODEL, X)": "quantized already, .*give the float model",
+    "jaxquant.TrainState": "no attribute 'TrainState'; it is jaxquant.state.TrainState",
+    "jaxquant.save": "it is jaxquant.serving.save",
+    "jaxquant.nothing": "no attribute 'nothing'$",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_an_error_that_names_the_argument(mistake, given):
+    with pytest.raises((TypeError, ValueError, AttributeError), match=MISTAKES[mistake]):
+        eval(mistake, dict(given))
+
+
+def test_params_may_have_names_that_quant_state_has(given):
+    params = {"uses": jnp.ones(3), "params": jnp.ones(3), "scale": jnp.ones(3), "token_uses": jnp.ones(3)}
+    optax.apply_updates(params, params)
+    assert state.merge(params, {}) == {"params": params}
+    assert state.merge(params, given["quant_state"])["params"] is params
+
+
+OPTIMIZERS = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(1e-3), "steps": optax.MultiSteps(optax.adam(1e-3), 2)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tx", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["jit", "eager", "scan"])
+def test_optax_over_everything_is_an_error_at_the_first_step(way, tx, dtype, given):
+    tx, variables = (
+        OPTIMIZERS[tx],
+        state.merge(jax.tree.map(lambda p: p.astype(dtype), given["params"]), given["quant_state"]),
+    )
+
+    def step(carried: Any, _: Any = None) -> Any:
+        value, grads = jax.value_and_grad(lambda v: (MODEL.apply(v, X) ** 2).mean())(carried[0])
+        updates, opt_state = tx.update(grads, carried[1], carried[0])
+        return (optax.apply_updates(carried[0], updates), opt_state), value
+
+    run = {"jit": jax.jit(step), "eager": step, "scan": lambda carried: jax.lax.scan(step, carried, None, 3)}[way]
+    with pytest.raises(ValueError, match=r"updates quant state, as at '.*', .*jaxquant\.state\.split.*TrainState"):
+        run((variables, tx.init(variables)))
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+def test_calibration_with_inputs_of_another_size_warns_at_conversion(size, given, recwarn):
+    calibrated = jaxquant.calibrate(given["float_variables"], FP8, [size * X], model=PLAIN)
+    jaxquant.convert(calibrated, FP8, X, model=PLAIN)
+    jaxquant.convert(jaxquant.calibrate(given["nnx_model"], FP8, [size * X]), FP8, X.reshape(2, 2, 8))
+    found = [each for each in recwarn if "an example input of largest magnitude" in str(each.message)]
+    assert len(found) == (0 if size == 1 else 2)
+    for example in (jax.ShapeDtypeStruct(X.shape, X.dtype), jnp.zeros_like(X)):
+        jaxquant.convert(calibrated, FP8, example, model=PLAIN)
+    assert len([each for each in recwarn if "an example input" in str(each.message)]) == len(found)
+
+
+@pytest.mark.parametrize("backend", ["auto", "qwix", "native"])
+def test_float64_operands_run(backend):
+    with jax.enable_x64(True):
+        model: Any = jaxquant.maybe_quantize_model(
+            nn.Dense(8, dtype="float64"), {"quantization": "int8", "quant_backend": backend}
+        )
+        x = np.asarray(X, np.float64)
+        assert model.apply(model.init(jax.random.key(1), x), x).dtype == "float64"
