@@ -51,8 +51,9 @@ def swapped_step(params: Any, quant_state: Any) -> Any:
 
 
 CONVERTED = r"a converted parameter \(int8 .*checkpoint_is_quantized true"
-ONE_TREE = r"is (NoneType|list|tuple|M|Dense|ArrayImpl|generator), not a dict nested by module name; give what init"
+ONE_TREE = r"is (NoneType|list|tuple|Dense), not a dict nested by module name; give what init"
 SWAPPED = r"observation is the quant state .*update\(quant_state, observation\)"
+PARTS = r"params has \[.*they are swapped, or one of them is the whole variables; call merge\(params, quant_state"
 WHOLE = "params has the collection 'params', so it is the whole variables; save variables"
 MISTAKES = {
     "state.update(observation, quant_state)": SWAPPED,
@@ -64,12 +65,12 @@ MISTAKES = {
     "state.accumulate(None, observation)": "the total " + ONE_TREE,
     **{f"state.{name}(None)": ONE_TREE for name in ("strip_bins", "with_bins", "pack", "unpack", "warm")},
     "state.strip_bins(MODEL)": ONE_TREE,
-    "state.split(MODEL)": "variables are Dense, not a dict; pass all that model.init returned",
-    "state.merge(quant_state, params)": r"params has quant state at '.*'; call merge\(params, quant_state\)",
-    "state.merge(variables, quant_state)": r"params has quant state at '_overwrite_with_gradient/",
-    "state.merge(float_variables, quant_state)": "one of them is the whole variables",
-    "state.merge(params, variables)": "one of them is the whole variables",
-    "state.merge(params, params)": "one of them is the whole variables or swapped",
+    "state.split(MODEL)": "variables " + ONE_TREE,
+    "state.merge(quant_state, params)": PARTS,
+    "state.merge(variables, quant_state)": PARTS,
+    "state.merge(float_variables, quant_state)": PARTS,
+    "state.merge(params, variables)": PARTS,
+    "state.merge(params, params)": PARTS,
     "state.merge(params, [quant_state])": ONE_TREE,
     "jaxquant.serving.save(next(places), served, INT8)": WHOLE,
     "jaxquant.serving.save(next(places), variables, FP8)": WHOLE,
@@ -79,7 +80,7 @@ MISTAKES = {
     "jaxquant.calibrate(nnx_model, FP8, X)": r"batches is ArrayImpl, .*pass \[x\]",
     "jaxquant.calibrate(float_variables, FP8, {'x': X}, model=PLAIN)": "batches is dict",
     "jaxquant.calibrate(float_variables, FP8, None, model=PLAIN)": "batches is NoneType",
-    "jaxquant.calibrate(params, FP8, [X], model=PLAIN)": "variables have no collection 'params'",
+    "jaxquant.calibrate(params, FP8, [X], model=PLAIN)": "the variables to calibrate have no collection 'params'",
     "jaxquant.calibrate(float_variables, FP8, [X], model=MODEL)": "quantized already, .*give the float model",
     "jaxquant.quantize(PLAIN, FP8)": "got the Flax module Dense; .*maybe_quantize_model",
     "jaxquant.quantize(nn.Dense, FP8)": "got the Flax module Dense; .*maybe_quantize_model",

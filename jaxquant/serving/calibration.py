@@ -54,8 +54,6 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
     float_model = model_or_variables if isinstance(model_or_variables, nnx.Module) else model
     if not isinstance(float_model, (nn.Module, nnx.Module)):
         raise TypeError("calibrate of a Linen model's variables needs the float model too: pass model=model")
-    if isinstance(float_model, nn.Module) and "params" not in model_or_variables:
-        raise ValueError(f"variables have no collection 'params', only {sorted(model_or_variables)}; pass all of them")
     recipes = choose_recipes(float_model, config, *first)
     for path, recipe in recipes.items():
         if recipe.sparsity is not None:
@@ -69,7 +67,8 @@ def calibrate(model_or_variables: Any, config: Any, batches: Iterable[Any], *, m
     quantized = maybe_quantize_model(float_model, config, *first)
     if isinstance(quantized, nnx.Module):
         return _observe_nnx(quantized, _at_most(longest, first, each))
-    assert isinstance(model_or_variables, Mapping)
+    if not isinstance(model_or_variables, Mapping) or "params" not in model_or_variables:
+        raise ValueError("the variables to calibrate have no collection 'params'; pass all that model.init returned")
     return _observe_linen(quantized, model_or_variables, _at_most(longest, first, each))
 
 

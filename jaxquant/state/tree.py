@@ -60,8 +60,7 @@ def split(variables: Tree) -> tuple[Any, dict[str, Any]]:
       ValueError: there is no "params" collection, or another one that this split would lose.
       TypeError: the quant state among them is packed.
     """
-    if not isinstance(variables, Mapping):
-        raise TypeError(f"variables are {type(variables).__name__}, not a dict; pass all that model.init returned")
+    require_tree(variables, "variables")
     if "params" not in variables:
         raise ValueError(
             f"variables have no collection 'params', only {sorted(variables)}; pass all that model.init returned, and "
@@ -92,10 +91,9 @@ def merge(params: Any, quant_state: State) -> dict[str, Any]:
     require_tree(params, "params")
     tree, found = unpack(quant_state), next(_marks_in(params), None)
     if found or list(params) == ["params"] or (tree and ("params" in tree or not next(_marks_in(tree), None))):
-        wrong = f"params has quant state at {found[0]!r}" if found else "one of them is the whole variables or swapped"
         raise ValueError(
-            f"jaxquant.state.merge got params with {list(params)} and quant_state with {list(tree)}: {wrong}; call "
-            "merge(params, quant_state) with the two parts that jaxquant.state.split returns"
+            f"params has {list(params)} and quant_state has {list(tree)}: they are swapped, or one of them is the "
+            "whole variables; call merge(params, quant_state) with the two parts that jaxquant.state.split returns"
         )
     return {"params": params} | ({OVERWRITE_WITH_GRADIENT: tree} if tree else {})
 
@@ -126,10 +124,9 @@ def _refuse_swapped(quant_state: State, observation: State) -> None:
     In a trace the state is an array that a layer has read. Outside of one only an observation has numbers in its bins.
     """
     (_, first), (name, second) = (next(_marks_in(tree), ("", None)) for tree in (quant_state, observation))
-    is_state = isinstance(second, Tracer) and _READ.get(id(second)) is second
-    if not isinstance(second, Tracer) and BINS in name and any_of(first, lambda part: part > 0):
-        is_state = not any_of(second, lambda part: part > 0)
-    if is_state:
+    is_known = isinstance(second, Tracer) or BINS not in name
+    is_state = _READ.get(id(second)) is second if is_known else any_of(first, np.any) and not any_of(second, np.any)
+    if is_state and second is not None:
         raise ValueError(
             "observation is the quant state of the step and quant_state is what the step observed; call "
             "jaxquant.state.update(quant_state, observation), where observation is the gradient"
