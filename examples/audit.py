@@ -33,7 +33,7 @@ def main(targets: tuple[str, ...] = ("h200",), width: int = 1024, quantization: 
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
-    found = jaxquant.coverage(step, state, x, layers=jaxquant.describe_layers(plain, config, x))
+    found = jaxquant.coverage(step, state, x)
     found.check()  # raises where the traced step is not what was asked
     print(found.text())
     for target in targets:

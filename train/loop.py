@@ -103,7 +103,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None]) -> Callable[[], Non
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
         config = program.config
-        coverage = of_trace(check_step(program, next(data.held_out())), layers=program.model.layers)
+        coverage = of_trace(check_step(program, next(data.held_out())))
         if config.strict:
             coverage.check()
         health = build_health(program) if config.health_every else None

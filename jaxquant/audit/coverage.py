@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxquant.audit import whole
@@ -29,7 +29,6 @@ def coverage(
     fn: Callable[..., Any],
     *args: Any,
     config: Any = None,
-    layers: Iterable[LayerRow] | None = None,
     **kwargs: Any,
 ) -> Coverage:
     """List every contraction that a function runs, forward and backward, without running it.
@@ -43,8 +42,9 @@ def coverage(
       fn: any function of arrays, such as a training step; jitted or not, quantized by whatever library. NNX models
         and optimizers are arguments of it, or it is a model itself.
       args, kwargs: its arguments, arrays or ``jax.ShapeDtypeStruct``.
-      config: anything that ``QuantConfig.from_any`` takes, for reasons and for ``Coverage.check``.
-      layers: what ``describe_layers`` says of the model, which knows the layers better than ``config`` alone.
+      config: anything that ``QuantConfig.from_any`` takes, for reasons and for ``Coverage.check`` of a function that
+        another library quantized, or to compare a quantized model with another config. Without it each layer that
+        jaxquant quantized is compared with what was decided when it was traced.
 
     Raises:
       TypeError: fn cannot be called.
@@ -53,29 +53,26 @@ def coverage(
     if not callable(fn):
         raise TypeError(f"coverage takes a function and its arguments, got {type(fn).__name__}")
     traced, names = whole.trace(fn, args, kwargs)
-    return _of_jaxpr(traced.jaxpr, names, config, layers)
+    return _of_jaxpr(traced.jaxpr, names, config)
 
 
-def of_trace(traced: Any, config: Any = None, layers: Iterable[LayerRow] | None = None) -> Coverage:
+def of_trace(traced: Any) -> Coverage:
     """List the contractions of a function that is traced already; otherwise as ``coverage``.
 
     Args:
       traced: ``jax.jit(fn).trace(*args)``.
-      config, layers: as ``coverage`` takes them.
     """
-    return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), config, layers)
+    return _of_jaxpr(traced.jaxpr, input_names(traced.args_info), None)
 
 
-def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any, layers: Iterable[LayerRow] | None) -> Coverage:
-    reports = {report.path: report for report in layers or ()}
+def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any) -> Coverage:
     program = Graph(closed, names)
-    labeled, reading = label_contractions(closed, names, program.contractions, reports)
-    asked = QuantConfig() if config is None else QuantConfig.from_any(config)
-    has_config = config is not None or layers is not None
+    labeled, reading = label_contractions(closed, names, program.contractions)
+    asked, has_config = QuantConfig() if config is None else QuantConfig.from_any(config), config is not None
     backend = load(asked.resolved_backend or "native", is_completed=asked.leaves_backend_open)
     resolver, sites = asked.resolver(), _sites(labeled)
-    floats = {} if resolver is None or reports else resolver.float_blocks(sites, must_have=False)
-    decide = _Decider(reports, resolver, has_config, reading, sites, floats, backend)
+    floats = {} if resolver is None else resolver.float_blocks(sites, must_have=False)
+    decide = _Decider(resolver, has_config, reading, sites, floats, backend)
     layers_found = _layers(labeled, decide)
     lent = _lend(layers_found, labeled, decide)
     rows = tuple(_row(each, decide, is_lent=each in lent) for each in labeled)
@@ -95,8 +92,7 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
 
 def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
     """Report it where the config quantizes and nothing of it can have been seen."""
-    wants = any(report.recipe for report in decide.reports.values()) or decide.resolver is not None
-    if wants and not decide.reports and not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
+    if decide.resolver is not None and not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
         what = "none of them is of a layer to quantize" if rows else "it has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
 
@@ -106,9 +102,10 @@ _Layers = dict[str, list[LabeledContraction]]
 
 
 def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
-    layers: _Layers = {path: [] for path, report in decide.reports.items() if report.recipe}
+    layers: _Layers = {}
     for each in labeled:
-        is_own = each.path in layers and each.matmul != "update"
+        is_known = each.path in layers or ((report := decide.report(each)) is not None and report.recipe is not None)
+        is_own = is_known and each.matmul != "update"
         if is_own or ((decision := decide(each)) is not None and any(decision.wanted.values())):
             layers.setdefault(each.path, []).append(each)
     return layers
@@ -117,15 +114,13 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
 def _missing(
     layers: _Layers, labeled: Sequence[LabeledContraction], lent: Mapping[LabeledContraction, _Gap]
 ) -> Iterator[str]:
-    """List the layers to quantize that are not there, and of those that are there the backward matmuls that are not."""
+    """List the backward matmuls of layers to quantize that are not there, for models that are differentiated."""
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
-    has_backward = any(each.is_backward for each in labeled)
+    models = {each.contraction.place.decided for each in labeled if each.is_backward}
     for path, own in layers.items():
         name = path or "the model itself"
-        if not own:
-            yield name
-        elif has_backward:
+        if any(each.contraction.place.decided in models for each in own):
             found = [each.matmul for each in own if each.is_backward]
             found += [gap.matmul for gap in lent.values() if gap.path == path]
             lacking = [matmul for matmul in _gradients(own, results) if matmul not in found]
@@ -212,9 +207,8 @@ class _Decision:
 
 @dataclasses.dataclass(frozen=True)
 class _Decider:
-    """What a config makes of a contraction: of known layers by their report, else by its rules."""
+    """What is asked of a contraction: by a config's rules, or without one by what was decided when it was traced."""
 
-    reports: dict[str, LayerRow]
     resolver: Resolver | None
     has_config: bool
     reading: Reading
@@ -224,18 +218,21 @@ class _Decider:
 
     @property
     def is_off(self) -> bool:
-        return self.has_config and not self.reports and self.resolver is None
+        return self.has_config and self.resolver is None
+
+    def report(self, each: LabeledContraction) -> LayerRow | None:
+        """Return what was decided over a contraction when it was traced; None under a config and where nothing was."""
+        return None if self.has_config else each.layers.get(each.path)
 
     def __call__(self, each: LabeledContraction) -> _Decision | None:
         """Decide about a contraction; None for what is no linear layer."""
         if each.matmul == "update":
             return None
-        if each.path in self.reports:
-            report = self.reports[each.path]
+        if (report := self.report(each)) is not None:
             wanted = {name: report.dtypes[name].elements for name in MATMULS}
             return _Decision(wanted, _reason(report.recipe, report.reason))
         forward = each.forward
-        if self.reports or self.resolver is None or forward is None or not _is_layer(forward):
+        if self.resolver is None or forward is None or not _is_layer(forward):
             return None
         assert forward.site is not None
         decision = self.resolver(each.path, forward.site.out_features)

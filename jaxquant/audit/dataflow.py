@@ -22,6 +22,7 @@ from jaxquant.ops.gradients import REVERSE_ONLY
 from jaxquant.trace.analysis import JITS, REMATS, open_jaxpr, programs, scan_counts
 from jaxquant.trace.plan import OPERATIONS
 from jaxquant.trace.registry import CUSTOM
+from jaxquant.trace.report import Decided
 
 _CALLS = JITS | REMATS | CUSTOM | {"composite"}
 """Primitives whose one inner program takes their operands and gives their results, in order."""
@@ -72,6 +73,7 @@ class Place:
         the body of a ``while`` counts once and so does every branch of a ``cond``.
       context: index of the equation at each level of nesting, as ``trace.analysis`` counts.
       kernel: the primitive of the kernel that it is in, or "".
+      decided: what was decided over the layers of the quantized model that it is part of, or None.
     """
 
     scopes: tuple[str, ...] = ()
@@ -79,15 +81,19 @@ class Place:
     times: int = 1
     context: tuple[int, ...] = ()
     kernel: str = ""
+    decided: Decided | None = None
 
     def at(self, index: int, eqn: Any) -> Place:
-        scopes, is_backward = list(self.scopes), self.is_backward
+        scopes, is_backward, decided = list(self.scopes), self.is_backward, self.decided
         for each in eqn.source_info.name_stack.stack:
             if type(each).__name__ == "Scope":
                 scopes += each.name.split("/")
             is_backward |= type(each).__name__ == "Transform" and each.name == "transpose"
+            decided = each if isinstance(each, Decided) else decided
         context = (*self.context, index)
-        return dataclasses.replace(self, scopes=tuple(scopes), is_backward=is_backward, context=context)
+        return dataclasses.replace(
+            self, scopes=tuple(scopes), is_backward=is_backward, context=context, decided=decided
+        )
 
     def repeated(self, times: int, kernel: str = "") -> Place:
         return dataclasses.replace(self, times=self.times * times, kernel=kernel or self.kernel)

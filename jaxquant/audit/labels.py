@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxquant.audit.dataflow import Contraction, Value, ancestors
@@ -15,6 +15,7 @@ from jaxquant.core.hadamard import SCOPE
 from jaxquant.core.matmul_dtypes import MatmulDtypes
 from jaxquant.trace.paths import Name
 from jaxquant.trace.plan import Contraction as Site
+from jaxquant.trace.report import Row as LayerRow
 
 _OP_MODULE = re.compile(r"(Aqt\w*|aqt_\w+|Fp8\w+|NANOO\w+|DotGeneral)_\d+(\..*)?|aqt_\w+|DotGeneral|dlhs|drhs")
 _RECOMPUTED = "rematted_computation"
@@ -74,13 +75,19 @@ class LabeledContraction:
         return MatmulDtypes(*(found.dtype for _, found in self.operands))
 
     @property
+    def layers(self) -> Mapping[str, LayerRow]:
+        """The layers, by path, of the quantized model that it is part of."""
+        decided = self.contraction.place.decided or (self.forward and self.forward.contraction.place.decided)
+        return decided.layers if decided else {}
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Scopes that are modules: without einsum equations, and methods without their names."""
         return tuple(scope.partition(".")[0] for scope in self.scopes if not re.search(r"->|,", scope))
 
 
 def label_contractions(
-    closed: Any, names: Sequence[Name], found: Iterable[Contraction], layers: Iterable[str]
+    closed: Any, names: Sequence[Name], found: Iterable[Contraction]
 ) -> tuple[list[LabeledContraction], Reading]:
     """Label the contractions that are read with the path of their layer and with their matmul.
 
@@ -93,18 +100,18 @@ def label_contractions(
       closed: jaxpr of a program.
       names: of its inputs.
       found: its contractions; a gradient may be that of a forward one that nobody reads.
-      layers: paths of the layers that are known.
     """
     labeled = [_open(each) for each in found if SCOPE not in each.place.scopes]  # a rotation is no layer
-    known = [tuple(path.split("/")) for path in layers]
     read = [each for each in labeled if each.contraction.is_read]
     forward = [each for each in sorted(labeled, key=lambda each: not each.contraction.is_read) if not each.is_backward]
     backward = [each for each in read if each.is_backward]
+    models = dict.fromkeys(each.contraction.place.decided for each in labeled)
+    known = [_name(path) for model in models if model is not None for path in model.layers]
     reading = Reading(closed, names, [each.origins for each in read if not each.is_backward], known)
     for each in (*forward, *backward):
         each.site = reading.site(each.contraction.place.context)
         if each.site is not None or not each.is_backward:
-            each.path = _path(each, reading.layer(each.site), known)
+            each.path = _path(each, reading.layer(each.site))
     for each in forward:
         each.swapped, each.forward = each.weight_side == 0, each
     _find_forward(forward, backward)
@@ -113,22 +120,23 @@ def label_contractions(
             each.path = each.forward.path
             each.matmul, residual = _backward_matmul(each, each.forward)
         else:
-            each.path = each.path or _path(each, "", known)
+            each.path = each.path or _path(each, "")
             each.matmul = each.op_label or "bwd"
             residual = _kept_side(each, each.matmul)
         each.swapped = residual == (1 if each.matmul == "drhs" else 0)
-    _mark_updates(forward, backward, known)
+    _mark_updates(forward, backward)
     return read, reading
 
 
-def _mark_updates(
-    forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction], known: Sequence[Name]
-) -> None:
+def _name(path: str) -> Name:
+    return tuple(path.split("/"))
+
+
+def _mark_updates(forward: Sequence[LabeledContraction], backward: Sequence[LabeledContraction]) -> None:
     """Mark what an optimizer multiplies, as Muon does: floats made of gradients, without gradients of their own."""
     used, gradients = {each.forward for each in backward}, {each.contraction.out for each in backward}
     for each in forward:
-        is_known = known != [("",)] and tuple(each.path.split("/")) in known  # of such a model all has its path
-        is_layer = each.site is not None or each.dtypes.is_low or is_known
+        is_layer = each.site is not None or each.dtypes.is_low or each.path in each.layers
         if gradients and not is_layer and not each.is_recomputed and each not in used:
             operands = each.contraction.lhs, each.contraction.rhs
             if not gradients.isdisjoint(ancestors(operands, stop=gradients.__contains__)):
@@ -188,8 +196,9 @@ def _difference(backward: LabeledContraction, forward: LabeledContraction) -> in
     return 0 if kept.size == other.size else 1 if kept.shape[-1:] == other.shape[-1:] else 2
 
 
-def _path(each: LabeledContraction, own: str, known: Sequence[Name]) -> str:
+def _path(each: LabeledContraction, own: str) -> str:
     """Return the known layer that the path of a parameter or else a scope belongs to, else that path or the scopes."""
+    known = list(map(_name, each.layers))
     if known == [("",)]:  # a model that is a layer itself
         return ""
     for whole in (tuple(own.split("/")), each.modules):

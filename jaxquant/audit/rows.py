@@ -99,8 +99,8 @@ class Coverage:
 
     Attributes:
       rows: every contraction, in the order of the program.
-      missing: layers that the config quantizes and that no contraction was found for, such as "mlp/wi"; in a function
-        with a backward pass also those without one of their backward matmuls, such as "mlp/wi drhs".
+      missing: backward matmuls of layers to quantize that no contraction was found for, such as "mlp/wi drhs"; only of
+        models that the function differentiates.
       faults: what is wrong with the function as a whole.
       state_faults: what is wrong with what becomes of quant state.
       frozen: layers with a backward pass whose quant state stands still on purpose, under ``state.frozen``.

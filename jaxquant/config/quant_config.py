@@ -45,7 +45,7 @@ class QuantConfig(options.Options):
         where they can, XLA elsewhere); null picks. Numbers do not depend on it.
       use_qwix_quantization: MaxText's spelling of ``quant_backend: qwix``.
       strict: a training run refuses to start where a layer's matmuls are not in the dtypes of its recipe; in a loop of
-        your own, ``jaxquant.coverage(step, ..., config=config).check()``.
+        your own, ``jaxquant.coverage(step, ...).check()``.
       rules: ordered rules, first match wins; a string of theirs must run on the config's backend. A rule made in
         Python may carry a ``Recipe`` of its own, on a backend that honours it.
       float_first_blocks, float_last_blocks: how many of the first and last blocks stay in float where no rule decides:

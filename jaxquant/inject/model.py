@@ -70,8 +70,10 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(
-                "checkpoint_is_quantized true asks for a Linen model that runs on converted parameters; an NNX model "
-                "is converted whole: jaxquant.convert(model, config, *example_inputs)"
+                "checkpoint_is_quantized true asks for a Linen model that runs on converted parameters, and this is an NNX "
+                "model; convert one without arrays and put the saved parameters in, with a config without that field: "
+                "served = nnx.eval_shape(lambda: jaxquant.convert(jaxquant.maybe_quantize_model(make(), config, x), "
+                "config, x)); jaxquant.serving.update_nnx(served, jaxquant.serving.load(folder).params)"
             )
         return quantize_nnx(model, config, *example_inputs, **example_kwargs)
     return quantize_linen(model, config, *example_inputs, **example_kwargs)

@@ -50,7 +50,8 @@ def with_bins(quant_state: State, like: State | None = None) -> Any:
 
     Args:
       quant_state: arrays or their shapes.
-      like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do. Where it
+      like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do. Integer
+        keys that orbax restored as text become integers again where it has such. Where it
         is packed (or, without it, the state), so is what is returned.
 
     Raises:
@@ -61,6 +62,9 @@ def with_bins(quant_state: State, like: State | None = None) -> Any:
 
 
 def _with_bins(quant_state: Tree, like: Tree | None) -> dict[Any, Any]:
+    if like is not None:  # orbax restores the integers of nnx.List as text
+        own = {str(name): name for name in like}
+        quant_state = {name if name in like else own.get(name, name): value for name, value in quant_state.items()}
     if like is not None and (unknown := [name for name in quant_state if name not in like]):
         raise ValueError(
             f"quant state has {unknown[0]!r} and the model's has {', '.join(map(str, like)) or 'nothing'}; restore it "

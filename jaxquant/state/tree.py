@@ -291,7 +291,11 @@ def _differences(first: Tree, second: Tree, path: tuple[Any, ...]) -> Iterator[t
 
     def describe(tree: Tree, name: Any) -> str:
         if name not in tree:
-            return "nothing"
+            alike = next((key for key in tree if str(key) == str(name)), None)
+            text = (
+                f"the key {alike!r} and not {name!r}, as orbax restores without a template (use nnx.restore_int_paths)"
+            )
+            return "nothing" if alike is None else text
         return "a module" if isinstance(tree[name], Mapping) else f"shape {jnp.shape(tree[name])}"
 
     for name in [*first, *(name for name in second if name not in first)]:

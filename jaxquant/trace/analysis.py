@@ -293,13 +293,15 @@ class Analysis:
         """Note a program that cannot be opened, where a parameter goes into it and may be multiplied there."""
         weights = [each for each in ins if each.is_weight]
         name = eqn.primitive.name
-        is_callback = "callback" in name and name != "debug_callback"
-        if not weights or not (is_callback or any(map(_multiplies, programs(eqn.params)))):
+        is_matrix = any(each.is_weight and atom.aval.ndim > 1 for each, atom in zip(ins, eqn.invars, strict=True))
+        is_foreign = ("callback" in name and name != "debug_callback") or (name == "ffi_call" and is_matrix)
+        is_product = "dot_general" in name or any(map(_multiplies, programs(eqn.params)))  # also of sparse matrices
+        if not weights or not (is_foreign or is_product):
             return
         site = self.found.setdefault(place.context, Contraction(name, "/".join(place.scopes)))
         self._name(site, flows.join(weights).leaves or frozenset())
         site.is_out_of_reach = True
-        site.reason = f"handed to {name}, which computes outside of jax" if is_callback else f"inside {name}"
+        site.reason = f"handed to {name}, which computes outside of jax" if is_foreign else f"inside {name}"
         if name == "pallas_call":
             site.reason += f" of {function_name(eqn)!r}; {how_to_register()}"
         elif kernel := _kernel_name(eqn):

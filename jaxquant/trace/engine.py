@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.extend import source_info_util
 
 from jaxquant.backends import load
 from jaxquant.config.quant_config import QuantConfig
@@ -32,8 +33,9 @@ from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.arguments import Static, array_names, mark_static, restore_static, split_arrays
 from jaxquant.trace.decisions import Decisions, Dialect, decide
 from jaxquant.trace.plan import Contraction, mark_readings
+from jaxquant.trace.reach import NO_CONTRACTION
 from jaxquant.trace.registry import registered
-from jaxquant.trace.report import Report, Row, layer_rows, row_of
+from jaxquant.trace.report import Decided, Report, Row, layer_rows, row_of
 from jaxquant.trace.rewrite import Rewriter
 
 Function = Callable[..., Any]
@@ -84,6 +86,7 @@ class Engine:
         self.decisions: Decisions | None = None
         self._has_seen_all = False
         self._left_float: Mapping[str, str] = {}  # by path, why ``convert`` left a weight in float
+        self._warned: set[str] = set()  # layers that cannot be quantized, each with its reason
         # jit for its cache alone: without it each call outside of a jit would trace and compile anew.
         self._cached = jax.jit(self._run, static_argnums=(0, 1), inline=True)
         # make_jaxpr keeps programs as jit does, so that init, the first step and convert read the same one.
@@ -200,6 +203,9 @@ class Engine:
         Raises:
           ValueError: a rule that matches no layer, no layer at all, or one that was not decided on.
           NotImplementedError: the config is strict, and a layer is out of reach.
+
+        Warns:
+          UserWarning: a layer is out of reach; once for each layer and reason.
         """
         is_first = is_whole and not self._has_seen_all
         if analysis.is_decided and self.decisions is not None and not is_first:
@@ -208,7 +214,7 @@ class Engine:
             self.resolver.check_alone()
         decisions = self._extended(analysis, self.decisions, check=is_first)
         decisions.apply(analysis.plan)
-        self._check(analysis, is_first)
+        self._check(analysis, is_first, decisions.paths)
         mark_readings(analysis.plan, self.backend.can_share)
         self.decisions, analysis.is_decided = decisions, True
         self._has_seen_all |= is_whole
@@ -226,7 +232,7 @@ class Engine:
             return known
         return decide(analysis, self.resolver, self.backend, self.dialect, known, check=check)
 
-    def _check(self, analysis: Analysis, is_first: bool) -> None:
+    def _check(self, analysis: Analysis, is_first: bool, decided: Iterable[str]) -> None:
         assert self.resolver is not None
         sites = list(analysis.plan.contractions())
         if is_first and not analysis.plan.chosen:
@@ -234,15 +240,17 @@ class Engine:
             reasons = [f"{site.path or f'{site.operation} of {site.shapes}'}: {site.reason}" for site in sites]
             what = "; ".join(dict.fromkeys(reasons)) or f"it has {kind}"
             raise ValueError(f"quantization {self.config.quantization!r} would quantize {kind} of {whole} ({what})")
-        if not self.config.strict:
-            return
-        lost = [site for site in sites if site.is_out_of_reach and self.resolver(site.path, site.out_features).recipe]
-        if lost:
-            what = "; ".join(dict.fromkeys(f"{site.path}: {site.reason}" for site in lost))
-            raise NotImplementedError(
-                f"strict true, and {len(lost)} matmuls with parameters stay in float ({what}); leave them out by a "
-                "rule with recipe null, or set strict to false"
-            )
+        asked = {site.path for site in sites if self.resolver(site.path, site.out_features).recipe is not None}
+        lost = [each for each in sites if each.is_out_of_reach and each.reason != NO_CONTRACTION]
+        floats = self.resolver.float_blocks([*decided, *(each.path for each in lost)], must_have=False)
+        lost = [each for each in lost if each.path in asked and each.path not in floats]
+        what = list(dict.fromkeys(f"{site.path}: {site.reason}" for site in lost))
+        text = f"{len(lost)} matmuls with parameters stay in float ({'; '.join(what)}); leave them out by a rule"
+        if lost and self.config.strict:
+            raise NotImplementedError(f"strict true, and {text} with recipe null, or set strict to false")
+        if not self._warned.issuperset(what):
+            warnings.warn(f"quantization {self.config.quantization!r}: {text} with recipe null", stacklevel=2)
+            self._warned.update(what)
 
     def _marked(self, params: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
         """Return the arguments of a call as ``mark_static`` does; those of a function must be hashable."""
@@ -316,8 +324,10 @@ class Engine:
         noise = None
         if key is not None and any(site.recipe.is_stochastic for site in analysis.plan.chosen if site.recipe):
             noise = fold_many(key, analysis.plan.seeds)
-        run = Rewriter(self._contract, self._share)
-        return traced.rebuild(run.evaluate(analysis.plan, consts, arrays, states, noise))
+        run, stack = Rewriter(self._contract, self._share), source_info_util.current_name_stack()
+        mark = Decided(functools.partial(layer_rows, analysis, self.resolver, self.backend, has_tables=True))
+        with source_info_util.set_name_stack(type(stack)((*stack.stack, mark))):  # pyright: ignore[reportArgumentType]
+            return traced.rebuild(run.evaluate(analysis.plan, consts, arrays, states, noise))
 
     def _contract(self, site: Contraction, eqn: Any, operands: list[Any], state: Any, *rest: Any) -> Any:
         assert site.side is not None

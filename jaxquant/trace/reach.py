@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxquant.trace.plan import CONTRACTIONS, Contraction
 
 NOT_FLOAT = "its operands are not float"
+NO_CONTRACTION = "contracts no axis"
+"""Reason of an outer or elementwise product, such as a norm's scale in an einsum: there is no matmul to quantize."""
 _DIFFERENTIATED = frozenset({"jvp", "transpose"})
 
 
@@ -66,7 +68,7 @@ def out_of_reach(site: Contraction, eqn: Any, place: Place) -> str:
     if site.operation == "ragged_dot_general" and (why := _unusual_ragged(site, eqn)):
         return why
     if site.operation == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
-        return "contracts no axis"
+        return NO_CONTRACTION
     if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in eqn.invars[:2]):
         return NOT_FLOAT
     if any(axis < 0 for leaf in site.leaves for axis in leaf.split):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxquant.backends import Backend
@@ -137,21 +138,43 @@ def decision_fields(
     }
 
 
-def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend) -> list[Row]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decided:
+    """A mark among the name scopes of a quantized program: the layers of its model. It adds nothing to their text.
+
+    Attributes:
+      rows: returns what ``layer_rows`` lists.
+      name: text of the scope.
+    """
+
+    rows: Callable[[], list[Row]]
+    name: str = ""
+
+    def wrap(self, names: list[str]) -> None:
+        """Do nothing, where a scope adds its name."""
+
+    @functools.cached_property
+    def layers(self) -> dict[str, Row]:
+        """The layers by path."""
+        return {row.path: row for row in self.rows()}
+
+
+def layer_rows(analysis: Analysis, resolver: Resolver | None, backend: Backend, has_tables: bool = False) -> list[Row]:
     """List the layers of a function, a row for each path: every contraction with a parameter.
 
-    A table of embeddings is a layer where a rule makes it one. A kernel that is out of reach stands with what the rules
-    ask for, so that ``coverage`` compares that with what is there.
+    A table of embeddings is a layer where a rule makes it one, or with ``has_tables``. A kernel that is out of reach
+    stands with what the rules ask for, so that ``coverage`` compares that with what is there.
 
     Args:
       analysis: of the function, with decisions.
       resolver: of the config, None where quantization is off.
       backend: that runs its recipes.
+      has_tables: whether float tables of embeddings count.
     """
     layers: dict[str, list[Contraction]] = {}
     for site in analysis.plan.contractions():
         is_table = any(leaf.index in analysis.looked_up for leaf in site.leaves)
-        if site.names and not (is_table and site.recipe is None):
+        if site.names and (has_tables or not is_table or site.recipe is not None):
             layers.setdefault(site.path, []).append(site)
     mixed = {analysis.path([index]) for index in analysis.mixed}
     rows = []

@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 def gradient(model, config, x=X):
-    """Give (function, arguments, what describe_layers says) of a quantized model's loss and gradients."""
+    """Give (function, arguments) of a quantized model's loss and gradients."""
     quantized = jaxquant.maybe_quantize_model(model, config, x)
     keys = {"params": jax.random.key(0), "quant": jax.random.key(0)}
     params, state = jaxquant.state.split(jax.eval_shape(quantized.init, keys, x))
@@ -64,7 +64,7 @@ def gradient(model, config, x=X):
         return jnp.mean(jnp.square(quantized.apply(variables, x, rngs={"quant": jax.random.key(1)})))
 
     step = jax.value_and_grad(loss, argnums=(0, 1, 2))
-    return step, (params, state, x), jaxquant.describe_layers(model, config, x)
+    return step, (params, state, x)
 
 
 def rows_of(found, path):
@@ -103,9 +103,9 @@ def test_every_matmul_has_the_dtypes_and_scales_of_its_recipe(string, backend):
     recipe = QuantConfig(**config).recipe()
     is_tiled = any(isinstance(spec, TensorSpec) and spec.tile_size for spec in recipe.specs.values())
     wide = jax.ShapeDtypeStruct((4, 7 * WIDE * 3, 32 * WIDE), jnp.float32)
-    step, args, layers = gradient(Model(WIDE), config, wide) if is_tiled else gradient(Model(), config)
+    step, args = gradient(Model(WIDE), config, wide) if is_tiled else gradient(Model(), config)
     traced = jax.jit(step).trace(*args)
-    found = of_trace(traced, layers=layers)
+    found = of_trace(traced)
     found.check()
     for path in LINEAR:
         rows = rows_of(found, path)
@@ -141,8 +141,8 @@ def mlir(dtype, backend):
 
 
 def test_shapes_result_and_cost_of_one_layer():
-    step, args, layers = gradient(nn.Dense(8, use_bias=False, name="dense"), {"quantization": "fp8_current"})
-    found = jaxquant.coverage(step, *args, layers=layers)
+    step, args = gradient(nn.Dense(8, use_bias=False, name="dense"), {"quantization": "fp8_current"})
+    found = jaxquant.coverage(step, *args)
     rows = rows_of(found, "")
     assert {name: (row.lhs_shape, row.rhs_shape) for name, row in rows.items()} == {
         "fwd": ((4, 7, 32), (32, 8)),
@@ -155,24 +155,25 @@ def test_shapes_result_and_cost_of_one_layer():
 
 def test_float_matmuls_have_a_reason():
     config = {"quantization": "int8", "rules": [{"path": "mix/out", "recipe": None}]}
-    step, args, layers = gradient(Model(), config)
+    step, args = gradient(Model(), config)
     reasons = {
         "mix": "no parameter: activation × activation",
         "head": "output head ('head'), left in float by default",
         "mix/out": "left in float by rules[0].path 'mix/out'",
         "mix/query": "quantization 'int8'",
     }
-    for found in (jaxquant.coverage(step, *args, layers=layers), jaxquant.coverage(step, *args, config=config)):
+    for found in (jaxquant.coverage(step, *args), jaxquant.coverage(step, *args, config=config)):
         said = {path: {row.reason for row in found.rows if row.path == path} for path in reasons}
         assert said == {path: {reason} for path, reason in reasons.items()}
-    bare = rows_of(jaxquant.coverage(step, *args), "head")
+    variables = jaxquant.state.merge(*args[:2])
+    bare = rows_of(jaxquant.coverage(jax.grad(lambda v, x: Model().apply(v, x).sum()), variables, X), "head")
     assert {row.reason for row in bare.values()} == {"float operands: no quantization reached it"}
     off = rows_of(jaxquant.coverage(step, *args, config={}), "head")
     assert {row.reason for row in off.values()} == {"quantization is off"}
 
 
 def test_backward_of_two_activations_is_told_apart():
-    step, args, _ = gradient(Model(), {"quantization": "int8"})
+    step, args = gradient(Model(), {"quantization": "int8"})
     found = [row.matmul for row in jaxquant.coverage(step, *args).rows if row.path == "mix"]
     assert sorted(found) == sorted(2 * MATMULS)
 
@@ -180,14 +181,12 @@ def test_backward_of_two_activations_is_told_apart():
 @pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("fp8_full", "qwix"), ("fp8", "native")])
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_of_a_scan_are_counted(string, backend, remat):
-    step, args, layers = gradient(
-        Scanned(64, length=3, remat=remat), {"quantization": string, "quant_backend": backend}
-    )
+    step, args = gradient(Scanned(64, length=3, remat=remat), {"quantization": string, "quant_backend": backend})
 
     def two_micro_batches(params, state, x):
         return jax.lax.scan(lambda carry, x: (carry, step(params, state, x)), 0, jnp.stack([x, x]))[1]
 
-    found = jaxquant.coverage(two_micro_batches, *args, layers=layers)
+    found = jaxquant.coverage(two_micro_batches, *args)
     found.check()
     times = Counter()
     for row in found.rows:
@@ -224,8 +223,8 @@ class Lifted(nn.Module):
 
 @pytest.mark.parametrize("policy", [None, jaxquant.save_matmuls, jaxquant.save_quantized])
 def test_a_gradient_of_a_lifted_rematerialization_has_its_layer_and_its_order(policy):
-    step, args, layers = gradient(Lifted(policy), {"quantization": "fp8", "quant_backend": "native"})
-    found = jaxquant.coverage(step, *args, layers=layers)
+    step, args = gradient(Lifted(policy), {"quantization": "fp8", "quant_backend": "native"})
+    found = jaxquant.coverage(step, *args)
     found.check()
     drhs = {row.path: str(row.dtypes) for row in found.rows if row.matmul == "drhs"}
     assert drhs == dict.fromkeys(("layers/wi", "layers/wo"), "float8_e4m3fn × float8_e5m2")
@@ -255,26 +254,26 @@ class Grouped(nn.Module):
     ],
 )
 def test_a_rematerialized_block_of_convolutions_or_groups_is_read_in_order(block, x, config):
-    step, args, layers = gradient(nn.remat(block)(), config, x)
-    jaxquant.coverage(step, *args, layers=layers).check()
+    step, args = gradient(nn.remat(block)(), config, x)
+    jaxquant.coverage(step, *args).check()
     jaxquant.coverage(step, *args, config=config).check()
 
 
 def test_what_an_optimizer_multiplies_of_a_model_that_is_a_layer_itself_is_its_own():
-    step, args, layers = gradient(nn.Dense(32), {"quantization": "int8", "quant_backend": "native"}, SQUARE)
+    step, args = gradient(nn.Dense(32), {"quantization": "int8", "quant_backend": "native"}, SQUARE)
 
     def train(params, state, x):
         _, (grads, *_) = step(params, state, x)
         return jax.tree.map(lambda p, g: p - g @ g.T @ g if g.ndim > 1 else p, params, grads)
 
-    found = jaxquant.coverage(train, *args, layers=layers)
+    found = jaxquant.coverage(train, *args)
     assert [row.matmul for row in found.rows if not row.is_low] == ["update", "update"]
     assert not [row for row in found.rows if row.fault]
 
 
 def test_a_forward_pass_after_the_update_is_no_update():
     config = {"quantization": "int8", "quant_backend": "native"}
-    step, (params, state, x), layers = gradient(Model(), config)
+    step, (params, state, x) = gradient(Model(), config)
     model = jaxquant.maybe_quantize_model(Model(), config, X)
 
     def train(params, state, x):
@@ -282,7 +281,7 @@ def test_a_forward_pass_after_the_update_is_no_update():
         new = jax.tree.map(lambda p, g: p - g, params, grads)
         return new, model.apply({"params": new}, x)
 
-    rows = jaxquant.coverage(train, params, state, x, layers=layers).rows
+    rows = jaxquant.coverage(train, params, state, x).rows
     assert not [row for row in rows if row.matmul == "update" and row.path in LINEAR]
 
 
@@ -293,9 +292,8 @@ SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)
 
 
 def test_check_names_path_matmul_wanted_and_found():
-    step, args, _ = gradient(Model(), {"quantization": "aqt_fp8", "quant_backend": "native"})
-    wanted = jaxquant.describe_layers(Model(), {"quantization": "aqt_fp8_full", "quant_backend": "native"}, X)
-    found = jaxquant.coverage(step, *args, layers=wanted)
+    step, args = gradient(Model(), {"quantization": "aqt_fp8", "quant_backend": "native"})
+    found = jaxquant.coverage(step, *args, config={"quantization": "aqt_fp8_full", "quant_backend": "native"})
     message = (
         r"strict: mix/down dlhs: float8_e5m2 × float8_e5m2 is wanted .* and float32 × float32 is there \(and 5 more"
     )
@@ -303,20 +301,16 @@ def test_check_names_path_matmul_wanted_and_found():
         found.check()
 
 
-def test_check_refuses_what_should_be_float_and_what_never_ran():
-    config = {"quantization": "int8", "quant_backend": "native"}
-    step, args, layers = gradient(Model(), config)
-    off = jaxquant.describe_layers(Model(), {}, X)
+def test_check_refuses_what_should_be_float():
+    step, args = gradient(Model(), {"quantization": "int8", "quant_backend": "native"})
     with pytest.raises(ValueError, match=r"strict: mix/query fwd: float is wanted .* and int8 × int8 is there"):
-        jaxquant.coverage(step, *args, layers=off).check()
-    with pytest.raises(ValueError, match="strict: mix/query: the config quantizes it and no contraction of it"):
-        jaxquant.coverage(jnp.sin, 1.0, layers=layers).check()
+        jaxquant.coverage(step, *args, config={}).check()
 
 
 def test_blocks_that_qwix_multiplies_in_float_are_a_fault():
     config = {"quantization": "int8", "quant_backend": "qwix", "quantization_local_shard_count": 2}
-    step, args, layers = gradient(nn.Dense(8, name="dense"), config, jax.ShapeDtypeStruct((16, 32), jnp.float32))
-    found = jaxquant.coverage(step, *args, layers=layers)
+    step, args = gradient(nn.Dense(8, name="dense"), config, jax.ShapeDtypeStruct((16, 32), jnp.float32))
+    found = jaxquant.coverage(step, *args)
     with pytest.raises(ValueError, match=r"drhs: int8 × int8 is wanted .* float32 \(int8 dequantized\)"):
         found.check()
 
@@ -327,7 +321,7 @@ def test_blocks_that_qwix_multiplies_in_float_are_a_fault():
 @pytest.mark.parametrize("backend", ["qwix", "native"])
 def test_a_fixed_range_is_static(backend):
     ranges = {f"{tensor}_quantization_calibration_method": "fixed,4" for tensor in ("weight", "act")}
-    step, args, _ = gradient(Model(), {"quantization": "fp8_full", "quant_backend": backend} | ranges)
+    step, args = gradient(Model(), {"quantization": "fp8_full", "quant_backend": backend} | ranges)
     rows = rows_of(jaxquant.coverage(step, *args), "mix/query")
     assert (rows["fwd"].lhs_scale, rows["fwd"].rhs_scale) == 2 * ("per tensor, static",)
     assert rows["dlhs"].rhs_scale == "per tensor, static"
@@ -341,8 +335,8 @@ def test_tiles_and_widths_of_a_mixed_precision_file(backend, tmp_path):
         json.dumps({"mix/(query|down)": {"w_bits": 4, "a_bits": 8, "tile_size": 8}, "mix/out": {"w_bits": 8}})
     )
     config = {"quantization": "intmp", "quant_backend": backend, "quant_cfg_path": str(path)}
-    step, args, layers = gradient(Model(), config)
-    found = jaxquant.coverage(step, *args, layers=layers)
+    step, args = gradient(Model(), config)
+    found = jaxquant.coverage(step, *args)
     found.check()
     for layer in ("mix/query", "mix/down"):
         row = rows_of(found, layer)["fwd"]
@@ -369,8 +363,8 @@ def test_lowered_operands_of_mixed_precision(lhs, rhs, tmp_path):
 
 def test_a_sparse_weight_is_still_the_weight():
     sparsity = {"weight_sparsity_n": 2, "weight_sparsity_m": 4}
-    step, args, layers = gradient(Model(), {"quantization": "fp8_full", "quant_backend": "native"} | sparsity)
-    found = jaxquant.coverage(step, *args, layers=layers)
+    step, args = gradient(Model(), {"quantization": "fp8_full", "quant_backend": "native"} | sparsity)
+    found = jaxquant.coverage(step, *args)
     found.check()
     assert set(rows_of(found, "mix/query")) == set(MATMULS)
 
@@ -445,8 +439,8 @@ def test_a_jitted_function_with_keywords_and_static_arguments():
 
 
 def test_what_is_printed_and_stored():
-    step, args, layers = gradient(Model(), {"quantization": "fp8", "quant_backend": "native"})
-    found = jaxquant.coverage(step, *args, layers=layers)
+    step, args = gradient(Model(), {"quantization": "fp8", "quant_backend": "native"})
+    found = jaxquant.coverage(step, *args)
     row = r"mix/query  4x7x32 · (32x3x16|3x16x32) +e4m3 × e4m3  e5m2 × e4m3  e4m3 × e5m2  per tensor, delayed +3"
     assert re.search(row, found.text())
     assert found.summary() in found.text()

@@ -44,7 +44,7 @@ def found_in(model, backend="native", frozen="", x_is_trained=True):
         return jnp.sum(jnp.square(nnx.merge(graph, frozen_params, params, rest)(x)))
 
     step = jax.value_and_grad(loss, argnums=(0, 1) if x_is_trained else 0)
-    return jaxquant.coverage(step, params, X, layers=jaxquant.describe_layers(model, config, X))
+    return jaxquant.coverage(step, params, X)
 
 
 def with_gradients(change, b, h):
@@ -146,8 +146,7 @@ def test_a_frozen_layer_is_told_to_check():
 def test_a_forward_pass_has_no_gradients_to_miss():
     config = {"quantization": "int8", "quant_backend": "native"}
     graph, state = nnx.split(jaxquant.maybe_quantize_model(Two(), config, X))
-    layers = jaxquant.describe_layers(Two(), config, X)
-    jaxquant.coverage(lambda state, x: nnx.merge(graph, state)(x), state, X, layers=layers).check()
+    jaxquant.coverage(lambda state, x: nnx.merge(graph, state)(x), state, X).check()
 
 
 @jax.custom_vjp

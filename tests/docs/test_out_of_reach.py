@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import sparse
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxquant
@@ -65,6 +67,8 @@ CASES = {
     "custom_vjp": (lambda w, x: _vjp(x, w), W),
     "custom_jvp": (lambda w, x: _jvp(x, w), W),
     "callback": (lambda w, x: jax.pure_callback(own_dense, X, x, w), W),
+    "foreign": (lambda w, x: jax.ffi.ffi_call("own_dense", X)(x, w), W),
+    "sparse": (lambda w, x: x @ sparse.BCOO((w[0], jnp.stack([jnp.arange(8)] * 2, 1)), shape=(8, 8)), W),
     "kernel": (lambda w, x: pl.pallas_call(own_kernel, X, interpret=True)(x, w), W),
     "solve": (lambda w, x: jax.lax.custom_linear_solve(lambda v: v @ w, x, lambda _, b: b, lambda _, b: b), W),
     "picked": (lambda w, x: jnp.einsum("td,tdf->tf", x, w[(x[:, 0] > 0).astype(int)]), STACK),
@@ -193,6 +197,31 @@ def test_a_parameter_at_the_root_has_a_place_in_the_message():
 def test_every_line_of_the_tables_is_run():
     assert len(REASONS) == len(CASES) + len(BY_BACKEND)
     assert len(MESSAGES) == len(ERRORS)
+
+
+@pytest.mark.parametrize("name", CASES | BY_BACKEND)
+def test_a_matmul_that_cannot_be_quantized_warns_once_and_is_an_error_under_strict(name):
+    """So does every reason of the first table except those of what is no product of data with a parameter."""
+    fn, shape, config = (*(CASES | BY_BACKEND)[name], CURRENT)[:3]
+    make = lambda **options: jaxquant.quantize(_with_layer(fn), config | options)  # noqa: E731
+    params, strict, quantized = {"w": shape, "layer": {"w": W}}, make(strict=True), make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantized.init(params, X)
+        jax.eval_shape(quantized, params, {}, X)
+        jax.eval_shape(lambda x: quantized(params, {}, x), X)
+        told = [str(each.message) for each in caught if "stay in float" in str(each.message)]
+        if name in ("constant", "parameters", "outer"):
+            strict.init(params, X)
+            assert not told
+            return
+        warnings.simplefilter("error", UserWarning)
+        make(rules=[{"path": "w", "recipe": None}]).init(params, X)
+    why = f"stay in float (w: {_reason(fn, shape, config)}); leave them out by a rule with recipe null"
+    assert len(told) == 1
+    assert told[0].endswith(why)
+    with pytest.raises(NotImplementedError, match=re.escape(why)):
+        strict.init(params, X)
 
 
 @pytest.mark.parametrize(("name", "message"), list(zip(SHOWN, REASONS + MESSAGES, strict=True)))

@@ -100,7 +100,7 @@ def test_12_the_seed_gives_the_same_parameters():
 
 
 def step(name: str):
-    """Give the gradient of a quantized net, its arguments, and what the config makes of the layers."""
+    """Give the gradient of a quantized net, and its arguments."""
     config = NATIVE | {"quantization": name}
     model = jaxquant.maybe_quantize_model(NET, config, X)
     params, quant = state.split(jax.jit(model.init)(jax.random.key(1), X))
@@ -108,13 +108,13 @@ def step(name: str):
     def loss(params: Any, quant: Any, x: jax.Array) -> jax.Array:
         return model.apply(state.merge(params, quant), x).sum()
 
-    return jax.value_and_grad(loss, argnums=(0, 1, 2)), (params, quant, X), jaxquant.describe_layers(NET, config, X)
+    return jax.value_and_grad(loss, argnums=(0, 1, 2)), (params, quant, X)
 
 
 def check_lowered() -> None:
     """Six matmuls, all of 8-bit operands."""
     for name in ("int8", "fp8"):
-        function, args, _ = step(name)
+        function, args = step(name)
         types = dot_operand_types(jax.jit(function).lower(*args).as_text())
         assert len(types) == 6
         assert not any("f32" in (lhs, rhs) for lhs, rhs, _ in types), types
@@ -128,12 +128,12 @@ def test_13_matmuls_of_the_lowered_step_are_8_bit_forward_and_backward():
 
 
 def check_coverage_sees_a_fallback() -> None:
-    function, args, layers = step("fp8")
-    jaxquant.coverage(function, *args, layers=layers).check()
+    function, args = step("fp8")
+    jaxquant.coverage(function, *args).check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "contract", _in_float)
         jax.clear_caches()
-        found = jaxquant.coverage(function, *args, layers=layers)
+        found = jaxquant.coverage(function, *args)
     with pytest.raises(ValueError, match="first"):
         found.check()
 

@@ -124,5 +124,19 @@ def test_an_nnx_model_between_micro_batches_is_stored_whole_or_not_at_all():
     assert quant_state(fresh)["layers"][0]["dot_general"]["input_amax_history"][0] == float(jnp.abs(9 * x).max())
 
 
+def test_integer_keys_that_orbax_restored_as_text_are_taken_or_named(tmp_path):
+    own = quant_state(maybe_quantize_model(Net(), {"quantization": "fp8"}))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state.strip_bins(own))
+        checkpointer.wait_until_finished()
+        text = checkpointer.restore(tmp_path / "state")
+    assert list(text["layers"]) == ["0"]
+    jax.tree.map(np.testing.assert_array_equal, state.with_bins(text, own), own)
+    for pair in ((own, state.with_bins(text)), (state.with_bins(text), own)):
+        for combine in (state.update, state.accumulate):
+            with pytest.raises(ValueError, match=r"at 'layers/0' .* as orbax restores .* nnx.restore_int_paths"):
+                combine(*pair)
+
+
 def test_the_bins_have_the_shape_that_older_checkpoints_have():
     assert delayed.empty_bins((5,)).shape == (5, 3, 2048)

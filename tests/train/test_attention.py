@@ -116,7 +116,7 @@ def test_coverage_sees_the_head_in_pieces():
     def loss(params, state):
         return model.apply(params, state, TOKENS, SEGMENTS, POSITIONS, rngs={}, targets=TARGETS).mean()
 
-    rows = coverage(jax.grad(loss, (0, 1)), params, state, config=TrainConfig(quantization="fp8"), layers=model.layers)
+    rows = coverage(jax.grad(loss, (0, 1)), params, state)
     (head,) = [row for row in rows.layers() if row["path"].endswith("logits_dense")]
     assert {head["fwd"], head["dlhs"], head["drhs"]} == {"float"}
     assert head["reason"]
