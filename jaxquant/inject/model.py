@@ -70,8 +70,8 @@ def maybe_quantize_model(model: Model, config: Any, *example_inputs: Any, **exam
     if isinstance(model, nnx.Module):
         if config.checkpoint_is_quantized:
             raise ValueError(
-                "checkpoint_is_quantized true asks for a Linen model that runs on converted parameters, and this is an NNX "
-                "model; convert one without arrays and put the saved parameters in, with a config without that field: "
+                "checkpoint_is_quantized true asks for a Linen model that runs on converted parameters, and this is an "
+                "NNX model; without that field, convert one without arrays and put the saved parameters in: "
                 "served = nnx.eval_shape(lambda: jaxquant.convert(jaxquant.maybe_quantize_model(make(), config, x), "
                 "config, x)); jaxquant.serving.update_nnx(served, jaxquant.serving.load(folder).params)"
             )

@@ -50,9 +50,9 @@ def with_bins(quant_state: State, like: State | None = None) -> Any:
 
     Args:
       quant_state: arrays or their shapes.
-      like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do. Integer
-        keys that orbax restored as text become integers again where it has such. Where it
-        is packed (or, without it, the state), so is what is returned.
+      like: a model's quant state, or its shapes. Bins are made where it has some, and lie where its own do. Where it
+        is packed (or, without it, the state), so is what is returned. Keys that are text, as orbax restores integers
+        without a template, become the model's integers.
 
     Raises:
       ValueError: ``like`` lacks a module or variable of the state.

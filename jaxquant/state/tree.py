@@ -292,9 +292,7 @@ def _differences(first: Tree, second: Tree, path: tuple[Any, ...]) -> Iterator[t
     def describe(tree: Tree, name: Any) -> str:
         if name not in tree:
             alike = next((key for key in tree if str(key) == str(name)), None)
-            text = (
-                f"the key {alike!r} and not {name!r}, as orbax restores without a template (use nnx.restore_int_paths)"
-            )
+            text = f"the key {alike!r}, not {name!r}, as orbax restores without a template (use nnx.restore_int_paths)"
             return "nothing" if alike is None else text
         return "a module" if isinstance(tree[name], Mapping) else f"shape {jnp.shape(tree[name])}"
 

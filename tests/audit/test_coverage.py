@@ -172,6 +172,44 @@ def test_float_matmuls_have_a_reason():
     assert {row.reason for row in off.values()} == {"quantization is off"}
 
 
+def test_decisions_over_a_function_stand_in_the_table_of_its_gradient():
+    """A tied table, a router, a head and a rule are told without a config, and a float twin is not the model."""
+
+    def loss(p, tokens):
+        x = p["table"][tokens]
+        x = x @ p["wi"] @ p["skip"]
+        x *= jax.lax.top_k(x @ p["pick"], 1)[0]
+        return (x @ p["table"].T).mean() - jax.nn.log_softmax(x @ p["out"]).mean()
+
+    shapes = {"table": (16, 8), "wi": (8, 8), "skip": (8, 8), "pick": (8, 4), "out": (8, 16)}
+    p = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    tokens = jax.ShapeDtypeStruct((6,), jnp.int32)
+    make = lambda string: jaxquant.quantize(  # noqa: E731
+        loss, {"quantization": string, "quant_backend": "native", "rules": [{"path": "skip", "recipe": None}]}
+    )
+    student, teacher = make("int8"), make("fp8_current")
+    reasons = {
+        "table": "tied embedding (its rows are looked up elsewhere), left in float by default",
+        "wi": "quantization 'int8'",
+        "skip": "left in float by rules[0].path 'skip'",
+        "pick": "router (its result is ranked), left in float by default",
+        "out": "output head (no layer follows, its result is normalized or ranked), left in float by default",
+    }
+    found = jaxquant.coverage(jax.grad(lambda p, tokens: student(p, {}, tokens)), p, tokens)
+    assert {row.path: row.reason for row in found.rows} == reasons
+    found.check()
+
+    def distill(p, twin, taught, tokens):
+        return student(p, {}, tokens) - loss(twin, tokens) - teacher(taught, {}, tokens)
+
+    found = jaxquant.coverage(jax.value_and_grad(distill), p, p, p, tokens)
+    found.check()
+    told = {row.reason for row in found.rows if row.path == "wi"}
+    assert told == {f"quantization {name!r}" for name in ("int8", "fp8_current")} | {
+        "float operands: no quantization reached it"
+    }
+
+
 def test_backward_of_two_activations_is_told_apart():
     step, args = gradient(Model(), {"quantization": "int8"})
     found = [row.matmul for row in jaxquant.coverage(step, *args).rows if row.path == "mix"]
