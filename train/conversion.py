@@ -291,11 +291,13 @@ def new_folder(path: str | Path) -> Path:
     return Path(path)
 
 
-def save_served(out: Path, tree: Any, config: TrainConfig, step: int) -> TrainConfig:
+def save_served(
+    out: Path, tree: Any, config: TrainConfig, step: int, files: Mapping[str, str] | None = None
+) -> TrainConfig:
     """Write converted parameters as a checkpoint that knows the step they are of and the configuration, returned."""
     config = dataclasses.replace(config, checkpoint_is_quantized=True)
     extra = {"train": to_mapping(config), "step": step, "files": sums_of_files(config)}
-    serving.save(out, tree, quantization_of(config), extra=extra)
+    serving.save(out, tree, quantization_of(config), extra=extra, files=files)
     return config
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from jaxquant.core.recipe import MatmulSpec, TensorSpec
 from jaxquant.core.trees import leaves_by_path
 from jaxquant.core.typed import build as build_dataclass
 from jaxquant.export import HfFolder, LlamaShape, Row, Source, check_sums, open_gguf
-from jaxquant.export.folder import sqnr
+from jaxquant.export.folder import sqnr, tokenizer_files
 from jaxquant.export.layouts import check_finite
 from jaxquant.serving.leaves import unflatten
 from jaxquant.trace.kernels import LayerKernel
@@ -35,6 +37,7 @@ from train.data import make_iterators
 from train.exporting import FIELDS, from_hf, places
 from train.model import Decoder
 from train.step import build, decoder_of
+from train.tokenizer import open_tokenizer
 
 Changes = Mapping[str, Any] | None
 """Fields of ``TrainConfig`` that are not the checkpoint's."""
@@ -43,8 +46,12 @@ Progress = Callable[[Row], object]
 that the checkpoint decodes to, and infinite only if the two are equal."""
 
 
-def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
+def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:
     """Open a GGUF file or a Hugging Face folder as a Llama; one that jaxquant exported is compared with its sums.
+
+    Args:
+      path: the file or folder.
+      has_tokenizer: whether its tokenizer is read.
 
     Raises:
       FileNotFoundError, ValueError, NotImplementedError: it is none, damaged, or no Llama.
@@ -53,9 +60,9 @@ def open_checkpoint(path: str | Path) -> tuple[Source, HfFolder | None]:
     check_sums(path)
     if path.is_dir():
         folder = HfFolder(path)
-        return folder.source(), folder
+        return folder.source(has_tokenizer=has_tokenizer), folder
     if path.is_file():
-        return open_gguf(path), None
+        return open_gguf(path, has_tokenizer=has_tokenizer), None
     raise FileNotFoundError(f"{path} does not exist; give a GGUF file or the folder of a Hugging Face model")
 
 
@@ -73,11 +80,22 @@ def imported_config(
     for name in ("num_experts", "shared_experts", "kv_lora_rank"):
         if changes.get(name):
             raise ValueError(f"{name} is {changes[name]}, and {checkpoint} is a Llama, which has none; leave it out")
-    return build_dataclass(TrainConfig, fields | ({"tokenizer_path": str(tokenizer)} if tokenizer else {}) | changes)
+    if tokenizer:
+        fields["tokenizer_path"] = str(tokenizer)
+    config = build_dataclass(TrainConfig, fields | changes)
+    if (tokens := open_tokenizer(config.tokenizer_path).vocab_size) > config.vocab_size:
+        given = f"tokenizer_path {config.tokenizer_path!r} has {tokens} tokens"
+        fix = "give the model's own tokenizer as tokenizer_path=FILE"
+        raise ValueError(f"{given}, and the embedding of {checkpoint} has {config.vocab_size} rows; {fix}")
+    return config
 
 
 def import_to_run(
-    checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
+    checkpoint: str | Path,
+    run_dir: str | Path,
+    changes: Changes = None,
+    progress: Progress = lambda row: None,
+    say: Callable[[str], object] = print,
 ) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
 
@@ -88,18 +106,17 @@ def import_to_run(
       run_dir: folder of the run; it must not exist.
       changes: fields of ``TrainConfig``: data, optimizer, and the quantization to train with.
       progress: called with each tensor.
+      say: called with the tokenizer that is taken.
 
     Raises:
       FileNotFoundError, FileExistsError: no such checkpoint, or the run is there.
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
-    source, _ = open_checkpoint(checkpoint)
+    source, _, files = _opened(checkpoint, changes, say)
     try:
         run_dir.mkdir(parents=True)
-        tokenizer = None if "tokenizer_path" in changes else _tokenizer_of(checkpoint)
-        if tokenizer:
-            tokenizer = Path(shutil.copyfile(tokenizer, run_dir.absolute() / "tokenizer.json"))
+        tokenizer = _write(files, run_dir)
         config = imported_config(source.shape, checkpoint, tokenizer, changes | {"run_dir": str(run_dir)})
         data = make_iterators(config, config.batch_size)
         program = build(config, data.vocab_size)
@@ -114,9 +131,34 @@ def import_to_run(
     return program.config
 
 
-def _tokenizer_of(checkpoint: Path) -> Path | None:
-    beside = checkpoint.absolute() / "tokenizer.json"
-    return beside if beside.is_file() else None
+def _opened(
+    checkpoint: Path, changes: Mapping[str, Any], say: Callable[[str], object]
+) -> tuple[Source, HfFolder | None, dict[str, str]]:
+    """Open a checkpoint; also returns the files of its tokenizer by name, none if ``tokenizer_path`` is given.
+
+    Raises:
+      ValueError: there is no tokenizer.
+    """
+    if "tokenizer_path" in changes:
+        say(f"tokenizer: {changes['tokenizer_path'] or 'bytes'}, as given")
+        return *open_checkpoint(checkpoint), {}
+    source, folder = open_checkpoint(checkpoint, has_tokenizer=True)
+    if (found := source.vocabulary) is None:
+        fix = "give a tokenizer.json as tokenizer_path=FILE, or bytes as tokenizer_path="
+        raise ValueError(f"{checkpoint} has no tokenizer; {fix}")
+    say(f"tokenizer: {found.origin} of {checkpoint}, {len(found.tokens):,} tokens")
+    own = [checkpoint / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    if own[0].is_file():
+        return source, folder, {path.name: path.read_text("utf-8") for path in own if path.is_file()}
+    made = tokenizer_files(found)
+    return source, folder, {path.name: json.dumps(made[path.name]) for path in own}
+
+
+def _write(files: Mapping[str, str], folder: str | Path) -> Path | None:
+    """Write the files of a tokenizer, and return the path of its ``tokenizer.json``, or None without files."""
+    for name, text in files.items():
+        (Path(folder) / name).write_text(text, encoding="utf-8")
+    return Path(folder).absolute() / "tokenizer.json" if files else None
 
 
 def _each_parameter(source: Source, config: TrainConfig, make: Callable[[str, str], Any]) -> Iterator[tuple[str, Any]]:
@@ -162,7 +204,11 @@ def float_parameters(
 
 
 def import_to_serve(
-    checkpoint: str | Path, out: str | Path, changes: Changes = None, progress: Progress = lambda row: None
+    checkpoint: str | Path,
+    out: str | Path,
+    changes: Changes = None,
+    progress: Progress = lambda row: None,
+    say: Callable[[str], object] = print,
 ) -> TrainConfig:
     """Write a converted checkpoint that serves, of a checkpoint of others.
 
@@ -172,7 +218,7 @@ def import_to_serve(
     converted from the decoded float.
 
     Args:
-      checkpoint, progress: as for ``import_to_run``.
+      checkpoint, progress, say: as for ``import_to_run``.
       out: folder to write; it must not exist.
       changes: fields of ``TrainConfig``, such as ``quantization`` and ``dtype``.
 
@@ -181,11 +227,14 @@ def import_to_serve(
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
     checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
-    source, folder = open_checkpoint(checkpoint)
+    source, folder, files = _opened(checkpoint, changes, say)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
-    config = imported_config(source.shape, checkpoint, _tokenizer_of(checkpoint), changes | {"remat_policy": "none"})
-    _, decoder, tokens = decoder_of(config)
+    with tempfile.TemporaryDirectory() as place:
+        config = imported_config(source.shape, checkpoint, _write(files, place), changes | {"remat_policy": "none"})
+        _, decoder, tokens = decoder_of(config)
+    if files:
+        config = dataclasses.replace(config, tokenizer_path=str(out.absolute() / "tokenizer.json"))
     shapes = jax.eval_shape(lambda: initial_variables(config, decoder, tokens))
     sites = serving.find_kernels(Decoder(decoder), of_layers(config), shapes, tokens)
     leaves, sizes = leaves_by_path(shapes["params"]), source.shape.tensors()
@@ -215,7 +264,7 @@ def import_to_serve(
         tree[path] = stacked_blocks(whole, [0]) if is_stack else whole
         if scale is not None:
             tree[f"{path.rpartition('/')[0]}/{INPUT_SCALE}"] = scale
-    return save_served(out, unflatten(tree), config, step=0)
+    return save_served(out, unflatten(tree), config, step=0, files=files)
 
 
 def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) -> str:
@@ -225,7 +274,7 @@ def _native_string(checkpoint: Path, source: Source, folder: HfFolder | None) ->
       ValueError: there is none; names those that keep the weights.
     """
     names, kept = list(source.shape.linears()), []
-    if folder is None and (tensor := source.quantized(names[0])) is not None:
+    if folder is None and (tensor := next(filter(None, map(source.quantized, names)), None)) is not None:
         return f"ggml_{tensor.codec}"
     specs = set() if folder is None else {folder.spec(name) for name in names}
     recipes = {name: row.recipe for name, row in RECIPES.items() if row.recipe is not None}

@@ -118,6 +118,8 @@ def _open_converted(folder: Path, overrides: Mapping[str, Any]) -> Served:
     step, train = manifest.extra.get("step"), manifest.extra["train"]
     if type(step) is not int or not isinstance(train, Mapping):
         raise ValueError(f"{folder} holds no step and config of a training run; convert the run anew")
+    if "tokenizer.json" in manifest.files:
+        train = {**train, "tokenizer_path": str(folder / "tokenizer.json")}
     config: TrainConfig = build(TrainConfig, {**train, **overrides})
     check_files(folder, train, manifest.extra.get("files", {}))
     tokenizer, shape, example = decoder_of(config)

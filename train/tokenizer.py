@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxquant.config.loader import read_json
 from train.sources import read_bytes
 
-# A vocabulary is padded to this, so that the embedding and the head divide over devices and matmul units.
-VOCAB_MULTIPLE = 64
 # tokenizers files do not say which special token begins or ends a text: these are the names that models use.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "[CLS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]")
@@ -23,7 +22,7 @@ class Tokenizer:
 
     Attributes:
       label: what messages call it.
-      vocab_size: a multiple of 64, above every token.
+      vocab_size: above every token.
       bos, eos: tokens that mark the beginning and the end; None for no mark.
       pad: the token that fills a row.
       dtype: of the arrays.
@@ -76,8 +75,9 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
-    Beginning and end are added where the file has a token of one of ``BOS_NAMES``, ``EOS_NAMES``; a truncation or
-    padding that the file carries is switched off, because it would drop text.
+    The marks of the beginning and the end are the tokens that a ``tokenizer_config.json`` next to the file names, and
+    otherwise those of one of ``BOS_NAMES``, ``EOS_NAMES``. A truncation or padding that the file carries is switched
+    off, because it would drop text.
 
     Args:
       path: the file.
@@ -100,13 +100,18 @@ class FileTokenizer(Tokenizer):
         if highest < 0:
             raise ValueError(f"tokenizer_path {path!r} has an empty vocabulary; give a trained tokenizer")
         self.label = Path(path).name
-        self.vocab_size = -(-(highest + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.vocab_size = highest + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        self.bos, self.eos, pad = (self._find(names) for names in (BOS_NAMES, EOS_NAMES, PAD_NAMES))
+        beside = Path(path).with_name("tokenizer_config.json")
+        marks = read_json(beside) if beside.is_file() else {}
+        self.bos = None if marks.get("add_bos_token") is False else self._find(marks, "bos", BOS_NAMES)
+        self.eos, pad = self._find(marks, "eos", EOS_NAMES), self._find(marks, "pad", PAD_NAMES)
         self.pad = 0 if pad is None else pad  # Which number fills a row does not matter: segment 0 masks it.
 
-    def _find(self, names: Sequence[str]) -> int | None:
-        numbers = (self._tokenizer.token_to_id(name) for name in names)
+    def _find(self, marks: Mapping[str, Any], kind: str, names: Sequence[str]) -> int | None:
+        own = marks.get(f"{kind}_token") if kind != "bos" or marks.get("add_bos_token") else None
+        own = own.get("content") if isinstance(own, Mapping) else own  # with how it is cut out of a text
+        numbers = (self._tokenizer.token_to_id(name) for name in (own, *names) if isinstance(name, str))
         return next((number for number in numbers if number is not None), None)
 
     def _encode(self, texts: Sequence[str]) -> Iterable[Any]:

@@ -222,6 +222,7 @@ def tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": vocabulary.bos is not None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }

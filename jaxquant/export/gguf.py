@@ -16,18 +16,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant.config.loader import read_json
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.typed import show
-from jaxquant.export.folder import Row, check_divides, check_fits, sqnr
-from jaxquant.export.gguf_file import ALIGNMENT, U32, GgufFile, header, padded, row_bytes
-from jaxquant.export.layouts import decode_blocks, encode_blocks
+from jaxquant.export.folder import Row, check_fits, sqnr
+from jaxquant.export.gguf_file import ALIGNMENT, OWN, U32, GgufFile, block_of, decode, encode, header, padded, row_bytes
 from jaxquant.export.llama import EMBEDDING, HEAD, NORM, LlamaShape
 from jaxquant.export.source import Source, Vocabulary
-from jaxquant.formats import codec
+from jaxquant.export.vocabulary import UNUSED, of_gguf, of_tokenizer_json
 
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18}
 """What a file is called by llama.cpp, by the type of its linear layers: the formats that are written."""
-_NORMAL, _CONTROL, _UNUSED = 1, 3, 5
+_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""Types of rows that do not divide into blocks; where these do not fit either, F16. Source: llama-quant.cpp."""
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -74,7 +75,10 @@ def tensor_kind(shape: LlamaShape, name: str, kind: str) -> str:
     """Return the type in which a tensor is written."""
     if name.endswith("norm.weight"):
         return "F32"
-    return kind if name.removesuffix(".weight") in shape.linears() else "F16"
+    if name.removesuffix(".weight") not in shape.linears():
+        return "F16"
+    columns = shape.tensors()[name][1]
+    return next((each for each in (kind, _FALLBACKS.get(kind, "F16")) if columns % block_of(each)[0] == 0), "F16")
 
 
 def metadata(source: Source, kind: str, name: str) -> dict[str, Any]:
@@ -107,18 +111,21 @@ def _tokenizer_metadata(vocabulary: Vocabulary | None, size: int) -> dict[str, A
         return {"tokenizer.ggml.model": "none"}
     if not vocabulary.pre:
         raise NotImplementedError(
-            "the tokenizer is no byte-level BPE that llama.cpp has (its pre-tokenizer is another); export to a Hugging "
-            "Face folder, or train with another tokenizer"
+            "the tokenizer is no byte-level BPE that llama.cpp has (its pre-tokenizer is another), nor SentencePiece's "
+            "BPE; export to a Hugging Face folder, or train with another tokenizer"
         )
-    tokens = list(vocabulary.tokens)
+    tokens, scores = list(vocabulary.tokens), list(vocabulary.scores)
     unused = [f"[PAD{index}]" for index in range(len(tokens), size)]
-    kinds = [_CONTROL if index in vocabulary.special else _NORMAL for index in range(len(tokens))]
+    merges = {"tokenizer.ggml.merges": list(vocabulary.merges)}
+    if scores:
+        prefix = vocabulary.tokenizer_json["normalizer"]["type"] == "Sequence"
+        merges = {"tokenizer.ggml.scores": scores + [0.0] * len(unused), "tokenizer.ggml.add_space_prefix": prefix}
     found: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.model": "llama" if scores else "gpt2",
         "tokenizer.ggml.pre": vocabulary.pre,
         "tokenizer.ggml.tokens": tokens + unused,
-        "tokenizer.ggml.token_type": kinds + [_UNUSED] * len(unused),
-        "tokenizer.ggml.merges": list(vocabulary.merges),
+        "tokenizer.ggml.token_type": [*vocabulary.kinds, *[UNUSED] * len(unused)],
+        **merges,
         "tokenizer.ggml.add_bos_token": vocabulary.bos is not None,
         "tokenizer.ggml.add_eos_token": False,
     }
@@ -131,7 +138,8 @@ def export_gguf(
 ) -> list[Row]:
     """Write a model as one GGUF file, tensor by tensor.
 
-    A layer that was trained or converted in the same format keeps its bytes.
+    A layer that was trained or converted in the same format keeps its bytes. A layer whose rows do not divide into the
+    blocks of the type is written in the type that llama.cpp writes instead.
 
     Args:
       source: the model.
@@ -142,8 +150,8 @@ def export_gguf(
 
     Raises:
       FileExistsError: ``out`` is there.
-      ValueError: a contraction that does not divide into the format's blocks, or values not finite or too large.
-      NotImplementedError: a tokenizer that GGUF has not.
+      ValueError: values that are not finite or too large.
+      NotImplementedError: a tokenizer that GGUF has not; a type that the package gguf encodes, which is not installed.
     """
     out = Path(out)
     if kind not in FILE_TYPES:
@@ -151,7 +159,6 @@ def export_gguf(
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another file or remove it")
     shape = source.shape
-    check_divides(source, codec(kind).elements_per_block, kind)
     kinds = {each: (tensor_kind(shape, each, kind), size) for each, size in shape.tensors().items()}
     head = header(metadata(source, kind, name), {gguf_name(each): row for each, row in kinds.items()})
     partial, rows = out.with_name(f"{out.name}.partial"), []
@@ -193,8 +200,8 @@ def _stored(source: Source, name: str, kind: str) -> tuple[np.ndarray, float]:
         check_fits(name, weight, weight, np.float16, f"the float16 of {where}", "export a Hugging Face folder")
         half = weight.astype(np.float16)
         return half.view(np.uint8), sqnr(weight, half, half.dtype)
-    blocks = encode_blocks(kind, weight)["blocks"]
-    back = decode_blocks(kind, blocks)
+    blocks = encode(kind, weight)
+    back = decode(kind, blocks)
     largest = max(weight.max(), -weight.min())
     if largest > np.finfo(np.float16).max and np.abs(weight - back).max() > largest / 4:  # scales are float16
         raise ValueError(f"{name} has the magnitude {largest:g}, too large for {kind}; use another format")
@@ -249,7 +256,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
         "num_hidden_layers": number("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", heads),
-        "head_dim": number("attention.key_length", number("rope.dimension_count", 128)),
+        "head_dim": size,
         "rope_theta": number("rope.freq_base", 10000.0),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -267,8 +274,14 @@ def read_shape(file: GgufFile) -> LlamaShape:
         raise ValueError(f"{file.path}: {error}") from None
 
 
-def open_gguf(path: str | Path) -> Source:
+def open_gguf(path: str | Path, *, has_tokenizer: bool = True) -> Source:
     """Open a file for reading, as a model with Hugging Face's names and layout.
+
+    Its tokenizer is the one in its metadata, or a ``tokenizer.json`` next to it if those have none that is read.
+
+    Args:
+      path: the file.
+      has_tokenizer: whether a tokenizer is read.
 
     Raises:
       ValueError, NotImplementedError, OSError: as ``GgufFile`` and ``read_shape``; tensors that are not the shape's.
@@ -290,11 +303,24 @@ def open_gguf(path: str | Path) -> Source:
     def quantized(module: str) -> QTensor | None:
         name = f"{module}.weight"
         kind = file.tensors[gguf_name(name)].kind
-        if kind in ("F32", "F16", "BF16"):
+        if kind in ("F16", "BF16") or kind not in OWN:
             return None
         file.read(gguf_name(name))  # which refuses scales that are not finite
         heads, data = _rotated_heads(shape, name), file.raw(gguf_name(name))
         data = data if heads is None else to_halves(data, heads)
         return QTensor(jnp.asarray(data), block=(1, shape.tensors()[name][1]), codec=kind.lower())
 
-    return Source(shape, read, quantized=quantized)
+    return Source(shape, read, _vocabulary(file) if has_tokenizer else None, quantized=quantized)
+
+
+def _vocabulary(file: GgufFile) -> Vocabulary | None:
+    beside, found = file.path.with_name("tokenizer.json"), None
+    try:
+        found = of_gguf(file.metadata)
+    except NotImplementedError as error:
+        if not beside.is_file():
+            raise NotImplementedError(f"{file.path}: {error}; put its tokenizer.json next to it") from None
+    if found is None and beside.is_file():
+        ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding"))
+        return of_tokenizer_json(read_json(beside), *ids)
+    return found

@@ -18,20 +18,22 @@ import numpy as np
 
 from jaxquant.config.loader import check_ordinary
 from jaxquant.core.typed import show
-from jaxquant.export.layouts import check_finite, decode_blocks
-from jaxquant.formats import CODECS, Codec
+from jaxquant.export.layouts import check_finite, decode_blocks, encode_blocks
+from jaxquant.formats import CODECS
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 _MAX_COUNT, _MAX_TEXT, _MAX_AXES, _MAX_ELEMENTS, _MAX_DEPTH = 2**24, 2**26, 4, 2**48, 2
 
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
-"""Numbers of the tensor types that are written and read."""
-_OTHERS = {
-    3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
-    27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+    "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20, "IQ3_S": 21,
+    "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, "BF16": 30, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39, "NVFP4": 40,
 }  # fmt: skip
-"""Names of the types that are refused."""
+"""Numbers of the tensor types that are read. The package gguf decodes those that are not in ``OWN``."""
+OWN = {row.encoding: row for row in CODECS.values() if row.encoding}
+"""Codecs of jaxquant by tensor type."""
+_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
+"""Names of types that are refused."""
 _TYPE_NAMES = {number: name for name, number in TYPES.items()}
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -50,16 +52,40 @@ def row_bytes(kind: str, columns: int) -> int:
     Raises:
       ValueError: the columns do not divide into its blocks.
     """
-    if kind == "F32":
-        return 4 * columns
-    row = _codec(kind)
-    if columns % row.elements_per_block:
-        raise ValueError(f"a row of {columns} elements is no multiple of the {row.elements_per_block} of {kind}")
-    return columns // row.elements_per_block * row.bytes_per_block
+    elements, size = block_of(kind)
+    if columns % elements:
+        raise ValueError(f"a row of {columns} elements is no multiple of the {elements} of {kind}")
+    return columns // elements * size
 
 
-def _codec(kind: str) -> Codec:
-    return CODECS[kind.lower()]
+def block_of(kind: str) -> tuple[int, int]:
+    """Return the elements and the bytes of a block of a tensor type."""
+    if kind in OWN:
+        return OWN[kind].elements_per_block, OWN[kind].bytes_per_block
+    return (1, 4) if kind == "F32" else _library(kind).GGML_QUANT_SIZES[_library(kind).GGMLQuantizationType[kind]]
+
+
+def decode(kind: str, data: np.ndarray) -> np.ndarray:
+    """Return rows of bytes of a type of blocks in float32."""
+    if kind in OWN:
+        return decode_blocks(kind, data)
+    with np.errstate(all="ignore"):
+        return _library(kind).quants.dequantize(data, _library(kind).GGMLQuantizationType[kind])
+
+
+def encode(kind: str, rows: np.ndarray) -> np.ndarray:
+    """Return the bytes of float32 rows in a type of blocks; of other types than ours, those that gguf encodes."""
+    if kind in OWN:
+        return encode_blocks(kind, rows)["blocks"]
+    return _library(kind).quants.quantize(rows, _library(kind).GGMLQuantizationType[kind])
+
+
+def _library(kind: str) -> Any:
+    try:
+        import gguf  # only here: most files have no other types than ours
+    except ImportError:
+        raise NotImplementedError(f"tensor type {kind} needs the package gguf; install it: pip install gguf") from None
+    return gguf
 
 
 class Tensor(NamedTuple):
@@ -174,7 +200,7 @@ class GgufFile:
             stored = np.ascontiguousarray(data).view("<f4" if tensor.kind == "F32" else "<f2")
             array = stored.reshape(tensor.shape).astype(np.float32, copy=False)
         else:
-            array = decode_blocks(tensor.kind, data)
+            array = decode(tensor.kind, data)
         return check_finite(array, f"{self.path}: tensor {show(name)}")
 
     def _read_tensors(self, count: int) -> dict[str, Tensor]:

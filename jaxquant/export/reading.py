@@ -12,14 +12,15 @@ from jaxquant.config.hf.max_parse import SIDECAR
 from jaxquant.config.loader import read_json
 from jaxquant.core.typed import show
 from jaxquant.export.folder import INDEX
-from jaxquant.export.layouts import check_finite
-from jaxquant.export.llama import HEAD, LlamaShape
+from jaxquant.export.layouts import check_finite, row_chunks
+from jaxquant.export.llama import EMBEDDING, HEAD, LlamaShape
 from jaxquant.export.safetensors import SafetensorsFile
 from jaxquant.export.source import Source, Vocabulary
 from jaxquant.export.stored import StoredLayer, input_amax, read_layer
-from jaxquant.export.vocabulary import of_tokenizer_json
+from jaxquant.export.vocabulary import of_sentencepiece, of_tokenizer_json
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+_TOKENIZERS = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model", "tokenizer.tiktoken", "tiktoken.model")
 
 
 class HfFolder:
@@ -106,9 +107,14 @@ class HfFolder:
         with np.errstate(over="ignore"):  # float64 beyond float32 is infinite, which is refused
             return check_finite(array.astype(np.float32), place)
 
-    def source(self) -> Source:
-        """Return the model for an exporter or an import; static input scales come along as amaxes."""
-        return Source(self.shape, self.read, self.vocabulary(), self.input_amax(), lambda name: None)
+    def source(self, *, has_tokenizer: bool = True) -> Source:
+        """Return the model for an exporter or an import; static input scales come along as amaxes.
+
+        Args:
+          has_tokenizer: whether a tokenizer is read.
+        """
+        vocabulary = self.vocabulary() if has_tokenizer else None
+        return Source(self.shape, self.read, vocabulary, self.input_amax(), lambda name: None)
 
     def input_amax(self) -> dict[str, float]:
         """Return the largest magnitude of the input that a stored static scale stands for, by layer."""
@@ -124,9 +130,18 @@ class HfFolder:
         return found
 
     def vocabulary(self) -> Vocabulary | None:
-        """Return the tokenizer, None where the folder has no ``tokenizer.json``."""
-        path = self.folder / "tokenizer.json"
+        """Return the tokenizer, or None if the folder has none.
+
+        Raises:
+          NotImplementedError: a tokenizer in another form than ``tokenizer.json`` or BPE of SentencePiece.
+          ValueError: a file that is not a tokenizer.
+        """
+        path, spm = self.folder / "tokenizer.json", self.folder / "tokenizer.model"
+        if not path.exists() and spm.exists():
+            return of_sentencepiece(spm.read_bytes())
         if not path.exists():
+            if other := next((name for name in _TOKENIZERS if (self.folder / name).exists()), None):
+                raise NotImplementedError(f"{self.folder} has its tokenizer as {other}; save it as tokenizer.json")
             return None
         ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
         ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
@@ -140,6 +155,7 @@ class HfFolder:
     def _open_files(self) -> list[SafetensorsFile]:
         index, single = self.folder / INDEX, self.folder / "model.safetensors"
         if not index.exists():
+            self._check_files({single.name}, single.name)
             return [SafetensorsFile(single)]
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(value, str) for value in places.values()):
@@ -148,6 +164,7 @@ class HfFolder:
         for name in names:
             if not re.fullmatch(r"[\w.-]+\.safetensors", name):
                 raise ValueError(f"{index} names the file {show(name)}, which is none beside it")
+        self._check_files(set(names), INDEX)
         files = {name: SafetensorsFile(self.folder / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name]:
@@ -158,15 +175,30 @@ class HfFolder:
                     raise ValueError(f"{self.folder / name} has {show(tensor)}, which the index places elsewhere")
         return list(files.values())
 
+    def _check_files(self, names: set[str], by: str) -> None:
+        if others := sorted({path.name for path in self.folder.glob("*.safetensors")} - names):
+            raise ValueError(f"{self.folder / others[0]} is not read, as {by} does not name it; move it elsewhere")
+
     def _check_names(self) -> None:
         """Refuse tensors that nothing reads and those that are missing."""
         wanted = {name.removesuffix(".weight") for name in self.shape.tensors()}
         for module, ends in self._ends.items():
-            if module == HEAD and self.shape.tied:
-                continue  # the embedding once more
+            if module == HEAD and self.shape.tied and ends.keys() == {".weight"}:
+                self._check_tied(f"{EMBEDDING}.weight", f"{HEAD}.weight")
+                continue
             for end, name in ends.items():
                 is_buffer = name.endswith("rotary_emb.inv_freq")  # what the config says
                 if (module not in wanted and not is_buffer) or end == ".bias":
                     raise ValueError(f"{self.folder} has the tensor {show(name)}, which a Llama of its config has not")
         if missing := sorted(wanted - self._ends.keys()):
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}")
+
+    def _check_tied(self, embedding: str, head: str) -> None:
+        """Refuse a head that is another tensor than the embedding, which is taken for it."""
+        one, other = (self._where[name][name] if name in self._where else np.empty(0) for name in (embedding, head))
+        is_same = one.shape == other.shape == self.shape.tensors()[embedding] and one.dtype == other.dtype
+        if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape, 1)):
+            raise ValueError(
+                f"{self.folder} has {head} and {embedding} with other values, and its config has tie_word_embeddings "
+                "true; correct the config, or remove one of them"
+            )

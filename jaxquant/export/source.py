@@ -21,20 +21,24 @@ class Vocabulary:
     Attributes:
       tokens: texts by number, as byte-level BPE spells them; shorter than the embedding where that is padded.
       merges: pairs in their order, joined by a space.
-      special: numbers of control tokens, such as the beginning of a text.
-      bos, eos, pad: numbers, or None.
+      kinds: types of the tokens in GGUF files.
+      bos, eos, pad: numbers of the tokens that begin and end a text and fill a row, or None.
       tokenizer_json: a ``tokenizer.json`` of the tokenizers package.
-      pre: name of the pre-tokenizer in GGUF files.
+      pre: name of the pre-tokenizer in GGUF files, empty if they have none.
+      scores: scores of the tokens for a tokenizer of SentencePiece, in GGUF files; empty for byte-level BPE.
+      origin: where it was read.
     """
 
     tokens: tuple[str, ...]
     merges: tuple[str, ...]
-    special: frozenset[int]
+    kinds: tuple[int, ...]
     bos: int | None
     eos: int | None
     pad: int | None
     tokenizer_json: Mapping[str, Any]
-    pre: str = "default"
+    pre: str
+    scores: tuple[float, ...]
+    origin: str
 
     @property
     def ids(self) -> dict[str, int | None]:

@@ -1,18 +1,34 @@
-"""Tokenizers on their way into files: bytes, and byte-level BPE of a ``tokenizer.json``."""
+"""Tokenizers on their way into files and out of them: bytes, byte-level BPE, and the BPE of SentencePiece."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxquant.core.typed import show
 from jaxquant.export.source import Vocabulary
 
 BYTE_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
 """What the tokens after the 256 bytes are called, of ``ByteVocabulary``."""
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Types of tokens, the same in GGUF files and in SentencePiece's."""
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_SPLIT = {"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False}
+_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_LEVEL],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _LEVEL],
+    "llama-bpe": [_SPLIT, _LEVEL | {"use_regex": False}],
+}
+"""Pre-tokenizers of byte-level BPE by llama.cpp's names; a vocabulary without merges is ``default``."""
+_ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_PREFIX = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _ESCAPE]}
+"""Normalizers of SentencePiece: without and with a space before the text."""
 
 
 def byte_characters() -> tuple[str, ...]:
@@ -30,53 +46,11 @@ def byte_characters() -> tuple[str, ...]:
 def byte_vocabulary(size: int) -> Vocabulary:
     """Return the vocabulary of bytes 0 to 255, then beginning, end and padding; the rest of ``size`` is not used."""
     tokens = (*byte_characters(), *BYTE_SPECIAL)
-    special = range(256, 256 + len(BYTE_SPECIAL))
-    added = [
-        {
-            "id": index,
-            "content": tokens[index],
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        for index in special
-    ]
-    bos = {"SpecialToken": {"id": BYTE_SPECIAL[0], "type_id": 0}}
-    parts = [bos, {"Sequence": {"id": "A", "type_id": 0}}]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    data = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": parts,
-            "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                BYTE_SPECIAL[0]: {"id": BYTE_SPECIAL[0], "ids": [256], "tokens": [BYTE_SPECIAL[0]]},
-            },
-        },
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [],
-        },
-    }
     if size < len(tokens):
         raise ValueError(f"a vocabulary of {size} does not hold the {len(tokens)} tokens of bytes")
-    return Vocabulary(tokens, (), frozenset(special), 256, 257, 258, data)
+    level = _LEVEL | {"trim_offsets": False, "use_regex": False}
+    kinds = [NORMAL] * 256 + [CONTROL] * len(BYTE_SPECIAL)
+    return _read(_bpe(tokens, kinds, [], 256, {"pre_tokenizer": level, "decoder": level}), 256, 257, 258, "bytes")
 
 
 def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
@@ -97,8 +71,152 @@ def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None,
         raise ValueError(f"tokenizer.json is not of the library's layout ({type(error).__name__}: {error})") from None
 
 
-def _read(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
-    model = data.get("model")
+def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
+    """Return the vocabulary in the metadata of a GGUF file, or None if there is none.
+
+    Raises:
+      NotImplementedError: a tokenizer or a pre-tokenizer that is not read; names it.
+      ValueError: parts that are missing or do not fit.
+    """
+    found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    model, pre = found.get("model", "none"), found.get("pre", "default")
+    if model in ("none", "no_vocab"):
+        return None
+    is_spm, merges = model == "llama", found.get("merges", [])
+    if not is_spm and (model != "gpt2" or (len(merges) and pre not in _PRE_TOKENIZERS)):
+        raise NotImplementedError(
+            f"tokenizer.ggml.model {show(model)} with tokenizer.ggml.pre {show(pre)} is not read; models that are: "
+            f"llama, and gpt2 with {', '.join(_PRE_TOKENIZERS)}"
+        )
+    try:
+        tokens = found["tokens"]
+        kinds = [int(kind) for kind in found.get("token_type", [NORMAL] * len(tokens))]
+        usual = {"bos": 1, "eos": 2} if is_spm else {}
+        bos, eos, pad = (found.get(f"{name}_token_id", usual.get(name)) for name in ("bos", "eos", "padding"))
+        bos = bos if found.get("add_bos_token", is_spm or pre == "llama-bpe") else None
+        if is_spm:
+            data = _sentencepiece(tokens, kinds, found["scores"], bos, found.get("add_space_prefix", True))
+        else:
+            cut = {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS.get(pre, [_LEVEL])}
+            pairs, whole = [merge.split(" ") for merge in merges], {"ignore_merges": pre == "llama-bpe"}
+            data = _bpe(tokens, kinds, pairs, bos, {"pre_tokenizer": cut, "decoder": _LEVEL}, **whole)
+        return _read(data, bos, eos, pad, f"tokenizer.ggml, {model}")
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"tokenizer.ggml is no {model} tokenizer ({type(error).__name__}: {error})") from None
+
+
+def of_sentencepiece(data: bytes) -> Vocabulary:
+    """Return the vocabulary of a ``tokenizer.model`` of SentencePiece.
+
+    Source: ``sentencepiece_model.proto``.
+
+    Raises:
+      NotImplementedError: a model that is not BPE, or one that normalizes text.
+      ValueError: not a model of SentencePiece.
+    """
+    try:
+        parts = _fields(data)
+        pieces, (trainer,), (normalizer,) = ([_fields(each) for each in parts[key]] for key in (1, 2, 3))
+        one = lambda fields, key, default: fields.get(key, [default])[-1]  # noqa: E731
+        if one(trainer, 3, 1) != 2 or one(normalizer, 2, b"") or one(normalizer, 4, 1):
+            raise NotImplementedError("tokenizer.model is not BPE, or it normalizes text; give a tokenizer.json")
+        tokens, kinds = [one(piece, 1, b"").decode() for piece in pieces], [one(piece, 3, NORMAL) for piece in pieces]
+        scores = [struct.unpack("<f", one(piece, 2, bytes(4)))[0] for piece in pieces]
+        ids = [one(trainer, key, default) for key, default in ((41, 1), (42, 2), (43, -1))]
+        bos, eos, pad = (number if 0 <= number < len(tokens) else None for number in ids)  # -1: there is none
+        prefixed = _sentencepiece(tokens, kinds, scores, bos, one(normalizer, 3, 1))
+        return _read(prefixed, bos, eos, pad, "tokenizer.model")
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, struct.error) as error:
+        raise ValueError(f"tokenizer.model is not a model of SentencePiece ({type(error).__name__}: {error})") from None
+
+
+def _fields(data: bytes) -> dict[int, list[Any]]:
+    """Return the values of a protocol buffer by the number of their field: whole numbers, or bytes."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while data[at] & 0x80:
+            value, shift, at = value | (data[at] & 0x7F) << shift, shift + 7, at + 1
+        at += 1
+        return value | data[at - 1] << shift
+
+    while at < len(data):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            found.setdefault(number, []).append(varint())
+            continue
+        size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+        if size > len(data) - at:
+            raise ValueError(f"a field ends beyond its {len(data)} bytes")
+        found.setdefault(number, []).append(data[at : at + size])
+        at += size
+    return found
+
+
+def _bpe(
+    tokens: Sequence[str],
+    kinds: Sequence[int],
+    merges: Sequence[Sequence[str]],
+    bos: int | None,
+    parts: Mapping[str, Any],
+    **model: Any,
+) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` of BPE; ``parts`` and ``model`` replace fields of the file and of its model."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": index, "content": token, "special": kind != USER, **flags}
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (CONTROL, USER, UNKNOWN)
+    ]
+    first = [] if bos is None else [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}]
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}} if first else {},
+    }
+    base = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
+    plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    vocab = {token: index for index, token in enumerate(tokens) if kinds[index] != UNUSED}
+    rest = {"fuse_unk": False, "byte_fallback": False, **model, "vocab": vocab, "merges": merges}
+    whole = {"pre_tokenizer": None, "post_processor": template if first else None, "decoder": None, **parts}
+    return {**base, **whole, "model": {"type": "BPE", **plain, **rest}}
+
+
+def _sentencepiece(
+    tokens: Sequence[str], kinds: Sequence[int], scores: Iterable[float], bos: int | None, has_prefix: bool
+) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` of SentencePiece's BPE, whose merges are in the order of the scores.
+
+    Source: ``LlamaConverter`` of transformers.
+    """
+    ranked = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
+    merges = sorted(_pairs(ranked), key=lambda pair: (-ranked["".join(pair)], -len(pair[0])))
+    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    decoder = {"type": "Sequence", "decoders": decoders}
+    parts = {"normalizer": _PREFIX if has_prefix else _ESCAPE, "decoder": decoder}
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
+    return _bpe(tokens, kinds, merges, bos, parts, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+
+
+def _pairs(tokens: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield every pair of tokens that makes up a token."""
+    known = dict.fromkeys(tokens)
+    for token in known:
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        yield from ((left, right) for left, right in halves if left in known and right in known)
+
+
+def _read(
+    data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None, origin: str = "tokenizer.json"
+) -> Vocabulary:
+    model: Any = data.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(vocab, Mapping) or not all(type(number) is int and number >= 0 for number in vocab.values()):
         raise ValueError("tokenizer.json has no model with a vocabulary of tokens and their numbers")
@@ -112,10 +230,31 @@ def _read(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | 
     for name, number in (("bos", bos), ("eos", eos), ("pad", pad)):
         if number is not None and not 0 <= number < len(tokens):
             raise ValueError(f"{name}_token_id {number} is none of the {len(tokens):,} tokens of tokenizer.json")
-    merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges", ()))  # pyright: ignore[reportOptionalMemberAccess]
-    special = frozenset(row["id"] for row in added if row.get("special"))
-    pre = _pre_tokenizer(data) if model.get("type") == "BPE" else ""  # pyright: ignore[reportOptionalMemberAccess]
-    return Vocabulary(tokens, merges, special, bos, eos, pad, data, pre)
+    merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges", ()))
+    is_bpe, has_bytes = model.get("type") == "BPE", model.get("byte_fallback", False)
+    kinds = [NORMAL if index in numbers else UNUSED for index in range(len(tokens))]
+    for index, token in enumerate(tokens if has_bytes else ()):
+        kinds[index] = BYTE if re.fullmatch("<0x[0-9A-F]{2}>", token) else kinds[index]
+    for row in added:
+        is_unknown = has_bytes and row["content"] == model.get("unk_token")
+        kinds[row["id"]] = UNKNOWN if is_unknown else CONTROL if row.get("special") else USER
+    scores = _scores(data, tokens, kinds, merges) if is_bpe and has_bytes else ()
+    pre = "default" if scores else _pre_tokenizer(data) if is_bpe else ""
+    return Vocabulary(tokens, merges, tuple(kinds), bos, eos, pad, data, pre, scores, origin)
+
+
+def _scores(
+    data: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]
+) -> tuple[float, ...]:
+    """Return scores with which SentencePiece merges as the file does, or none if it cannot."""
+    pairs = [tuple(pair.split(" ")) for pair in merges]
+    normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
+    if data.get("normalizer") not in (_ESCAPE, _PREFIX) or data.get("pre_tokenizer") or set(_pairs(normal)) - {*pairs}:
+        return ()
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(pairs):
+        ranks.setdefault("".join(pair), rank)
+    return tuple(-float(ranks.get(token, 0)) for token in tokens)
 
 
 def _pre_tokenizer(data: Mapping[str, Any]) -> str:
@@ -124,9 +263,6 @@ def _pre_tokenizer(data: Mapping[str, Any]) -> str:
     parts = cut.get("pretokenizers", [cut]) if isinstance(cut, Mapping) else []
     if data.get("normalizer") is not None or not parts or parts[-1].get("type") != "ByteLevel":
         return ""
-    if len(parts) == 1:
-        plain = parts[0].get("use_regex", True) and not parts[0].get("add_prefix_space", False)
-        return "gpt-2" if plain else ""
-    pattern = parts[0].get("pattern", {})
-    is_llama3 = len(parts) == 2 and parts[0].get("type") == "Split" and pattern.get("Regex") == _LLAMA3
-    return "llama-bpe" if is_llama3 and not parts[1].get("use_regex", True) else ""
+    parts = [*parts[:-1], {**_LEVEL, **parts[-1], "trim_offsets": True}]  # which changes no token
+    found = next((name for name, known in _PRE_TOKENIZERS.items() if parts == known), "")
+    return found or ("" if data["model"].get("merges") else "default")

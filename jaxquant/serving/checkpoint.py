@@ -62,6 +62,7 @@ def save(
     config: Mapping[str, Any],
     *,
     extra: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write a quantized checkpoint, whole or not at all.
@@ -74,6 +75,7 @@ def save(
       params: nested dict of arrays and ``QTensor``.
       config: of the quantization; plain values, as ``to_mapping`` gives them.
       extra: more plain values to keep, such as the model's shape.
+      files: texts of more files by name, such as a tokenizer.
       progress: called now and then, by every process.
 
     Raises:
@@ -112,6 +114,8 @@ def save(
             checkpointer.save(partial / ARRAYS, args=ocp.args.PyTreeSave(arrays, save_args=cut))
         report(manifest.bytes, manifest.bytes, "writing")
         if is_main:
+            for name, text in (files or {}).items():
+                (partial / name).write_text(text, encoding="utf-8")
             write_manifest(partial, dataclasses.replace(manifest, files=list_files(partial, progress)))
             os.rename(partial, directory)
     _wait("checkpoint saved")
