@@ -42,8 +42,8 @@ from train.tokenizer import open_tokenizer
 Changes = Mapping[str, Any] | None
 """Fields of ``TrainConfig`` that are not the checkpoint's."""
 Progress = Callable[[Row], object]
-"""Called with each tensor, its format, shape and bytes; ``sqnr`` is that of what is written, compared with the float32
-that the checkpoint decodes to, and infinite only if the two are equal."""
+"""Called with the tokenizer and its origin, then with each tensor, its format, shape and bytes. ``sqnr`` is that of what is
+written, compared with the float32 that the checkpoint decodes to, and infinite only if the two are equal."""
 
 
 def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:
@@ -91,11 +91,7 @@ def imported_config(
 
 
 def import_to_run(
-    checkpoint: str | Path,
-    run_dir: str | Path,
-    changes: Changes = None,
-    progress: Progress = lambda row: None,
-    say: Callable[[str], object] = print,
+    checkpoint: str | Path, run_dir: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
 
@@ -105,15 +101,14 @@ def import_to_run(
       checkpoint: GGUF file, or Hugging Face folder.
       run_dir: folder of the run; it must not exist.
       changes: fields of ``TrainConfig``: data, optimizer, and the quantization to train with.
-      progress: called with each tensor.
-      say: called with the tokenizer that is taken.
+      progress: called with the tokenizer and with each tensor.
 
     Raises:
       FileNotFoundError, FileExistsError: no such checkpoint, or the run is there.
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
-    source, _, files = _opened(checkpoint, changes, say)
+    source, _, files = _opened(checkpoint, changes, progress)
     try:
         run_dir.mkdir(parents=True)
         tokenizer = _write(files, run_dir)
@@ -132,26 +127,25 @@ def import_to_run(
 
 
 def _opened(
-    checkpoint: Path, changes: Mapping[str, Any], say: Callable[[str], object]
+    checkpoint: Path, changes: Mapping[str, Any], progress: Progress
 ) -> tuple[Source, HfFolder | None, dict[str, str]]:
     """Open a checkpoint; also returns the files of its tokenizer by name, none if ``tokenizer_path`` is given.
 
     Raises:
       ValueError: there is no tokenizer.
     """
-    if "tokenizer_path" in changes:
-        say(f"tokenizer: {changes['tokenizer_path'] or 'bytes'}, as given")
-        return *open_checkpoint(checkpoint), {}
-    source, folder = open_checkpoint(checkpoint, has_tokenizer=True)
-    if (found := source.vocabulary) is None:
+    is_own = "tokenizer_path" not in changes
+    source, folder = open_checkpoint(checkpoint, has_tokenizer=is_own)
+    if is_own and source.vocabulary is None:
         fix = "give a tokenizer.json as tokenizer_path=FILE, or bytes as tokenizer_path="
         raise ValueError(f"{checkpoint} has no tokenizer; {fix}")
-    say(f"tokenizer: {found.origin} of {checkpoint}, {len(found.tokens):,} tokens")
-    own = [checkpoint / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    if own[0].is_file():
-        return source, folder, {path.name: path.read_text("utf-8") for path in own if path.is_file()}
-    made = tokenizer_files(found)
-    return source, folder, {path.name: json.dumps(made[path.name]) for path in own}
+    files = {name: json.dumps(contents) for name, contents in tokenizer_files(source.vocabulary).items()}
+    if is_own and (checkpoint / "tokenizer.json").is_file():
+        paths = [path for name in files if (path := checkpoint / name).is_file()]
+        files = {path.name: path.read_text("utf-8") for path in paths}
+    origin = source.vocabulary.origin if source.vocabulary else changes["tokenizer_path"] or "bytes"
+    progress(Row("tokenizer", origin, (), sum(map(len, files.values())), math.nan))
+    return source, folder, files
 
 
 def _write(files: Mapping[str, str], folder: str | Path) -> Path | None:
@@ -204,11 +198,7 @@ def float_parameters(
 
 
 def import_to_serve(
-    checkpoint: str | Path,
-    out: str | Path,
-    changes: Changes = None,
-    progress: Progress = lambda row: None,
-    say: Callable[[str], object] = print,
+    checkpoint: str | Path, out: str | Path, changes: Changes = None, progress: Progress = lambda row: None
 ) -> TrainConfig:
     """Write a converted checkpoint that serves, of a checkpoint of others.
 
@@ -218,7 +208,7 @@ def import_to_serve(
     converted from the decoded float.
 
     Args:
-      checkpoint, progress, say: as for ``import_to_run``.
+      checkpoint, progress: as for ``import_to_run``.
       out: folder to write; it must not exist.
       changes: fields of ``TrainConfig``, such as ``quantization`` and ``dtype``.
 
@@ -227,7 +217,7 @@ def import_to_serve(
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
     checkpoint, out, changes = Path(checkpoint), new_folder(out), dict(changes or {})
-    source, folder, files = _opened(checkpoint, changes, say)
+    source, folder, files = _opened(checkpoint, changes, progress)
     if not changes.get("quantization"):
         changes["quantization"] = _native_string(checkpoint, source, folder)
     with tempfile.TemporaryDirectory() as place:

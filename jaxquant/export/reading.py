@@ -20,7 +20,7 @@ from jaxquant.export.stored import StoredLayer, input_amax, read_layer
 from jaxquant.export.vocabulary import of_sentencepiece, of_tokenizer_json
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
-_TOKENIZERS = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model", "tokenizer.tiktoken", "tiktoken.model")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
 class HfFolder:
@@ -53,6 +53,8 @@ class HfFolder:
             self._ends.setdefault(module, {})[f".{end}"] = name
         if len(known) != sum(len(file) for file in self._files):
             raise ValueError(f"{self.folder} has a tensor in two of its files; download it again")
+        if others := sorted({*self.folder.glob("*.safetensors")} - {file.path for file in self._files}):
+            raise ValueError(f"{others[0]} is not read, as no index names it; move it elsewhere")
         self.shape = LlamaShape.of_config(self.config)
         self.quantization: CheckpointQuantization | None = read_quantization(
             self.config, known, read_json(sidecar) if sidecar.exists() else None
@@ -136,13 +138,13 @@ class HfFolder:
           NotImplementedError: a tokenizer in another form than ``tokenizer.json`` or BPE of SentencePiece.
           ValueError: a file that is not a tokenizer.
         """
-        path, spm = self.folder / "tokenizer.json", self.folder / "tokenizer.model"
-        if not path.exists() and spm.exists():
-            return of_sentencepiece(spm.read_bytes())
-        if not path.exists():
-            if other := next((name for name in _TOKENIZERS if (self.folder / name).exists()), None):
-                raise NotImplementedError(f"{self.folder} has its tokenizer as {other}; save it as tokenizer.json")
+        path = next((path for name in _TOKENIZERS if (path := self.folder / name).exists()), None)
+        if path is None:
             return None
+        if path.name == "tokenizer.model":
+            return of_sentencepiece(path.read_bytes())
+        if path.name != "tokenizer.json":
+            raise NotImplementedError(f"{self.folder} has its tokenizer as {path.name}; save it as tokenizer.json")
         ids = [self.config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
         ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
         return of_tokenizer_json(read_json(path), *(value if type(value) is int else None for value in ids))
@@ -155,7 +157,6 @@ class HfFolder:
     def _open_files(self) -> list[SafetensorsFile]:
         index, single = self.folder / INDEX, self.folder / "model.safetensors"
         if not index.exists():
-            self._check_files({single.name}, single.name)
             return [SafetensorsFile(single)]
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(value, str) for value in places.values()):
@@ -164,7 +165,6 @@ class HfFolder:
         for name in names:
             if not re.fullmatch(r"[\w.-]+\.safetensors", name):
                 raise ValueError(f"{index} names the file {show(name)}, which is none beside it")
-        self._check_files(set(names), INDEX)
         files = {name: SafetensorsFile(self.folder / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name]:
@@ -175,17 +175,13 @@ class HfFolder:
                     raise ValueError(f"{self.folder / name} has {show(tensor)}, which the index places elsewhere")
         return list(files.values())
 
-    def _check_files(self, names: set[str], by: str) -> None:
-        if others := sorted({path.name for path in self.folder.glob("*.safetensors")} - names):
-            raise ValueError(f"{self.folder / others[0]} is not read, as {by} does not name it; move it elsewhere")
-
     def _check_names(self) -> None:
         """Refuse tensors that nothing reads and those that are missing."""
         wanted = {name.removesuffix(".weight") for name in self.shape.tensors()}
         for module, ends in self._ends.items():
-            if module == HEAD and self.shape.tied and ends.keys() == {".weight"}:
+            if module == HEAD and self.shape.tied and ".weight" in ends:
                 self._check_tied(f"{EMBEDDING}.weight", f"{HEAD}.weight")
-                continue
+                ends = {end: name for end, name in ends.items() if end != ".weight"}
             for end, name in ends.items():
                 is_buffer = name.endswith("rotary_emb.inv_freq")  # what the config says
                 if (module not in wanted and not is_buffer) or end == ".bias":

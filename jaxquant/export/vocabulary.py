@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxquant.core.typed import show
 from jaxquant.export.source import Vocabulary
@@ -121,38 +125,20 @@ def of_sentencepiece(data: bytes) -> Vocabulary:
         if one(trainer, 3, 1) != 2 or one(normalizer, 2, b"") or one(normalizer, 4, 1):
             raise NotImplementedError("tokenizer.model is not BPE, or it normalizes text; give a tokenizer.json")
         tokens, kinds = [one(piece, 1, b"").decode() for piece in pieces], [one(piece, 3, NORMAL) for piece in pieces]
-        scores = [struct.unpack("<f", one(piece, 2, bytes(4)))[0] for piece in pieces]
+        scores = np.array([one(piece, 2, 0) for piece in pieces], np.uint32).view(np.float32).tolist()
         ids = [one(trainer, key, default) for key, default in ((41, 1), (42, 2), (43, -1))]
         bos, eos, pad = (number if 0 <= number < len(tokens) else None for number in ids)  # -1: there is none
         prefixed = _sentencepiece(tokens, kinds, scores, bos, one(normalizer, 3, 1))
         return _read(prefixed, bos, eos, pad, "tokenizer.model")
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, struct.error) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, DecodeError) as error:
         raise ValueError(f"tokenizer.model is not a model of SentencePiece ({type(error).__name__}: {error})") from None
 
 
 def _fields(data: bytes) -> dict[int, list[Any]]:
     """Return the values of a protocol buffer by the number of their field: whole numbers, or bytes."""
     found: dict[int, list[Any]] = {}
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while data[at] & 0x80:
-            value, shift, at = value | (data[at] & 0x7F) << shift, shift + 7, at + 1
-        at += 1
-        return value | data[at - 1] << shift
-
-    while at < len(data):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            found.setdefault(number, []).append(varint())
-            continue
-        size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
-        if size > len(data) - at:
-            raise ValueError(f"a field ends beyond its {len(data)} bytes")
-        found.setdefault(number, []).append(data[at : at + size])
-        at += size
+    for field in UnknownFieldSet(Empty.FromString(data)):
+        found.setdefault(field.field_number, []).append(field.data)
     return found
 
 
@@ -264,5 +250,5 @@ def _pre_tokenizer(data: Mapping[str, Any]) -> str:
     if data.get("normalizer") is not None or not parts or parts[-1].get("type") != "ByteLevel":
         return ""
     parts = [*parts[:-1], {**_LEVEL, **parts[-1], "trim_offsets": True}]  # which changes no token
-    found = next((name for name, known in _PRE_TOKENIZERS.items() if parts == known), "")
-    return found or ("" if data["model"].get("merges") else "default")
+    found = (name for name, known in _PRE_TOKENIZERS.items() if parts == known)
+    return next(found, "") if data["model"].get("merges") else "default"

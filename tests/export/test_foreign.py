@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import time
 
 import gguf
@@ -14,7 +15,7 @@ from jaxquant.config.hf import read_quantization
 from jaxquant.config.hf.max_parse import parse_quant_config
 from jaxquant.config.loader import load_yaml
 from jaxquant.export import HfFolder, LlamaShape, Source, export, open_gguf
-from jaxquant.export.gguf_file import TYPES, GgufFile
+from jaxquant.export.gguf_file import OWN, TYPES, GgufFile
 from jaxquant.export.safetensors import SafetensorsFile, SafetensorsWriter
 from jaxquant.export.stored import read_layer
 
@@ -240,6 +241,35 @@ def test_a_tensor_that_nothing_reads_is_an_error(write, format, name, array):
         read_all(write(format, {name: array}))
 
 
+@pytest.mark.parametrize("change", ["none", "values", "rows", "axes", "dtype", "scale"])
+def test_a_head_next_to_a_tied_embedding_equals_it(write, change):
+    folder = write("hf")
+    embedding = SafetensorsFile(folder / "model.safetensors")["model.embed_tokens.weight"].copy()
+    heads = {"values": 2 * embedding, "rows": embedding[1:], "axes": embedding[0], "dtype": embedding.view(np.uint16)}
+    more = {"lm_head.weight_scale": ONE} if change == "scale" else {}
+    more["lm_head.weight"] = heads.get(change, embedding)
+    folder.rename(folder.with_name("old"))
+    config = json.loads((write("hf", more) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if change == "none":
+        assert HfFolder(folder).shape.tied
+        return
+    message = r"lm_head\.weight(_scale'| and model\.embed_tokens\.weight with other values)"
+    with pytest.raises(ValueError, match=message):
+        HfFolder(folder)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_file_of_tensors_that_no_index_names_is_an_error(write, is_sharded):
+    folder = write("hf")
+    if is_sharded:
+        places = dict.fromkeys(SafetensorsFile(folder / "model.safetensors"), "model.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "adapter_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not read, as no index names it"):
+        HfFolder(folder)
+
+
 @pytest.mark.parametrize("scheme", [args(8, "float", "tensor"), args(8, "float", "tensor", dynamic=True)])
 def test_a_quantized_cache_is_not_dropped(write, scheme):
     with pytest.raises(NotImplementedError, match=r"quantizes its KV cache \(float8_e4m3fn\), and its scales"):
@@ -289,14 +319,10 @@ def test_a_gguf_of_no_finite_values_is_an_error(write, kind, bits):
 
 
 @pytest.mark.parametrize("kind", gguf.GGMLQuantizationType, ids=lambda kind: kind.name)
-def test_every_type_of_ggml_is_read_or_refused_by_name(tmp_path, kind):
+def test_every_type_of_ggml_is_read_or_refused_by_name(tmp_path, kind, monkeypatch):
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     rng, path = np.random.default_rng(int(kind)), tmp_path / "m.gguf"
-    data = rng.integers(0, 256, (4, 512 // elements * size), np.uint8)
-    if kind.name in TYPES:  # small scales, so that every value is finite
-        blocks = data.reshape(-1, size)
-        ends = {"F32": [3], "F16": [1], "BF16": [1], "Q6_K": [209], "Q4_K": [1, 3], "Q5_K": [1, 3]}.get(kind.name, [1])
-        blocks[:, ends] &= 0x3B
+    data = rng.integers(0, 0x3C, (4, 512 // elements * size), np.uint8)  # small scales: every value is finite
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -309,6 +335,10 @@ def test_every_type_of_ggml_is_read_or_refused_by_name(tmp_path, kind):
         return
     expected = gguf.quants.dequantize(data, kind).view(np.float32)
     np.testing.assert_array_equal(GgufFile(path).read("x"), expected)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    if kind.name not in OWN and kind.name != "F32":
+        with pytest.raises(NotImplementedError, match=f"type {kind.name} needs the package gguf; install it"):
+            GgufFile(path)
 
 
 def test_a_gguf_with_more_than_a_llama_is_refused(write, tmp_path):

@@ -18,8 +18,9 @@ from jaxquant.config.hf.recipe import to_recipe
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
-from jaxquant.export import FORMATS, SCHEMES, HfFolder, export, export_experts, open_gguf
-from jaxquant.export.gguf import read_shape, to_halves, to_neighbours
+from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, export_experts, open_gguf
+from jaxquant.export.gguf import gguf_name, read_shape, to_halves, to_neighbours
+from jaxquant.export.gguf_file import GgufFile
 from jaxquant.export.layouts import decode_blocks, encode_blocks, pack_int4, unpack_int
 from jaxquant.export.llama import fused_with
 from jaxquant.export.safetensors import SafetensorsFile
@@ -227,6 +228,25 @@ def test_gguf_is_what_its_own_reader_reads(tmp_path, kind):
         assert all(np.array_equal(tensor.data, names[tensor.name].data) for tensor in again.tensors)
 
 
+@pytest.mark.parametrize(("kind", "instead"), [("Q4_K", "Q5_0"), ("Q5_K", "Q5_1"), ("Q6_K", "Q8_0"), ("Q4_0", "Q4_0")])
+def test_rows_that_no_block_divides_are_written_as_llama_cpp_writes_them(tmp_path, kind, instead):
+    shape = LlamaShape(320, 96, 200, 1, 4, 4, 64)  # 96, 200 and 256 columns
+    rng = np.random.default_rng(3)
+    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in shape.tensors().items()}
+    rows = export(Source(shape, weights.__getitem__), tmp_path / "m.gguf", f"gguf_{kind.lower()}")
+    found, back = GgufFile(tmp_path / "m.gguf"), open_gguf(tmp_path / "m.gguf")
+    for part, own in (("mlp.up_proj", instead), ("mlp.down_proj", "F16"), ("self_attn.o_proj", kind)):
+        name = f"model.layers.0.{part}.weight"
+        tensor = found.tensors[gguf_name(name)]
+        assert tensor.kind == own
+        assert next(row.format for row in rows if row.tensor == name) == own
+        if own[-1] != "K":
+            data = gguf.quants.quantize(weights[name], gguf.GGMLQuantizationType[own]).view(np.uint8)
+            np.testing.assert_array_equal(found.raw(gguf_name(name)), data)
+            decoded = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[own])
+            np.testing.assert_array_equal(back.read(name), decoded)
+
+
 def test_rows_of_heads_turn_and_turn_back():
     weight = np.arange(16 * 3).reshape(16, 3)
     turned = to_neighbours(weight, 2)
@@ -248,8 +268,8 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path):
     with pytest.raises(ValueError, match=r"input of model.layers.0.self_attn.q_proj has no amax"):
         export(source(input_amax={}), tmp_path / "a", "modelopt_fp8")
     small = source(shape=SHAPE.__class__(320, 256, 320, 2, 4, 2, 64))
-    with pytest.raises(ValueError, match=r"down_proj contracts 320 elements, no multiple of the 256 of a block of Q4_"):
-        export(small, tmp_path / "a", "gguf_q4_k")
+    with pytest.raises(ValueError, match=r"down_proj contracts 320 elements, no multiple of the 128 of a block of ct_"):
+        export(small, tmp_path / "a", "ct_w4a16")
     broken = dict(tensors())
     broken[f"{Q}.weight"] = np.full((256, 256), np.nan, np.float32)
     for name in ("ct_fp8_dynamic", "gguf_f16"):

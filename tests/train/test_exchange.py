@@ -9,12 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxquant import serving
 from jaxquant.config.loader import load_yaml
 from jaxquant.core.qtensor import dequantize, is_tensor
 from jaxquant.core.trees import leaves_by_path
-from jaxquant.export import STATIC_INPUTS, HfFolder, open_gguf
+from jaxquant.export import STATIC_INPUTS, HfFolder, LlamaShape, Source, export, open_gguf
 from tests.numerics import RECIPROCAL
 from train.conversion import convert_run, open_parameters
 from train.exporting import export_run, open_source
@@ -149,6 +150,40 @@ def test_bytes_of_a_format_go_to_gguf_and_back(run, tmp_path):
     np.testing.assert_array_equal(*map(np.asarray, both))
 
 
+def test_an_imported_model_speaks_its_own_tokens(tmp_path, capsys):
+    words = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(321))]  # 324: no multiple of 64
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Whitespace(), tokenizers.decoders.WordPiece()
+    made.add_special_tokens(words[:3])
+    shape, path = LlamaShape(len(words), 32, 64, 1, 2, 1, 16), tmp_path / "in" / "m.gguf"
+    weights = {name: np.full(size, 0.5, np.float32) for name, size in shape.tensors().items()}
+    export(Source(shape, weights.__getitem__), path, "gguf_q8_0")
+    main, rows = importlib.import_module("scripts.import").main, []
+    for more in ([], ["--serve"]):
+        assert main(["--checkpoint", str(path), "--out", str(tmp_path / "none"), *more]) == 2
+        assert "m.gguf has no tokenizer; give a tokenizer.json as tokenizer_path=FILE" in capsys.readouterr().err
+    assert import_to_serve(path, tmp_path / "bytes", FIELDS | {"tokenizer_path": ""}, rows.append).tokenizer_path == ""
+    assert rows[0][:2] == ("tokenizer", "bytes")
+    made.save(str(path.with_name("tokenizer.json")))
+    import_to_serve(path, tmp_path / "served", FIELDS)
+    (tmp_path / "served").rename(tmp_path / "moved")  # with its tokenizer
+    served = open_served(tmp_path / "moved")
+    assert served.tokenizer.decode(served.tokenizer.encode_prompt("w7 w300 w2")) == "w7 w300 w2"
+    export_run(tmp_path / "moved", tmp_path / "hf", "hf", say=quiet)
+    assert HfFolder(tmp_path / "hf").vocabulary().tokens == tuple(words)
+    # A folder's own mark of the end, and a tokenizer of more tokens than the embedding has rows.
+    marks = json.loads((tmp_path / "hf/tokenizer_config.json").read_text()) | {"eos_token": {"content": "w5"}}
+    (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps(marks))
+    (tmp_path / "hf/SHA256SUMS").unlink()
+    given = FIELDS | {"quantization": "int8w"}
+    import_to_serve(tmp_path / "hf", tmp_path / "again", given)
+    assert open_served(tmp_path / "again").tokenizer.eos == words.index("w5")
+    made.add_tokens(["more"])
+    made.save(str(tmp_path / "large.json"))
+    with pytest.raises(ValueError, match=r"has 325 tokens, and the embedding of .* has 324 rows; give the model's own"):
+        import_to_serve(path, tmp_path / "none", given | {"tokenizer_path": str(tmp_path / "large.json")})
+
+
 WRITTEN = (
     ("fp8_block", "fp8_block"),
     ("mxfp4w", "ct_mxfp4"),
@@ -208,10 +243,10 @@ def test_what_does_not_map_is_refused(run, tmp_path, capsys):
         serving.save(tmp_path / message, {"kernel": np.ones((4, 4), np.float32)}, {}, extra=extra)
         with pytest.raises(ValueError, match=message):
             open_source(tmp_path / message)
-    export = importlib.import_module("scripts.export").main
-    assert export(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "gguf_q4_k"]) == 2
-    assert "q_proj contracts 32 elements, no multiple of the 256 of a block of Q4_K" in capsys.readouterr().err
-    assert export(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "ct_int8"]) == 0
+    write = importlib.import_module("scripts.export").main
+    assert write(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "ct_w4a16"]) == 2
+    assert "q_proj contracts 32 elements, no multiple of the 128 of a block of ct_w4a16" in capsys.readouterr().err
+    assert write(["--checkpoint", str(run), "--out", str(tmp_path / "a"), "--format", "ct_int8"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight \(2\) +│ ct_int8 +│", shown)
     (tmp_path / "a/SHA256SUMS").unlink()  # the config is changed on purpose
