@@ -27,10 +27,8 @@ def shown(verb: str) -> Iterator[Any]:
     for row in rows:
         merged.setdefault((re.sub(r"\.\d+\.", ".*.", row.tensor), row.format, row.shape), []).append(row)
     lines = [_line(name if len(group) > 1 else group[0].tensor, group) for (name, *_), group in merged.items()]
-    total = dict.fromkeys(lines[0], "") | {
-        "tensor": f"{sum(row.shape != () for row in rows)} tensors",
-        "bytes": f"{sum(r.bytes for r in rows):,}",
-    }
+    count = sum(row.shape != () for row in rows)  # the tokenizer is not one
+    total = dict.fromkeys(lines[0], "") | {"tensor": f"{count} tensors", "bytes": f"{sum(r.bytes for r in rows):,}"}
     terminal.show_rows([*lines, total], ["tensor", "format"])
 
 

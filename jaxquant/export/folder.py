@@ -68,17 +68,6 @@ class Scheme:
         return tile if free == 1 else 1
 
 
-def check_divides(source: Source, multiple: int, format: str) -> None:
-    """Refuse a model whose contractions do not divide into the blocks of a format.
-
-    Raises:
-      ValueError: names the layer.
-    """
-    for name, (_, depth) in source.shape.linears().items():
-        if depth % multiple:
-            raise ValueError(f"{name} contracts {depth} elements, no multiple of the {multiple} of a block of {format}")
-
-
 def write_folder(
     source: Source,
     out: str | Path,
@@ -105,7 +94,10 @@ def write_folder(
     out = Path(out)
     if dtype not in FLOATS:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(FLOATS)}")
-    check_divides(source, scheme.multiple, scheme.name)
+    for name, (_, depth) in source.shape.linears().items():
+        if depth % scheme.multiple:
+            block = f"the {scheme.multiple} of a block of {scheme.name}"
+            raise ValueError(f"{name} contracts {depth} elements, no multiple of {block}; choose another format")
     with partial_folder(out) as folder:
         rows = _write_tensors(source, folder, scheme, dtype, shard_bytes, progress)
         tokens = source.vocabulary.ids if source.vocabulary else {}

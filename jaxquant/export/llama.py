@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,10 +87,6 @@ class LlamaShape:
         if not self.tied:
             found[f"{HEAD}.weight"] = (self.vocab_size, self.hidden)
         return found
-
-    @property
-    def parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.tensors().values())
 
     def to_config(self, dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
         """Return ``config.json``, the quantization left out.

@@ -149,11 +149,6 @@ class HfFolder:
         ids = [value[0] if isinstance(value, list) and value else value for value in ids]  # Llama 3 has several eos
         return of_tokenizer_json(read_json(path), *(value if type(value) is int else None for value in ids))
 
-    def close(self) -> None:
-        """Forget the mapped files."""
-        for file in self._files:
-            file.__exit__(None, None, None)
-
     def _open_files(self) -> list[SafetensorsFile]:
         index, single = self.folder / INDEX, self.folder / "model.safetensors"
         if not index.exists():

@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile(Mapping[str, np.ndarray]):
-    """A file, mapped: arrays by name, each a read-only view of the file. A context manager.
+    """A file, mapped: arrays by name, each a read-only view of the file.
 
     Args:
       path: of the file.
@@ -75,7 +75,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
             length = struct.unpack("<Q", file.read(8))[0]
             header = json.loads(file.read(length), object_pairs_hook=self._once)
             self._start = 8 + length
-            self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.entries = {name: self._entry(name, row) for name, row in header.items() if name != "__metadata__"}
 
     def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,8 +104,6 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self.entries[name]
-        if self._map is None:
-            raise ValueError(f"{self.path} is closed")
         shape, dtype = entry.array_shape, DTYPES.get(entry.dtype, np.dtype(np.uint8))
         if not math.prod(shape):
             return np.empty(shape, dtype)
@@ -116,12 +114,6 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._map = None  # views of it may live on; the last of them closes it
 
 
 class SafetensorsWriter:

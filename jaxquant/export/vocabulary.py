@@ -54,7 +54,7 @@ def byte_vocabulary(size: int) -> Vocabulary:
         raise ValueError(f"a vocabulary of {size} does not hold the {len(tokens)} tokens of bytes")
     level = _LEVEL | {"trim_offsets": False, "use_regex": False}
     kinds = [NORMAL] * 256 + [CONTROL] * len(BYTE_SPECIAL)
-    return _read(_bpe(tokens, kinds, [], 256, {"pre_tokenizer": level, "decoder": level}), 256, 257, 258, "bytes")
+    return _read(_bpe(tokens, kinds, [], 256, {}, pre_tokenizer=level, decoder=level), 256, 257, 258, "bytes")
 
 
 def of_tokenizer_json(data: Mapping[str, Any], bos: int | None, eos: int | None, pad: int | None) -> Vocabulary:
@@ -103,7 +103,7 @@ def of_gguf(metadata: Mapping[str, Any]) -> Vocabulary | None:
         else:
             cut = {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS.get(pre, [_LEVEL])}
             pairs, whole = [merge.split(" ") for merge in merges], {"ignore_merges": pre == "llama-bpe"}
-            data = _bpe(tokens, kinds, pairs, bos, {"pre_tokenizer": cut, "decoder": _LEVEL}, **whole)
+            data = _bpe(tokens, kinds, pairs, bos, whole, pre_tokenizer=cut, decoder=_LEVEL)
         return _read(data, bos, eos, pad, f"tokenizer.ggml, {model}")
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"tokenizer.ggml is no {model} tokenizer ({type(error).__name__}: {error})") from None
@@ -143,33 +143,27 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
 
 
 def _bpe(
-    tokens: Sequence[str],
-    kinds: Sequence[int],
-    merges: Sequence[Sequence[str]],
-    bos: int | None,
-    parts: Mapping[str, Any],
-    **model: Any,
+    tokens: Sequence[str], kinds: Sequence[int], merges: Any, bos: int | None, model: Mapping[str, Any], **parts: Any
 ) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` of BPE; ``parts`` and ``model`` replace fields of the file and of its model."""
+    """Return a ``tokenizer.json`` of BPE with some fields of its model, and with some of its other parts."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
         {"id": index, "content": token, "special": kind != USER, **flags}
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (CONTROL, USER, UNKNOWN)
     ]
-    first = [] if bos is None else [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}]
+    first, special = [], {}
+    if bos is not None:
+        first = [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}]
+        special = {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
     single = [*first, {"Sequence": {"id": "A", "type_id": 0}}]
-    template = {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}} if first else {},
-    }
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
     base = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
+    whole = {"pre_tokenizer": None, "post_processor": template if first else None, "decoder": None, **parts}
     plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     vocab = {token: index for index, token in enumerate(tokens) if kinds[index] != UNUSED}
     rest = {"fuse_unk": False, "byte_fallback": False, **model, "vocab": vocab, "merges": merges}
-    whole = {"pre_tokenizer": None, "post_processor": template if first else None, "decoder": None, **parts}
     return {**base, **whole, "model": {"type": "BPE", **plain, **rest}}
 
 
@@ -185,10 +179,10 @@ def _sentencepiece(
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
-    decoder = {"type": "Sequence", "decoders": decoders}
-    parts = {"normalizer": _PREFIX if has_prefix else _ESCAPE, "decoder": decoder}
+    parts = {"normalizer": _PREFIX if has_prefix else _ESCAPE, "decoder": {"type": "Sequence", "decoders": decoders}}
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
-    return _bpe(tokens, kinds, merges, bos, parts, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    return _bpe(tokens, kinds, merges, bos, model, **parts)
 
 
 def _pairs(tokens: Iterable[str]) -> Iterator[tuple[str, str]]:
