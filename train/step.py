@@ -75,7 +75,8 @@ def model_config(config: TrainConfig, vocab_size: int, mesh: Mesh | None = None)
     """
     rows = config.vocab_size or -(-vocab_size // 64) * 64
     if rows < vocab_size:
-        raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size}; use 0 to take it from there")
+        fix = "use 0 for a new model, or the own tokenizer of an imported one"
+        raise ValueError(f"vocab_size {rows} is smaller than the tokenizer's {vocab_size} tokens; {fix}")
     sharding = NamedSharding(mesh, BATCH) if mesh is not None and mesh.size > 1 else None
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Shape)}
     attention: Kind = "xla"
