@@ -174,6 +174,8 @@ def _sentencepiece(
 
     Source: ``LlamaConverter`` of transformers.
     """
+    if (longest := max(map(len, tokens))) > 1000:  # all its halves are looked up
+        raise ValueError(f"a token has {longest} characters")
     ranked = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
     merges = sorted(_pairs(ranked), key=lambda pair: (-ranked["".join(pair)], -len(pair[0])))
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}

@@ -112,6 +112,7 @@ GPT2 = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "token_type
         ),
         ({"tokens": ["a"]}, ValueError, "tokenizer.ggml is no gpt2 tokenizer"),
         ({"model": "llama"}, ValueError, "tokenizer.ggml is no llama tokenizer (KeyError: 'scores')"),
+        ({"model": "llama", "tokens": ["a" * 10**6] * 3, "scores": [0.0] * 3}, ValueError, "has 1000000 characters"),
         ({"bos_token_id": 9, "add_bos_token": True}, ValueError, "tokenizer.ggml is no gpt2 tokenizer (IndexError"),
     ],
 )
