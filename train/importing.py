@@ -286,7 +286,7 @@ def _numbers(forward: MatmulSpec) -> tuple[Any, ...]:
     def plain(operand: Any, is_input: bool) -> Any:
         if not isinstance(operand, TensorSpec):
             return None
-        bare = dataclasses.replace(operand, scaling="dynamic", reciprocal=False)
+        bare = dataclasses.replace(operand, scaling="dynamic", reciprocal=False, keeps_grid=False)
         return bare, is_input and operand.scaling != "dynamic"
 
     return plain(forward.lhs, True), plain(forward.rhs, False)

@@ -111,11 +111,10 @@ def read(records: Float[Array, "*rows WIDTH"]) -> dict[str, Float[Array, "*rows"
 def _is_saturated(values: Array, spec: TensorSpec, tensor: QTensor) -> Array:
     bound = element(spec.dtype).bound * _ROUNDING
     scaled = apply_blocks(jnp.divide, values, tensor.full_scale(), tensor.blocks)
-    if tensor.zero_point is None:
-        return jnp.abs(scaled) > bound
-    # Every code of the integer is used, -qmax - 1 included, and the zero point is rounded by up to half a code.
-    shifted = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
-    return (shifted > bound) | (shifted < -bound - 1)
+    if tensor.zero_point is not None:  # which is rounded by up to half a code
+        scaled = apply_blocks(jnp.add, scaled, tensor.zero_point.astype(jnp.float32))
+    has_every_code = tensor.zero_point is not None or spec.uses_every_code  # -qmax - 1 included
+    return (scaled > bound) | (scaled < -bound - has_every_code)
 
 
 def _peak(value: Array) -> Array:

@@ -3,6 +3,8 @@
 What AQT does in its own way, under every recipe:
 
 - It multiplies by the reciprocal of the scale, so ``TensorSpec.reciprocal`` False differs in the last bit of a qvalue.
+- It maps the amax of an integer weight to qmax + 0.5, so ``TensorSpec.keeps_grid`` has no effect, and decoded integers
+  shrink when they are quantized again.
 - Scales have the dtype of the tensor (bfloat16 in a bfloat16 model), and an all-zero channel has the scale 1/bound.
 - The result is cast to the dtype of the operands.
 - Off a TPU or GPU it runs int4×int4 as int8×int8 with the same values.
@@ -130,6 +132,7 @@ HONOURS: Honours = {
         "tile_size": any_value,
         "tiling": only("each_axis"),
         "reciprocal": any_value,
+        "keeps_grid": any_value,
     },
     Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
 }

@@ -70,6 +70,7 @@ HONOURS: Honours = {
         "scaling": _scaling,
         "rounding": _rounding,
         "reciprocal": any_value,
+        "keeps_grid": any_value,
     },
     Calibration: {"method": _calibration, "factor": any_value, "minimum": any_value, "maximum": any_value},
 }
@@ -77,7 +78,11 @@ HONOURS: Honours = {
 _RAGGED_HONOURS: Honours = {
     Recipe: {"name": any_value},
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator},
-    TensorSpec: {"dtype": only("int8", *_FP8), "reciprocal": any_value},  # 4 bits do not compile for CPUs
+    TensorSpec: {
+        "dtype": only("int8", *_FP8),
+        "reciprocal": any_value,
+        "keeps_grid": any_value,
+    },  # 4 bits do not compile for CPUs
     Calibration: {},
 }
 

@@ -15,8 +15,8 @@ from jaxquant.config.backends import BACKENDS
 from jaxquant.config.composition import compose
 from jaxquant.config.loader import parse
 from jaxquant.config.options import CALIBRATION, GROUPS, PROBE, Options, apply
-from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Operand, Recipe, Rotation
-from jaxquant.core.tensor_spec import Micro, TensorSpec
+from jaxquant.core.recipe import FORWARD, DelayedSpec, MatmulSpec, Recipe, Rotation
+from jaxquant.core.tensor_spec import Micro, TensorSpec, keeping_grid
 from jaxquant.core.typed import build, nearest, show
 
 
@@ -61,7 +61,7 @@ def _reusing(name: str, spec: TensorSpec, grad: TensorSpec, accumulator: str | N
     """Quantize activation and weight once, forward, and the output gradient once for each backward matmul."""
     return Recipe(
         name,
-        fwd=MatmulSpec(spec, spec, accumulator),
+        fwd=MatmulSpec(spec, keeping_grid(spec), accumulator),
         dlhs=MatmulSpec(grad, FORWARD, accumulator),
         drhs=MatmulSpec(FORWARD, grad, accumulator),
         delayed=DelayedSpec() if spec.scaling == "delayed" else None,
@@ -81,7 +81,7 @@ def _per_tensor(name: str, dtype: str, grad_dtype: str, scaling: Literal["dynami
 
 def _weight_only(name: str, spec: TensorSpec) -> Recipe:
     """Quantized weight forward and in dlhs; its own gradient passes straight through the rounding."""
-    return Recipe(name, fwd=MatmulSpec(None, spec), dlhs=MatmulSpec(None, FORWARD))
+    return Recipe(name, fwd=MatmulSpec(None, keeping_grid(spec)), dlhs=MatmulSpec(None, FORWARD))
 
 
 def _encoded(codec: str, dtype: str) -> RecipeRow:
@@ -90,10 +90,10 @@ def _encoded(codec: str, dtype: str) -> RecipeRow:
     return RecipeRow(_weight_only(f"ggml_{codec}", TensorSpec(dtype, codec=codec)), summary)
 
 
-def _everywhere(name: str, forward: Operand, backward: Operand, accumulator: str) -> Recipe:
+def _everywhere(name: str, forward: TensorSpec, backward: TensorSpec, accumulator: str) -> Recipe:
     """Quantize all six operands for themselves, nothing reused."""
     grad = MatmulSpec(backward, backward, accumulator)
-    return Recipe(name, fwd=MatmulSpec(forward, forward, accumulator), dlhs=grad, drhs=grad)
+    return Recipe(name, fwd=MatmulSpec(forward, keeping_grid(forward), accumulator), dlhs=grad, drhs=grad)
 
 
 def _mx(dtype: str) -> TensorSpec:
@@ -119,7 +119,7 @@ _INT8_DELAYED = _reusing(
     arithmetic="lean",
 )
 _AQT_E4M3 = TensorSpec("float8_e4m3fn", reciprocal=True)
-_AQT_FP8 = Recipe("aqt_fp8", fwd=MatmulSpec(_AQT_E4M3, _AQT_E4M3, "bfloat16"))
+_AQT_FP8 = Recipe("aqt_fp8", fwd=MatmulSpec(_AQT_E4M3, keeping_grid(_AQT_E4M3), "bfloat16"))
 _AQT_FP8_FULL = _everywhere(
     "aqt_fp8_full",
     TensorSpec("float8_e4m3fn", "per_tensor", reciprocal=True),
@@ -131,7 +131,7 @@ _BLOCK_WEIGHT = TensorSpec("float8_e4m3fn", "per_block", tile_size=128, free_siz
 # The weight's blocks tile either contraction; the activation is tiled along the tokens for its own gradient.
 _FP8_BLOCK = Recipe(
     "fp8_block",
-    fwd=MatmulSpec(_BLOCK_TILE, _BLOCK_WEIGHT, "float32"),
+    fwd=MatmulSpec(_BLOCK_TILE, keeping_grid(_BLOCK_WEIGHT), "float32"),
     dlhs=MatmulSpec(_BLOCK_TILE, FORWARD, "float32"),
     drhs=MatmulSpec(_BLOCK_TILE, _BLOCK_TILE, "float32"),
 )
@@ -147,7 +147,7 @@ _TE_TILE = _nvfp4(reciprocal=True)
 _TE_GRAD = _nvfp4(reciprocal=True, rounding="stochastic")
 _NVFP4 = Recipe(
     "nvfp4",
-    fwd=MatmulSpec(_TE_TILE, _nvfp4(reciprocal=True, granularity="per_block", free_size=16), "float32"),
+    fwd=MatmulSpec(_TE_TILE, keeping_grid(_nvfp4(reciprocal=True, granularity="per_block", free_size=16)), "float32"),
     dlhs=MatmulSpec(_TE_GRAD, FORWARD, "float32"),
     drhs=MatmulSpec(_TE_TILE, _TE_GRAD, "float32", rotation=Rotation(16)),
 )
@@ -162,7 +162,7 @@ def _requantized(name: str, size: int, rounding: str, micro: Micro) -> Recipe:
     rotation = Rotation(size, "fresh")
     return Recipe(
         name,
-        fwd=MatmulSpec(_nvfp4(), _nvfp4(), "float32"),
+        fwd=MatmulSpec(_nvfp4(), keeping_grid(_nvfp4()), "float32"),
         dlhs=MatmulSpec(grad, spec, "float32", rotation=rotation),
         drhs=MatmulSpec(spec, grad, "float32", rotation=rotation),
     )

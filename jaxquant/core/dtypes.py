@@ -20,6 +20,8 @@ class Element:
         bucket, as AQT and Qwix do; floats use ``max``.
       mantissa_bits: explicit mantissa bits (0 for integers).
       min_exponent: exponent of the smallest normal number (0 for integers).
+      scale_bits: significant bits of a weight's scale, see ``TensorSpec.keeps_grid``. Integers use 8, those of bfloat16, in
+        which checkpoints store such scales; floats use 16.
       held_by: type of eight bits that holds each of its values, for operations without operands of fewer; "" for none.
     """
 
@@ -30,6 +32,7 @@ class Element:
     bound: float
     mantissa_bits: int = 0
     min_exponent: int = 0
+    scale_bits: int = 16
     held_by: str = ""
 
     @property
@@ -45,13 +48,13 @@ class Element:
 
 def _integer(name: str, bits: int, held_by: str = "") -> Element:
     qmax = float(2 ** (bits - 1) - 1)
-    return Element(name, bits, "int", qmax, qmax + 0.5, held_by=held_by)
+    return Element(name, bits, "int", qmax, qmax + 0.5, scale_bits=8, held_by=held_by)
 
 
 def floating(name: str, held_by: str = "") -> Element:
     """Return a float type by its dtype's name; of six bits too, which no recipe can name."""
     info = jnp.finfo(name)
-    return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp, held_by)
+    return Element(name, info.bits, "float", float(info.max), float(info.max), info.nmant, info.minexp, held_by=held_by)
 
 
 ELEMENTS: dict[str, Element] = {

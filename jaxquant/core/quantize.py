@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +50,8 @@ def compute_scale(
       except_axes: mesh axes along which each device has a tensor of its own.
       outer: outer scale of a spec with ``outer_scale``, of the tensor's rank; None computes it.
 
-    Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value).
+    Source: bounds as in AQT's and Qwix's symmetric integers (qmax + 0.5) and floats (largest finite value); a spec that
+    keeps its grid has qmax, under which no decoded amax shrinks.
     """
     calibration, kind = spec.calibration, element(spec.dtype)
     counts = scale_shape(x.shape, block)
@@ -70,7 +72,8 @@ def compute_scale(
         low = jnp.minimum(reduced(known, jnp.min, jax.lax.pmin), 0) * calibration.factor
         high = jnp.maximum(reduced(known, jnp.max, jax.lax.pmax), 0) * calibration.factor
     else:
-        high = reduced(x, largest, jax.lax.pmax)
+        statistic = functools.partial(largest, below=spec.share_below)
+        high = reduced(x, statistic, jax.lax.pmax)
         if calibration.average is not None:  # in units of a power of two near the amax: no square overflows
             transform, undo = calibration.average
             unit = power_of_two_below(high)  # it costs no bit
@@ -80,7 +83,8 @@ def compute_scale(
     if calibration.is_symmetric:
         if spec.amax_bound is not None:
             high = jnp.minimum(high, spec.amax_bound)
-        scale, outer = scale_of_amax(high, kind.bound, spec, floor, outer)
+        bound = kind.max if spec.has_grid_scale else kind.bound
+        scale, outer = scale_of_amax(high, bound, spec, floor, outer, x.dtype == jnp.float32)
         return Scales(scale, None, outer)
     assert low is not None
     # Asymmetric ranges use every code of the integer, -max - 1 included.

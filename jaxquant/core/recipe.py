@@ -224,7 +224,7 @@ class Recipe:
     def hides_slope(self) -> bool:
         """Whether a forward operand becomes integers or bytes by scales whose slope autodiff cannot follow."""
         specs = [spec for spec in (self.resolve("fwd", "lhs"), self.resolve("fwd", "rhs")) if spec is not None]
-        known = [spec for spec in specs if spec.scaling == "static" or spec.calibration.method == "fixed"]
+        known = [s for s in specs if s.scaling == "static" or s.calibration.method == "fixed" or s.has_grid_scale]
         return any(spec.codec is not None for spec in specs) or any(element(spec.dtype).kind == "int" for spec in known)
 
     @property

@@ -272,7 +272,7 @@ def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None, part: Par
       ValueError: stochastic rounding without a key.
     """
     if spec.rounding == "nearest":
-        return saturating_cast(x, element(spec.dtype))
+        return (asymmetric_cast if spec.uses_every_code else saturating_cast)(x, element(spec.dtype))
     return stochastic_cast(x, element(spec.dtype), needed_key(spec, key), part)
 
 

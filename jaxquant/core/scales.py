@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxquant.core.dtypes import element
 from jaxquant.core.recipe import TensorSpec
 from jaxquant.core.rounding import hold
 
@@ -24,6 +25,8 @@ SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _LARGEST_E4M3 = 448.0
+GRID_BITS = 16
+"""Significant bits of a scale whose product with any element is exact in float32."""
 
 
 def absolute(x: Array) -> Array:
@@ -35,9 +38,18 @@ def absolute(x: Array) -> Array:
     return _absolute.bind(x)
 
 
-def largest(x: Array, **axes: Any) -> Array:
-    """Return the largest magnitude along axes, as ``jnp.max`` takes them, with NaN as ``absolute`` shows it."""
-    return jnp.max(absolute(x), **axes)
+def largest(x: Array, below: float = 1.0, **axes: Any) -> Array:
+    """Return the largest magnitude along axes, as ``jnp.max`` takes them, with NaN as ``absolute`` shows it.
+
+    Args:
+      x: the values.
+      below: factor of the magnitudes of negative values; another than 1 gives float32.
+      axes: of ``jnp.max``.
+    """
+    magnitude = absolute(x)
+    if below != 1.0:
+        magnitude = magnitude.astype(jnp.float32) * jnp.where(x < 0, jnp.float32(below), 1.0)
+    return jnp.max(magnitude, **axes)
 
 
 def _absolute_on_cpu(x: Array) -> Array:
@@ -71,12 +83,13 @@ def floor_scale(scale: Array, floor: float = SMALLEST_SCALE) -> Array:
 
 
 def scale_of_amax(
-    amax: Array, bound: float, spec: TensorSpec, floor: float, outer: Array | None = None
+    amax: Array, bound: float, spec: TensorSpec, floor: float, outer: Array | None = None, is_wide: bool = True
 ) -> tuple[Array, Array | None]:
     """Compute the scales that map amaxes to ``bound``.
 
     float32, exact: ``amax / bound``. Up: the least power of two that is not below it. e4m3 with an outer scale:
-    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor.
+    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor. Where the spec keeps its
+    grid, float32 scales are ``round_scale`` of that.
 
     Args:
       amax: of each block, float32.
@@ -84,6 +97,7 @@ def scale_of_amax(
       spec: dtype and rounding of scales.
       floor: scales below it become 1.
       outer: the outer scale, of the amaxes' rank; None computes it.
+      is_wide: whether the tensor is float32, in which decoded values are exact.
 
     Returns:
       The scales in ``spec.scale_dtype``, and the outer scale (float32, every axis 1) or None.
@@ -93,12 +107,14 @@ def scale_of_amax(
     """
     scale = _exact_scale(amax, bound, floor)
     if spec.scale_rounding == "exact":
-        return scale, None
+        return (round_scale(scale, amax, spec, floor, is_wide) if spec.has_grid_scale else scale), None
     if spec.scale_dtype == "float8_e4m3fn":
         if not spec.outer_scale:
             outer = jnp.ones((1,) * amax.ndim, jnp.float32)
         elif outer is None:
-            outer = floor_scale(jnp.max(amax, keepdims=True) * (1 / (bound * _LARGEST_E4M3)), floor)
+            highest = jnp.max(amax, keepdims=True)
+            outer = floor_scale(highest * (1 / (bound * _LARGEST_E4M3)), floor)
+            outer = round_scale(outer, highest, spec, floor, is_wide) if spec.has_grid_scale else outer
         rounded = jnp.clip(jnp.where(amax > 0, scale, 0) / outer, -_LARGEST_E4M3, _LARGEST_E4M3)
         return hold(rounded.astype(spec.scale_dtype)), outer if spec.outer_scale else None
     exponent = _exponent_up(amax, bound) if spec.scale_rounding == "up" else _exponent_nearest(scale)
@@ -112,6 +128,37 @@ def scale_of_amax(
 def _exact_scale(amax: Array, bound: float, floor: float) -> Array:
     # XLA turns a division by a constant into this multiplication under jit, but not outside it.
     return floor_scale(amax * (1 / bound), floor)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))  # a program holds it once for each shape
+def round_scale(scale: Array, statistic: Array, spec: TensorSpec, floor: float, is_wide: bool) -> Array:
+    """Round scales so that what they decode to has the same scales again; ``TensorSpec.keeps_grid``.
+
+    A product of an element with 16 significant bits is exact in float32, so the decoded statistic is ``max · scale``.
+
+    Args:
+      scale: ``statistic / max`` in float32.
+      statistic: of each block.
+      spec: of the tensor.
+      floor: scales below it become 1.
+      is_wide: as ``scale_of_amax`` takes it.
+    """
+    kind = element(spec.dtype)
+    fine, coarse = (significant(scale, bits) for bits in (GRID_BITS, kind.scale_bits))
+    if kind.scale_bits == GRID_BITS:
+        return floor_scale(fine, floor)
+    read = significant(coarse * kind.max, kind.scale_bits)  # as a bfloat16 model reads a decoded amax
+    coarse = significant(read * (1 / kind.max), kind.scale_bits)
+    is_fine = (fine * kind.max == statistic) & is_wide
+    return floor_scale(jnp.where(is_fine, fine, coarse), floor)
+
+
+def significant(x: Array, count: int) -> Array:
+    """Round to so many significant bits, ties to even, by integers, which kernels have."""
+    drop = _MANTISSA_BITS + 1 - count
+    bits = bits_of(x)
+    bits = (bits + ((1 << (drop - 1)) - 1) + (bits >> drop & 1)) & -(1 << drop)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @jax.jit  # a program holds it once for each shape

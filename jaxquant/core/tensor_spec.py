@@ -63,6 +63,10 @@ class TensorSpec:
       micro: how e4m3 scales of blocks and the one above them are chosen in training, None for as checkpoints have them.
       source: what a backward operand is made of: the float tensor, or what the forward matmul read (``forward``), of
         which alone its bytes are kept then.
+      keeps_grid: whether decoded values quantize to the same elements and scales again, as weights need it. The scale is
+        then the least that clips nothing, ``statistic / max`` in few significant bits (``Element.scale_bits``, or 16
+        where these give the statistic back), and integers use every code: the statistic is ``max(x, -x · max / (max +
+        1))``. Only the plain calibration ``absmax`` with dynamic scaling and without powers of two reads it.
     """
 
     dtype: str
@@ -81,6 +85,7 @@ class TensorSpec:
     codec: str | None = None
     micro: Micro | None = None
     source: Literal["original", "forward"] = "original"
+    keeps_grid: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -150,6 +155,22 @@ class TensorSpec:
             )
 
     @property
+    def uses_every_code(self) -> bool:
+        """Whether integers reach ``-max - 1`` without a zero point."""
+        return self.has_grid_scale and element(self.dtype).kind == "int"
+
+    @property
+    def share_below(self) -> float:
+        """What a negative value's magnitude counts for in the statistic."""
+        top = element(self.dtype).max
+        return top / (top + 1) if self.uses_every_code else 1.0
+
+    @property
+    def has_grid_scale(self) -> bool:
+        """Whether the scale is chosen as ``keeps_grid`` says."""
+        return self.keeps_grid and self.scaling == "dynamic" and self.calibration == Calibration()
+
+    @property
     def clips(self) -> bool:
         """Whether values can lie outside the covered range, so that their gradient is zero."""
         return self.calibration.clips or self.amax_bound is not None
@@ -165,6 +186,12 @@ class TensorSpec:
     def draws(self) -> bool:
         """Whether random numbers are drawn: for stochastic rounding, or for EDEN's block scales."""
         return self.rounding == "stochastic" or (self.micro is not None and self.micro.eden > 0)
+
+
+def keeping_grid(spec: TensorSpec) -> TensorSpec:
+    """Return the spec of a forward weight: it keeps its grid if its scale follows this step's largest magnitude."""
+    is_free = spec.scaling == "dynamic" and spec.codec is None and spec.scale_rounding != "up"
+    return dataclasses.replace(spec, keeps_grid=is_free)
 
 
 _SIZES = {"tile_size": ("per_tile", "per_block"), "free_size": ("per_block",)}

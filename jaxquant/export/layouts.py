@@ -15,6 +15,8 @@ import numpy as np
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.dtypes import element
 from jaxquant.core.quantize import quantize
+from jaxquant.core.scales import GRID_BITS, scale_of_amax, significant
+from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
 from jaxquant.formats import codec
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -26,9 +28,18 @@ Tensors = dict[str, np.ndarray]
 
 
 def scale_of(amax: np.ndarray | list[float] | float, largest: float) -> np.ndarray:
-    """Return ``amax · (1 / largest)`` in float32, as training computes it; 1 for what is zeros."""
-    scale = np.asarray(amax, np.float32) * np.float32(1 / largest)
+    """Return ``amax · (1 / largest)`` in float32 with 16 significant bits, as training has it; 1 for what is zeros."""
+    scale = np.asarray(significant(jnp.asarray(amax, jnp.float32) * (1 / largest), GRID_BITS))
     return np.where(scale >= _SMALLEST, scale, np.float32(1)).astype(np.float32)
+
+
+def weight_scale(weight: np.ndarray, dtype: str, block: tuple[int, int]) -> np.ndarray:
+    """Return the scale of each block as the training of such a weight has it."""
+    spec = keeping_grid(TensorSpec(dtype))
+    if spec.uses_every_code:
+        weight = np.where(weight < 0, weight * np.float32(spec.share_below), weight)
+    amax = jnp.asarray(block_amax(weight, block))
+    return np.asarray(scale_of_amax(amax, element(dtype).max, spec, _SMALLEST)[0])
 
 
 def cast(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -56,18 +56,20 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, tensor: QTensor, operand: OperandSpec) -> Kept | None:
         """Return a tensor [out, in] with a scale for each block of a format; None where it has other numbers."""
-        if tensor.codec is not None or tensor.zero_point is not None or operand.block_size is None:
+        if tensor.codec is not None or tensor.zero_point is not None:
             return None
+        whole = tensor.shape if operand.is_tensor else (1, tensor.shape[1])
         numbers = (tensor.qvalue.dtype.name, tensor.scale.dtype.name, tensor.outer_scale is not None)
         if numbers != (operand.dtype, operand.scale_dtype, operand.outer_scale):
             return None
         places = []
-        for size, own, wanted in zip(tensor.shape, tensor.blocks, operand.block_size, strict=True):
+        for size, own, wanted in zip(tensor.shape, tensor.blocks, operand.block_size or whole, strict=True):
             if own < size and own % wanted:
                 return None
             places.append(np.arange(0, size, wanted) // own)
         outer = np.ones((), np.float32) if tensor.outer_scale is None else np.asarray(tensor.outer_scale).reshape(())
-        return cls(np.asarray(tensor.qvalue), np.asarray(tensor.scale)[np.ix_(*places)], outer)
+        scale = np.asarray(tensor.scale)[np.ix_(*places)]
+        return cls(np.asarray(tensor.qvalue), scale.reshape(()) if operand.is_tensor else scale, outer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +111,17 @@ class Source:
     def kept(self, module: str, operand: OperandSpec) -> Kept | None:
         """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
 
-        A scale of a larger block stands for each of the format's in it. None where the layer has other numbers.
+        A scale of a larger block stands for each of the format's in it. None where the layer has other numbers, or one
+        scale that those which servers fuse with it do not share.
         """
-        tensor = self.quantized(module)
-        return None if tensor is None else Kept.of(tensor, operand)
+        found: dict[str, Kept] = {}
+        for name in fused_with(module) if operand.is_tensor else (module,):
+            tensor = self.quantized(name)
+            kept = None if tensor is None else Kept.of(tensor, operand)
+            if kept is None:
+                return None
+            found[name] = kept
+        return found[module] if len({kept.scale.tobytes() for kept in found.values()}) == 1 else None
 
     def fused_amax(self, module: str) -> float:
         """Return the largest magnitude of a weight and of those that servers fuse with it."""

@@ -21,7 +21,6 @@ from jaxquant.core.dtypes import element
 from jaxquant.export.layouts import (
     NVFP4_RANGE,
     Tensors,
-    block_amax,
     decode_scaled,
     encode_mxfp4,
     encode_nvfp4,
@@ -31,6 +30,7 @@ from jaxquant.export.layouts import (
     scale_of,
     unpack_e2m1,
     unpack_int,
+    weight_scale,
 )
 from jaxquant.export.source import Source
 
@@ -220,9 +220,9 @@ def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarra
 def _scale(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> np.ndarray:
     """Return scales that bring the amax of the tensor, of each row or of each block to the bound of the element."""
     is_whole = spec.weight.granularity is ScaleGranularity.TENSOR
-    block = spec.weight.block_size or (1, weight.shape[1])
-    amax = source.fused_amax(module) if is_whole else block_amax(weight, block)
-    return scale_of(amax, element(spec.weight.dtype).bound)
+    if is_whole:
+        return scale_of(source.fused_amax(module), element(spec.weight.dtype).max)
+    return weight_scale(weight, spec.weight.dtype, spec.weight.block_size or (1, weight.shape[1]))
 
 
 def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
@@ -239,8 +239,15 @@ def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer
 
 
 def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    scale = _scale(spec, source, module, weight).astype(ml_dtypes.bfloat16)
-    packed = pack_int4(encode_scaled(weight, scale, spec.weight.dtype, spec.weight.block_size))
+    kept = source.kept(module, spec.weight)
+    scale = _scale(spec, source, module, weight) if kept is None else kept.scale
+    short = scale.astype(ml_dtypes.bfloat16)
+    if kept is None or np.array_equal(short.astype(np.float32), scale):  # else a bit of the weight's would be lost
+        scale = short
+    elements = (
+        encode_scaled(weight, scale, spec.weight.dtype, spec.weight.block_size) if kept is None else kept.elements
+    )
+    packed = pack_int4(elements)
     return {".weight_packed": packed, ".weight_scale": scale, ".weight_shape": np.array(weight.shape, np.int64)}
 
 

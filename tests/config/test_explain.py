@@ -23,6 +23,7 @@ CHANGES = [
     (TensorSpec("int8"), {"granularity": "per_tensor"}),
     (TensorSpec("int8"), {"rounding": "stochastic"}),
     (TensorSpec("int8"), {"reciprocal": True}),
+    (TensorSpec("int8"), {"keeps_grid": True}),
     (TensorSpec("int8"), {"amax_bound": 3.0}),
     (TensorSpec("int4"), {"codec": "q4_0"}),
     (TensorSpec("int8"), {"scale_rounding": "up"}),

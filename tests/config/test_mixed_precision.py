@@ -1,5 +1,6 @@
 """``intmp`` files: inheritance, last match, clipping, tiles, errors, and the three that are shipped."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -28,6 +29,10 @@ def spec(bits, factor=1.0, tile=None):
     )
 
 
+def weight(*numbers, **rest):
+    return dataclasses.replace(spec(*numbers, **rest), keeps_grid=True)
+
+
 def write(tmp_path, content, name="m.json"):
     path = tmp_path / name
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -49,11 +54,11 @@ def test_inheritance_and_last_match(tmp_path):
         },
     )
     decide = resolver(path)
-    assert decide("x/mlp/wo", 8).recipe == Recipe("intmp", MatmulSpec(None, spec(8, 0.5, 16)))
+    assert decide("x/mlp/wo", 8).recipe == Recipe("intmp", MatmulSpec(None, weight(8, 0.5, 16)))
     # The last match wins: the broad entry is written after the one for the query.
-    assert decide("x/self_attention/query", 8).recipe == Recipe("intmp", MatmulSpec(None, spec(8, 0.5)))
+    assert decide("x/self_attention/query", 8).recipe == Recipe("intmp", MatmulSpec(None, weight(8, 0.5)))
     assert decide("x/self_attention/query", 8).rule == ".*/self_attention/.*"
-    assert decide("y/query", 8).recipe == Recipe("intmp", MatmulSpec(spec(4, 1.0, 16), spec(8, 0.5, 16), "int32"))
+    assert decide("y/query", 8).recipe == Recipe("intmp", MatmulSpec(spec(4, 1.0, 16), weight(8, 0.5, 16), "int32"))
     assert decide("y/out", 8).recipe is None
     assert decide("y/out", 8).reason == f"left in float by {path}: entry '.*/out'"
     assert decide("y/logits_dense", 8).recipe is None  # a default exclusion comes before the file's default
@@ -61,14 +66,16 @@ def test_inheritance_and_last_match(tmp_path):
 
 def test_hard_defaults(tmp_path):
     decide = resolver(write(tmp_path, {".*/query": {"w_bits": 4}}))
-    assert decide("a/query", 8).recipe == Recipe("intmp", MatmulSpec(None, spec(4)))
+    assert decide("a/query", 8).recipe == Recipe("intmp", MatmulSpec(None, weight(4)))
     assert decide("a/key", 8).recipe is None
     assert "default of" in decide("a/key", 8).reason
 
 
 def test_a_scale_of_one_or_more_does_not_clip(tmp_path):
     path = write(tmp_path, {"__default__": {"w_bits": 8, "a_bits": 8, "w_scale": 1.5, "a_scale": 1}})
-    assert QuantConfig(quantization="intmp", quant_cfg_path=path).recipe().fwd == MatmulSpec(spec(8), spec(8), "int32")
+    assert QuantConfig(quantization="intmp", quant_cfg_path=path).recipe().fwd == MatmulSpec(
+        spec(8), weight(8), "int32"
+    )
 
 
 def test_yaml_is_the_same(tmp_path):
@@ -86,7 +93,7 @@ def test_shipped_weight_only_scale():
     assert len(json.loads(Path(path).read_text())) == 7
     decide = resolver(path)
     decide.check_used(PATHS)
-    assert load_mixed_precision(path).default.fwd == MatmulSpec(None, spec(8))
+    assert load_mixed_precision(path).default.fwd == MatmulSpec(None, weight(8))
     fwds = [decide(path, 512).recipe.fwd for path in PATHS]
     assert all(fwd.lhs is None and fwd.rhs.calibration.factor < 1 for fwd in fwds)
     assert decide(PATHS[0], 512).recipe.fwd.rhs.dtype == "int4"
@@ -97,9 +104,9 @@ def test_shipped_subchannel():
     assert len(json.loads(Path(path).read_text())) == 7
     decide = resolver(path)
     decide.check_used(PATHS)
-    assert load_mixed_precision(path).default.fwd == MatmulSpec(spec(8), spec(8), "int32")
-    assert decide(PATHS[0], 512).recipe.fwd == MatmulSpec(spec(8, tile=128), spec(4, tile=128), "int32")
-    assert decide(PATHS[2], 512).recipe.fwd == MatmulSpec(spec(8), spec(4), "int32")
+    assert load_mixed_precision(path).default.fwd == MatmulSpec(spec(8), weight(8), "int32")
+    assert decide(PATHS[0], 512).recipe.fwd == MatmulSpec(spec(8, tile=128), weight(4, tile=128), "int32")
+    assert decide(PATHS[2], 512).recipe.fwd == MatmulSpec(spec(8), weight(4), "int32")
 
 
 @pytest.mark.parametrize(

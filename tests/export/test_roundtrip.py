@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import types
+from pathlib import Path
 
 import gguf
 import jax
@@ -18,6 +19,7 @@ from jaxquant.config.hf.recipe import to_recipe
 from jaxquant.config.recipes import RECIPES
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
+from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
 from jaxquant.export import FORMATS, SCHEMES, HfFolder, LlamaShape, Source, export, export_experts, open_gguf
 from jaxquant.export.gguf import gguf_name, read_shape, to_halves, to_neighbours
 from jaxquant.export.gguf_file import GgufFile
@@ -124,6 +126,37 @@ def test_strings_of_weights_are_what_is_written_and_read(written, string, format
         middle = (stored.decode() + np.asarray(dequantize(tensor))) / 2
         # A quotient within a last bit of half way goes either way: XLA may multiply by the reciprocal.
         np.testing.assert_allclose(tensors()[f"{module}.weight"][differs], middle[differs], rtol=LAST_BITS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_second_export_has_the_values_of_the_first(tmp_path, name):
+    """Of decoded float values alone; docs/guide/formats.md has the table. Inputs are not part of it."""
+    opened = []
+    for given in (source(), None):
+        read = given or dataclasses.replace(opened[0], input_amax=source().input_amax, quantized=lambda module: None)
+        export(read, out := tmp_path / str(len(opened)), name)
+        opened.append(HfFolder(out).source() if name in SCHEMES else open_gguf(out))
+    first, second = opened
+    moved = max(
+        np.linalg.norm(second.read(t) - x) / np.linalg.norm(x) for t in SHAPE.tensors() for x in [first.read(t)]
+    )
+    page = (Path(__file__).parents[2] / "docs/guide/formats.md").read_text()
+    assert moved < 0.01
+    assert f"| `{name}` | {'less than 1 %' if moved else 'the same'} |" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("ct_int8", "int8"), ("ct_w4a16", "int4"), ("ct_fp8_dynamic", "float8_e4m3fn")]
+)
+def test_a_converted_kernel_keeps_its_elements_and_scales(tmp_path, name, dtype):
+    """A scale of a row stands for each group of the format, in bfloat16 where that has it."""
+    once = jax.jit(lambda x: quantize(x, keeping_grid(TensorSpec(dtype)), (1,)))
+    kernels = {module: jax.tree.map(np.asarray, once(tensors()[f"{module}.weight"])) for module in SHAPE.linears()}
+    export(source(quantized=kernels.__getitem__), tmp_path / "out", name)
+    folder = HfFolder(tmp_path / "out")
+    for module, kernel in kernels.items():
+        np.testing.assert_array_equal(folder.layer(module).decode(), dequantize(kernel))
+        assert folder.tensors(module)[".weight_scale"].dtype == ("bfloat16" if name == "ct_w4a16" else "float32")
 
 
 def test_a_scale_of_a_larger_block_stands_for_each_of_a_format():

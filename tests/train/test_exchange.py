@@ -189,6 +189,8 @@ WRITTEN = (
     ("mxfp4w", "ct_mxfp4"),
     ("nvfp4w", "ct_nvfp4a16"),
     ("nvfp4", "modelopt_nvfp4"),
+    ("int8", "ct_int8"),
+    ("fp8_full", "ct_fp8_dynamic"),
 )
 
 
@@ -220,6 +222,13 @@ def test_what_is_exported_is_what_the_forward_pass_multiplied(run, tmp_path, str
                     np.testing.assert_array_equal(folder.tensors(name)[".weight_scale"], scales)
                 else:
                     np.testing.assert_array_equal(weight, expected)
+    # Imported into a run and converted in the same string, the decoded values are those of the file.
+    import_to_run(tmp_path / "direct", tmp_path / "again", data_of(run) | {"quantization": string, "dtype": "bfloat16"})
+    convert_run(tmp_path / "again", tmp_path / "twice", say=quiet)
+    for path, leaf in leaves_by_path(serving.load(tmp_path / "twice").params, is_leaf=is_tensor).items():
+        if is_tensor(leaf):
+            bound = RECIPROCAL if format == "ct_nvfp4a16" else 0
+            np.testing.assert_allclose(dequantize(leaf), dequantize(leaves[path]), rtol=bound)
 
 
 def test_a_run_with_delayed_scales_is_exported_with_them(finished, tmp_path):

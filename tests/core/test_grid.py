@@ -1,0 +1,120 @@
+"""Quantizing what is quantized: the identity, for every string, granularity and format, but for named exceptions."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant
+from jaxquant.config.recipes import RECIPES
+from jaxquant.core.qtensor import dequantize
+from jaxquant.core.quantize import quantize
+from jaxquant.core.tensor_spec import TensorSpec, keeping_grid
+from jaxquant.formats import CODECS, codec
+from jaxquant.ops import initial_state
+from jaxquant.ops.operand import quantize_kernel
+
+STRINGS = {id(row): name for name, row in RECIPES.items() if row.recipe is not None}
+# llama.cpp's encoders search a grid by least squares, and another one may fit the decoded values as well.
+SEARCHED = ("q4_k", "q5_k", "q6_k")
+
+
+def weights(shape=(256, 40), dtype="float32"):
+    """Return normal columns of many magnitudes, of zeros, of integers that reach the lower end, and of one outlier."""
+    x = jax.random.normal(jax.random.key(0), shape) * jnp.exp(2 * jax.random.normal(jax.random.key(1), (1, shape[1])))
+    x = x.at[:, 0].set(0.0).at[:, 1].set(jnp.arange(shape[0]) % 16 - 8.0).at[:, 2].multiply(1e-6).at[3, 3].set(900.0)
+    return x.at[:, 4].set(-jnp.abs(x[:, 4])).astype(dtype)
+
+
+def twice(quantized, x):
+    """Return the decoded values of an array that is quantized once and once more, read in its own dtype."""
+    first = dequantize(quantized(x))
+    return first, dequantize(quantized(first.astype(x.dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("string", [name for name in STRINGS.values() if not name.endswith(SEARCHED)])
+def test_every_string(string, dtype):
+    recipe, x = RECIPES[string].recipe, weights(dtype=dtype)
+    if recipe.is_lean and recipe.delayed and dtype == "bfloat16":
+        pytest.skip("lean arithmetic divides by a scale in bfloat16, which moves quotients by half a step")
+    state = initial_state(recipe)
+    for tensor in state.values():
+        tensor["amax_history"] = tensor["amax_history"].at[0].set(jnp.max(jnp.abs(x)).astype(jnp.float32))
+    first, second = twice(jax.jit(functools.partial(quantize_kernel, axes=(0,), recipe=recipe, state=state)), x)
+    np.testing.assert_array_equal(second, first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "element", ["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"]
+)
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        {"granularity": "per_tensor"},
+        {"granularity": "per_channel"},
+        {"granularity": "per_tile", "tile_size": 32},
+        {"granularity": "per_tile", "tile_size": 96},
+        {"granularity": "per_block", "tile_size": 64, "free_size": 16},
+    ],
+    ids=lambda sharing: "-".join(map(str, sharing.values())),
+)
+def test_every_granularity(element, sharing, dtype):
+    """Elements and scales, too; without the rule of weights integers shrink."""
+    spec, x = keeping_grid(TensorSpec(element, **sharing)), weights(dtype=dtype)
+    once = jax.jit(lambda x: quantize(x, spec, (0,)))
+    first = once(x)
+    second = once(dequantize(first).astype(dtype))
+    np.testing.assert_array_equal(second.scale, first.scale)
+    np.testing.assert_array_equal(second.qvalue.astype("float32"), first.qvalue.astype("float32"))
+    clipped = jnp.abs(x.astype("float32") - dequantize(first)) > jnp.max(first.full_scale()) * 0.5000001
+    assert spec.uses_every_code == element.startswith("int")
+    assert not (spec.uses_every_code and clipped.any())
+    plain = dataclasses.replace(spec, keeps_grid=False)
+    if spec.uses_every_code:
+        old, again = twice(jax.jit(lambda x: quantize(x, plain, (0,))), x)
+        assert np.linalg.norm(again - old) > 0.003 * np.linalg.norm(old)
+
+
+@pytest.mark.parametrize(("element", "top"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
+def test_a_grid_of_others_that_reaches_an_end_is_kept(element, top, scale_dtype):
+    """Checkpoints use -max - 1 too, with scales in the dtype of the model."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-top - 1, top + 1, (64, 500))
+    codes[0] = np.where(np.arange(500) % 2, top, -top - 1)
+    scale = rng.lognormal(size=(1, 500)).astype(jnp.dtype(scale_dtype)).astype(np.float32)
+    tensor = quantize(jnp.asarray(codes * scale, jnp.float32), keeping_grid(TensorSpec(element)), (0,))
+    np.testing.assert_array_equal(tensor.scale, scale)
+    np.testing.assert_array_equal(tensor.qvalue.astype("int32"), codes)
+
+
+@pytest.mark.parametrize("name", [name for name, row in CODECS.items() if name not in SEARCHED])
+def test_every_tensor_format(name):
+    x = weights().T
+    x = x if "int4" not in name else jnp.round(x)
+    row = codec(name)
+    first = row.decode(row.encode(x))
+    np.testing.assert_array_equal(row.decode(row.encode(first)), first)
+
+
+@pytest.mark.parametrize(("string", "backend"), [("int8", "aqt"), ("int8", "qwix"), ("int4", "qwix")])
+def test_a_library_has_its_own_bits(string, backend):
+    """AQT and Qwix map an amax to qmax + 0.5, so that integers shrink: their bits are what is asked for there."""
+    model, x = nn.Dense(8), jnp.ones((4, 64))
+    config, params = (
+        {"quantization": string, "quant_backend": backend},
+        {"kernel": weights((64, 8))[:, 5:6].repeat(8, 1)},
+    )
+
+    def converted(kernel):
+        return jaxquant.convert({"params": params | {"kernel": kernel, "bias": jnp.zeros(8)}}, config, x, model=model)
+
+    first, second = twice(lambda kernel: converted(kernel)["params"]["kernel"], params["kernel"])
+    top = {"int8": 127, "int4": 7}[string]
+    np.testing.assert_allclose(jnp.abs(second).max() / jnp.abs(first).max(), top / (top + 0.5), rtol=1e-6)
