@@ -42,8 +42,9 @@ from train.tokenizer import open_tokenizer
 Changes = Mapping[str, Any] | None
 """Fields of ``TrainConfig`` that are not the checkpoint's."""
 Progress = Callable[[Row], object]
-"""Called with the tokenizer and its origin, then with each tensor, its format, shape and bytes. ``sqnr`` is that of what is
-written, compared with the float32 that the checkpoint decodes to, and infinite only if the two are equal."""
+"""Called with the tokenizer and its origin, then with each tensor, its format, shape and bytes.
+
+``sqnr`` compares the written tensor with the float32 that the checkpoint decodes to; it is infinite if they are equal."""
 
 
 def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:
