@@ -44,7 +44,7 @@ Changes = Mapping[str, Any] | None
 Progress = Callable[[Row], object]
 """Called with the tokenizer and its origin, then with each tensor, its format, shape and bytes.
 
-``sqnr`` compares the written tensor with the float32 that the checkpoint decodes to; it is infinite if they are equal."""
+``sqnr`` compares the written tensor with the decoded float32 of the checkpoint; it is infinite if they are equal."""
 
 
 def open_checkpoint(path: str | Path, *, has_tokenizer: bool = False) -> tuple[Source, HfFolder | None]:

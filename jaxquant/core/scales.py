@@ -88,8 +88,8 @@ def scale_of_amax(
     """Compute the scales that map amaxes to ``bound``.
 
     float32, exact: ``amax / bound``. Up: the least power of two that is not below it. e4m3 with an outer scale:
-    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor. If the spec keeps its grid,
-    float32 scales are ``round_scale`` of that.
+    ``round(amax / bound / outer)`` with ``outer = max(amax) / bound / 448``, one for the tensor. If the spec keeps
+    its grid, float32 scales are ``round_scale`` of that.
 
     Args:
       amax: of each block, float32.
