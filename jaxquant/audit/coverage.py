@@ -222,7 +222,9 @@ class _Decider:
 
     def report(self, each: LabeledContraction) -> LayerRow | None:
         """Return what was decided over a contraction when it was traced; None under a config and where nothing was."""
-        return None if self.has_config else each.layers.get(each.path)
+        site, dtypes = (each.forward or each).site, (each.forward or each).dtypes
+        is_no_layer = site is not None and site.side is None and not dtypes.is_low  # as a product of parameters
+        return None if self.has_config or is_no_layer else each.layers.get(each.path)
 
     def __call__(self, each: LabeledContraction) -> _Decision | None:
         """Decide about a contraction; None for what is no linear layer."""

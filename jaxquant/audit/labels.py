@@ -201,9 +201,9 @@ def _path(each: LabeledContraction, own: str) -> str:
     known = list(map(_name, each.layers))
     if known == [("",)]:  # a model that is a layer itself
         return ""
-    for whole in (tuple(own.split("/")), each.modules):
-        if matches := [layer for layer in known if contains(whole, layer)]:
-            return "/".join(max(matches, key=len))
+    matches = [layer for layer in known if _name(own)[-len(layer) :] == layer]
+    if matches := matches or [layer for layer in known if contains(each.modules, layer)]:
+        return "/".join(max(matches, key=len))
     if each.site is not None:
         return own
     return "/".join(_without_repeats(tuple(itertools.dropwhile(_ROOT.fullmatch, each.modules))))
