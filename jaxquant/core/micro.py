@@ -18,7 +18,7 @@ from jaxquant.core.blocks import Shape, apply_blocks, is_even, reduce_blocks
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, cast, fold, needed_key, saturating_cast, stochastic_cast
+from jaxquant.core.rounding import RandomKey, cast, fold, needed_key, saturating_cast, stochastic_cast
 from jaxquant.core.scales import GRID_BITS, SMALLEST_GRADIENT_SCALE, floor_scale, largest, significant
 from jaxquant.core.sharding import over_devices
 
@@ -32,7 +32,6 @@ def quantize_micro(
     spec: TensorSpec,
     block: Shape,
     key: RandomKey | None = None,
-    part: Part | None = None,
     whole: Callable[[Array], Array] | None = None,
     except_axes: Collection[str] = (),
 ) -> QTensor:
@@ -47,7 +46,6 @@ def quantize_micro(
       spec: with ``micro``.
       block: shape of the blocks that share a scale, from ``block_shape``.
       key: random key, for stochastic rounding and for EDEN.
-      part: where x lies in a larger tensor, for stochastic rounding.
       whole: (amax of each block) -> the amax that the outer scale of each follows, where x holds several tensors along
         its first axis; None is one outer scale for x.
       except_axes: mesh axes along which each device has a tensor of its own.
@@ -75,7 +73,7 @@ def quantize_micro(
             scaled = apply_blocks(lambda x, s: x.astype(jnp.float32) * s, x, jnp.minimum(1 / step, _LARGEST), even)
         else:
             scaled = apply_blocks(lambda x, s: x.astype(jnp.float32) / s, x, step, even)
-        return QTensor(cast(scaled, spec, key, part), code, None, outer, even), scaled
+        return QTensor(cast(scaled, spec, key), code, None, outer, even), scaled
 
     tensor, scaled = candidate(1.0)
     if micro.four_over_six:

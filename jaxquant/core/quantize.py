@@ -16,7 +16,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.micro import quantize_micro
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.recipe import TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, asymmetric_cast, cast
+from jaxquant.core.rounding import RandomKey, asymmetric_cast, cast
 from jaxquant.core.scales import SMALLEST_SCALE, floor_scale, largest, power_of_two_below, scale_of_amax
 
 
@@ -114,7 +114,6 @@ def quantize_with_scale(
     *,
     outer_scale: Float[Array, "*ones"] | None = None,
     block: Shape | None = None,
-    part: Part | None = None,
 ) -> QTensor:
     """Quantize with a given scale: ``qvalue = cast(x / scale + zero_point)``, saturating.
 
@@ -125,7 +124,6 @@ def quantize_with_scale(
       key: random key, for stochastic rounding.
       compute_dtype: dtype of the division (float32, or flax's: the operand's own).
       block: shape of the blocks that share a scale; None where the shapes tell.
-      part: where x lies in a larger tensor, for stochastic rounding.
 
     Raises:
       ValueError: stochastic rounding without a key, or zero points in blocks of different sizes.
@@ -149,7 +147,7 @@ def quantize_with_scale(
             )
         scaled = apply_blocks(jnp.add, scaled, zero_point.astype(compute_dtype))
         return QTensor(asymmetric_cast(scaled, element(spec.dtype)), scale, zero_point)
-    return QTensor(cast(scaled, spec, key, part), scale, None, outer_scale, block)
+    return QTensor(cast(scaled, spec, key), scale, None, outer_scale, block)
 
 
 def quantize(
@@ -162,7 +160,6 @@ def quantize(
     batch: Sequence[int] = (),
     floor: float = SMALLEST_SCALE,
     compute_dtype: str = "float32",
-    part: Part | None = None,
     whole: Callable[[jax.Array], jax.Array] | None = None,
     except_axes: Collection[str] = (),
     outer: Float[Array, "*ones"] | None = None,
@@ -178,7 +175,6 @@ def quantize(
       batch: its batch axes, which no block of several elements covers.
       floor: scales below it become 1.
       compute_dtype: dtype of the division.
-      part: where x lies in a larger tensor, for stochastic rounding.
       whole: of a spec with ``micro``, as ``quantize_micro`` takes it.
       except_axes: mesh axes along which each device has a tensor of its own.
       outer: outer scale, as ``compute_scale`` takes it.
@@ -188,14 +184,12 @@ def quantize(
     """
     block = block_shape(x.shape, spec, axes, shards, batch)
     if spec.micro is not None:
-        return quantize_micro(x, spec, block, key, part, whole, except_axes)
+        return quantize_micro(x, spec, block, key, whole, except_axes)
     scale, zero_point, outer_scale = compute_scale(x, spec, block, floor, except_axes, outer)
     if scale.size == 1 and spec.dtype.startswith("float8") and spec.calibration.method != "fixed":
         # XLA:GPU would take the cast into the matmul that made x, amax and all, and fail: the scale waits for the amax.
         x = jax.lax.optimization_barrier(x)
-    return quantize_with_scale(
-        x, spec, scale, zero_point, key, compute_dtype, outer_scale=outer_scale, block=block, part=part
-    )
+    return quantize_with_scale(x, spec, scale, zero_point, key, compute_dtype, outer_scale=outer_scale, block=block)
 
 
 def outside_range(x: Float[Array, "*shape"], spec: TensorSpec, tensor: QTensor) -> Bool[Array, "*shape"]:

@@ -244,7 +244,7 @@ def uniform(
     return (hash_bits(index ^ first, second) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
-def stochastic_cast(x: jax.Array, element: Element, key: RandomKey, part: Part | None = None) -> jax.Array:
+def stochastic_cast(x: jax.Array, element: Element, key: RandomKey) -> jax.Array:
     """Round up or down at random so that the expected value is x, and clip to ``±element.max``.
 
     With ulp the distance of two neighbours of ``element`` around x and u uniform in [0, 1):
@@ -254,26 +254,24 @@ def stochastic_cast(x: jax.Array, element: Element, key: RandomKey, part: Part |
       x: real numbers, in units of the scale.
       element: to round to.
       key: random key.
-      part: where x lies in a larger tensor, for the bits that the whole one would get.
     """
-    return stochastic_round(x, noise(key, x.shape, part), element)
+    return stochastic_round(x, noise(key, x.shape), element)
 
 
-def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None, part: Part | None = None) -> jax.Array:
+def cast(x: jax.Array, spec: TensorSpec, key: RandomKey | None = None) -> jax.Array:
     """Round to the element of a spec as it says, to nearest or stochastically, and clip.
 
     Args:
       x: real numbers, in units of the scale.
       spec: element type and rounding.
       key: random key, for stochastic rounding.
-      part: where x lies in a larger tensor, for stochastic rounding.
 
     Raises:
       ValueError: stochastic rounding without a key.
     """
     if spec.rounding == "nearest":
         return (asymmetric_cast if spec.uses_every_code else saturating_cast)(x, element(spec.dtype))
-    return stochastic_cast(x, element(spec.dtype), needed_key(spec, key), part)
+    return stochastic_cast(x, element(spec.dtype), needed_key(spec, key))
 
 
 def needed_key(spec: TensorSpec, key: RandomKey | None) -> RandomKey:

@@ -190,7 +190,7 @@ class _Conv(Operation):
             out = self.convolve(first, second, accumulator_dtype(None, self.out_dtype))
         return out.astype(self.out_dtype)
 
-    def gradient(self, name, grad: Array, shared: QTensor | None, residual, groups, key, part) -> Array:
+    def gradient(self, name, grad: Array, shared: QTensor | None, residual, groups, key) -> Array:
         recipe, count = self.recipe, self.recipe.drhs.shards
         if name == "dlhs" or count == 1 or not isinstance(recipe.drhs.rhs, TensorSpec):
             return self._gradient(name, grad, shared, residual, key)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from jaxquant.core.hadamard import rotated_axis, rotation_of
 from jaxquant.core.qtensor import ConvertedKernel, QTensor, dequantize
 from jaxquant.core.recipe import FORWARD, Matmul, MatmulSpec, Operand, Recipe, Side, TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, digest, fold
+from jaxquant.core.rounding import RandomKey, digest, fold
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Sharding, device_parts, named
 from jaxquant.ops.arguments import QuantState, check_float, check_state, initial_state
@@ -45,7 +45,6 @@ def dot_general(
     key: RandomKey | None = None,
     out_sharding: Sharding = None,
     implementation: str | None = None,
-    out_parts: PartitionSpec | None = None,
     prepared: Prepared | None = None,
 ) -> Float[Array, "*out"]:
     """Contract an activation with a weight in the low precision of a recipe, forward and backward.
@@ -75,8 +74,6 @@ def dot_general(
       out_sharding: as in ``jax.lax.dot_general``, under a mesh with axes of ``AxisType.Explicit``. Gradients lie as
         their operands do.
       implementation: what computes the casts and matmuls, None to pick; see ``ops.choose_implementation``.
-      out_parts: inside ``jax.shard_map``, which mesh axes cut the result, as its ``out_specs`` say. The noise of the
-        output gradient's rounding is then that of one device; without it, devices draw their own.
       prepared: what ``share`` has made of lhs for several contractions, None to quantize it here.
 
     Raises:
@@ -108,17 +105,12 @@ def dot_general(
         implementation=implementation,
         dims=dims,
         out_sharding=place,
-        parts=None if out_parts is None else tuple(_names(entry) for entry in out_parts),
         turns=not is_converted,
     )
     if is_converted:
         return serve(op, lhs, rhs, None, key)
     check_state(recipe, state)
     return quantized(op, lhs, rhs, None, state or {}, key, prepared)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +120,11 @@ class _Dot(Operation):
     Attributes:
       dims: what is contracted.
       out_sharding: of the result, under explicit sharding.
-      parts: mesh axes that cut each axis of the result, inside ``jax.shard_map``; None where nobody says.
       turns: whether copies of 8-bit operands may bring the contraction last.
     """
 
     dims: Dimensions
     out_sharding: NamedSharding | None
-    parts: tuple[tuple[str, ...], ...] | None
     turns: bool
 
     def axes(self, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -179,19 +169,17 @@ class _Dot(Operation):
     def shares_gradient(self) -> bool:
         return self.recipe.shares_gradient
 
-    def quantize_gradient(self, grad, groups, state, key, part) -> tuple[QTensor, Observation | None]:
+    def quantize_gradient(self, grad, groups, state, key) -> tuple[QTensor, Observation | None]:
         spec, axes = self.recipe.spec_of("output_grad"), self.dims.for_dlhs()[0].lhs_contract
         assert spec is not None
-        return self.cast_gradient(grad, spec, axes, (), key, part, state=state)
+        return self.cast_gradient(grad, spec, axes, (), key, state=state)
 
-    def gradient(
-        self, name, grad: Array, shared: QTensor | None, residual: QTensor | Array, groups, key, part
-    ) -> Array:
+    def gradient(self, name, grad: Array, shared: QTensor | None, residual: QTensor | Array, groups, key) -> Array:
         dims, order = self._gradient_dims(name)
         place = (self.lhs if name == "dlhs" else self.rhs).place.sharding_before(order)
         recipe, (out_dtype, keeps_dtype) = self.recipe, self._gradient_dtype(name, grad.dtype.name)
         matmul: MatmulSpec = getattr(recipe, name)
-        left, residual = self._gradient_operands(name, grad, shared, residual, dims, out_dtype, key, part)
+        left, residual = self._gradient_operands(name, grad, shared, residual, dims, out_dtype, key)
         swaps = keeps_dtype and place is None and not dims.lhs_batch
         is_sent = False
         if name == "drhs" and matmul.accumulator == "int32":
@@ -254,7 +242,6 @@ class _Dot(Operation):
         dims: Dimensions,
         out_dtype: str,
         key: RandomKey | None,
-        part: Part | None,
     ) -> tuple[QTensor | Array, QTensor | Array]:
         """Return the output gradient and the residual as the gradient's product reads them."""
         recipe, matmul = self.recipe, getattr(self.recipe, name)
@@ -269,7 +256,7 @@ class _Dot(Operation):
             left, residual = align(grad, residual, dims, forward_spec, is_delayed=shared is not None)
         if shared is not None:
             return shared, residual
-        cast = self.cast_gradient(left, spec, dims.lhs_contract, dims.lhs_batch, key, part, shards=matmul.shards)
+        cast = self.cast_gradient(left, spec, dims.lhs_contract, dims.lhs_batch, key, shards=matmul.shards)
         return cast[0], residual
 
     def _rotated(
@@ -297,7 +284,7 @@ class _Dot(Operation):
             tensor, _ = quantize_operand(whole, kept, right, recipe=self.recipe, batch=dims.rhs_batch, key=own)
             residual = with_outer(tensor, unit)
         assert isinstance(residual, QTensor)
-        return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, None, shards=matmul.shards)[0], residual
+        return self.cast_gradient(grad, spec, left, dims.lhs_batch, key, shards=matmul.shards)[0], residual
 
     def noise_seed(self, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
         """Return bits to draw noise from, None where there are too few: of scales, and of amax histories.
@@ -313,14 +300,6 @@ class _Dot(Operation):
             return None
         scales += [] if lhs.kept.seen is None else [lhs.kept.seen.amax]
         return digest(scales + [tensor["amax_history"] for tensor in state.values()])
-
-    def part(self, grad: Array) -> Part | None:
-        if self.parts is None or any(each.rotation is not None for each in (self.recipe.dlhs, self.recipe.drhs)):
-            return None
-        names = (*self.parts, *[()] * (grad.ndim - len(self.parts)))
-        counts = [math.prod(jax.lax.axis_size(name) for name in each) for each in names]
-        start = [jax.lax.axis_index(each) * size if each else 0 for each, size in zip(names, grad.shape, strict=True)]
-        return Part(tuple(start), tuple(size * n for size, n in zip(grad.shape, counts, strict=True)))
 
     def _turns(self, lhs: QTensor | Array, rhs: QTensor | Array, place: NamedSharding | None) -> bool:
         """Check whether copies of the 8-bit operands pay: with delayed scaling, whose casts wait for nothing."""

@@ -22,7 +22,7 @@ from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import QTensor
 from jaxquant.core.quantize import quantize, quantize_with_scale
 from jaxquant.core.recipe import Recipe, TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, content_key, fold, needed_key, noise_seeds
+from jaxquant.core.rounding import RandomKey, content_key, fold, needed_key, noise_seeds
 from jaxquant.core.scales import SMALLEST_SCALE, absolute
 from jaxquant.core.sharding import device_key, over_devices, varying_axes
 from jaxquant.formats import encode_tensor
@@ -78,7 +78,6 @@ def quantize_operand(
     shards: int = 1,
     floor: float = SMALLEST_SCALE,
     implementation: str | None = None,
-    part: Part | None = None,
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand of a contraction: ``cast(clip(d(x / d(scale))))``, the scale in float32.
 
@@ -98,7 +97,6 @@ def quantize_operand(
       shards: blocks of the first contraction axis that are quantized by themselves.
       floor: scales below it become 1.
       implementation: what computes the cast, None to pick; see ``choose_implementation``.
-      part: where x lies in a larger tensor, for stochastic rounding.
 
     Returns:
       The quantized operand, and for delayed scaling what it took and saw.
@@ -116,7 +114,7 @@ def quantize_operand(
     if static_scale is not None and static_scale.size > 1:
         return row_major(_cast_tiles(x, spec, axes, static_scale, compute)), None
     if static_scale is not None:
-        return _cast(x, spec, static_scale, compute, key, part, implementation)[0], None
+        return _cast(x, spec, static_scale, compute, key, implementation)[0], None
     if spec.scaling == "static":
         raise ValueError(
             f"recipe {recipe.name!r} quantizes an operand of shape {x.shape} by a static scale, and none is given; "
@@ -124,7 +122,7 @@ def quantize_operand(
         )
     if spec.scaling == "dynamic":
         settle("quantize", implementation, lambda: "a dynamic scale waits for the amax, which XLA computes")
-        more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute, "part": part}
+        more = {"shards": shards, "batch": batch, "floor": floor, "compute_dtype": compute}
         more["except_axes"] = recipe.expert_axes
         return row_major(quantize(x, spec, axes, key=key, **more)), None
     if state is None or recipe.delayed is None:
@@ -132,7 +130,7 @@ def quantize_operand(
     whole = varying_axes(state["scale"]).union(recipe.expert_axes)
     if delayed.is_warm(state):
         scale = delayed.current_scale(state, jnp.zeros(()), element(spec.dtype), recipe.delayed, floor=floor)
-        tensor, seen = _cast(x, spec, scale, compute, key, part, implementation)
+        tensor, seen = _cast(x, spec, scale, compute, key, implementation)
         amax = over_devices(jax.lax.pmax, _amax(x, recipe) if seen is None else seen, x, except_axes=whole)
         if seen is not None:
             return shown(tensor, amax, spec), Observation(scale, amax)
@@ -142,7 +140,7 @@ def quantize_operand(
         # A cold scale waits for the amax: as for a dynamic one, XLA:GPU must not take the cast into what made x.
         cast = jax.lax.optimization_barrier(x)
         why = "a scale without history waits for the amax, which XLA computes"
-        tensor, _ = _cast(cast, spec, scale, compute, key, part, implementation, why)
+        tensor, _ = _cast(cast, spec, scale, compute, key, implementation, why)
     if recipe.is_lean and varying_axes(tensor.qvalue) == varying_axes(amax):
         # One read of x for both: left to itself XLA reads it again for the amax, beside another user of x. (A barrier
         # makes what it holds vary alike, and an amax of all devices varies over none.)
@@ -162,7 +160,6 @@ def _cast(
     scale: Float[Array, 1],
     compute: str,
     key: RandomKey | None,
-    part: Part | None,
     implementation: str | None,
     refusal: str | None = None,
 ) -> tuple[QTensor, Array | None]:
@@ -174,12 +171,10 @@ def _cast(
             return refusal
         if spec.reciprocal or spec.scale_rounding != "exact" or spec.scale_dtype != "float32":
             return "the quantize kernel divides by scales in float32, and not by rounded ones or a reciprocal"
-        if part is not None and spec.rounding == "stochastic":
-            return "the quantize kernel draws the noise of a whole tensor, not of a device's part"
         return kernel.refusal(x, scale, dtype=spec.dtype, compute_dtype=compute)
 
     if settle("quantize", implementation, refused).name == "xla":
-        return row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute, part=part)), None
+        return row_major(quantize_with_scale(x, spec, scale, key=key, compute_dtype=compute)), None
     seeds = noise_seeds(needed_key(spec, key)) if spec.rounding == "stochastic" else None
     qvalue, amax = kernel.quantize(x, scale, dtype=spec.dtype, seeds=seeds, compute_dtype=compute)
     return QTensor(qvalue, scale), amax.astype(x.dtype)

@@ -29,7 +29,7 @@ from jaxquant.core import delayed
 from jaxquant.core.dtypes import element
 from jaxquant.core.qtensor import ConvertedKernel, QTensor
 from jaxquant.core.recipe import Matmul, Operand, Recipe, Side, TensorSpec
-from jaxquant.core.rounding import Part, RandomKey, content_key, key_of, two_keys
+from jaxquant.core.rounding import RandomKey, content_key, key_of, two_keys
 from jaxquant.core.scales import SMALLEST_GRADIENT_SCALE
 from jaxquant.core.sharding import Placement, device_key, fit_varying, varying_axes
 from jaxquant.ops.arguments import QuantState, hashable_precision
@@ -135,7 +135,6 @@ class Operation(abc.ABC):
         residual: Any,
         groups: Any,
         key: RandomKey | None,
-        part: Part | None,
     ) -> Array:
         """Multiply the output gradient with what was kept of an operand, in the layout of the other operand.
 
@@ -146,7 +145,6 @@ class Operation(abc.ABC):
           residual: what was kept.
           groups: of the rows, of a ragged matmul.
           key: for stochastic rounding.
-          part: where this device's part of the output gradient lies in the whole.
         """
 
     @property
@@ -160,12 +158,11 @@ class Operation(abc.ABC):
         groups: Any,
         state: Any,
         key: RandomKey | None,
-        part: Part | None,
     ) -> tuple[Any, Observation | None]:
         """Quantize the output gradient for both gradients."""
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
-        return self.cast_gradient(grad, spec, (), (), key, part, state=state)
+        return self.cast_gradient(grad, spec, (), (), key, state=state)
 
     def cast_gradient(
         self,
@@ -174,12 +171,10 @@ class Operation(abc.ABC):
         axes: tuple[int, ...],
         batch: tuple[int, ...],
         key: RandomKey | None,
-        part: Part | None,
         **more: Any,
     ) -> tuple[QTensor, Observation | None]:
         """Quantize an output gradient; layers whose outputs have one shape share the lowered function."""
-        start, whole = (None, None) if part is None else part
-        return _cast_gradient(grad, key, start, spec, axes, batch, self.recipe, self.implementation, whole, **more)
+        return _cast_gradient(grad, key, spec, axes, batch, self.recipe, self.implementation, **more)
 
     def noise_seed(self, lhs: Prepared, rhs: Prepared, state: QuantState) -> Array | None:
         """Return bits of this use to draw noise from; None takes those of the output gradient."""
@@ -194,10 +189,6 @@ class Operation(abc.ABC):
         """
         return None, None
 
-    def part(self, grad: Array) -> Part | None:
-        """Return where this device's part of the output gradient lies in the whole, None where nobody says."""
-        return None
-
     def observe(
         self, old: delayed.TensorState, scale: Array, amax: Array, groups: Any
     ) -> dict[str, Array] | delayed.TensorState:
@@ -206,8 +197,8 @@ class Operation(abc.ABC):
         return delayed.observe(old, scale, amax, self.recipe.delayed)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7, 8), static_argnames="shards")
-def _cast_gradient(grad, key, start, spec, axes, batch, recipe, implementation, whole, state=None, shards=1):
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6), static_argnames="shards")
+def _cast_gradient(grad, key, spec, axes, batch, recipe, implementation, state=None, shards=1):
     return quantize_operand(
         grad,
         spec,
@@ -219,7 +210,6 @@ def _cast_gradient(grad, key, start, spec, axes, batch, recipe, implementation, 
         shards=shards,
         floor=SMALLEST_GRADIENT_SCALE,
         implementation=implementation,
-        part=None if whole is None else Part(start, whole),
     )
 
 
@@ -284,30 +274,29 @@ def _forward(op: Operation, lhs: Array | Prepared, rhs: Array, sizes: Array | No
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(op: Operation, residuals, grad: Array):
     left, right, sizes, state, key, seed = residuals
-    recipe, part, groups = op.recipe, op.part(grad), _groups(op, sizes)
-    keys = own = (None, None)
+    recipe, groups = op.recipe, _groups(op, sizes)
+    keys, own = (None, None), None
     if groups is not None and recipe.is_stochastic:
         grad = groups.zero_others(grad)  # noise comes of its bits
     if recipe.is_stochastic:
         if key is None and seed is None:
             key = content_key(grad)
         else:
-            key = key_of(seed) if key is None else key
-            key = device_key(key, grad) if part is None else key
-        keys, own = two_keys(key), (key, part)
+            key = device_key(key_of(seed) if key is None else key, grad)
+        keys, own = two_keys(key), key
     shared, seen = None, None
     spec, operands = recipe.spec_of("output_grad"), (recipe.dlhs.lhs, recipe.drhs.rhs)
     if "output_grad" in state or op.shares_gradient:
-        own = (None, None) if "output_grad" in state else own
+        own = None if "output_grad" in state else own
         of = op.computing("dlhs" if spec == operands[0] else "drhs")
-        shared, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), *own)
+        shared, seen = of.quantize_gradient(grad, groups, state.get("output_grad"), own)
     first, second = (shared if operand == spec else None for operand in operands)
     if shared is None:
         first, second = op.cast_gradients(grad, (left.tensor, right.tensor))
     with jax.named_scope("dlhs"):
-        dlhs = op.computing("dlhs").gradient("dlhs", grad, first, right.tensor, groups, keys[0], part)
+        dlhs = op.computing("dlhs").gradient("dlhs", grad, first, right.tensor, groups, keys[0])
     with jax.named_scope("drhs"):
-        drhs = op.computing("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1], part)
+        drhs = op.computing("drhs").gradient("drhs", grad, second, left.tensor, groups, keys[1])
     dlhs, drhs = _finish(dlhs, left, recipe.fwd.lhs, op.lhs), _finish(drhs, right, recipe.fwd.rhs, op.rhs)
     uses = {"input": (left.tensor, left.seen), "kernel": (right.tensor, right.seen), "output_grad": (shared, seen)}
     observed = {}

@@ -248,13 +248,13 @@ class _Ragged(Operation):
             out = self._dequantized(lhs, rhs, groups, _FORWARD, self.out_dtype)
         return groups.zero_others(out).astype(self.out_dtype)
 
-    def quantize_gradient(self, grad, groups, state, key, part) -> tuple[Rows, Observation]:
+    def quantize_gradient(self, grad, groups, state, key) -> tuple[Rows, Observation]:
         spec = self.recipe.spec_of("output_grad")
         assert spec is not None
         state = with_groups(self.recipe, state)
         return self._delayed_rows(grad, spec, groups, state, SMALLEST_GRADIENT_SCALE)
 
-    def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key, part) -> Array:
+    def gradient(self, name, grad: Array, shared: Rows | None, residual, groups: Groups, key) -> Array:
         if name == "dlhs":
             return groups.zero_others(self._dlhs(grad, shared, residual, groups, key))
         if not isinstance(self.recipe.drhs.rhs, TensorSpec) or self.recipe.drhs.shards == 1:
