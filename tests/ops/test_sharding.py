@@ -50,7 +50,7 @@ def test_a_mesh_computes_what_one_device_does(found: Any, name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sent_cases())
 def test_devices_send_8_bits_or_the_gradients_dtype(found: Any, name: str):
-    sent = [re.match(r"([a-z]+)(\d+)\w*\[(.*)\]", each).groups() for each in found[f"{name}|sent"]]
+    sent = [each for call in found[f"{name}|sent"] for each in re.findall(r"([a-z]+)(\d+)\w*\[(.*)\]", call)]
     assert sent
     for kind, bits, shape in sent:
         is_small = math.prod(int(n) for n in shape.split(",") if n) <= 8  # digests of random keys

@@ -117,6 +117,7 @@ def test_every_string_trains_and_serves_without_promotions(name, backend):
 def test_a_gradient_under_a_transfer_guard_and_without_jit(name):
     x, w = jax.device_put((X, X.T))
     recipe = RECIPES[name].recipe
+    assert recipe is not None
     own = initial_state(recipe)
     gradient = jax.grad(lambda w, s: dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, state=s).sum(), (0, 1))
     expected = jax.jit(gradient)(w, own)
