@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxquant.config.backends import BACKENDS
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("scripts/test.sh", "scripts/demo.sh")
 
@@ -72,3 +74,18 @@ def test_pins_are_exact_and_cover_what_is_declared(pins):
     ]
     names = {name.split(">")[0].split("=")[0].split("[")[0].lower() for name in wanted}
     assert names <= pinned
+
+
+def test_the_two_environments_have_the_oldest_and_the_newest_tested_versions():
+    """Python 3.11 has the oldest versions that are declared to the patch, and the libraries of backends both ends."""
+    oldest, newest = (
+        dict(line.split("==") for line in (ROOT / f"constraints/{name}.txt").read_text().splitlines()[1:])
+        for name in ("py311", "py312")
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = dict(each.split(">=") for each in project["dependencies"] + project["optional-dependencies"]["train"])
+    least = {name: version for name, version in declared.items() if version.count(".") == 2 and name != "qwix"}
+    assert {"jax", "flax", "safetensors", "tokenizers"} <= least.keys()
+    assert {name: oldest[name] for name in least} == least
+    rows = [row for row in BACKENDS.values() if row.package]
+    assert [(oldest[row.package], newest[row.package]) for row in rows] == [row.tested for row in rows]
