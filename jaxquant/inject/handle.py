@@ -212,8 +212,7 @@ class _ByPath(nn.Module):
 
 _STANDS_STILL = (
     "an NNX layer holds the quant state of an op of configure_quantization, and its gradient is taken outside the "
-    f"pre-training of MaxText 0.2.5 or later; {STATELESS}, or call jaxquant.maybe_quantize_model and use "
-    "jaxquant.state.value_and_grad and apply_gradients"
+    f"pre-training of MaxText 0.2.5 or later; {STATELESS}, or use jaxquant.maybe_quantize_model and value_and_grad"
 )
 
 

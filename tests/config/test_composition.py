@@ -21,7 +21,7 @@ from train.config import TrainConfig
 
 MAPPING = {"fwd": "fp8_current", "dlhs": "quartet2", "drhs": None}
 TEXT = "{fwd: fp8_current, dlhs: quartet2, drhs: null}"
-ACTIVATION, WEIGHT, GRADIENT = options.CALIBRATION
+ACTIVATION, WEIGHT, GRADIENT, _ = options.CALIBRATION
 
 
 def of(quantization, **fields) -> QuantConfig:
