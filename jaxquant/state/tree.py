@@ -185,8 +185,9 @@ def update(quant_state: State, observation: State) -> Any:
       TypeError: one of them is not a mapping or packed state.
       ValueError: the two trees differ, in names or shapes, or are swapped.
     """
+    new = _in_pairs(quant_state, observation, _advance, "quant state", "its gradient")
     _refuse_swapped(quant_state, observation)
-    return _in_pairs(quant_state, observation, _advance, "quant state", "its gradient")
+    return new
 
 
 def accumulate(total: State, observation: State) -> Any:

@@ -33,7 +33,7 @@ from tests.lowering import equations
 from tests.serving.trees import abstract, assert_same, contents_of, every_kind, quantized, sign
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = {"quantization": "int4w", "rules": [{"path": ".*/wo", "recipe": "int8w"}]}
+CONFIG = {"rules": [{"path": ".*/wo", "recipe": "int8w"}]}
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,8 @@ def test_frozen_dicts_come_out_as_dicts():
 
 
 def test_split_and_merge():
-    params, quant = state.split({"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"op": 2}})
-    assert state.merge(params, quant) == {"params": {"w": 1}, "_overwrite_with_gradient": {"op": 2}}
+    variables = {"params": {"w": 1}, state.OVERWRITE_WITH_GRADIENT: {"op": {"input_amax_history": 2}}}
+    assert state.merge(*state.split(variables)) == variables
     assert state.merge({"w": 1}, {}) == {"params": {"w": 1}}
     with pytest.raises(ValueError, match=r"collections \['cache'\] beside"):
         state.split({"params": {}, "cache": {}})
