@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from jaxquant.state.tree import (
     accumulate,
     merge,
     no_observation,
-    refuse_optimized,
     refuse_trained,
     split,
     update,
@@ -135,17 +133,6 @@ def _of_params(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
             "parameters alone; make them from variables['params'], which is jaxquant.state.split(variables)[0], or "
             "make the mask a function of the parameters"
         ) from error
-
-
-@functools.wraps(optax.apply_updates)
-def _apply_updates(params: Any, updates: Any, plain: Callable[..., Any] = optax.apply_updates) -> Any:
-    refuse_optimized(params)
-    return plain(params, updates)
-
-
-# A jitted step runs Python once, while it is traced, and later only its losses show a mistake, as NaN. This is the one
-# call of every optax loop that has the names of what is updated.
-optax.apply_updates = _apply_updates
 
 
 def _choose(condition: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:

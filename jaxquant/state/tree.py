@@ -17,6 +17,7 @@ of it. What is here takes packed state, too (``state.packed``). What is stored n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from jaxquant.core import delayed
@@ -133,12 +135,22 @@ def _refuse_swapped(quant_state: State, observation: State) -> None:
         )
 
 
+@functools.wraps(optax.apply_updates)
+def _apply_updates(params: Any, updates: Any, plain: Callable[..., Any] = optax.apply_updates) -> Any:
+    refuse_optimized(params)
+    return plain(params, updates)
+
+
 def refuse_trained(quant_state: State) -> None:
     """Refuse quant state that an optimizer has changed, where its values can be read; ``core.delayed`` has the rule.
+
+    The first call also makes ``optax.apply_updates`` refuse quant state among the parameters: a jitted step runs Python
+    once, while it is traced, and that is the one call of an optax loop that has the names of what is updated.
 
     Raises:
       ValueError: names the variable, and what keeps the state out of an optimizer.
     """
+    optax.apply_updates = _apply_updates
     for path, leaf in _marks_in(quant_state):
         if isinstance(leaf, Tracer):
             outer: Any = leaf
