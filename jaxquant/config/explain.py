@@ -224,8 +224,7 @@ def _details(spec: TensorSpec) -> Iterator[str]:
     if spec.micro is not None:
         yield from _micro(spec.micro)
     if spec.has_grid_scale:
-        codes, bits = "every code used, " if spec.uses_every_code else "", element(spec.dtype).scale_bits
-        yield f"{codes}the scale rounded to {bits} bits, so that decoded values quantize to themselves"
+        yield f"the scale in {element(spec.dtype).scale_bits} bits, so that decoded values quantize to themselves"
     if spec.source == "forward":
         yield "made of what the forward matmul read"
     yield "rounded to nearest" if spec.rounding == "nearest" else "rounded stochastically"
