@@ -25,6 +25,7 @@ SMALLEST_GRADIENT_SCALE = float(jnp.finfo(jnp.float32).tiny)
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _LARGEST_E4M3 = 448.0
+_FLOAT16_BITS = 11
 GRID_BITS = 16
 """Significant bits of a scale whose product with any element is exact in float32."""
 
@@ -144,9 +145,9 @@ def round_scale(scale: Array, statistic: Array, spec: TensorSpec, floor: float, 
       is_wide: as ``scale_of_amax`` takes it.
     """
     kind = element(spec.dtype)
-    fine, coarse = (significant(scale, bits) for bits in (GRID_BITS, kind.scale_bits))
+    coarse, fine = (significant(scale, bits) for bits in (kind.scale_bits, _FLOAT16_BITS))
     if kind.scale_bits == GRID_BITS:
-        return floor_scale(fine, floor)
+        return floor_scale(coarse, floor)
     read = significant(coarse * kind.max, kind.scale_bits)  # as a bfloat16 model reads a decoded amax
     coarse = significant(read * (1 / kind.max), kind.scale_bits)
     is_fine = (fine * kind.max == statistic) & is_wide

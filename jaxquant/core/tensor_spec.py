@@ -63,10 +63,11 @@ class TensorSpec:
       micro: how e4m3 scales of blocks and the one above them are chosen in training, None for as checkpoints have them.
       source: what a backward operand is made of: the float tensor, or what the forward matmul read (``forward``), of
         which alone its bytes are kept then.
-      keeps_grid: whether decoded values quantize to the same elements and scales again, as weights need. The scale is
-        then the least that clips nothing, ``statistic / max`` in few significant bits (``Element.scale_bits``, or 16
-        where these give the statistic back), and integers use every code: the statistic is ``max(x, -x · max / (max +
-        1))``. Only the plain calibration ``absmax`` with dynamic scaling and without powers of two reads it.
+      keeps_grid: whether decoded values quantize to the same elements and scales again, as weights need it. The scale
+        is then the least that clips nothing: ``statistic / max`` in few significant bits (``Element.scale_bits``, or
+        float16's 11 if these give a float32 statistic back). Integers use every code: their statistic is
+        ``max(x, -x · max / (max + 1))``. Only the plain calibration ``absmax`` with dynamic scaling and without powers
+        of two reads it.
     """
 
     dtype: str
