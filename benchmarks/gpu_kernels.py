@@ -112,7 +112,7 @@ def _cast(case: casts.Case) -> _Pair:
     from jaxquant.kernels.quantize import gpu
 
     row = {"kernel": "quantize", "case": str(case)}
-    if why := gpu.refusal(case.shape, case.x_dtype, (1, 1), dtype=case.dtype, compute_dtype=case.compute_dtype):
+    if why := gpu.refusal(case.shape, case.x_dtype, dtype=case.dtype, compute_dtype=case.compute_dtype):
         return _refused(row, why)
     x = (3 * jax.random.normal(jax.random.key(0), case.shape)).astype(case.x_dtype)
     seeds = jax.random.bits(jax.random.key(1), (2,), jnp.uint32) if case.noisy else None

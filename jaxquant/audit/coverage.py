@@ -25,12 +25,7 @@ from jaxquant.trace.reach import NOT_FLOAT
 from jaxquant.trace.report import Row as LayerRow
 
 
-def coverage(
-    fn: Callable[..., Any],
-    *args: Any,
-    config: Any = None,
-    **kwargs: Any,
-) -> Coverage:
+def coverage(fn: Callable[..., Any], *args: Any, config: Any = None, **kwargs: Any) -> Coverage:
     """List every contraction that a function runs, forward and backward, without running it.
 
     The function is traced and all that it calls is looked into: jitted functions, scans, branches, rematerialized
@@ -91,7 +86,7 @@ def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
 
 
 def _nothing_seen(rows: Sequence[Row], decide: _Decider) -> Iterator[str]:
-    """Report it where the config quantizes and nothing of it can have been seen."""
+    """Yield a fault if the config quantizes something and no contraction shows it."""
     if decide.resolver is not None and not any(row.wanted or row.dtypes.rhs.is_quantized for row in rows):
         what = "none of them is of a layer to quantize" if rows else "it has no matmul"
         yield f"the config quantizes nothing of this function: {what}"
@@ -129,7 +124,7 @@ def _missing(
 
 
 def _gradients(layer: Sequence[LabeledContraction], results: set[Value]) -> tuple[str, ...]:
-    """Return the gradients that are wanted of a layer: that of its input where it is computed from some of these."""
+    """Return the gradients that a layer needs: also that of its input, if the input is computed from ``results``."""
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
     is_wanted = not results.isdisjoint(ancestors(each.operands[0][0] for each in forward))
     return ("dlhs", "drhs") if is_wanted else ("drhs",)
@@ -207,7 +202,7 @@ class _Decision:
 
 @dataclasses.dataclass(frozen=True)
 class _Decider:
-    """What is asked of a contraction: by a config's rules, or without one by what was decided when it was traced."""
+    """Decides what a contraction should be: by the rules of a config, or without one as it was decided in the trace."""
 
     resolver: Resolver | None
     has_config: bool
@@ -221,13 +216,13 @@ class _Decider:
         return self.has_config and self.resolver is None
 
     def report(self, each: LabeledContraction) -> LayerRow | None:
-        """Return what was decided over a contraction when it was traced; None under a config and where nothing was."""
+        """Return what was decided about a contraction when it was traced; None if nothing was, or with a config."""
         site, dtypes = (each.forward or each).site, (each.forward or each).dtypes
         is_no_layer = site is not None and site.side is None and not dtypes.is_low  # as a product of parameters
         return None if self.has_config or is_no_layer else each.layers.get(each.path)
 
     def __call__(self, each: LabeledContraction) -> _Decision | None:
-        """Decide about a contraction; None for what is no linear layer."""
+        """Return the decision for a contraction, or None if it is not part of a linear layer."""
         if each.matmul == "update":
             return None
         if (report := self.report(each)) is not None:

@@ -78,11 +78,8 @@ HONOURS: Honours = {
 _RAGGED_HONOURS: Honours = {
     Recipe: {"name": any_value},
     MatmulSpec: {"lhs": only(FORWARD), "rhs": only(FORWARD), "accumulator": _accumulator},
-    TensorSpec: {
-        "dtype": only("int8", *_FP8),
-        "reciprocal": any_value,
-        "keeps_grid": any_value,
-    },  # 4 bits do not compile for CPUs
+    # 4 bits do not compile for CPUs.
+    TensorSpec: {"dtype": only("int8", *_FP8), "reciprocal": any_value, "keeps_grid": any_value},
     Calibration: {},
 }
 

@@ -138,10 +138,9 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
 
 
 def whole_tensors(recipe: Recipe) -> list[str]:
-    """Return the tensors of which one number is made: one NaN spoils all of such a tensor."""
-    specs = {tensor: [recipe.specs[operand] for operand in operands] for tensor, operands in TENSORS.items()}
-    whole = [any(isinstance(spec, TensorSpec) and spec.spreads_nan for spec in specs[tensor]) for tensor in specs]
-    return [name for name, is_whole in zip(("input", "weight", "output gradient"), whole, strict=True) if is_whole]
+    """Return the names of the tensors that one NaN makes NaN as a whole."""
+    named = zip(("input", "weight", "output gradient"), TENSORS.values(), strict=True)
+    return [name for name, places in named if any(getattr(recipe.specs[each], "spreads_nan", False) for each in places)]
 
 
 def describe_kept(recipe: Recipe, side: Side) -> str:

@@ -14,7 +14,7 @@ import jax
 
 from jaxquant.config import loader, options
 from jaxquant.config.backends import BACKENDS, BackendName, check_implementation
-from jaxquant.config.mixed_precision import MixedPrecision, load_mixed_precision
+from jaxquant.config.mixed_precision import load_mixed_precision
 from jaxquant.config.recipes import RECIPES, lookup, spell, strings_reading
 from jaxquant.config.rules import SWITCHES, Decision, Entry, Resolver, Rule
 from jaxquant.core import typed
@@ -60,8 +60,8 @@ class QuantConfig(options.Options):
       weight_quantization_calibration_method: calibration of weights.
       act_quantization_calibration_method: calibration of activations.
       bwd_quantization_calibration_method: calibration of output gradients.
-      drhs_grad_quantization_calibration_method: calibration of the output gradient in the weight gradient alone; "" for
-        that of ``bwd_quantization_calibration_method``.
+      drhs_grad_quantization_calibration_method: calibration of the output gradient, for the weight gradient only;
+        "" uses ``bwd_quantization_calibration_method``.
       weight_sparsity_n, weight_sparsity_m: n of every m weights are kept.
       weight_sparsity_start_step, weight_sparsity_update_step: dense before the first; steps between mask updates.
       amax_history_length, amax_margin, amax_init: delayed scaling, see ``DelayedSpec``.
@@ -176,7 +176,7 @@ class QuantConfig(options.Options):
         ]
         recipe, reason = self._numbers(self.quantization), f"quantization {self.quantization!r}"
         if self.quantization == "intmp":
-            mixed = self._mixed_precision()
+            mixed = load_mixed_precision(self.quant_cfg_path)
             recipe, reason = mixed.default, f"default of {mixed.path}"
             entries += [Entry(pattern, each, f"{mixed.path}: entry", False) for pattern, each in mixed.entries]
         base = Decision(recipe, reason if recipe else f"left in float by {reason}", None, self.implementation)
@@ -195,8 +195,8 @@ class QuantConfig(options.Options):
         Args:
           obj: a QuantConfig (given back as it is), a mapping (strict: every key must be a field), a config string, the
             path of a YAML or JSON file with such a mapping (a string that ends in ``.yml``, ``.yaml`` or ``.json``, or
-            a ``pathlib.Path``), or any object with an attribute ``quantization``, such as MaxText's config. Of such an
-            object a warning names every other attribute that asks for quantization by its name or dtype and is set.
+            a ``pathlib.Path``), or any object with an attribute ``quantization``, such as MaxText's config. A warning
+            names every other attribute of such an object that is set, and whose name or dtype asks for quantization.
 
         Raises:
           TypeError: none of these.
@@ -231,7 +231,7 @@ class QuantConfig(options.Options):
             found = {name: value for name, value in found.items() if name not in unread}
         elif left := _unread_fields(obj):
             shown = ", ".join(f"{name} {typed.show(value)}" for name, value in left.items())
-            why = "which jaxquant does not read; it quantizes as if they were not set: unset them"
+            why = "which jaxquant does not read, so they have no effect; unset them"
             warnings.warn(f"the {type(obj).__name__} sets {shown}, {why}", stacklevel=2)
         if string in ("fp8_gpu", "fp8_nanoo") and found.pop("use_qwix_quantization", False):
             found["quant_backend"] = "native"  # MaxText's Qwix mode runs flax's op for these, whose numbers it has
@@ -312,9 +312,6 @@ class QuantConfig(options.Options):
                     f"it is an option of {typed.either(strings_reading(field.name))}{where}"
                 )
 
-    def _mixed_precision(self) -> MixedPrecision:
-        return load_mixed_precision(self.quant_cfg_path)
-
 
 NO_KV_QUANT = {name: getattr(QuantConfig, name) for name in ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")}
 """The fields of a config that has no quantized KV cache."""
@@ -348,10 +345,8 @@ def _unread_fields(program: Any) -> dict[str, Any]:
     A field asks by its name, or is a dtype of 8 bits or fewer. It is set unless its value is in ``_INERT`` or is the
     default of the config's class, if that has one (a pydantic model's, a dataclass's).
     """
-    keys, kept = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")
-    fields = dict(
-        getattr(program, "__dict__", {}) if keys is _MISSING else keys()
-    )  # MaxText's config has all of them under get_keys
+    keys, kept = _attribute(program, "get_keys"), _attribute(program, "_pydantic_config")  # both of MaxText's config
+    fields = dict(getattr(program, "__dict__", {}) if keys is _MISSING else keys())
     for section in [each for each in fields.values() if isinstance(each, Mapping)]:
         fields |= section
     kind, found = type(program if kept is _MISSING else kept), {}

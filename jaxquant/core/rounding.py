@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,18 +71,6 @@ def asymmetric_cast(x: jax.Array, element: Element) -> jax.Array:
     return jnp.clip(jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN), -element.max - 1, element.max).astype(
         element.name
     )
-
-
-class Part(NamedTuple):
-    """Where a device's part of a tensor lies, so that its noise is that of the whole.
-
-    Attributes:
-      start: index of its first element along each axis, numbers or scalars.
-      shape: of the whole.
-    """
-
-    start: tuple[Array | int, ...]
-    shape: tuple[int, ...]
 
 
 def hash_bits(x: UInt32[Array, "*shape"], add: UInt32[Array, ""] | int = 0) -> UInt32[Array, "*shape"]:
@@ -182,7 +170,7 @@ def jax_key(key: RandomKey) -> Key[Array, ""]:
     return jax.random.wrap_key_data(jnp.stack(key, -1), impl="threefry2x32") if isinstance(key, Seed) else key
 
 
-def noise(key: RandomKey, shape: Sequence[int], part: Part | None = None) -> Float[Array, "*shape"]:
+def noise(key: RandomKey, shape: Sequence[int], start: UInt32[Array, ""] | None = None) -> Float[Array, "*shape"]:
     """Draw a uniform number in [0, 1) for every element: a hash of its index and the key, 24 bits.
 
     An element's number depends on the key and its place alone, not on how the tensor is cut over devices. Two keys
@@ -192,24 +180,20 @@ def noise(key: RandomKey, shape: Sequence[int], part: Part | None = None) -> Flo
     Args:
       key: random key.
       shape: of the numbers.
-      part: where they lie in a larger tensor; None is all of it.
+      start: index of the first element along every axis; None is 0.
     """
-    seed = _drawn(key)
-    return _noise(seed, tuple(shape)) if part is None else _noise(seed, tuple(shape), part.start, tuple(part.shape))
+    return _noise(_drawn(key), tuple(shape), start)
 
 
 # A jit of its own, so that a program holds it once for each shape.
-@functools.partial(jax.jit, static_argnames=("shape", "whole"))
-def _noise(
-    seed: Seed, shape: tuple[int, ...], start: Sequence[Any] | None = None, whole: tuple[int, ...] = ()
-) -> Float[Array, "*shape"]:
-    whole = whole or shape
+@functools.partial(jax.jit, static_argnames="shape")
+def _noise(seed: Seed, shape: tuple[int, ...], start: UInt32[Array, ""] | None) -> Float[Array, "*shape"]:
     places = []
-    for axis in range(len(whole)):
-        step = math.prod(whole[axis + 1 :]) % 2**32
+    for axis in range(len(shape)):
+        step = math.prod(shape[axis + 1 :]) % 2**32
         place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         if start is not None:
-            place = place + jnp.asarray(start[axis]).astype(jnp.uint32)
+            place = place + start
         places.append(place if step == 1 else place * jnp.uint32(step))
     index = functools.reduce(jnp.add, places) if places else jnp.zeros(shape, jnp.uint32)
     return uniform(index, *seed)

@@ -211,18 +211,28 @@ def _plain(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
 
 
 def _write_plain(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    kept, block = source.kept(module, spec.weight), spec.weight.block_size
-    scale = _scale(spec, source, module, weight) if kept is None else kept.scale
-    elements = encode_scaled(weight, scale, spec.weight.dtype, block) if kept is None else kept.elements
-    return {".weight": elements, ".weight_scale" if block is None else ".weight_scale_inv": scale}
+    elements, scale = _encoded(spec, source, module, weight)
+    return {".weight": elements, ".weight_scale" if spec.weight.block_size is None else ".weight_scale_inv": scale}
 
 
-def _scale(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> np.ndarray:
-    """Return scales that bring the amax of the tensor, of each row or of each block to the bound of the element."""
-    is_whole = spec.weight.granularity is ScaleGranularity.TENSOR
-    if is_whole:
-        return scale_of(source.fused_amax(module), element(spec.weight.dtype).max)
-    return weight_scale(weight, spec.weight.dtype, spec.weight.block_size or (1, weight.shape[1]))
+def _encoded(
+    spec: LayerSpec, source: Source, module: str, weight: np.ndarray, scale_dtype: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return elements, and scales that bring the amax of the tensor, of each row or of each block to the largest one.
+
+    A layer that has the numbers of the format keeps them, and its scales in their dtype if ``scale_dtype`` rounds them.
+    """
+    kept, dtype, block = source.kept(module, spec.weight), spec.weight.dtype, spec.weight.block_size
+    if kept is not None:
+        scale = kept.scale
+    elif spec.weight.granularity is ScaleGranularity.TENSOR:
+        scale = scale_of(source.fused_amax(module), element(dtype).max)
+    else:
+        scale = weight_scale(weight, dtype, block or (1, weight.shape[1]))
+    short = scale.astype(scale_dtype or scale.dtype)
+    if kept is None:
+        return encode_scaled(weight, short, dtype, block), short
+    return kept.elements, short if np.array_equal(short.astype(np.float32), scale.astype(np.float32)) else scale
 
 
 def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:
@@ -239,16 +249,9 @@ def _packed(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer
 
 
 def _write_packed(spec: LayerSpec, source: Source, module: str, weight: np.ndarray) -> Tensors:
-    kept = source.kept(module, spec.weight)
-    scale = _scale(spec, source, module, weight) if kept is None else kept.scale
-    short = scale.astype(ml_dtypes.bfloat16)
-    if kept is None or np.array_equal(short.astype(np.float32), scale):  # else a bit of the weight's would be lost
-        scale = short
-    elements = (
-        encode_scaled(weight, scale, spec.weight.dtype, spec.weight.block_size) if kept is None else kept.elements
-    )
-    packed = pack_int4(elements)
-    return {".weight_packed": packed, ".weight_scale": scale, ".weight_shape": np.array(weight.shape, np.int64)}
+    elements, scale = _encoded(spec, source, module, weight, ml_dtypes.bfloat16)
+    shape = np.array(weight.shape, np.int64)
+    return {".weight_packed": pack_int4(elements), ".weight_scale": scale, ".weight_shape": shape}
 
 
 def _nvfp4(spec: LayerSpec, shape: tuple[int, int], left: _Left) -> StoredLayer:

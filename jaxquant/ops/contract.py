@@ -205,9 +205,8 @@ def multiplies_values(lhs: QTensor, rhs: QTensor, dims: Dimensions, out_dtype: s
 
 
 def _outer_scales(*sides: Any) -> list[Array]:
-    return [
-        side.outer_scale.reshape(()) for side in sides if isinstance(side, QTensor) and side.outer_scale is not None
-    ]
+    scales = (side.outer_scale for side in sides if isinstance(side, QTensor))
+    return [scale.reshape(()) for scale in scales if scale is not None]
 
 
 def inner(side: QTensor | Dequantized | Array, dtype: str, keeps_outer: bool = False) -> Array:

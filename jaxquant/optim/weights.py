@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxquant.core.paths import join_path
-from jaxquant.core.rounding import Part, RandomKey, fold, hold, noise, seed_of
+from jaxquant.core.rounding import RandomKey, fold, hold, noise, seed_of
 from jaxquant.core.sharding import device_key
 
 _MAX = float(jnp.finfo(jnp.bfloat16).max)
@@ -124,8 +124,7 @@ def round_randomly(x: Float[Array, "*shape"], key: RandomKey) -> Float[Array, "*
     """
     # Places count from a different one for each key: if weights share the numbers of places, XLA for GPUs makes one
     # kernel of all weights of a shape, and needs the float32 moments of all of them at once.
-    part = Part((seed_of(key).second,) * x.ndim, x.shape)
-    drawn = (noise(key, x.shape, part) * 2.0**16).astype(jnp.int32)  # the number's first 16 bits
+    drawn = (noise(key, x.shape, seed_of(key).second) * 2.0**16).astype(jnp.int32)  # the number's first 16 bits
     bits = (jax.lax.bitcast_convert_type(x, jnp.int32) + drawn) & jnp.int32(-(2**16))
     rounded = jnp.clip(jax.lax.bitcast_convert_type(bits, jnp.float32), -_MAX, _MAX)
     return jnp.where(jnp.isfinite(x), rounded, x)

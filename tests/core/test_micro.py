@@ -16,7 +16,6 @@ from jaxquant.core.hadamard import draw_signs, rotate, rotated_axis
 from jaxquant.core.qtensor import QTensor, dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import FORWARD, MatmulSpec, Recipe, Rotation, TensorSpec
-from jaxquant.core.rounding import Part
 from jaxquant.ops import dot_general
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -116,15 +115,6 @@ def test_what_is_rounded_at_random_has_no_bias(through, one):
         total += run(x, n)
         if n in (1, 4, 16, draws):
             assert error(x, total / n) == pytest.approx(one / n**0.5, rel=0.04)
-
-
-def test_a_part_draws_the_noise_that_it_has_in_the_whole():
-    """Else all devices of a shard_map that are given one key would draw the same."""
-    x = normal((32, 64)).at[::16, 0].set(8)  # each half has the amax of the whole
-    chosen, key = spec("te_nvfp4_no_rht", "dlhs_lhs"), jax.random.key(5)
-    whole = dequantize(quantize(x, chosen, (1,), key=key))
-    halves = [dequantize(quantize(x[n : n + 16], chosen, (1,), key=key, part=Part((n, 0), x.shape))) for n in (0, 16)]
-    np.testing.assert_array_equal(jnp.concatenate(halves), whole)
 
 
 @pytest.mark.parametrize("place", ["fwd_lhs", "dlhs_lhs"])

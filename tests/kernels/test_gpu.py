@@ -37,13 +37,12 @@ PRODUCTS = (
 _cast = functools.partial(quantize_cases.Case, (M, N))
 CASTS = (
     _cast(E4M3, transposed=True),
-    _cast(E4M3, "float32", "bfloat16", "column", noisy=True),
-    _cast(E5M2, "float32", scale="row", noisy=True, transposed=True),
+    _cast(E4M3, "float32", "bfloat16", noisy=True),
+    _cast(E5M2, "float32", noisy=True, transposed=True),
     _cast(E5M2, compute_dtype="bfloat16"),
-    _cast("int8", "float32", scale="column", transposed=True),
-    _cast("int8", scale="row", compute_dtype="bfloat16", noisy=True, transposed=True),
+    _cast("int8", "float32", transposed=True),
+    _cast("int8", compute_dtype="bfloat16", noisy=True, transposed=True),
 )
-SCALES = {"tensor": (1, 1), "row": (M, 1), "column": (1, N)}
 
 
 def cast(case, x, scale, seeds, **options):
@@ -74,7 +73,7 @@ def test_quantize_is_the_cast_of_the_core_to_the_bit(case):
     # Some elements beyond the range of every dtype, some below its smallest number.
     x = jax.random.normal(keys[0], (M, N)) * jnp.exp(4 * jax.random.normal(keys[1], (M, N)))
     x = x.at[0, 0].set(0.0).at[1, 1].set(-1e9).astype(case.x_dtype)
-    scale = 0.1 * jnp.exp(jax.random.normal(keys[2], SCALES[case.scale]))
+    scale = 0.1 * jnp.exp(jax.random.normal(keys[2], (1, 1)))
     key = jax.random.key(5)
     seeds = noise_seeds(key)
     spec = TensorSpec(case.dtype, rounding="stochastic" if case.noisy else "nearest")
@@ -94,8 +93,8 @@ def test_a_nan_shows_in_the_amax():
 
 
 def test_what_quantize_cannot_do_is_refused_by_name():
-    def refusal(shape=(64, 128), x_dtype="bfloat16", scale=(1, 1), dtype="int8", **options):
-        return quantize_gpu.refusal(shape, x_dtype, scale, dtype=dtype, **options) or ""
+    def refusal(shape=(64, 128), x_dtype="bfloat16", dtype="int8", **options):
+        return quantize_gpu.refusal(shape, x_dtype, dtype=dtype, **options) or ""
 
     for capability in ("9.0", "10.0"):
         assert refusal(capability=capability) == ""
@@ -105,7 +104,6 @@ def test_what_quantize_cannot_do_is_refused_by_name():
     assert "tiles of 64×128, which do not divide 100×128" in refusal((100, 128))
     assert "not float16" in refusal(x_dtype="float16")
     assert "not int4" in refusal(dtype="int4")
-    assert "not (64, 2) of (64, 128)" in refusal(scale=(64, 2))
     assert (refusal(interpret=True) == "") == mosaic_gpu.NEW
 
 
@@ -169,10 +167,7 @@ def test_results_inside_shard_map_vary_along_the_axes_of_the_operands():
 def test_kernels_compile_for_an_absent_h200():
     products = [each for each in PRODUCTS if mosaic_gpu.NEW or each.lhs_dtype == each.rhs_dtype]
     casts = CASTS[:2]
-    shapes = [
-        [jax.ShapeDtypeStruct((M, N), each.x_dtype), jax.ShapeDtypeStruct(SCALES[each.scale], jnp.float32)]
-        for each in casts
-    ]
+    shapes = [[jax.ShapeDtypeStruct((M, N), each.x_dtype), jax.ShapeDtypeStruct((1, 1), jnp.float32)] for each in casts]
     for case in products:
         types = [case.lhs_dtype, case.rhs_dtype, "float32", "float32"]
         shapes.append([jax.ShapeDtypeStruct(*each) for each in zip(shapes_of(case), types, strict=False)])

@@ -215,7 +215,7 @@ def test_a_weight_in_a_kernel_of_mosaic_gpu_is_reported():
 
 def test_casts_of_more_rows_than_a_grid_has_blocks_are_refused(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "refuse_device", lambda *args, **options: None)
-    refusal = functools.partial(cast_gpu.refusal, x_dtype="bfloat16", scale_shape=(1, 1), dtype="int8")
+    refusal = functools.partial(cast_gpu.refusal, x_dtype="bfloat16", dtype="int8")
     assert refusal((64 * 65535, 128)) is None
     assert "4,194,240 rows at most, not 4,194,304" in str(refusal((64 * 65536, 128)))
 

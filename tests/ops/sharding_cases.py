@@ -35,7 +35,7 @@ from jaxquant.core.hadamard import draw_signs, rotate
 from jaxquant.core.qtensor import dequantize
 from jaxquant.core.quantize import quantize
 from jaxquant.core.recipe import Recipe, Rotation, SparsitySpec, TensorSpec
-from jaxquant.core.rounding import Part, stochastic_cast
+from jaxquant.core.rounding import stochastic_cast
 from jaxquant.ops import dot_general, einsum, initial_state, ragged, sparsity
 from tests.ops.recipes import RECIPES
 
@@ -236,32 +236,22 @@ LOCAL = ("int8", "int8 stochastic", "int8 shards", "int4w", "aqt_fp8")
 """Recipes with a scale a channel, which a device takes from its own part of a sharded contraction."""
 
 
-def parts() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Round at random on a mesh, under automatic sharding and in devices' own parts: the bits of one device."""
+def noises() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Round at random under automatic sharding: the bits of one device."""
     recipe, key = jaxquant.RECIPES["int8_delayed"].recipe, jax.random.key(7)
     assert recipe is not None
     x, w, g = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((16, 8), (8, 12), (16, 12))))
-    own = initial_state(recipe)
+    given: Any = {"recipe": recipe, "state": initial_state(recipe), "key": key}
 
-    def run(x: Any, w: Any, g: Any, cut: Any = None, start: Any = (0, 0)) -> dict[str, Any]:
-        given: Any = {"recipe": recipe, "state": own, "key": key, "out_parts": cut}
+    def run(x: Any, w: Any, g: Any) -> dict[str, Any]:
         out, pull = jax.vjp(lambda x, w: dot_general(x, w, NUMBERS, **given), x, w)
         dlhs, drhs = pull(g)
-        noise = stochastic_cast(g * 30, element("int8"), key, Part(start, (16, 12)))
-        return {"out": out, "dlhs": dlhs, "drhs": drhs, "noise": noise}
-
-    def local(x: Any, w: Any, g: Any) -> dict[str, Any]:
-        start = tuple(jax.lax.axis_index(name) * size for name, size in zip("ab", g.shape, strict=True))
-        return run(x, w, g, P("a", "b"), start)
+        return {"out": out, "dlhs": dlhs, "drhs": drhs, "noise": stochastic_cast(g * 30, element("int8"), key)}
 
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    rows, columns, both = P("a", None), P(None, "b"), P("a", "b")
-    places = {"out": both, "dlhs": rows, "drhs": columns, "noise": both}
-    manual = jax.shard_map(local, mesh=mesh, in_specs=(rows, columns, both), out_specs=places)
-    placed = [jax.device_put(a, NamedSharding(mesh, p)) for a, p in ((x, rows), (w, columns), (g, both))]
-    one = jax.jit(run)(x, w, g)
-    found = jax.jit(manual)(x, w, g) | {f"auto {name}": value for name, value in jax.jit(run)(*placed).items()}
-    return found, one | {f"auto {name}": value for name, value in one.items()}
+    places = (x, P("a", None)), (w, P(None, "b")), (g, P("a", "b"))
+    placed = [jax.device_put(a, NamedSharding(mesh, place)) for a, place in places]
+    return jax.jit(run)(*placed), jax.jit(run)(x, w, g)
 
 
 def rotations() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -513,7 +503,7 @@ def cases() -> dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
         add("manual", name, "columns")
     for name in EXPLICIT:
         add("explicit", name, "columns")
-    found["manual noise parts"] = parts
+    found["automatic noise"] = noises
     found["explicit rotations"] = rotations
     for place in ("columns", "rows", "fsdp"):
         found[f"explicit mask {place}"] = lambda p=place: masks(p)

@@ -99,9 +99,6 @@ class CheckpointQuantization:
         rule = self.decide(module)
         return rule.spec if rule is not None else None
 
-    def is_quantized(self, module: str) -> bool:
-        return self.spec(module) is not None
-
     @functools.cached_property
     def specs(self) -> tuple[LayerSpec, ...]:
         """The different specs, in the order of the rules."""

@@ -27,11 +27,14 @@ def refusal(x: Array, scale: Array, *, dtype: str, compute_dtype: str) -> str | 
         return f"the quantize kernel reads float32 and bfloat16, not {x.dtype.name}"
     if not x.size or not x.ndim:
         return f"the quantize kernel takes no tensor of shape {x.shape}"
-    if _scale_matrix(x, scale) is None:
-        return f"the quantize kernel has one scale, one a row or one a column, not {scale.shape} of {x.shape}"
+    if scale.size != 1:
+        return f"the quantize kernel takes one scale, not {scale.shape} of {x.shape}"
     if why := cut_refusal(x, scale) or platform_refusal("quantize", x):
         return why
-    return _gpu_refusal(x, scale, dtype, compute_dtype) if platform_of(x) == "gpu" else None
+    if platform_of(x) != "gpu":
+        return None
+    matrix = jax.eval_shape(functools.partial(jax.numpy.reshape, shape=(-1, x.shape[-1])), x)
+    return module("quantize", "gpu").refusal(matrix.shape, x.dtype.name, dtype=dtype, compute_dtype=compute_dtype)
 
 
 def quantize(
@@ -46,10 +49,10 @@ def quantize(
 
     Args:
       x: float32 or bfloat16.
-      scale: float32, of x's rank.
+      scale: one float32 number.
       dtype, seeds, compute_dtype: as ``reference.quantize`` takes them.
     """
-    (matrix, scales, seeds), _ = vary_alike(x.reshape(-1, x.shape[-1]), _scale_matrix(x, scale), seeds)
+    (matrix, scales, seeds), _ = vary_alike(x.reshape(-1, x.shape[-1]), scale.reshape(1, 1), seeds)
     options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype}
     noise = () if seeds is None else (seeds,)
 
@@ -64,21 +67,3 @@ def quantize(
         where["cuda"] = on(module("quantize", "gpu").quantize)
     out = jax.lax.platform_dependent(matrix, scales, *noise, **where, default=on(reference.quantize))
     return out.q.reshape(x.shape), out.amax
-
-
-def _scale_matrix(x: Array, scale: Array) -> Array | None:
-    """Return the scales beside x as a matrix, None where they are neither one, nor one a row, nor one a column."""
-    if scale.size == 1:
-        return scale.reshape(1, 1)
-    if scale.shape == (*(1,) * (x.ndim - 1), x.shape[-1]):
-        return scale.reshape(1, -1)
-    return scale.reshape(-1, 1) if scale.shape == (*x.shape[:-1], 1) else None
-
-
-def _gpu_refusal(x: Array, scale: Array, dtype: str, compute_dtype: str) -> str | None:
-    matrix = jax.eval_shape(functools.partial(jax.numpy.reshape, shape=(-1, x.shape[-1])), x)
-    scales = _scale_matrix(x, scale)
-    assert scales is not None
-    return module("quantize", "gpu").refusal(
-        matrix.shape, x.dtype.name, scales.shape, dtype=dtype, compute_dtype=compute_dtype
-    )

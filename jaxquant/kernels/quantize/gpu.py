@@ -35,7 +35,6 @@ _BYTES = plgpu.Layout.TILED(
 def refusal(
     shape: tuple[int, ...],
     x_dtype: str,
-    scale_shape: tuple[int, ...],
     *,
     dtype: str,
     compute_dtype: str = "float32",
@@ -46,7 +45,6 @@ def refusal(
 
     Args:
       shape, x_dtype: of x.
-      scale_shape: of the scale.
       dtype, compute_dtype, interpret: as ``quantize`` takes them.
       capability: compute capability of the device, as "9.0"; None asks the first device that is here.
     """
@@ -54,8 +52,6 @@ def refusal(
         return f"the kernel takes tiles of {TILE_M}×{TILE_N}, which do not divide {'×'.join(map(str, shape))}"
     if shape[0] // TILE_M > MOST_BLOCKS:
         return f"the kernel takes {MOST_BLOCKS * TILE_M:,} rows at most, not {shape[0]:,}"
-    if tuple(scale_shape) not in ((1, 1), (shape[0], 1), (1, shape[1])):
-        return f"the kernel takes one scale, one a row or one a column, not {tuple(scale_shape)} of {shape}"
     for name, known in ((x_dtype, ("float32", "bfloat16")), (compute_dtype, ("float32", "bfloat16")), (dtype, DTYPES)):
         if name not in known:
             return f"the kernel knows {' and '.join(known)} here, not {name}"
@@ -64,7 +60,7 @@ def refusal(
 
 def quantize(
     x: Float[Array, "M N"],
-    scale: Float[Array, "rows columns"],
+    scale: Float[Array, "1 1"],
     *,
     dtype: str,
     seeds: UInt32[Array, " 2"] | None = None,
@@ -79,12 +75,11 @@ def quantize(
       interpret: whether to run without a GPU.
     """
     M, N = x.shape
-    axis = next((axis for axis, size in enumerate(scale.shape) if size > 1), None)
     noisy = seeds is not None
     steps = math.gcd(N // TILE_N, STEPS)
     strips = N // TILE_N // steps
     kernel = functools.partial(
-        _kernel, steps=steps, axis=axis, noisy=noisy, transposed=transposed, kind=element(dtype), compute=compute_dtype
+        _kernel, steps=steps, noisy=noisy, transposed=transposed, kind=element(dtype), compute=compute_dtype
     )
     # jax 0.10 reads no swizzled memory across.
     layout = mosaic_gpu.swizzled(TILE_M, TILE_N, 1) if mosaic_gpu.NEW or not transposed else {}
@@ -141,29 +136,20 @@ def _kernel(x_ref: Any, scale_ref: Any, *refs: Any, steps: int, noisy: bool, tra
     plgpu.wait_smem_to_gmem(0)
 
 
-def _cast(
-    x: Array, scale_ref: Any, seeds: Any, start: Any, columns: int, *, axis: int | None, kind: Element, compute: str
-) -> Array:
+def _cast(x: Array, scale_ref: Any, seeds: Any, start: Any, columns: int, *, kind: Element, compute: str) -> Array:
     """Cast a tile, as ``core.rounding`` does.
 
     Args:
       x: the tile, in float32.
-      scale_ref: of the scales, in global memory.
+      scale_ref: the scale, in global memory.
       seeds: the two words of the noise, or None.
       start: row and column of the tile in the matrix.
       columns: of the matrix.
-      axis: 0 for a scale a row, 1 for a scale a column, None for one.
       kind: what to cast to.
       compute: dtype of the division.
     """
-    if axis is None:
-        scale = scale_ref[0]
-    else:
-        scale = scale_ref.at[pl.ds(start[axis], (TILE_M, TILE_N)[axis])]
-        scale = mosaic_gpu.load(scale, _REGISTERS.reduce(1 - axis), is_optimized=False)
-        scale = lax.broadcast_in_dim(scale, x.shape, [axis])
     # A quotient in float32 rounded to bfloat16 is the quotient in bfloat16.
-    x = (x.astype(compute).astype(jnp.float32) / scale).astype(compute).astype(jnp.float32)
+    x = (x.astype(compute).astype(jnp.float32) / scale_ref[0]).astype(compute).astype(jnp.float32)
     if seeds is None:
         return saturating_cast_in_kernel(x, kind)
     row, column = (

@@ -34,7 +34,7 @@ class Quantized(NamedTuple):
 
 def quantize(
     x: Float[Array, "M N"],
-    scale: Float[Array, "rows columns"],
+    scale: Float[Array, "1 1"],
     *,
     dtype: str,
     seeds: UInt32[Array, " 2"] | None = None,
@@ -45,7 +45,7 @@ def quantize(
 
     Args:
       x: float32 or bfloat16.
-      scale: float32, of shape (1, 1), (M, 1) or (1, N).
+      scale: float32, of shape (1, 1).
       dtype: int8, float8_e4m3fn or float8_e5m2.
       seeds: for stochastic rounding, from ``noise_seeds``; the noise of an element is that of its index in x. None
         rounds to nearest, ties to even.

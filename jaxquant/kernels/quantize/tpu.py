@@ -22,7 +22,7 @@ _SUBLANES = 8
 
 def quantize(
     x: Float[Array, "M N"],
-    scale: Float[Array, "rows columns"],
+    scale: Float[Array, "1 1"],
     *,
     dtype: str,
     seeds: UInt32[Array, " 2"] | None = None,
@@ -46,18 +46,9 @@ def quantize(
     block_m, block_n = blocks or blocks_for((M, N), transposed)
     noisy = seeds is not None
     (x, scale, seeds), result = vary_alike(x, scale, seeds.reshape(1, 2) if noisy else None)
-    by_row, by_column = (size > 1 for size in scale.shape)
-    of_scale = pltpu.VMEM if by_row or by_column else pltpu.SMEM
     of_x = pl.BlockSpec((block_m, block_n), lambda i, j: (i, j))
-    in_specs = [
-        of_x,
-        pl.BlockSpec(
-            (block_m if by_row else 1, block_n if by_column else 1),
-            lambda i, j: (i if by_row else 0, j if by_column else 0),
-            memory_space=of_scale,
-        ),
-    ]
-    out_specs = [of_x, pl.BlockSpec((1, 1), lambda i, j: (0, 0), memory_space=pltpu.SMEM)]
+    of_one = pl.BlockSpec((1, 1), lambda i, j: (0, 0), memory_space=pltpu.SMEM)
+    in_specs, out_specs = [of_x, of_one], [of_x, of_one]
     out_shape = [result((M, N), dtype), result((1, 1), jnp.int32)]
     if noisy:
         in_specs.append(pl.BlockSpec((1, 2), lambda i, j: (0, 0), memory_space=pltpu.SMEM))
@@ -118,11 +109,7 @@ def _kernel(
         if is_ragged:
             bits = jnp.where((down < shape[0]) & (across < shape[1]), bits, 0)
         largest = jnp.maximum(largest, bits.reshape(-1, _SUBLANES, block_n).max(axis=0))
-        if scale_ref.shape == (1, 1):
-            scale = scale_ref[0, 0]
-        else:
-            scale = scale_ref[part, :] if scale_ref.shape[0] > 1 else scale_ref[...]
-        scaled = _rounded(_rounded(x, compute_dtype) / _rounded(scale, compute_dtype), compute_dtype)
+        scaled = _rounded(_rounded(x, compute_dtype) / _rounded(scale_ref[0, 0], compute_dtype), compute_dtype)
         if seeds_ref is None:
             q = saturating_cast_in_kernel(scaled, element(dtype))
         else:
