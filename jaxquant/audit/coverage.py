@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxquant.audit import whole
@@ -68,12 +68,9 @@ def _of_jaxpr(closed: Any, names: Sequence[Name], config: Any) -> Coverage:
     resolver, sites = asked.resolver(), _sites(labeled)
     floats = {} if resolver is None else resolver.float_blocks(sites, must_have=False)
     decide = _Decider(resolver, has_config, reading, sites, floats, backend)
-    layers_found = _layers(labeled, decide)
-    lent = _lend(layers_found, labeled, decide)
-    rows = tuple(_row(each, decide, is_lent=each in lent) for each in labeled)
-    missing = tuple(_missing(layers_found, labeled, lent))
-    state = standing(program, labeled)
-    return Coverage(rows, missing, tuple(_nothing_seen(rows, decide)), *state)
+    rows = tuple(_row(each, decide) for each in labeled)
+    missing = tuple(_missing(_layers(labeled, decide), labeled))
+    return Coverage(rows, missing, tuple(_nothing_seen(rows, decide)), *standing(program, labeled))
 
 
 def _sites(labeled: Sequence[LabeledContraction]) -> dict[str, list[Site]]:
@@ -106,9 +103,7 @@ def _layers(labeled: Sequence[LabeledContraction], decide: _Decider) -> _Layers:
     return layers
 
 
-def _missing(
-    layers: _Layers, labeled: Sequence[LabeledContraction], lent: Mapping[LabeledContraction, _Gap]
-) -> Iterator[str]:
+def _missing(layers: _Layers, labeled: Sequence[LabeledContraction]) -> Iterator[str]:
     """List the backward matmuls of layers to quantize that are not there, for models that are differentiated."""
     trained = {each.path for each in labeled if each.is_backward and each.path}
     results = {each.contraction.out for each in labeled if not each.is_backward and each.path in trained}
@@ -117,7 +112,6 @@ def _missing(
         name = path or "the model itself"
         if any(each.contraction.place.decided in models for each in own):
             found = [each.matmul for each in own if each.is_backward]
-            found += [gap.matmul for gap in lent.values() if gap.path == path]
             lacking = [matmul for matmul in _gradients(own, results) if matmul not in found]
             if len(lacking) > found.count("bwd"):
                 yield from (f"{name} {matmul}" for matmul in lacking)
@@ -128,67 +122,6 @@ def _gradients(layer: Sequence[LabeledContraction], results: set[Value]) -> tupl
     forward = [each for each in layer if not each.is_backward and each.weight_side is not None]
     is_wanted = not results.isdisjoint(ancestors(each.operands[0][0] for each in forward))
     return ("dlhs", "drhs") if is_wanted else ("drhs",)
-
-
-# -- gradients of which nothing says whose -----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Gap:
-    """A gradient of a use of a layer that no name and no operand shows.
-
-    Attributes:
-      path: of the layer.
-      matmul: "dlhs" or "drhs".
-      use: the forward contraction.
-      elements: that the config wants of the gradient's operands.
-      is_only: whether the layer has no such gradient at all.
-    """
-
-    path: str
-    matmul: str
-    use: LabeledContraction
-    elements: tuple[str, ...]
-    is_only: bool
-
-    def takes(self, each: LabeledContraction) -> bool:
-        """Check that a gradient can be this one: by what its scopes say, its sizes and its dtypes."""
-        kept, grown = [value.size for value, _ in self.use.operands][:: 1 if self.matmul == "drhs" else -1]
-        sizes, found = sorted(value.size for value, _ in each.operands), each.dtypes.elements
-        return (
-            (each.path in ("", self.path) and each.op_label in ("", self.matmul))
-            and (each.contraction.out.size, sizes) == (grown, sorted((kept, self.use.contraction.out.size)))
-            and any(_fits(order, self.elements) for order in (found, found[::-1]))
-        )
-
-
-def _lend(layers: _Layers, labeled: Sequence[LabeledContraction], decide: _Decider) -> dict[LabeledContraction, _Gap]:
-    """Assign each low-precision gradient without a name to at most one layer that lacks such a gradient.
-
-    A rematerialized op of another library, or of the user, has such gradients: its activations are computed again, and
-    no scope names its layer.
-    """
-    unnamed = [each for each in labeled if each.forward is None and each.dtypes.is_low and decide(each) is None]
-    results = {each.contraction.out for each in labeled if not each.is_backward and each.site is not None}
-    gaps = [gap for path, own in layers.items() for gap in _gaps(path, own, results, decide)] if unnamed else []
-    gaps.sort(key=lambda gap: not gap.is_only)
-    lent: dict[LabeledContraction, _Gap] = {}
-    for each in sorted(unnamed, key=lambda each: sum(gap.takes(each) for gap in gaps)):
-        if gap := next((gap for gap in gaps if gap.takes(each)), None):
-            gaps.remove(gap)
-            lent[each] = gap
-    return lent
-
-
-def _gaps(path: str, own: Sequence[LabeledContraction], results: set[Value], decide: _Decider) -> Iterator[_Gap]:
-    """Yield the gradients that a layer lacks, one for every use of it and matmul."""
-    uses = [each for each in own if not each.is_backward and not each.is_recomputed and each.weight_side is not None]
-    for matmul in _gradients(own, results):
-        found = [each.forward for each in own if each.matmul == matmul]
-        rest = [use for use in uses if use not in found]
-        for use in rest[: max(len(uses) - len(found), 0)]:
-            if (decision := decide(use)) is not None:
-                yield _Gap(path, matmul, use, decision.wanted[matmul], not found)
 
 
 # -- what a config makes of a contraction ------------------------------------------------------------------------------
@@ -262,10 +195,10 @@ def _is_layer(forward: LabeledContraction) -> bool:
     return "int" not in {found.source.dtype.rstrip("0123456789").removeprefix("u") for found in forward.origins}
 
 
-def _row(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> Row:
+def _row(each: LabeledContraction, decide: _Decider) -> Row:
     contraction, dtypes = each.contraction, each.dtypes
     (lhs, left), (rhs, right) = each.operands
-    wanted, reason, fault = _judge(each, decide, is_lent=is_lent)
+    wanted, reason, fault = _judge(each, decide)
     if fault:
         reason = fault = f"{fault} and {left.dtype} × {right.dtype} is there"
     return Row(
@@ -289,7 +222,7 @@ def _row(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> Row:
     )
 
 
-def _judge(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> tuple[tuple[str, ...], str, str]:
+def _judge(each: LabeledContraction, decide: _Decider) -> tuple[tuple[str, ...], str, str]:
     """Return the operand dtypes that are wanted, the reason for those that are there, and a fault, "" for none."""
     dtypes, decision = each.dtypes, decide(each)
     widened, why = _widened(each, dtypes)
@@ -305,7 +238,7 @@ def _judge(each: LabeledContraction, decide: _Decider, *, is_lent: bool) -> tupl
         return (), why or _float_reason(each, decide), ""
     if not decide.has_config:
         return (), "", ""
-    return (), "no layer that the config knows", "" if is_lent else "float is wanted (no linear layer of the model)"
+    return (), "no layer that the config knows", "float is wanted (no linear layer of the model)"
 
 
 def _fits(found: Sequence[str], wanted: Sequence[str]) -> bool:
