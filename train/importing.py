@@ -96,7 +96,8 @@ def import_to_run(
 ) -> TrainConfig:
     """Write a run whose step 0 has the parameters of a checkpoint, for ``python -m train`` to go on with.
 
-    Quantized layers are decoded to float32, which each of their values is exactly or rounded once.
+    Quantized layers are decoded to float32, which each of their values is exactly or rounded once. A run that quantizes
+    them again does so on ``native``, which keeps a grid (``TensorSpec.keeps_grid``), if ``changes`` names no backend.
 
     Args:
       checkpoint: GGUF file, or Hugging Face folder.
@@ -109,7 +110,10 @@ def import_to_run(
       ValueError, NotImplementedError: a checkpoint or configuration that does not fit.
     """
     checkpoint, run_dir, changes = Path(checkpoint), new_folder(run_dir), dict(changes or {})
-    source, _, files = _opened(checkpoint, changes, progress)
+    source, folder, files = _opened(checkpoint, changes, progress)
+    is_quantized = source.quantized(next(iter(source.shape.linears()))) if folder is None else folder.quantization
+    if is_quantized is not None and changes.get("quantization"):
+        changes.setdefault("quant_backend", "native")
     try:
         run_dir.mkdir(parents=True)
         tokenizer = _write(files, run_dir)

@@ -199,7 +199,8 @@ def test_what_is_exported_is_what_the_forward_pass_multiplied(run, tmp_path, str
     """Of a converted checkpoint and of the run itself: the same bytes, which decode to the converted kernels."""
     export_run(run, tmp_path / "float", "hf", dtype="float32", say=quiet)
     trained = tmp_path / "run"
-    import_to_run(tmp_path / "float", trained, data_of(run) | {"quantization": string, "dtype": "bfloat16"})
+    given = data_of(run) | {"quantization": string, "dtype": "bfloat16", "quant_backend": "native"}
+    import_to_run(tmp_path / "float", trained, given)
     convert_run(trained, tmp_path / "served", say=quiet)
     leaves = leaves_by_path(serving.load(tmp_path / "served").params, is_leaf=is_tensor)
     export_run(trained, tmp_path / "direct", format, say=quiet)
