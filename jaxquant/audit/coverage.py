@@ -181,7 +181,8 @@ class _Decider:
         if any(value.dtype.startswith("complex") for value, _ in forward.operands):
             return NOT_FLOAT
         sites = self.sites[forward.path]
-        return structural_exclusion(self.reading, sites) or unsupported_reason(sites, recipe, self.backend)
+        switches = self.resolver.switches if self.resolver else ()
+        return structural_exclusion(self.reading, sites, switches) or unsupported_reason(sites, recipe, self.backend)
 
 
 def _reason(recipe: str | None, reason: str) -> str:

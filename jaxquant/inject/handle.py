@@ -34,7 +34,7 @@ class QuantMode(enum.Enum):
     CONVERT = "convert"
     SERVE = "serve"
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: Any) -> bool:
         """Return whether another mode, such as a member of AQT's enum, has the same name."""
         is_mode = isinstance(other, enum.Enum) and type(other).__name__ == "QuantMode"
         return self.name == other.name if is_mode else NotImplemented

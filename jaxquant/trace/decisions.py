@@ -294,16 +294,17 @@ def _decide_one(
     decision = resolver(sites[0].path, sites[0].out_features)
     if decision.recipe is None or decision.rule is not None:
         return decision
-    excluded = floats.get(sites[0].path) or structural_exclusion(analysis, sites)
+    excluded = floats.get(sites[0].path) or structural_exclusion(analysis, sites, resolver.switches)
     return Decision(None, excluded) if excluded else decision
 
 
-def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction]) -> str:
+def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction], switches: Sequence[str] = ()) -> str:
     """Return the reason that a layer is left in float for what the function does with its result, "" where it is not.
 
     Args:
       analysis: of the function.
       sites: all contractions of the layer.
+      switches: fields of ``SWITCHES`` that are on, which quantize heads and routers.
     """
     if any(leaf.index in analysis.looked_up for site in sites for leaf in site.leaves):
         return "tied embedding (its rows are looked up elsewhere), left in float by default"
@@ -312,8 +313,12 @@ def structural_exclusion(analysis: Analysis, sites: Sequence[Contraction]) -> st
     is_ranked = any(site.is_ranked for site in sites)
     is_last = not any(site.is_followed for site in sites)
     if is_last and (is_ranked or any(site.is_normalized for site in sites)):
-        return "output head (no layer follows, its result is normalized or ranked), left in float by default"
-    return "router (its result is ranked), left in float by default" if is_ranked else ""
+        what, switch = "output head (no layer follows, its result is normalized or ranked)", "quantize_logits_proj"
+    elif is_ranked:
+        what, switch = "router (its result is ranked)", "quantize_router_proj"
+    else:
+        return ""
+    return "" if switch in switches else f"{what}, left in float by default"
 
 
 def _state_paths(sites: Sequence[Contraction], taken: Mapping[Key, str], dialect: Dialect) -> dict[Key, str]:
