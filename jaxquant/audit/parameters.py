@@ -88,11 +88,7 @@ def _without(name: Name, prefix: int) -> Name:
 
 
 def _choose(
-    names: Sequence[Name],
-    avals: Sequence[Any],
-    state: frozenset[int],
-    forward: _Operands,
-    known: list[Name],
+    names: Sequence[Name], avals: Sequence[Any], state: frozenset[int], forward: _Operands, known: list[Name]
 ) -> tuple[set[int], dict[str, int]]:
     """Separate parameters from data among the inputs, argument by argument.
 

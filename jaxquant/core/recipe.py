@@ -52,7 +52,7 @@ class MatmulSpec:
       accumulator: dtype name asked of the matmul (``preferred_element_type``), or None for the result's dtype
         (float32 where the result is float16).
       shards: the first contraction axis is cut into this many blocks, each quantized by itself (1: whole; -1: as many
-        as devices share the axis in the computation, which contractions resolve by ``Recipe.with_shards``).
+        as devices share the axis in the computation, which contractions count, ``ops.pieces.with_shards``).
       rotation: of both operands before they are quantized, None for none. Of several contraction axes the last that
         holds a run is rotated, and tiles lie along it.
       arithmetic: as ``Recipe.arithmetic``, of a backward matmul that has another; None is the recipe's.
@@ -248,11 +248,6 @@ class Recipe:
         return (
             self.is_lean and is_plain and all(each is not None and each.granularity == "per_tensor" for each in sides)
         )
-
-    def with_shards(self, count: int) -> Recipe:
-        """Return the recipe with a shard count of -1 resolved."""
-        drhs = self.drhs
-        return self if drhs.shards >= 0 else dataclasses.replace(self, drhs=dataclasses.replace(drhs, shards=count))
 
     @property
     def is_stateful(self) -> bool:

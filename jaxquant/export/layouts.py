@@ -57,10 +57,7 @@ def encode_scaled(weight: np.ndarray, scale: np.ndarray, dtype: str, block: tupl
 
 
 def decode_scaled(
-    weight: np.ndarray,
-    scale: np.ndarray,
-    block: tuple[int, int] | None = None,
-    zero_point: np.ndarray | None = None,
+    weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None = None, zero_point: np.ndarray | None = None
 ) -> np.ndarray:
     """Return ``(weight − zero_point) · scale``, for elements of any type and scales as in ``encode_scaled``."""
     out = np.empty(weight.shape, np.float32)

@@ -214,9 +214,8 @@ def _read(
             raise ValueError(f"{name}_token_id {number} is none of the {len(tokens):,} tokens of tokenizer.json")
     merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges", ()))
     is_bpe, has_bytes = model.get("type") == "BPE", model.get("byte_fallback", False)
-    kinds = [NORMAL if index in numbers else UNUSED for index in range(len(tokens))]
-    for index, token in enumerate(tokens if has_bytes else ()):
-        kinds[index] = BYTE if re.fullmatch("<0x[0-9A-F]{2}>", token) else kinds[index]
+    of_bytes = {token for token in tokens if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", token)}
+    kinds = [BYTE if token in of_bytes else NORMAL if n in numbers else UNUSED for n, token in enumerate(tokens)]
     for row in added:
         is_unknown = has_bytes and row["content"] == model.get("unk_token")
         kinds[row["id"]] = UNKNOWN if is_unknown else CONTROL if row.get("special") else USER

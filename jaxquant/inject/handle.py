@@ -241,10 +241,7 @@ class _Einsum(_ByPath):
             return jax.numpy.einsum(equation, lhs, rhs, **options)
         lhs, rhs = self._watch(op, lhs, rhs)
         plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
-        if self.quantization.quant_mode is not QuantMode.TRAIN:
-            plan.kernel_axes(f"einsum {equation!r}")
-        lhs = lhs.sum(plan.lhs_sum) if plan.lhs_sum else lhs
-        rhs = rhs.sum(plan.rhs_sum) if plan.rhs_sum else rhs
+        lhs, rhs = plan.summed(lhs, rhs, equation, self.quantization.quant_mode is not QuantMode.TRAIN)
         return jax.numpy.transpose(op(lhs, rhs, plan.dimension_numbers, **options), plan.permutation)
 
 

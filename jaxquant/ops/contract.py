@@ -18,14 +18,7 @@ from jaxquant.core.blocks import pad_blocks, spread
 from jaxquant.core.dtypes import element
 from jaxquant.core.float_dot import float_dot
 from jaxquant.core.qtensor import QTensor, dequantize
-from jaxquant.core.sharding import (
-    broadcastable,
-    device_kind_of,
-    explicit_sharding,
-    fit_sizes,
-    is_whole,
-    split_axes,
-)
+from jaxquant.core.sharding import broadcastable, device_kind_of, explicit_sharding, fit_sizes, is_whole, split_axes
 from jaxquant.kernels.fp8_einsum import api as kernel
 from jaxquant.ops import block_scaled
 from jaxquant.ops.dimensions import Dimensions

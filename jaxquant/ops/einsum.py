@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,20 +28,22 @@ class EinsumPlan:
     dimension_numbers: DotDimensionNumbers
     permutation: tuple[int, ...]
 
-    def kernel_axes(self, what: str) -> tuple[int, ...]:
-        """Return the contraction axes of a kernel that is to be converted.
+    def summed(self, lhs: Any, rhs: Any, equation: str, is_converted: bool) -> tuple[Any, Any]:
+        """Return the operands without the axes that are summed first.
 
         Args:
-          what: what an error names, such as an equation.
+          lhs, rhs, equation: of the einsum.
+          is_converted: whether the kernel is converted, or will be.
 
         Raises:
-          NotImplementedError: axes of the kernel are summed alone, which a converted kernel cannot be.
+          NotImplementedError: axes of a converted kernel are summed.
         """
-        if self.rhs_sum:
+        if self.rhs_sum and is_converted:
             raise NotImplementedError(
-                f"{what} sums its kernel by itself, which a converted kernel cannot be; leave it in float with a rule"
+                f"einsum {equation!r} sums axes of its kernel only, which a converted kernel cannot do; leave it in "
+                "float with a rule"
             )
-        return tuple(self.dimension_numbers[0][1])
+        return lhs.sum(self.lhs_sum) if self.lhs_sum else lhs, rhs.sum(self.rhs_sum) if self.rhs_sum else rhs
 
 
 def plan_einsum(equation: str, lhs_ndim: int, rhs_ndim: int) -> EinsumPlan:
@@ -117,7 +118,6 @@ def einsum(
     preferred_element_type: Any = None,
     weight: int = 1,
     out_sharding: Sharding = None,
-    transform: Callable[[Array, tuple[int, ...]], Array] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*out"]:
     """Contract an activation with a weight by an einsum equation, in the low precision of a recipe.
@@ -128,7 +128,6 @@ def einsum(
       recipe, state, key, precision, preferred_element_type: as in ``dot_general``.
       weight: which operand is the weight, 0 or 1. The other is the activation, whatever order the equation has.
       out_sharding: of the result, as in ``dot_general``.
-      transform: applied to the weight with its contraction axes before quantization (sparsity).
       implementation: as in ``dot_general``.
 
     Raises:
@@ -144,12 +143,7 @@ def einsum(
         equation, lhs, rhs = f"{second},{first}->{output}", rhs, lhs
     plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
     assert not isinstance(lhs, ConvertedKernel), "the weight is on the right by now"
-    lhs = lhs.sum(axis=plan.lhs_sum) if plan.lhs_sum else lhs
-    if isinstance(rhs, ConvertedKernel):
-        plan.kernel_axes(f"einsum {equation!r}")
-    rhs = rhs.sum(axis=plan.rhs_sum) if plan.rhs_sum else rhs  # pyright: ignore[reportAttributeAccessIssue]
-    if transform is not None and not isinstance(rhs, ConvertedKernel):
-        rhs = transform(rhs, tuple(plan.dimension_numbers[0][1]))
+    lhs, rhs = plan.summed(lhs, rhs, equation, isinstance(rhs, ConvertedKernel))
     out = dot_general(
         lhs,
         rhs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -25,14 +26,17 @@ def eight_bits(qvalue: Array) -> Array:
 
 
 def with_shards(recipe: Recipe, lhs: Array, axes: Sequence[int]) -> Recipe:
-    """Return a recipe whose weight gradient has as many blocks as devices share the batch, if it asks for that.
+    """Return a recipe with its shard count of -1 replaced by the number of devices that share the batch.
 
     Args:
       recipe: all numbers.
       lhs: activation.
       axes: its free axes; the first one is cut.
     """
-    return recipe.with_shards(device_parts(lhs, axes[0]) if axes else 1)
+    if recipe.drhs.shards >= 0:
+        return recipe
+    count = device_parts(lhs, axes[0]) if axes else 1
+    return dataclasses.replace(recipe, drhs=dataclasses.replace(recipe.drhs, shards=count))
 
 
 def shard_size(recipe: Recipe, size: int, what: str) -> int:

@@ -108,12 +108,7 @@ def named(kept: Any) -> Any:
 
 
 def _own(
-    x: Array,
-    recipe: Recipe,
-    side: Side,
-    axes: tuple[int, ...],
-    key: RandomKey | None,
-    **more: Any,
+    x: Array, recipe: Recipe, side: Side, axes: tuple[int, ...], key: RandomKey | None, **more: Any
 ) -> tuple[QTensor, Observation | None]:
     """Quantize an operand along the backward's contraction axes, now, so that the float tensor can go."""
     name: Matmul = "drhs" if side == "lhs" else "dlhs"

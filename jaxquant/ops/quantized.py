@@ -128,13 +128,7 @@ class Operation(abc.ABC):
 
     @abc.abstractmethod
     def gradient(
-        self,
-        name: Gradient,
-        grad: Array,
-        shared: Any,
-        residual: Any,
-        groups: Any,
-        key: RandomKey | None,
+        self, name: Gradient, grad: Array, shared: Any, residual: Any, groups: Any, key: RandomKey | None
     ) -> Array:
         """Multiply the output gradient with what was kept of an operand, in the layout of the other operand.
 
@@ -153,11 +147,7 @@ class Operation(abc.ABC):
         return False
 
     def quantize_gradient(
-        self,
-        grad: Array,
-        groups: Any,
-        state: Any,
-        key: RandomKey | None,
+        self, grad: Array, groups: Any, state: Any, key: RandomKey | None
     ) -> tuple[Any, Observation | None]:
         """Quantize the output gradient for both gradients."""
         spec = self.recipe.spec_of("output_grad")

@@ -421,12 +421,7 @@ class _Ragged(Operation):
 
         def dot(lhs: Array, rhs: Array) -> Array:
             return jax.lax.ragged_dot_general(
-                lhs,
-                rhs,
-                groups.sizes,
-                numbers,
-                precision=asked,
-                preferred_element_type=dtype,
+                lhs, rhs, groups.sizes, numbers, precision=asked, preferred_element_type=dtype
             )
 
         return wide_on_cpus(dot, lhs, rhs, dtype)

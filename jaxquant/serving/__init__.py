@@ -3,7 +3,7 @@
 from jaxquant.inject.nnx_converted import nnx_params, update_nnx
 from jaxquant.serving.calibration import calibrate
 from jaxquant.serving.checkpoint import Checkpoint, load, read_manifest, save
-from jaxquant.serving.conversion import convert, convert_each, find_kernels, find_sites
+from jaxquant.serving.conversion import convert, convert_each, find_kernels
 from jaxquant.serving.kv_cache import KVCache
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "convert",
     "convert_each",
     "find_kernels",
-    "find_sites",
     "load",
     "nnx_params",
     "read_manifest",

@@ -133,9 +133,6 @@ def find_kernels(
     return found
 
 
-find_sites = find_kernels  # its name until 0.1
-
-
 def convert_each(
     layers: Mapping[str, LayerKernel], read: Read, shapes: Tree, progress: Callable[[str], None] | None = None
 ) -> Iterator[tuple[tuple[str, ...], Any]]:

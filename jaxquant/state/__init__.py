@@ -1,26 +1,10 @@
 """Quant state in a training loop: split it from the parameters, and apply what a backward pass observed."""
 
-from jaxquant.state.nnx import (
-    TRAINED,
-    Gradients,
-    QuantState,
-    advance,
-    apply_gradients,
-    grad,
-    value_and_grad,
-)
+from jaxquant.state.nnx import TRAINED, Gradients, QuantState, advance, apply_gradients, grad, value_and_grad
 from jaxquant.state.optimizer import Optimizer, OptimizerState, TrainState
 from jaxquant.state.packed import PackedState, pack, unpack
 from jaxquant.state.stored import from_flax, strip_bins, warm, with_bins
-from jaxquant.state.tree import (
-    OVERWRITE_WITH_GRADIENT,
-    accumulate,
-    merge,
-    no_observation,
-    nothing_seen,
-    split,
-    update,
-)
+from jaxquant.state.tree import OVERWRITE_WITH_GRADIENT, accumulate, merge, no_observation, nothing_seen, split, update
 from jaxquant.state.watch import by_hand, frozen
 
 __all__ = [
