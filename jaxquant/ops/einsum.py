@@ -142,8 +142,8 @@ def einsum(
             raise ValueError(f"einsum equation {equation!r} needs an explicit '->' when the weight comes first")
         equation, lhs, rhs = f"{second},{first}->{output}", rhs, lhs
     plan = plan_einsum(equation, lhs.ndim, rhs.ndim)
-    assert not isinstance(lhs, ConvertedKernel), "the weight is on the right by now"
     lhs, rhs = plan.summed(lhs, rhs, equation, isinstance(rhs, ConvertedKernel))
+    assert not isinstance(lhs, ConvertedKernel), "the weight is on the right by now"
     out = dot_general(
         lhs,
         rhs,
