@@ -162,7 +162,7 @@ class TensorSpec:
 
     @property
     def share_below(self) -> float:
-        """What a negative value's magnitude counts for in the statistic."""
+        """Factor of the magnitude of negative values in the statistic."""
         top = element(self.dtype).max
         return top / (top + 1) if self.uses_every_code else 1.0
 

@@ -185,11 +185,11 @@ class HfFolder:
             raise ValueError(f"{self.folder} has no tensors of {missing[0]}")
 
     def _check_tied(self, embedding: str, head: str) -> None:
-        """Refuse a head that is another tensor than the embedding, which is taken for it."""
+        """Refuse a stored head that differs from the embedding, which a tied model uses in its place."""
         one, other = (self._where[name][name] if name in self._where else np.empty(0) for name in (embedding, head))
         is_same = one.shape == other.shape == self.shape.tensors()[embedding] and one.dtype == other.dtype
         if not is_same or not all(np.array_equal(one[rows], other[rows]) for rows in row_chunks(one.shape, 1)):
             raise ValueError(
-                f"{self.folder} has {head} and {embedding} with other values, and its config has tie_word_embeddings "
-                "true; correct the config, or remove one of them"
+                f"{self.folder} has {head} and {embedding} with different values, and its config has "
+                "tie_word_embeddings true; set that to false, or remove the tensor that is not meant"
             )

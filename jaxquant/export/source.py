@@ -111,8 +111,8 @@ class Source:
     def kept(self, module: str, operand: OperandSpec) -> Kept | None:
         """Return the weight [out, in] of a linear layer with its own elements and scales, in the blocks of a format.
 
-        A scale of a larger block stands for each of the format's in it. None where the layer has other numbers, or one
-        scale that those which servers fuse with it do not share.
+        The scale of a larger block is the scale of each of the format's blocks in it. Returns None if the layer has
+        other numbers, or one scale that the layers fused with it in servers do not share.
         """
         found: dict[str, Kept] = {}
         for name in fused_with(module) if operand.is_tensor else (module,):

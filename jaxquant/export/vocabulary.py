@@ -1,4 +1,4 @@
-"""Tokenizers on their way into files and out of them: bytes, byte-level BPE, and the BPE of SentencePiece."""
+"""Tokenizers in the files of other libraries: bytes, byte-level BPE, and the BPE of SentencePiece."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class QuantMode(enum.Enum):
     def __eq__(self, other: Any) -> bool:
         """Return whether another mode, such as a member of AQT's enum, has the same name."""
         is_mode = isinstance(other, enum.Enum) and type(other).__name__ == "QuantMode"
-        return self.name == other.name if is_mode else NotImplemented
+        return self.name == getattr(other, "name", "") if is_mode else NotImplemented
 
     __hash__ = enum.Enum.__hash__
 

@@ -101,7 +101,7 @@ def merge(params: Any, quant_state: State) -> dict[str, Any]:
 
 
 def _marks_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the array of each field of quant state that an optimizer makes negative."""
+    """Yield the path and the array of each field of quant state that an optimizer would make negative."""
     for keys, leaf in jax.tree.leaves_with_path(tree):
         if _MARK.search("_".join(str(getattr(key, "key", "")) for key in keys[-2:])):
             yield join_path(keys), leaf
@@ -121,9 +121,9 @@ def refuse_optimized(params: Any) -> None:
 
 
 def _refuse_swapped(quant_state: State, observation: State) -> None:
-    """Refuse the arguments of ``update`` in the wrong order, as far as one array of each shows it.
+    """Refuse the arguments of ``update`` in the wrong order, if one array of each shows it.
 
-    In a trace the state is an array that a layer has read. Outside of one only an observation has numbers in its bins.
+    In a trace, the state is an array that a layer has read. Otherwise only an observation has numbers in its bins.
     """
     (_, first), (name, second) = (next(_marks_in(tree), ("", None)) for tree in (quant_state, observation))
     is_known = isinstance(second, Tracer) or BINS not in name

@@ -182,7 +182,7 @@ class LayerKernel:
 
 
 def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
-    """Describe each layer that reads an example input as it is, and whose history is of inputs of another magnitude.
+    """Describe each layer that reads an example input directly and whose history is of inputs of another magnitude.
 
     Args:
       analysis: of the function, decided.

@@ -254,7 +254,7 @@ def test_a_head_next_to_a_tied_embedding_equals_it(write, change):
     if change == "none":
         assert HfFolder(folder).shape.tied
         return
-    message = r"lm_head\.weight(_scale'| and model\.embed_tokens\.weight with other values)"
+    message = r"lm_head\.weight(_scale'| and model\.embed_tokens\.weight with different values)"
     with pytest.raises(ValueError, match=message):
         HfFolder(folder)
 
