@@ -1,48 +1,18 @@
 """What is measured on a GPU runs on a CPU at small shapes, or says why not."""
 
-import dataclasses
-
 import pytest
 
 from benchmarks import gpu_kernels
-from benchmarks.gemms import Contender
 from benchmarks.gpu_kernels import BLOCK_CASTS, BLOCKS, CASTS, PRODUCTS, measure_kernels
-from benchmarks.layer_step import TINY, measure_layer_step
-from benchmarks.plot import speedups
 from jaxquant.kernels.block_matmul import cases as blocks
 from jaxquant.kernels.quantize import cases as casts
 from jaxquant.kernels.quantize import gpu as quantize_gpu
-
-
-@pytest.mark.slow
-def test_a_layer_is_timed_against_bf16_in_one_run():
-    small = dataclasses.replace(TINY, emb_dim=32, mlp_dim=32, num_query_heads=1, head_dim=32)
-    contenders = (Contender("jax"), Contender("native", "fp8"), Contender("native", "fp8", "pallas"))
-    bf16, fp8, pallas = measure_layer_step(small, 1, contenders, batch=1, length=16)
-    assert bf16["speedup"] == 1
-    assert fp8["step ms"] > 0
-    assert (fp8["recipe"], pallas["recipe"]) == ("fp8", "fp8 pallas")
-    assert "on CPUs kernels are interpreted" in pallas["note"]
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():
     rows = measure_kernels(1, (CASTS[0], BLOCK_CASTS[0], PRODUCTS[0], BLOCKS[0]))
     assert [row["kernel"] for row in rows] == ["quantize", "block_quantize", "matmul", "block_matmul"]
     assert all("the device here is cpu" in row["note"] for row in rows)
-
-
-@pytest.mark.parametrize("speedup", [0.5, 2.0])
-def test_bars_are_as_long_as_speedups(speedup):
-    names = {"library": "native", "recipe": "fp8"}
-    rows = [
-        names | {"speedup": speedup},
-        names | {"speedup": 1.0},
-        {"library": "aqt", "recipe": "int8", "speedup": "–"},
-    ]
-    text = speedups("a <title>", rows)
-    assert "a &lt;title&gt;" in text
-    assert "aqt" not in text
-    assert f'width="{420 * speedup / max(1, speedup):.1f}"' in text
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What is compared on a chip: a CPU compared with itself, and with one that computes something else."""
 
 import contextlib
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -9,36 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import on_chip
-from benchmarks.compare_libraries import ENTRIES
-from benchmarks.on_chip import difference, measure_strings, measure_yardstick, priced
+from benchmarks.on_chip import difference, measure_strings
 from benchmarks.schemes import Scheme
-from benchmarks.timing import TURN, undisturbed
-
-
-def test_a_step_is_timed_with_histories_and_beside_the_price_of_its_chip(monkeypatch):
-    wanted = [entry for entry in ENTRIES if entry.name in ("bf16", "jaxquant fp8", "jaxquant fp8, float32 kernel")]
-    monkeypatch.setattr(
-        on_chip, "priced", lambda kind: {"jaxquant fp8": {"matmuls": "6 f8", "us": 7, "× bf16": "2.00"}}
-    )
-    bf16, fp8, direct = measure_yardstick(1, (16, 32, 32), wanted)
-    assert (bf16["step"], bf16["× bf16"], bf16["predicted us"]) == ("bf16", 1, "–")
-    assert (fp8["predicted matmuls"], fp8["predicted us"], fp8["predicted × bf16"]) == ("6 f8", 7, "2.00")
-    assert fp8["us"] > 0
-    assert direct["step"] == "jaxquant fp8, float32 kernel"
-
-
-def test_a_timed_step_is_one_after_the_first():
-    entry = next(entry for entry in ENTRIES if entry.name == "jaxquant fp8")
-    _, (_, state, _, _) = on_chip.begun(entry, (16, 32, 32))
-    histories = [leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in str(path[-1])]
-    assert histories
-    assert all(float(history.max()) > 0 for history in histories)
-
-
-def test_the_price_is_that_of_the_same_chip():
-    assert priced("NVIDIA H200")["bf16"]["us"] > 0
-    assert priced("NVIDIA B200")["bf16"]["us"] < priced("NVIDIA H200")["bf16"]["us"]
-    assert priced("cpu") == {}
 
 
 def test_the_difference_is_relative_and_a_nan_is_infinite():
@@ -77,21 +48,3 @@ def test_what_does_not_run_says_why():
     text, program = on_chip.outputs(Scheme("fp4", "aqt"))
     assert "fp4" in text
     assert program == "–"
-
-
-def test_a_bench_times_when_it_is_its_turn(tmp_path, monkeypatch):
-    monkeypatch.setenv(TURN, str(tmp_path / "one"))
-    timed = []
-
-    def bench():
-        with undisturbed():
-            timed.append(True)
-
-    thread = threading.Thread(target=bench)
-    thread.start()
-    while thread.is_alive() and not (tmp_path / "one.ready").exists():
-        pass
-    assert not timed
-    (tmp_path / "one.go").touch()
-    thread.join(10)
-    assert timed

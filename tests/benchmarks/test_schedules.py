@@ -1,14 +1,8 @@
 """What is read from a TPU's schedule and from ptxas."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks import schedules
-from jaxquant.aot import topology
 
 BUNDLES = """
 = control target key start
@@ -57,18 +51,6 @@ def test_loops_branches_and_slots_of_a_schedule(dump):
     assert found.fills_and_spills == (1, 2)
 
 
-def test_what_is_not_a_schedule_is_an_error(dump):
-    with pytest.raises(FileNotFoundError, match="another"):
-        schedules.read_schedule(dump, "another")
-    text = dump / "17-own_kernel.1-72-final_bundles.txt"
-    text.write_text(BUNDLES.replace("   0xc ", "   nothing "))
-    with pytest.raises(ValueError, match="12 bundles and the slots of 13"):
-        schedules.read_schedule(dump, "own_kernel")
-    text.write_text(BUNDLES.replace("LB: >> {", "LB: > {").replace(": >> {", ": > {"))
-    with pytest.raises(ValueError, match="two loops at depth 1"):
-        schedules.read_schedule(dump, "own_kernel")
-
-
 def test_registers_and_spills(tmp_path):
     (tmp_path / "own_kernel_0.ptxas").write_text(
         "ptxas info    : Function properties for own_kernel\n"
@@ -76,33 +58,3 @@ def test_registers_and_spills(tmp_path):
         "ptxas info    : Used 255 registers, used 2 barriers, 1 bytes smem\n"
     )
     assert schedules.read_registers(tmp_path, "own_kernel") == schedules.Registers(255, 40)
-
-
-COMPILE = """
-import sys, pathlib, json
-from benchmarks import kernel_table
-compiler = kernel_table.Compiler(sys.argv[1], pathlib.Path(sys.argv[2]))
-kernel_table.CAST = (512, 2048)
-print(json.dumps((kernel_table._tpu_cast if sys.argv[1] == "v6e" else kernel_table._gpu_cast)(compiler, "int8", False)))
-"""
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("target", ["v6e", "h200"])
-def test_a_kernel_of_ours(tmp_path, target):
-    dump = schedules.tpu_dump if target == "v6e" else schedules.gpu_dump
-    notes = tmp_path / "notes"
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, target, str(notes)],
-        env=os.environ | topology.environment() | dump(notes),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    row = json.loads(done.stdout.splitlines()[-1])
-    if target == "v6e":  # two blocks of 512 × 1024, each 16 times 32 rows, and a little beside them
-        inside = int(row["bundles a step"].split()[0])
-        assert 2 * 16 * inside / 1e3 <= row["kcycles"] + 0.5 <= (2 * (16 * inside + row["once a tile"]) + 100) / 1e3 + 1
-    else:
-        assert 0 < row["registers"] <= 255
-        assert row["spilled"] == 0

@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 import subprocess
 
 import pytest
 
-from benchmarks.layers import measure_trace
 from benchmarks.schemes import ROOT
 from scripts import bench
 
@@ -25,13 +23,6 @@ def test_what_cannot_be_measured_is_an_error(words, message, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_stored_figures_say_what_the_command_says():
-    about = " ".join((measure_trace.__doc__ or "").split())
-    folder = ROOT / "benchmarks"
-    assert about in (folder / "trace-cpu.md").read_text()
-    assert json.loads((folder / "trace-cpu.json").read_text())["about"] == about
-
-
 def test_figures_are_written_with_date_machine_and_versions(tmp_path):
     rows = [{"quantization": "none", "ratio": 1.0}, {"quantization": "int8", "ratio": 0.5}]
     data, text = bench.write("memory", "About.", rows, tmp_path)
@@ -42,37 +33,12 @@ def test_figures_are_written_with_date_machine_and_versions(tmp_path):
     assert f"jax {stored['versions']['jax']}" in text.read_text()
 
 
-def test_a_small_gemm_set_is_written_under_its_own_name(tmp_path, monkeypatch):
-    asked = []
-
-    def measure_gemm_set(layer, rounds, programs):
-        """Time.
-
-        Args: none.
-        """
-        asked.append((layer, rounds))
-        return [{"library": "jax", "recipe": "none", "speedup": 1.0}]
-
-    monkeypatch.setattr(bench, "measure_gemm_set", measure_gemm_set)
-    assert bench.main(["gemm-set", "--small", "--rounds", "3", "--out", str(tmp_path)]) == 0
-    assert asked == [(bench.SMALL, 3)]
-    assert "jax" in next(tmp_path.glob("gemm-set-small-*.svg")).read_text()
-    [data] = tmp_path.glob("gemm-set-small-*.json")
-    assert json.loads(data.read_text())["about"] == "Time."
-
-
 def test_a_kernel_that_differs_from_its_reference_fails_the_command(tmp_path, monkeypatch):
     rows = [{"kernel": "quantize", "note": "refused: no GPU"}]
     monkeypatch.setattr(bench, "measure_kernels", lambda rounds, cases: rows)
     assert bench.main(["kernels", "--out", str(tmp_path)]) == 0
     rows.append({"kernel": "matmul", "note": "WRONG: differs from its reference"})
     assert bench.main(["kernels", "--out", str(tmp_path)]) == 1
-
-
-def test_the_script_for_a_gpu_names_its_steps():
-    done = subprocess.run([str(ROOT / "scripts" / "gpu.sh"), "kernel"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: scripts/gpu.sh has no step 'kernel'; its steps are: kernels strings gemm-set")
 
 
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -103,14 +69,3 @@ def test_steps_on_a_gpu_compile_side_by_side_and_time_in_turns(tmp_path):
     assert "gemm-set did not compile and compare within 2 s, and is stopped" in done.stderr
     assert done.stderr.splitlines()[-1] == "error: failed: kernels, gemm-set"
     assert done.returncode == 1
-
-
-def test_without_a_gpu_the_script_for_one_stops_before_it_installs_anything(tmp_path):
-    # A folder of the few programs that the script needs to get that far, and no nvidia-smi.
-    for name in ("bash", "dirname", "grep"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    words = [str(tmp_path / "bash"), str(ROOT / "scripts" / "gpu.sh")]
-    done = subprocess.run(words, capture_output=True, text=True, env={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: scripts/gpu.sh needs an NVIDIA GPU")
-    assert done.stderr.count("\n") == 1
