@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxquant.config.loader import load_yaml
-from jaxquant.core.typed import build, to_mapping
+from jaxquant.core.typed import build
 from tests.train.conftest import ROOT
 from train import loop
 from train.__main__ import main, read_config
@@ -42,10 +42,6 @@ def test_large_shapes_have_their_models_parameters(name, parameters):
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameters
 
 
-def test_resolved_config_survives_the_file(tmp_path: Path, tiny: TrainConfig):
-    assert build(TrainConfig, to_mapping(tiny)) == tiny
-
-
 def test_run_control_names_fields():
     assert {field.name for field in dataclasses.fields(TrainConfig)} >= RUN_CONTROL
 
@@ -69,11 +65,6 @@ def test_run_dir_is_named_after_config_and_quantization():
         ("num_kv_heads=3", "num_query_heads 4 is not a multiple of num_kv_heads 3"),
         ("head_dim=15", "head_dim must be even"),
         ("gradient_accumulation_steps=3", "batch_size 8 does not divide into gradient_accumulation_steps 3"),
-        ("warmup_steps_fraction=2", "warmup_steps_fraction must be at most 1, got 2"),
-        ("weight_decay=-1", "weight_decay must be at least 0, got -1"),
-        ("sequence_length=0", "sequence_length must be at least 1, got 0"),
-        ("eval_batches=-1", "eval_batches must be at least 1, got -1"),
-        ("data_seed=-1", "data_seed must be at least 0, got -1"),
         ("mesh_fsdp=3", "does not make up"),
         ("mesh_data=-1", "only one of them may be -1"),
         ("vocab_size=8", "vocab_size 8 is smaller than the tokenizer's"),

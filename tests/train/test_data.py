@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -399,23 +398,6 @@ def test_unreadable_path(tmp_path, letters):
     refuse(f"^'{letters}/dangling' does not exist", dataset_path=str(letters))
 
 
-@pytest.mark.parametrize("locked", ["file", "folder"])
-def test_permission_denied(letters, monkeypatch, locked):
-    # Modes do not stop root, whom containers run tests as: the refusal is raised where the kernel would raise it.
-    target = letters / "010.txt" if locked == "file" else letters / "inner"
-    (letters / "inner").mkdir()
-    genuine_open, genuine_scan = Path.read_bytes, os.scandir
-
-    def deny(path, genuine):
-        if str(path) == str(target):
-            raise PermissionError(13, "Permission denied", str(path))
-        return genuine(path)
-
-    monkeypatch.setattr(Path, "read_bytes", lambda path: deny(path, genuine_open))
-    monkeypatch.setattr(os, "scandir", lambda path: deny(path, genuine_scan))
-    refuse(f"^'{target}' cannot be read: Permission denied$", dataset_path=str(letters))
-
-
 def test_empty_corpus(tmp_path):
     refuse(f"^dataset 'text' is empty: '{tmp_path}' holds no files$", dataset_path=str(tmp_path))
     (tmp_path / "a.txt").write_text("")
@@ -471,15 +453,12 @@ def test_too_small_for_one_batch(tmp_path):
         ),
         (b"[1, 2]", "must be a JSON object with the key 'text', got list$"),
         (b'{"body": "a", "id": 2}', "has no key 'text'; set dataset_text_field to one of 'body', 'id'$"),
-        (b"{}", "has no key 'text'; set dataset_text_field to one of none$"),
         (b'{"text": 3}', "key 'text' must be text, got int; set dataset_text_field$"),
-        (b'{"text": null}', "key 'text' must be text, got NoneType; set dataset_text_field$"),
         (
             b'{"text": "a\xff"}',
             r"is not JSON .* byte 0xff in position 11: invalid start byte\); write one object a line, in UTF-8$",
         ),
         (b'{"text": "a\\ud800"}', "key 'text' holds half a surrogate pair at character 1, which is no text$"),
-        (b'{"text": %s}' % (b"9" * 5000), r"is not JSON that Python reads \(Exceeds the limit"),
         (b"[" * 200000, r"is not JSON that Python reads \(maximum recursion depth"),
     ],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxquant.core.typed import to_mapping
-from tests.train.conftest import ROOT, STEPS, read_lines, read_losses, train
+from tests.train.conftest import ROOT, STEPS, read_losses, train
 from train import sums
 from train.__main__ import main
 from train.config import TrainConfig
@@ -46,17 +46,6 @@ def test_a_closed_output_saves(copy: Path, tiny: TrainConfig, monkeypatch: pytes
     reached = max(read_losses(copy))
     assert STEPS < reached < STEPS + 9
     assert (copy / f"checkpoints/{reached}").is_dir()
-
-
-def test_what_nobody_hears_is_no_error(tmp_path: Path, tiny: TrainConfig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stdout", Closing(1))
-    with Metrics(tmp_path, tiny, 0) as metrics:
-        metrics.say("heard")
-        assert not metrics.is_unheard
-        metrics.say("unheard")
-        assert metrics.is_unheard
-        metrics.held_out(1, 2.0)
-    assert read_lines(tmp_path) == [{"step": 1, "held_out_loss": 2.0}]
 
 
 def test_the_time_that_is_left_counts_no_step_that_compiles(tmp_path, tiny, monkeypatch, capsys):

@@ -103,17 +103,6 @@ def test_the_whole_batch_has_the_amaxes_that_the_step_records(tiny):
             assert less > ours / 100
 
 
-@pytest.mark.slow
-def test_an_nnx_decoder_has_the_health_of_its_linen_twin(tiny):
-    config = dataclasses.replace(quantized(tiny, "fp8"), num_layers=1)
-    batch = next(make_iterators(config, config.batch_size).train)
-    tables = []
-    for framework in ("linen", "nnx"):
-        program = build(dataclasses.replace(config, framework=framework), 320)
-        tables.append(build_health(program).measure(program.init(), batch)[0])
-    jax.tree.map(np.testing.assert_array_equal, *tables)
-
-
 @pytest.mark.parametrize(
     ("batch", "micro_batches", "asked", "devices", "shards", "sequences"),
     [
@@ -146,17 +135,11 @@ def test_devices_of_one_tensor_group_share_their_sequences(tiny):
             r"health_sequences 3 must divide batch_size 16 and be a multiple of 1 \(.*\); "
             r"set health_sequences to one of \[1, 2, 4, 8, 16\], or health_every to 0$",
         ),
-        ({"health_sequences": 3}, 3, r"health_sequences 3 must .* a multiple of 3 \(.*\); set health_every to 0$"),
         (
             {"health_every": 5},
             3,
             r"health_every 5: no part of batch_size 16 fits into one of 1 micro-batches and is a multiple of 3 \(.*\); "
             r"set health_every to 0$",
-        ),
-        (
-            {"health_every": 5, "gradient_accumulation_steps": 8},
-            4,
-            r"into one of 8 micro-batches .*; set health_sequences to one of \[4, 8, 16\], or health_every to 0$",
         ),
     ],
 )

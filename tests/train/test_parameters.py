@@ -95,12 +95,9 @@ CUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "small": ((32, 256, 512), ()),
     "stacked layers": ((32, 4096, 14336), (0,)),
     "stacked experts": ((32, 8, 4096, 14336), (0, 1)),
-    "stacked experts, small": ((32, 64, 512, 1024), (0, 1)),
     "stacked experts, small and few": ((32, 16, 512, 1024), (0,)),
     "stacked heads": ((32, 4096, 32, 128), (0,)),
-    "stacked norms": ((32, 4096), ()),
     "an embedding": ((128256, 4096), ()),
-    "many layers, each tiny": ((4096, 64, 128), ()),
 }
 
 
