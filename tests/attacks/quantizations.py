@@ -8,55 +8,27 @@ from typing import Any
 
 from jaxquant.config.hf import parse_quant_config, read_mlc_quantization, read_quantization, to_recipe
 from tests.attacks.tally import Tally
+from tests.config import hf_published as hf
 from tests.mutate import mutate_json
 
-_ATTENTION = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
-_SCHEME = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
-_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "group_size": None}
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        f"model.layers.0.{name}": {"quant_algo": "FP8", "group_size": None} for name in hf._PROJECTIONS
+    },
+    "exclude_modules": ["lm_head"],
+    "kv_cache_scheme": "FP8",
+}
+TWO = hf.compressed(
+    hf.scheme("block", block_structure=[128, 128]), hf.scheme("group", True, group_size=128), ["re:.*a.*"]
+)
+TWO["config_groups"]["group_1"] = {"targets": ["a.b"], "weights": hf.scheme("tensor_group", bits=4, group_size=16)}
+UE8M0 = hf.DEEPSEEK | {"scale_fmt": "ue8m0", "moe_quant_algo": "NVFP4", "ignore": ["*.attn.*", "head"]}
 SEEDS: list[dict[str, Any]] = [
-    {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _SCHEME, "input_activations": _TOKEN}},
-        "ignore": ["lm_head", "re:.*self_attn.*"],
-        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
-    },
-    {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "config_groups": {
-            "group_0": {"targets": ["re:.*mlp.*"], "weights": _SCHEME | {"num_bits": 4, "group_size": 16}},
-            "group_1": {"targets": ["a.b"], "weights": _SCHEME | {"strategy": "block", "block_structure": [128, 128]}},
-        },
-    },
-    {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["model.layers.0.mlp"]},
-    {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "scale_fmt": "ue8m0",
-        "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate"],
-        "moe_quant_algo": "NVFP4",
-        "ignore": ["*.attn.*", "head"],
-    },
-    {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["model.layers.0*", "*.mlp.gate*"]},
-    {
-        "quant_method": "modelopt",
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {name: {"quant_algo": "FP8", "group_size": None} for name in _ATTENTION},
-        "exclude_modules": ["lm_head"],
-        "kv_cache_scheme": "FP8",
-    },
-    {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-    {"quant_method": "mxfp8", "ignored_layers": ["lm_head"], "weight_block_size": [1, 32]},
-    {
-        "quant_method": "quark",
-        "global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "e8m0", "group_size": 32}},
-        "exclude": ["re:.*attn.*"],
-    },
+    hf.CT_DYNAMIC, hf.KIMI_K3, hf.FBGEMM, hf.KIMI_NVFP4, hf.GPT_OSS, hf.MXFP8, hf.QUARK, MIXED, TWO, UE8M0,
     {"quant_method": "gptq", "bits": 4},
-]
+]  # fmt: skip
 _TENSORS: dict[str, Any] = {
     "layers.0.mlp.down_proj.weight_scale": ((8, 1), "float32"),
     "layers.0.mlp.gate_proj.weight_scale": {"shape": [8, 1], "dtype": "F32"},

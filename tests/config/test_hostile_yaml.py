@@ -52,40 +52,25 @@ def bomb(lines: int) -> str:
 
 TEXTS: dict[str, tuple[str, str]] = {
     "alias bomb": (bomb(10), "line 4: more than 10,000 values, aliases written out"),
-    "alias bomb under a field": (f"steps: 3\n{bomb(9)}quantization: *a8\n", "more than 10,000 values"),
     "alias of itself": ("steps: &a [*a]", "line 1: alias *a stands in what it names"),
     "alias of nothing": ("steps: *a", "line 1: found undefined alias 'a'"),
     "nested flow": ("steps: " + "[" * 10_000, "line 1: nested more than 32 deep"),
-    "nested mappings": ("steps: " + "{a: " * 10_000, "line 1: nested more than 32 deep"),
-    "nested block": ("steps:\n " + "- " * 10_000, "line 2: nested more than 32 deep"),
-    "python object": (
-        "steps: !!python/object/apply:os.system [ls]",
-        "line 1: could not determine a constructor: tag 'tag:yaml.org,2002:python/object",
-    ),
     "tag of an int": (
         "seed: 1\nsteps: !!int many",
         "line 2: could not determine a constructor: tag 'tag:yaml.org,2002:int' is not read",
     ),
-    "tag of one's own": ("steps: !mine 3", "tag '!mine' is not read"),
     "400 digits": ("steps: " + "9" * 400, "of 400 digits is too large"),
     "5,000 digits": ("seed: 0\nsteps: " + "9" * 5000, "line 2: integer '99999999999999999999'... of 5000 digits"),
     "float": ("learning_rate: 1e999", "line 1: number '1e999' is too large"),
     "too long": ("a: b\n" * MAX_CHARACTERS, "characters; a config has at most 100,000"),
-    "too many": ("steps: [" + "1," * 20_000 + "]", "more than 10,000 values"),
     "key of a list": ("? [a, b]\n: 3", "line 1: key ['a', 'b'] is not a string"),
     "control character": ("steps: 3\nseed: \x07", "line 2: character 7 is not allowed"),
     "a long key": ("k" * 900 + ": 3", "TrainConfig has no field 'kkk"),
     "text for a number": ("steps: " + "k" * 50_000, "TrainConfig.steps must be int, got 'kkk"),
-    "a long calibration": (
-        "quantization: fp8_full\nact_quantization_calibration_method: " + "k" * 5000,
-        "act_quantization_calibration_method 'kkk",
-    ),
-    "a long recipe": ("quantization: " + "k" * 5000, "quantization 'kkk"),
     "long bounds": (
         "quantization: aqt_fp8_full\nconstant_bound_config: " + "k" * 5000,
         "has 5000 characters, of at most 200",
     ),
-    "a long list": ("steps: [" + "1," * 5000 + "]", "TrainConfig.steps must be int, got [1, 1,"),
 }
 
 
@@ -123,19 +108,14 @@ def test_an_override_is_refused_at_once(word: str, message: str):
 
 
 NUMBERS: list[tuple[str, Any, str]] = [
-    ("learning_rate", -1e-3, "learning_rate must be at least 0, got -0.001"),
     ("learning_rate", 10**400, "TrainConfig.learning_rate is too large for a float, got an integer of 1329 bits"),
-    ("adam_b1", 1.0, "adam_b1 must be at most 0.9999999, got 1.0"),
     ("adam_eps", 0.0, "adam_eps must be at least 1.2e-38, got 0.0"),
-    ("rope_theta", -5.0, "rope_theta must be at least 1, got -5.0"),
     ("warmup_steps_fraction", float("nan"), "warmup_steps_fraction must be at least 0, got nan"),
-    ("seed", 2**32, "seed must be at most 4294967295, got 4294967296"),
     ("steps", 2**31, "steps must be at most 2147483647, got 2147483648"),
     ("steps", 10**5000, "steps must be at most 2147483647, got an integer of 16610 bits"),
     ("mesh_data", 0, "mesh_data must be -1 or at least 1, got 0"),
     ("run_dir", "a\0b", "run_dir 'a\\x00b' has a null character"),
     ("amax_history_length", 10**12, "amax_history_length must be at most 1048576, got 1000000000000"),
-    ("amax_margin", 10**6, "amax_margin must be at most 64, got 1000000"),
     ("constant_bound_config", [1e-300] * 6, "constant_bound_config fwd_lhs must lie between 1e-30 and 1e30"),
 ]
 
@@ -206,7 +186,6 @@ def test_what_matches_in_full_is_what_re_says():
         (r"(a)\1", "it has a back-reference"),
         ("(?>a)", "it has an atomic group"),
         ("a*+", "it has a possessive repeat"),
-        ("(" * 490 + ")" * 490, "it is nested too deep"),
         ("(" * 41 + ")" * 41, "it is nested too deep, of at most 40 groups within each other"),
         ("a{99999999999999999999}", "repetition number is too large"),
         ("a" * 2000, "it has 2,000 characters, of at most 1,000"),
@@ -214,7 +193,7 @@ def test_what_matches_in_full_is_what_re_says():
         ("(?i:a)", "a flag inside a group"),
         ("(?m)a", "a flag that is not read"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_a_pattern_that_is_not_read_is_refused_with_its_place(pattern: str, message: str):
     text = refused(lambda: build(QuantConfig, {"rules": [{"path": pattern, "recipe": None}], "quantization": "int8"}))

@@ -211,19 +211,16 @@ def test_a_string_is_a_config_string():
 
 BOUNDS = "fwd_lhs, fwd_rhs, dlhs_lhs, dlhs_rhs, drhs_lhs, drhs_rhs"
 BOUNDED = {"quantization": "aqt_fp8_full", "constant_bound_config": [1] * 6}
-ACT, BWD = "act_quantization_calibration_method", "bwd_quantization_calibration_method"
+ACT = "act_quantization_calibration_method"
 REFUSED = [
     ({"quantisation": "int8"}, "QuantConfig has no field 'quantisation'; did you mean 'quantization'?"),
     ({"quantization": 8}, "QuantConfig.quantization must be str, got 8 (int)"),
-    ({"use_qwix_quantization": "no"}, "QuantConfig.use_qwix_quantization must be bool, got 'no' (str)"),
-    ({"quant_backend": "qwixx"}, "QuantConfig.quant_backend must be one of 'auto', 'aqt', 'qwix', "),
     ({"quant_backend": "qwixx"}, "got 'qwixx'; did you mean 'qwix'?"),
     (
         {"quantization": "int8", "use_qwix_quantization": True, "quant_backend": "aqt"},
         "use_qwix_quantization true contradicts quant_backend 'aqt'; leave one of them out",
     ),
     ({"quantization": "int8", ACT: "banana"}, f"{ACT}: calibration 'banana' names no known method"),
-    ({BWD: "banana"}, f"{BWD}: "),
     (
         {"quantization": "fp8_full", ACT: "minmax"},
         f"{ACT}: calibration minmax is asymmetric and float8_e4m3fn has no zero point",
@@ -243,15 +240,12 @@ REFUSED = [
     ({"quantize_kvcache": True, "kv_quant_axis": ""}, "kv_quant_axis '' leaves quantize_kvcache without"),
     ({"kv_quant_axis": "dkv"}, "kv_quant_axis 'dkv' has no effect without quantize_kvcache true; set that"),
     ({"kv_quant_dtype": "int4"}, "kv_quant_dtype 'int4' has no effect without quantize_kvcache true"),
-    ({"kv_quant_axis": "dvk"}, "got 'dvk'; did you mean 'dkv'?"),
-    ({"kv_quant_dtype": "int2"}, "QuantConfig.kv_quant_dtype must be one of 'int8', 'int4', 'fp8'"),
     ({"weight_sparsity_n": 2}, "weight_sparsity_n and weight_sparsity_m belong together, got 2 and None"),
     (
         {"quantization": "fp8_full", "weight_sparsity_n": 4, "weight_sparsity_m": 2},
         "weight_sparsity_n must be above 0 and below weight_sparsity_m, got 4 of 2",
     ),
     ({"weight_sparsity_n": 2, "weight_sparsity_m": 2}, "got 2 of 2"),
-    ({"weight_sparsity_n": 0, "weight_sparsity_m": 2}, "got 0 of 2"),
     ({"weight_sparsity_update_step": 0}, "weight_sparsity_update_step must be at least 1, got 0"),
     (
         {"quantization": "fp8_full", "weight_sparsity_start_step": 5},

@@ -50,27 +50,16 @@ ROWS: dict[str, tuple[int, dict[str, Any], str]] = {
     "endless shape": (NORM, {"shape": [10**5000]}, "jaxquant.json is not JSON"),
     "empty axis": (NORM, {"shape": [0, 5]}, "is no shape of an array"),
     "a thousand axes": (NORM, {"shape": [1] * 1000}, "is no shape of an array"),
-    "a shape that is text": (NORM, {"shape": "5"}, "leaf 'norm/scale'.shape must be a list of integers, got '5' (str)"),
-    "a shape of floats": (NORM, {"shape": [5.0]}, "shape[0] must be int, got 5.0"),
-    "a shape of nothing": (NORM, {"shape": None}, "shape must be a list of integers, got None"),
     "an odd role": (NORM, {"role": "code"}, "leaf 'norm/scale'.role must be one of"),
-    "a role that is a list": (NORM, {"role": ["array"]}, "role must be one of"),
     "quantized without a scale": (NORM, {"role": "quantized"}, "leaf 'norm/scale' is of role 'quantized'"),
     "an array with a scale": (KERNEL, {"role": "array"}, "leaf 'mlp/kernel' is of role 'array'"),
     "an object": (NORM, {"dtype": "object"}, "leaf 'norm/scale'.dtype 'object' is no dtype of numbers"),
-    "a structure": (NORM, {"dtype": "V100000000"}, "dtype 'V100000000' is no dtype of numbers"),
-    "another byte order": (NORM, {"dtype": ">f4"}, "dtype '>f4' is no dtype of numbers"),
-    "a dtype that is a list": (NORM, {"dtype": ["float32"]}, "dtype must be str, got ['float32'] (list)"),
-    "a path that is a list": (NORM, {"path": ["norm"]}, "path must be str, got ['norm'] (list)"),
     "an empty path": (NORM, {"path": ""}, "has an empty key"),
-    "a path of slashes": (NORM, {"path": "//"}, "has an empty key"),
     "a path to elsewhere": (NORM, {"path": "../../etc/passwd"}, "is no leaf of the checkpoint"),
     "one leaf twice": (NORM, {"path": "mlp/kernel"}, "leaf 'mlp/kernel' is there twice"),
     "a leaf in a leaf": (NORM, {"path": "mlp/kernel/more"}, "leaf 'mlp/kernel' holds leaf 'mlp/kernel/more'"),
     "negative bytes": (NORM, {"bytes": -1}, "says that it has -1 bytes"),
-    "bytes that are text": (NORM, {"bytes": "20"}, "bytes must be int, got '20' (str)"),
     "a field too many": (NORM, {"run": "rm"}, "leaf 'norm/scale' has no field 'run'"),
-    "a zero point that is a number": (KERNEL, {"zero_point": 1}, "zero_point must be bool, got 1 (int)"),
     "a scale of a negative shape": (KERNEL, {"scale_shape": [-1, 6]}, "leaf 'mlp/kernel'.scale_shape [-1, 6] is no"),
 }
 
@@ -90,17 +79,13 @@ def test_a_leaf_that_is_none_is_refused_by_name(case: str, copy: Path):
 
 WHOLE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "leaves that are a mapping": (lambda c: c.update(leaves={}), "leaves must be"),
-    "leaves that are numbers": (lambda c: c.update(leaves=[1]), "leaves[0] must be a mapping, got 1 (int)"),
     "a config that is a list": (lambda c: c.update(config=[]), "config must be a mapping"),
-    "an extra that is text": (lambda c: c.update(extra="x"), "extra must be a mapping"),
     "files that are a list": (lambda c: c.update(files=[]), "files must be a mapping"),
-    "a file that is a list": (lambda c: c["files"].update(a=[1]), "files['a'] must be a mapping"),
     "a file of a negative size": (
         lambda c: c["files"].update(a={"bytes": -1, "sha256": "0" * 64}),
         "files['a'] has no",
     ),
     "a file elsewhere": (lambda c: c["files"].update({"../../x": {"bytes": 1, "sha256": "0" * 64}}), "is missing"),
-    "a sum that is a number": (lambda c: c["files"].update(a={"bytes": 1, "sha256": 5}), "sha256 must be str, got 5"),
 }
 
 
@@ -120,19 +105,13 @@ def _store(copy: Path, **fields: Any) -> None:
 
 STORES: dict[str, Callable[[Path], Any]] = {
     "chunks of 10^12": lambda copy: _store(copy, chunks=[10**12]),
-    "negative chunks": lambda copy: _store(copy, chunks=[-1]),
     "chunks of nothing": lambda copy: _store(copy, chunks=[0]),
     "chunks of another rank": lambda copy: _store(copy, chunks=[5, 1]),
-    "chunks that are text": lambda copy: _store(copy, chunks="5"),
-    "a shape of 10^12": lambda copy: _store(copy, shape=[10**12]),
     "a compressor": lambda copy: _store(copy, compressor={"id": "zlib", "level": 1}),
-    "a filter": lambda copy: _store(copy, filters=[{"id": "delta"}]),
-    "another order": lambda copy: _store(copy, order="F"),
     "megabytes of spaces": lambda copy: (copy / "params/norm.scale/.zarray").write_text(" " * 2**20),
     "a list": lambda copy: (copy / "params/norm.scale/.zarray").write_text("[1]"),
     "deep": lambda copy: (copy / "params/norm.scale/.zarray").write_text("[" * 60_000),
     "a chunk cut short": lambda copy: (copy / "params/norm.scale/0").write_bytes(b"1234"),
-    "a chunk gone": lambda copy: (copy / "params/norm.scale/0").unlink(),
     "a chunk too many": lambda copy: (copy / "params/norm.scale/1").write_bytes(b"1" * 20),
 }
 
@@ -151,9 +130,6 @@ def _replace(path: Path, make: Callable[[Path], Any]) -> None:
 
 SPECIAL: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a link to a file": ("params/norm.scale/0", lambda path: path.symlink_to("/etc/passwd"), "is a link"),
-    "a link to a device": ("params/norm.scale/0", lambda path: path.symlink_to("/dev/zero"), "is a link"),
-    "a link to a folder": ("params/norm.scale/0", lambda path: path.symlink_to("/usr"), "is a link"),
-    "a link to nothing": ("params/norm.scale/0", lambda path: path.symlink_to("nowhere"), "is a link"),
     "a pipe": ("params/norm.scale/0", os.mkfifo, "is a device or pipe"),
     "a pipe for the array's table": ("params/norm.scale/.zarray", os.mkfifo, "is a device or pipe"),
 }
