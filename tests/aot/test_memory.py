@@ -71,14 +71,3 @@ def test_a_step_that_has_no_batch_size_and_a_unit_that_is_none_are_errors(capsys
         memory.largest_batch(lambda size: audit(5, 10), 8)
     assert command.main(["configs/quickstart.yml", "--largest-batch", "0"]) == 2
     assert "--largest-batch 0 must be 1 or more" in capsys.readouterr().err
-
-
-def test_the_command_prints_what_it_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def compiled(program: str, config: str, overrides: Any, **_: Any) -> Any:
-        return audit(1e9 * int(overrides[-1].partition("=")[2]), 5e9)
-
-    monkeypatch.setattr(command, "audit_program", compiled)
-    assert command.main(["configs/quickstart.yml", "quantization=fp8", "--largest-batch", "2"]) == 0
-    text = capsys.readouterr()
-    assert "The largest batch_size that fits is 4." in text.out
-    assert "batch_size 6: 6.00 GB of 5.00 GB: DOES NOT FIT" in text.err

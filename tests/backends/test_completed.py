@@ -11,7 +11,6 @@ import qwix
 
 import jaxquant
 from jaxquant import ops
-from jaxquant.backends import load
 from jaxquant.backends.qwix_config import to_qwix
 from jaxquant.config.quant_config import QuantConfig
 from tests.trace.functions import normal
@@ -156,12 +155,6 @@ def test_each_expert_is_quantized_by_itself(backend):
     first, again = grad(p, x), grad(p, x)
     np.testing.assert_array_equal(first["w"], again["w"])
     assert not np.array_equal(grad(p, x, key=jax.random.key(1))["w"], grad(p, x, key=jax.random.key(2))["w"])
-
-
-def test_only_a_library_is_completed():
-    assert load("native", is_completed=True) is load("native")
-    assert load("aqt") is load("aqt")
-    assert load("aqt", is_completed=True) is load("aqt", is_completed=True)
 
 
 LIBRARY_OPS = [("int8", "aqt"), ("int8", "qwix"), ("aqt_fp8", "aqt"), ("fp8_full", "qwix"), ("int8", "native")]

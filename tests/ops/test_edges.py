@@ -67,19 +67,20 @@ def test_an_empty_batch_and_a_batch_of_one(name):
     assert all(jnp.isfinite(part).all() for part in run(jnp.ones((1, 32))))
 
 
-@pytest.mark.parametrize("name", ["int8", *FOUR_BITS])
+@pytest.mark.parametrize("name", ["int8", *FOUR_BITS, "nvfp4", "quartet2", "tetrajet_v2"])
 @pytest.mark.parametrize(
     ("lhs", "rhs"), [((1,), (1, 3)), ((8,), (8, 3)), ((8,), (8,)), ((3, 8), (8,)), ((1, 1), (1, 1))]
 )
 def test_vectors(name, lhs, rhs):
     numbers = (((len(lhs) - 1,), (0,)), ((), ()))
     x, w = jnp.ones(lhs), jnp.ones(rhs)
-    exact = jnp.tensordot(x, w, ((len(lhs) - 1,), (0,)))
-    out, dx, dw = jax.jit(lambda x, w: gradients(DISTINCT[name], x, w, 1.0, numbers))(x, w)
-    # int8 maps an amax to 127.5 steps and keeps 127 of them, four bits 7 of 7.5.
-    bound = 0.01 if name == "int8" else 0.2
-    assert np.abs(np.asarray(out) / exact - 1).max() < bound
-    assert (dx.shape, dw.shape) == (lhs, rhs)
+    exact, pull = jax.vjp(lambda x, w: jnp.tensordot(x, w, numbers[0]), x, w)
+    found = jax.jit(lambda x, w: gradients(DISTINCT[name], x, w, 1.0, numbers))(x, w)
+    # int8 maps an amax to 127.5 steps and keeps 127 of them, four bits 7 of 7.5; a rotated run is rounded at random.
+    bound = {"int8": 0.01, "nvfp4": 0.5, "quartet2": 0.5, "tetrajet_v2": 0.5}.get(name, 0.2)
+    for ours, theirs in zip(found, (exact, *pull(jnp.ones_like(exact))), strict=True):
+        assert ours.shape == theirs.shape
+        assert np.abs(ours / theirs - 1).max() < bound
 
 
 RANGE = TensorSpec("int8", "per_tensor", Calibration("fixed", 1.0, -4.0, 4.0))
@@ -88,25 +89,11 @@ RANGED = Recipe("fixed int8", MatmulSpec(RANGE, RANGE), MatmulSpec(None, FORWARD
 
 
 @pytest.mark.parametrize("name", ["int8", "int8w", "fp8", "fp8_full", "mxfp8", "quartet2", "ggml_q4_0", "fixed int8"])
-def test_second_derivatives_are_refused_by_name(name):
-    recipe, x, w = {**DISTINCT, "fixed int8": FIXED}[name], normal((4, 32)), normal((32, 16), 1)
-
-    def penalty(w):
-        slope = jax.grad(lambda a: dot_general(a, w, NUMBERS, recipe=recipe, state=initial_state(recipe)).sum())(x)
-        return jnp.sum(jnp.square(slope))
-
-    jax.eval_shape(penalty, w)  # a gradient by itself is fine
-    with pytest.raises(NotImplementedError, match=f"second derivatives through recipe '{name}' are not defined"):
-        jax.eval_shape(jax.grad(penalty), w)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        jax.eval_shape(jax.jit(jax.grad(penalty)), w)
-
-
-@pytest.mark.parametrize("recipe", [DISTINCT["int8"], DISTINCT["ggml_q4_0"]])
-def test_a_second_derivative_is_refused_only_where_it_is_used(recipe):
+def test_a_second_derivative_is_refused_only_where_it_is_used(name):
     """First-order meta-learning drops it; the value of a vjp would go through the rounding."""
-    x, w = normal((4, 32)), normal((32, 16), 1)
-    loss = lambda w: jnp.sum(jnp.square(dot_general(x, w, NUMBERS, recipe=recipe)))  # noqa: E731
+    recipe, x, w = {**DISTINCT, "fixed int8": FIXED}[name], normal((4, 32)), normal((32, 16), 1)
+    state = initial_state(recipe)
+    loss = lambda w: jnp.sum(jnp.square(dot_general(x, w, NUMBERS, recipe=recipe, state=state)))  # noqa: E731
     adapted = lambda w: loss(w - 0.1 * jax.lax.stop_gradient(jax.grad(loss)(w)))  # noqa: E731
     for wrap in (lambda f: f, jax.jit, jax.checkpoint):
         assert jax.eval_shape(jax.grad(wrap(adapted)), w).shape == w.shape
@@ -231,15 +218,3 @@ def test_no_rows_of_groups_under_a_fixed_range():
     x, none = jnp.ones((0, 32)), jnp.zeros(2, int)
     run = lambda x: ragged.ragged_dot(x, jnp.ones((2, 32, 16)), none, recipe=RANGED).sum()  # noqa: E731
     assert jax.grad(run)(x).shape == (0, 32)
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "quartet2", "tetrajet_v2"])
-def test_a_vector_meets_a_rotation(name):
-    """The weight's gradient contracts no axis: there is nothing to rotate."""
-    recipe, x, w = DISTINCT[name], normal((64,)), normal((64, 16), 1)
-    out, dx, dw = jax.jit(lambda x: gradients(recipe, x, w, 1.0, (((0,), (0,)), ((), ()))))(x)
-    row = jax.jit(lambda x: gradients(recipe, x, w, 1.0))(x[None])
-    assert (dx.shape, dw.shape) == (x.shape, w.shape)
-    np.testing.assert_array_equal(out, row[0][0])
-    error = distance(dx, w.sum(axis=1)), distance(dw, jnp.outer(x, jnp.ones(16)))
-    assert max(error) < 0.5, error

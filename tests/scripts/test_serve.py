@@ -73,8 +73,6 @@ def test_standard_input_and_repeated_prompts_give_the_same(run, capsys, monkeypa
         (["--top-p", "1.5"], "top_p 1.5 must lie above 0 and not above 1"),
         (["--temperature", "-1"], "temperature -1.0 must not be negative"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
-        (["--slots", "0"], "slots 0 must be at least 1"),
-        (["--prefill-chunk", "0"], "prefill_chunk 0 must be at least 1"),
         (["--max-length", "1"], "max_length 1 must be at least 2"),
     ],
 )
@@ -109,8 +107,6 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
     assert "has no checkpoint; let it save one" in told(tmp_path)
     copy = tmp_path / "other"
     shutil.copytree(run, copy)
-    (copy / "config.yml").write_text((run / "config.yml").read_text().replace("emb_dim: 32", "emb_dim: 48"))
-    assert "emb_dim: 32 in the checkpoint, 48 in config.yml" in told(copy)
     (copy / "config.yml").write_text(
         (run / "config.yml").read_text().replace("num_layers: 2", "num_layers: 2\nbanana: 1")
     )
@@ -119,7 +115,6 @@ def test_a_folder_that_is_no_run_is_an_error(run, tmp_path, capsys):
     empty.write_text("")
     assert serve.main([str(run), "--prompts-file", str(empty)]) == 2
     assert f"{empty} holds no prompt; write one a line" in capsys.readouterr().err
-    assert serve.main([str(run), "--prompts-file", str(tmp_path / "no.txt")]) == 2
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(run, monkeypatch, capsys):

@@ -29,13 +29,6 @@ def test_scripts_are_executable_and_parse(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_is_needed(script):
-    done = run(script, "--help")
-    assert done.returncode == 0
-    assert "Python 3.11+" in done.stdout
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_python_that_is_not_there_is_an_error(script):
     done = run(script, PYTHON="python-of-nowhere")
     assert done.returncode == 1
@@ -53,12 +46,6 @@ def test_an_old_python_is_refused(tmp_path):
 
 def test_the_given_python_is_taken():
     assert in_lib("find_python", PYTHON=sys.executable).stdout.strip() == sys.executable
-
-
-def test_the_demo_takes_no_arguments():
-    done = run("scripts/demo.sh", "int8")
-    assert done.returncode == 1
-    assert "error: scripts/demo.sh takes no arguments, got: int8" in done.stderr
 
 
 @pytest.mark.parametrize("pins", ["py311", "py312"])
