@@ -29,7 +29,7 @@ from jaxquant.core.recipe import Recipe
 from jaxquant.trace.analysis import Analysis
 from jaxquant.trace.contract import batch_steps, without_batch
 from jaxquant.trace.flow import Lost, Route
-from jaxquant.trace.plan import Contraction, Key
+from jaxquant.trace.plan import Contraction, Key, readers_of
 from jaxquant.trace.structure import Step, dtype_read, run_steps, sliced, sources_of, without_axes
 
 Array = jax.Array
@@ -189,22 +189,16 @@ def far_examples(analysis: Analysis, examples: Sequence[Any], states: Mapping[Ke
       examples: its last arguments. Shapes, and arrays of one number, such as zeros, are not compared.
       states: quant state of every quantized contraction.
     """
-    jaxpr = analysis.plan.jaxpr
-    known = dict(zip(map(id, reversed(jaxpr.invars)), reversed(examples), strict=False))
-    for index, eqn in enumerate(jaxpr.eqns):
-        site = analysis.plan.sites.get(index)
-        if eqn.primitive.name in ("convert_element_type", "reshape", "transpose"):
-            known[id(eqn.outvars[0])] = known.get(id(eqn.invars[0]))
-        elif site is not None and site.side is not None:
-            pair: Any = known.get(id(eqn.invars[1 - site.side])), states.get(site.key, {}).get(f"input_{HISTORY}")
-            if all(isinstance(each, jax.Array | np.ndarray) and not isinstance(each, Tracer) for each in pair):
-                amax, seen = (float(jnp.max(jnp.abs(each))) for each in pair)
-                if seen and jnp.ptp(pair[0]) and not seen / _FAR <= amax <= seen * _FAR:
-                    yield (
-                        f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, and the "
-                        f"quant state that gives its static scale has seen {seen:.3g}; calibrate with inputs like "
-                        "those that the model will serve"
-                    )
+    for site, example in readers_of(analysis.plan, examples):
+        pair: Any = example, states.get(site.key, {}).get(f"input_{HISTORY}")
+        if all(isinstance(each, jax.Array | np.ndarray) and not isinstance(each, Tracer) for each in pair):
+            amax, seen = (float(jnp.max(jnp.abs(each))) for each in pair)
+            if seen and jnp.ptp(example) and not seen / _FAR <= amax <= seen * _FAR:
+                yield (
+                    f"{layer_name(site.path)} reads an example input of largest magnitude {amax:.3g}, and the "
+                    f"quant state that gives its static scale has seen {seen:.3g}; calibrate with inputs like "
+                    "those that the model will serve"
+                )
 
 
 @jax.jit

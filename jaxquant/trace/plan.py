@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,3 +223,19 @@ def mark_readings(plan: Plan, can_share: Callable[[Recipe], bool]) -> None:
         reading = Reading(keys, recipe, axes, implementation) if len(sites) > 1 else None
         for site in sites:
             site.reading = reading
+
+
+def readers_of(plan: Plan, arguments: Sequence[Any]) -> Iterator[tuple[Contraction, Any]]:
+    """Yield each contraction that reads an argument directly, at most cast, reshaped or transposed, and the argument.
+
+    Args:
+      plan: of a function.
+      arguments: the function's last arguments.
+    """
+    known = dict(zip(map(id, reversed(plan.jaxpr.invars)), reversed(arguments), strict=False))
+    for index, eqn in enumerate(plan.jaxpr.eqns):
+        site = plan.sites.get(index)
+        if eqn.primitive.name in ("convert_element_type", "reshape", "transpose"):
+            known[id(eqn.outvars[0])] = known.get(id(eqn.invars[0]))
+        elif site is not None and site.side is not None:
+            yield site, known.get(id(eqn.invars[1 - site.side]))
